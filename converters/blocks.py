@@ -1,0 +1,129 @@
+"""Attention blocks in a flat dict of tensors: which layout, under which prefix, how many heads."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.axes import bind, parse
+from jaxmha.converters import flax, huggingface, keras, layout, torch
+from jaxmha.converters.layout import Entry, Layout
+
+LAYOUTS: tuple[Layout, ...] = (
+    *torch.LAYOUTS,
+    *keras.LAYOUTS,
+    *flax.LAYOUTS,
+    *huggingface.LAYOUTS,
+)
+
+# Where configurations keep the head count.
+HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead")
+
+
+class Block(NamedTuple):
+    """One attention block: its layout and the place of every array."""
+
+    prefix: str
+    layout: Layout
+    keys: dict[str, str]  # key of the layout -> name in the file
+
+    def read(
+        self, tensors: Mapping[str, Any], num_heads: int | None = None
+    ) -> tuple[MHAParams, Semantics]:
+        """Imports the block. Raises ValueError as `import_params` does."""
+        state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
+        return layout.import_params([self.layout], state, num_heads=num_heads, prefix=self.prefix)
+
+
+def named(name: str) -> Layout:
+    """The layout of that name. Raises ValueError with the known names."""
+    return layout.choose(LAYOUTS, [], name, "")
+
+
+def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
+    """Every attention block, in the order of the names.
+
+    Raises:
+      ValueError: one prefix fits two layouts.
+
+    >>> shapes = {"a.in_proj_weight": (18, 6), "a.out_proj.weight": (6, 6), "b": (3,)}
+    >>> [(block.prefix, block.layout.name) for block in find(shapes)]
+    [('a', 'torch')]
+    """
+    found: dict[str, Block] = {}
+    for variant in (v for candidate in layouts for v in _variants(candidate)):
+        first = next(entry for entry in variant.entries if not entry.group)
+        for name in shapes:
+            if name != first.key and not name.endswith(variant.separator + first.key):
+                continue
+            prefix = name.removesuffix(first.key).removesuffix(variant.separator)
+            keys = {
+                entry.key: full
+                for entry in variant.entries
+                if (full := variant.path(prefix, entry.key)) in shapes
+            }
+            if not all(
+                e.group or _fits(e, shapes.get(keys.get(e.key, ""))) for e in variant.entries
+            ):
+                continue
+            if prefix in found:
+                raise ValueError(
+                    f"prefix {prefix!r} fits two layouts, {found[prefix].layout.name} and "
+                    f"{variant.name}: name one"
+                )
+            found[prefix] = Block(prefix, variant, keys)
+    order = {name: i for i, name in enumerate(shapes)}
+    return sorted(found.values(), key=lambda block: min(order[n] for n in block.keys.values()))
+
+
+def heads_in_config(path: Path) -> tuple[int, str] | None:
+    """The head count in the config.json beside a checkpoint, with where it stands.
+
+    None where there is no such file, no such key, or more than one answer.
+    """
+    config = path.parent / "config.json"
+    try:
+        content = json.loads(config.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = dict(_search(content, "config.json"))
+    if len(set(found.values())) != 1:
+        return None
+    where, heads = next(iter(found.items()))
+    return heads, where
+
+
+def heads_in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """The head count where the layout's shapes hold it."""
+    sizes: dict[str, int] = {}
+    for entry in block.layout.entries:
+        if entry.key in block.keys and ("N",) in parse(entry.axes):
+            shape = shapes[block.keys[entry.key]]
+            bind(entry.key, shape[len(shape) - len(parse(entry.axes)) :], entry.axes, sizes)
+            return sizes["N"]
+    return None
+
+
+def _variants(candidate: Layout) -> list[Layout]:
+    """Trees are also saved with dots."""
+    if candidate.separator == ".":
+        return [candidate]
+    dotted = tuple(e._replace(key=e.key.replace("/", ".")) for e in candidate.entries)
+    return [candidate, replace(candidate, entries=dotted, separator=".")]
+
+
+def _fits(entry: Entry, shape: Sequence[int] | None) -> bool:
+    return shape is not None and len(shape) >= len(parse(entry.axes))
+
+
+def _search(content: Any, where: str) -> Iterable[tuple[str, int]]:
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key in HEAD_KEYS and isinstance(value, int) and not isinstance(value, bool):
+                yield f"{where}: {key}", value
+            yield from _search(value, f"{where}: {key}")
+    elif isinstance(content, list):
+        for value in content:
+            yield from _search(value, where)

@@ -1,0 +1,57 @@
+"""Checkpoint files as mappings from names to NumPy arrays.
+
+    with checkpoint.open("model.safetensors") as file:
+        checkpoint.write("model.pt", file)
+
+Reads and writes .safetensors, torch zip files, Keras .weights.h5 and .npz. Needs NumPy and
+ml_dtypes, and h5py for .weights.h5; never torch, keras, or code from the file.
+"""
+
+from jaxmha.converters.checkpoint.errors import (
+    AmbiguousFile,
+    BudgetExceeded,
+    CheckpointError,
+    DestinationExists,
+    ForbiddenContent,
+    IncompleteCheckpoint,
+    IntegrityError,
+    MalformedFile,
+    MissingDependency,
+    PathEscape,
+    UnknownTensor,
+    UnreadableFile,
+    UnsupportedDtype,
+    UnsupportedFormat,
+    WriteFailed,
+)
+from jaxmha.converters.checkpoint.formats import FORMATS, Format, suffixes
+from jaxmha.converters.checkpoint.limits import Limits
+from jaxmha.converters.checkpoint.reading import Checkpoint, open
+from jaxmha.converters.checkpoint.tensor import TensorInfo
+from jaxmha.converters.checkpoint.writing import write
+
+__all__ = [
+    "FORMATS",
+    "AmbiguousFile",
+    "BudgetExceeded",
+    "Checkpoint",
+    "CheckpointError",
+    "DestinationExists",
+    "ForbiddenContent",
+    "Format",
+    "IncompleteCheckpoint",
+    "IntegrityError",
+    "Limits",
+    "MalformedFile",
+    "MissingDependency",
+    "PathEscape",
+    "TensorInfo",
+    "UnknownTensor",
+    "UnreadableFile",
+    "UnsupportedDtype",
+    "UnsupportedFormat",
+    "WriteFailed",
+    "open",
+    "suffixes",
+    "write",
+]

@@ -1,0 +1,174 @@
+"""Which formats there are, as data: how a file is recognised, read, written, or refused."""
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxmha.converters.checkpoint import hdf5, npz, safetensors, torch_zip
+from jaxmha.converters.checkpoint import zip as zip_directory
+from jaxmha.converters.checkpoint.contents import Contents, Plan
+from jaxmha.converters.checkpoint.errors import AmbiguousFile, MalformedFile, UnsupportedFormat
+from jaxmha.converters.checkpoint.limits import Budget, Limits
+from jaxmha.converters.checkpoint.source import Source
+
+Writer = Callable[[BinaryIO, Plan, Mapping[str, str], Mapping[str, str]], None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format. The first suffix is the usual one."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    read: Callable[[Source, Limits], Contents]
+    write: Writer
+    holds_metadata: bool = False
+    holds_names: bool = False
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(
+        "safetensors", (".safetensors",), safetensors.read, safetensors.write, holds_metadata=True
+    ),
+    Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write),
+    Format("keras_h5", (".weights.h5",), hdf5.read, hdf5.write, holds_names=True),
+    Format("npz", (".npz",), npz.read, npz.write),
+)
+_BY_NAME = {format.name: format for format in FORMATS}
+
+# What else people have, and the line that turns it into something read here.
+_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("saved_model.pb",),
+        "a TensorFlow SavedModel",
+        "load the model with keras and call model.save_weights('new.weights.h5')",
+    ),
+    (
+        ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "_sharding", "checkpoint"),
+        "an orbax checkpoint",
+        "orbax.checkpoint.PyTreeCheckpointer().restore(path), flatten, checkpoint.write(...)",
+    ),
+)
+_LEGACY_TORCH = (
+    "convert it: python -c \"import torch; torch.save(torch.load('OLD', weights_only=True), "
+    "'NEW.pt')\""
+)
+_MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46", "a torch file from before version 1.6", _LEGACY_TORCH),
+    (257, b"ustar", "a tar file, such as very old torch made", _LEGACY_TORCH),
+    (0, b"\x80\x02", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, b"\x80\x03", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, b"\x80\x04", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, b"\x80\x05", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, npz.MAGIC, "a single .npy array, without names", "numpy.savez('NEW.npz', name=array)"),
+    (0, b"\x1f\x8b", "compressed with gzip", "decompress it with gunzip"),
+)
+_SHARDED = ".index.json", ".weights.json"
+_FLAX = (
+    "convert it: safetensors.numpy.save_file(flax.traverse_util.flatten_dict("
+    "flax.serialization.msgpack_restore(pathlib.Path('OLD').read_bytes()), sep='/'), "
+    "'NEW.safetensors')"
+)
+
+
+def suffixes() -> tuple[str, ...]:
+    """Every file name ending that is read and written.
+
+    Example:
+        >>> ".safetensors" in suffixes()
+        True
+    """
+    return tuple(suffix for format in FORMATS for suffix in format.suffixes)
+
+
+def by_suffix(path: Path) -> Format | None:
+    """The format that a file name promises, None where it promises none of ours."""
+    name = path.name.lower()
+    return next((f for f in FORMATS if name.endswith(f.suffixes)), None)
+
+
+def for_writing(path: Path) -> Format:
+    """The format to write; raises UnsupportedFormat."""
+    found = by_suffix(path)
+    if found is None:
+        known = ", ".join(suffixes())
+        raise UnsupportedFormat(path, "the suffix names no format", f"use one of {known}")
+    return found
+
+
+def refuse_directory(path: Path) -> None:
+    """Raises UnsupportedFormat, with the way out, for directories that frameworks write."""
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            return
+        inside = set(os.listdir(path))
+    except (OSError, ValueError):
+        return  # opening it says what is wrong
+    for marks, what, remedy in _DIRECTORIES:
+        if inside & set(marks):
+            raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
+
+
+def recognise(source: Source, limits: Limits) -> Format:
+    """The format by content, which must agree with the suffix.
+
+    Raises:
+        UnsupportedFormat, MalformedFile, AmbiguousFile.
+    """
+    found = _by_content(source, limits)
+    promised = by_suffix(source.path)
+    if promised is not None and promised is not found:
+        raise AmbiguousFile(
+            source.path,
+            f"the suffix says {promised.name}, the content {found.name}",
+            "give the file the suffix of its content",
+        )
+    return found
+
+
+def _by_content(source: Source, limits: Limits) -> Format:
+    path = source.path
+    if source.size == 0:
+        raise MalformedFile(path, "the file is empty", "copy or write it again")
+    head = source.read(0, min(source.size, 512))
+    if head.startswith(hdf5.MAGIC):
+        return _BY_NAME["keras_h5"]
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        return _zip_format(source, limits)
+    for at, magic, what, remedy in _MAGIC:
+        if head[at:].startswith(magic):
+            raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
+    if path.name.endswith(_SHARDED) or head[:1] == b"{":
+        raise UnsupportedFormat(
+            path, "is the index of a sharded checkpoint", "name its shards one by one"
+        )
+    if path.suffix == ".msgpack" or path.name == "checkpoint":
+        raise UnsupportedFormat(path, "is flax msgpack, which is not read here", _FLAX)
+    if head[8:9] == b"{" or path.suffix == ".safetensors":
+        return _BY_NAME["safetensors"]
+    raise UnsupportedFormat(
+        path,
+        f"begins with {head[:8].hex(' ')}, which is no known checkpoint",
+        f"convert it to one of {', '.join(suffixes())}",
+    )
+
+
+def _zip_format(source: Source, limits: Limits) -> Format:
+    budget = Budget(source.path, source.size, limits)
+    names = zip_directory.members(source, budget)
+    if "config.json" in names or "model.weights.h5" in names:
+        raise UnsupportedFormat(
+            source.path,
+            "is a .keras archive, which is not read here",
+            "take the weights out: python -m zipfile -e FILE.keras DIRECTORY",
+        )
+    if any(name.partition("/")[2] == torch_zip.PROGRAM for name in names):
+        return _BY_NAME["torch"]
+    if all(name.endswith(".npy") for name in names):
+        return _BY_NAME["npz"]
+    raise UnsupportedFormat(
+        source.path, "is a zip of neither torch nor NumPy", "save it again with either"
+    )

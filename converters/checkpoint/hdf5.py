@@ -1,0 +1,271 @@
+"""The .weights.h5 format of Keras 3: HDF5 groups with datasets named by position.
+
+Only hard links to plain numeric datasets are followed. HDF5 can also point into other files, run
+filter plugins and declare more than it stores; all of that is refused before data is read.
+
+Format: https://keras.io/api/models/model_saving_apis/weights_saving_and_loading/
+"""
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from jaxmha.converters.checkpoint.contents import Contents, Plan
+from jaxmha.converters.checkpoint.errors import (
+    AmbiguousFile,
+    CheckpointError,
+    ForbiddenContent,
+    IncompleteCheckpoint,
+    MalformedFile,
+    MissingDependency,
+    PathEscape,
+    UnsupportedDtype,
+    UnsupportedFormat,
+)
+from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
+from jaxmha.converters.checkpoint.source import Source
+from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+DTYPES = frozenset(NUMPY) | {BFLOAT16}
+VARIABLES = "vars"
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
+_MOST_DEFLATED = 1032  # deflate cannot expand further
+_MOST_ATTRIBUTE = 4096
+_LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
+_AGAIN = "save it again with model.save_weights"
+_CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
+
+
+def read(source: Source, limits: Limits) -> Contents:
+    """Walks all groups and checks every dataset.
+
+    Raises:
+        MissingDependency, ForbiddenContent, MalformedFile, AmbiguousFile, UnsupportedFormat,
+        UnsupportedDtype, IncompleteCheckpoint, BudgetExceeded, PathEscape.
+    """
+    h5py = _h5py(source.path)
+    # The checked descriptor is handed over, so that no name is opened a second time.
+    raw = io.FileIO(os.dup(source.fd))
+    try:
+        with _typed(source):
+            file = h5py.File(raw, "r")
+    except BaseException:
+        raw.close()
+        raise
+
+    def close() -> None:
+        file.close()
+        raw.close()
+
+    try:
+        with _typed(source):
+            walk = _Walk(h5py, source, limits)
+            walk.group(file.id, "", 1)
+    except BaseException:
+        close()
+        raise
+
+    def load(name: str) -> np.ndarray:
+        info = walk.budget.info[name]
+        with _typed(source, name):
+            data = np.asarray(file[name][()])
+        return data.view(BFLOAT16) if info.dtype == BFLOAT16 else data.astype(info.dtype, "C")
+
+    return Contents(walk.budget.info, load, names=walk.names, close=close)
+
+
+def write(file: BinaryIO, plan: Plan, _: Mapping[str, str], names: Mapping[str, str]) -> None:
+    """Writes datasets at their names and the `name` attributes of the `vars` groups."""
+    h5py = _h5py(plan.path)
+    with h5py.File(file, "w") as target:
+        for name, info in plan.info.items():
+            if info.dtype not in DTYPES:
+                raise UnsupportedDtype(
+                    plan.path, f"Keras stores no {info.dtype}", "convert the tensor first", name
+                )
+            if "" in name.split("/"):
+                raise PathEscape(plan.path, "an empty group name", "rename the tensor", name)
+            data = plan.load(name)
+            with _no_clash(plan, name):
+                dataset = target.create_dataset(name, data=data)
+            if info.dtype == BFLOAT16:
+                dataset.attrs["dtype"] = "bfloat16"
+        for group, name in names.items():
+            path = f"{group}/{VARIABLES}" if group else VARIABLES
+            check_name(plan.path, path, Limits())
+            with _no_clash(plan, path):
+                target.require_group(path).attrs["name"] = name
+
+
+@contextlib.contextmanager
+def _no_clash(plan: Plan, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as e:
+        raise AmbiguousFile(
+            plan.path, f"is both a tensor and a group ({e})", "rename one of them", name
+        ) from e
+
+
+class _Walk:
+    """One pass over all links, from the root."""
+
+    def __init__(self, h5py: Any, source: Source, limits: Limits) -> None:
+        self.h5py, self.source, self.limits = h5py, source, limits
+        self.budget = Budget(source.path, source.size, limits)
+        self.names: dict[str, str] = {}
+        self.groups: set[int] = set()
+        self.links = 0
+
+    def fail(
+        self, kind: type[CheckpointError], problem: str, member: str, remedy: str = _AGAIN
+    ) -> NoReturn:
+        raise kind(self.source.path, problem, remedy, member or "/")
+
+    def group(self, group: Any, path: str, depth: int) -> None:
+        """Checks a group and everything below it."""
+        h5py = self.h5py
+        self.budget.spend("the depth of groups", depth, self.limits.depth, path)
+        address = h5py.h5o.get_info(group).addr
+        if address in self.groups:
+            self.fail(AmbiguousFile, "the group is linked twice, or into itself", path)
+        self.groups.add(address)
+        self.links += group.get_num_objs()
+        self.budget.spend("the number of links", self.links, self.limits.members)
+        children = [self.child(group, path, raw) for raw in group]
+        if not path and any(
+            key in children or h5py.h5a.exists(group, key.encode()) for key in _LEGACY
+        ):
+            self.fail(UnsupportedFormat, "a Keras 2 style .h5 file", path, _CONVERT_LEGACY)
+        if path.rpartition("/")[2] == VARIABLES:
+            self.variables(group, path, children)
+        for name in children:
+            child = f"{path}/{name}" if path else name
+            item = h5py.h5o.open(group, name.encode())
+            if isinstance(item, h5py.h5g.GroupID):
+                self.group(item, child, depth + 1)
+            elif isinstance(item, h5py.h5d.DatasetID):
+                self.dataset(item, child)
+            else:
+                self.fail(ForbiddenContent, "neither a group nor a dataset", child)
+
+    def child(self, group: Any, path: str, raw: bytes) -> str:
+        """The name of a link, which must be hard."""
+        h5l = self.h5py.h5l
+        kind = group.links.get_info(raw).type
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            self.fail(MalformedFile, "a link name is not UTF-8", path)
+        check_name(self.source.path, name, self.limits)
+        if "/" in name:
+            self.fail(PathEscape, "a link name is a path", path)
+        if kind != h5l.TYPE_HARD:
+            what = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
+            self.fail(ForbiddenContent, what.get(kind, "a user-defined link"), f"{path}/{name}")
+        return name
+
+    def variables(self, group: Any, path: str, children: list[str]) -> None:
+        """Positions must run from 0, and the user's name of the layer is an attribute."""
+        positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
+        if positions != list(range(len(positions))):
+            self.fail(IncompleteCheckpoint, f"the variables are numbered {positions[:9]}", path)
+        name = self.attribute(group, "name", path)
+        if name is not None:
+            check_name(self.source.path, name, self.limits)
+            self.names[path.rpartition("/")[0]] = name
+
+    def dataset(self, item: Any, name: str) -> None:
+        """Checks storage, type and size; the order keeps HDF5 from opening other files."""
+        h5py = self.h5py
+        layout = item.get_create_plist()
+        if layout.get_layout() == h5py.h5d.VIRTUAL:
+            self.fail(ForbiddenContent, "a virtual dataset, made of other files", name)
+        if layout.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
+            self.fail(ForbiddenContent, "an unknown storage layout", name)
+        if layout.get_external_count():
+            self.fail(ForbiddenContent, "the data is in another file", name)
+        filters = {layout.get_filter(i)[0] for i in range(layout.get_nfilters())}
+        if not filters <= _FILTERS.keys():
+            unknown = sorted(filters - _FILTERS.keys())
+            self.fail(ForbiddenContent, f"the filter {unknown[0]} would load a plugin", name)
+        dtype, width = self.dtype(item, name)
+        space = item.get_space()
+        if space.get_simple_extent_type() == h5py.h5s.NULL:
+            self.fail(MalformedFile, "the dataset has no shape", name)
+        info = self.budget.tensor(name, tuple(space.get_simple_extent_dims()), dtype)
+
+        declared, stored = info.size * width, item.get_storage_size()
+        if stored > self.source.size:
+            self.fail(MalformedFile, "stores more than the file has", name)
+        if layout.get_layout() == h5py.h5d.CHUNKED:
+            chunk = math.prod(layout.get_chunk()) * width
+            allowed = declared + self.limits.chunk_bytes
+            self.budget.spend("the chunk size", chunk, allowed, name)
+        if declared > stored * (_MOST_DEFLATED if filters & {1, 32000} else 1):
+            self.fail(MalformedFile, f"declares {declared} bytes and stores {stored}", name)
+
+    def dtype(self, item: Any, name: str) -> tuple[np.dtype, int]:
+        """The dtype in NumPy and its width in the file."""
+        h5t = self.h5py.h5t
+        kind, width = item.get_type().get_class(), item.get_type().get_size()
+        if kind == h5t.OPAQUE:
+            if width == 2 and self.attribute(item, "dtype", name) == "bfloat16":
+                return BFLOAT16, width
+            self.fail(UnsupportedDtype, "bytes of a dtype that the file does not name", name)
+        numeric = kind in (h5t.INTEGER, h5t.FLOAT)
+        pair = kind in (h5t.COMPOUND, h5t.ENUM) and item.get_type().get_nmembers() == 2
+        dtype = item.dtype.newbyteorder("=") if numeric or pair else None
+        # h5py stores complex numbers as a pair of floats and Booleans as an enumeration of two.
+        if dtype is None or (pair and dtype.kind not in "bc"):
+            self.fail(ForbiddenContent, "holds objects, text or records, not numbers", name)
+        if dtype not in DTYPES:
+            self.fail(UnsupportedDtype, f"the dtype {dtype}", name)
+        return np.dtype(dtype.type), width
+
+    def attribute(self, item: Any, key: str, path: str) -> str | None:
+        """A short text attribute, None where there is none."""
+        h5py = self.h5py
+        if not h5py.h5a.exists(item, key.encode()):
+            return None
+        stored = h5py.h5a.open(item, key.encode())
+        kind = stored.get_type()
+        if (
+            kind.get_class() != h5py.h5t.STRING
+            or stored.get_space().get_simple_extent_type() != h5py.h5s.SCALAR
+        ):
+            self.fail(MalformedFile, f"the attribute {key!r} is not a text", path)
+        if kind.get_size() > _MOST_ATTRIBUTE:
+            self.fail(MalformedFile, f"the attribute {key!r} is too long", path)
+        owner = h5py.Group if isinstance(item, h5py.h5g.GroupID) else h5py.Dataset
+        value = owner(item).attrs[key]
+        return value.decode() if isinstance(value, bytes) else str(value)
+
+
+@contextlib.contextmanager
+def _typed(source: Source, name: str | None = None) -> Iterator[None]:
+    """HDF5 reports damage as any of a dozen exceptions."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        reason = " ".join(str(e).split())[:300]
+        raise MalformedFile(source.path, f"HDF5 cannot read it ({reason})", _AGAIN, name) from e
+
+
+def _h5py(path: Path) -> Any:
+    try:
+        import h5py
+    except ImportError as e:
+        raise MissingDependency(
+            path, "reading .weights.h5 needs h5py", "pip install 'jaxmha[files]'"
+        ) from e
+    return h5py

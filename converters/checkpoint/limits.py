@@ -1,0 +1,104 @@
+"""How much a file may ask for. Every reader charges the same budget before it allocates."""
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmha.converters.checkpoint.errors import (
+    AmbiguousFile,
+    BudgetExceeded,
+    MalformedFile,
+    PathEscape,
+    shown,
+)
+from jaxmha.converters.checkpoint.tensor import TensorInfo
+
+_RAISE = "if the file is trusted, pass a checkpoint.Limits with a higher value"
+_RENAME = "write the file again with plain names"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Budgets for one file.
+
+    Example:
+        >>> Limits(tensors=10).tensors
+        10
+    """
+
+    logical_bytes: int | None = None  # of all tensors together; None: max(4 x file, 1 GiB)
+    header_bytes: int = 100_000_000  # safetensors header, zip directory
+    pickle_bytes: int = 64 << 20
+    opcodes: int = 10**7
+    tensors: int = 10**6
+    members: int = 10**6  # zip members, HDF5 links
+    depth: int = 64  # nested groups and containers
+    tuple_depth: int = 8
+    name_bytes: int = 1024
+    rank: int = 32
+    dimension: int = 2**53
+    chunk_bytes: int = 64 << 20  # one HDF5 chunk beyond the size of its dataset
+
+
+class Budget:
+    """Counts what one file has asked for so far."""
+
+    def __init__(self, path: str | os.PathLike[str], file_bytes: int, limits: Limits) -> None:
+        self.path = path
+        self.limits = limits
+        self.info: dict[str, TensorInfo] = {}
+        self._logical = 0
+        given = limits.logical_bytes
+        self._allowed = max(4 * file_bytes, 1 << 30) if given is None else given
+
+    def spend(self, what: str, amount: int, allowed: int, member: str | None = None) -> None:
+        """Raises BudgetExceeded when amount > allowed."""
+        if amount > allowed:
+            raise BudgetExceeded(
+                self.path, f"{what} is {amount:,}, the limit is {allowed:,}", _RAISE, member
+            )
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorInfo:
+        """Registers a declared tensor.
+
+        Raises:
+            BudgetExceeded, MalformedFile, PathEscape, AmbiguousFile.
+        """
+        check_name(self.path, name, self.limits)
+        if name in self.info:
+            raise AmbiguousFile(self.path, "two tensors have this name", _RENAME, name)
+        self.spend("the rank", len(shape), self.limits.rank, name)
+        for size in shape:
+            if size < 0:
+                raise MalformedFile(
+                    self.path, f"the shape {shape} is negative", "write it again", name
+                )
+            self.spend("a dimension", size, self.limits.dimension, name)
+        # Zero-size arrays must stay below NumPy's own limit on the product of the other axes.
+        strides_bytes = math.prod(size for size in shape if size) * dtype.itemsize
+        self.spend("the byte size", strides_bytes, 2**63 - 1, name)
+        info = TensorInfo(shape, dtype)
+        self._logical += info.nbytes
+        self.spend("the total byte size of all tensors", self._logical, self._allowed, name)
+        self.info[name] = info
+        self.spend("the number of tensors", len(self.info), self.limits.tensors)
+        return info
+
+
+def check_name(path: str | os.PathLike[str], name: str, limits: Limits) -> None:
+    """Raises unless a name is printable, short, and harmless as a relative path.
+
+    Raises:
+        MalformedFile, BudgetExceeded, PathEscape.
+    """
+    if not name:
+        raise MalformedFile(path, "a tensor has an empty name", _RENAME)
+    if len(name) > limits.name_bytes or len(name.encode("utf-8", "replace")) > limits.name_bytes:
+        raise BudgetExceeded(path, f"a name is longer than {limits.name_bytes} bytes", _RAISE, name)
+    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name):
+        raise MalformedFile(path, "a name has control or surrogate characters", _RENAME, name)
+    parts = name.replace("\\", "/").split("/")
+    if not parts[0] or any(part in (".", "..") for part in parts):
+        raise PathEscape(path, f"the name {shown(name)} is a path", _RENAME)

@@ -1,0 +1,188 @@
+"""The .safetensors format: a length, a JSON header, one buffer.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from jaxmha.converters.checkpoint.contents import Contents, Plan
+from jaxmha.converters.checkpoint.errors import (
+    AmbiguousFile,
+    MalformedFile,
+    UnsupportedDtype,
+)
+from jaxmha.converters.checkpoint.limits import Budget, Limits
+from jaxmha.converters.checkpoint.source import Source
+from jaxmha.converters.checkpoint.tensor import from_bytes, to_bytes
+
+DTYPES: dict[str, np.dtype] = {
+    code: np.dtype(dtype)
+    for code, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "I16": np.int16,
+        "U16": np.uint16,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "I32": np.int32,
+        "U32": np.uint32,
+        "F32": np.float32,
+        "C64": np.complex64,
+        "F64": np.float64,
+        "I64": np.int64,
+        "U64": np.uint64,
+    }.items()
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Known to the format, narrower than a byte, without a NumPy layout.
+_SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
+_AGAIN = "write it again with the safetensors library"
+
+
+def read(source: Source, limits: Limits) -> Contents:
+    """Checks the whole header.
+
+    Raises:
+        MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype.
+    """
+    path, budget = source.path, Budget(source.path, source.size, limits)
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > source.size - 8:
+        raise MalformedFile(path, f"the header length {length} leaves the file", _AGAIN)
+    budget.spend("the header length", length, limits.header_bytes)
+    header = _parse(source, source.read(8, length))
+    metadata = _metadata(source, header.pop("__metadata__", {}))
+
+    start = 8 + length
+    offsets: dict[str, int] = {}
+    ranges: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        dtype, shape, begin, end = _entry(source, name, entry)
+        info = budget.tensor(name, shape, dtype)
+        if end - begin != info.nbytes:
+            raise MalformedFile(
+                path,
+                f"{end - begin} bytes declared for shape {shape} of {dtype}, which has "
+                f"{info.nbytes}",
+                _AGAIN,
+                name,
+            )
+        offsets[name] = start + begin
+        ranges.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(ranges):
+        if begin != position:
+            what = "overlaps the tensor before it" if begin < position else "leaves a hole"
+            raise MalformedFile(path, f"the data {what}", _AGAIN, name)
+        position = end
+    if start + position != source.size:
+        raise MalformedFile(
+            path,
+            f"the tensors end at byte {start + position}, the file at {source.size}",
+            "the file is cut short or has bytes appended: copy it again",
+        )
+
+    def load(name: str) -> np.ndarray:
+        info = budget.info[name]
+        raw = source.read_array(offsets[name], info.nbytes)
+        return from_bytes(raw, info.dtype, "little", path, name).reshape(info.shape)
+
+    return Contents(budget.info, load, metadata=metadata)
+
+
+def write(file: BinaryIO, plan: Plan, metadata: Mapping[str, str], _: Mapping[str, str]) -> None:
+    """Writes what the safetensors library writes for the same tensors, byte for byte."""
+    for name, info in plan.info.items():
+        if info.dtype not in CODES:
+            raise UnsupportedDtype(
+                plan.path, f"safetensors has no {info.dtype}", "convert the tensor first", name
+            )
+        if name == "__metadata__":
+            raise AmbiguousFile(plan.path, "this name is reserved", "rename the tensor", name)
+    rank = {dtype: i for i, dtype in enumerate(CODES)}
+    names = sorted(plan.info, key=lambda name: (-rank[plan.info[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name in names:
+        info = plan.info[name]
+        end = position + info.nbytes
+        header[name] = {
+            "dtype": CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in names:
+        file.write(to_bytes(plan.load(name)).data)
+
+
+def _parse(source: Source, raw: bytes) -> dict[str, Any]:
+    path = source.path
+    if not raw.startswith(b"{") or not raw.rstrip(b" ").endswith(b"}"):
+        raise MalformedFile(path, "the header does not run from '{' to '}'", _AGAIN)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        items: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in items:
+                raise AmbiguousFile(path, "the header has this key twice", _AGAIN, key)
+            items[key] = value
+        return items
+
+    def refused(text: str) -> Any:
+        raise MalformedFile(path, f"the header has the number {text[:40]}", _AGAIN)
+
+    try:
+        header = json.loads(
+            raw.decode(), object_pairs_hook=unique, parse_float=refused, parse_constant=refused
+        )
+    except (MalformedFile, AmbiguousFile):
+        raise
+    except RecursionError:
+        raise MalformedFile(path, "the header is nested too deeply", _AGAIN) from None
+    except ValueError as e:
+        raise MalformedFile(path, f"the header is not JSON ({e})", _AGAIN) from e
+    if not isinstance(header, dict):
+        raise MalformedFile(path, "the header is not a JSON object", _AGAIN)
+    return header
+
+
+def _metadata(source: Source, metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
+        raise MalformedFile(source.path, "__metadata__ does not map strings to strings", _AGAIN)
+    return metadata
+
+
+def _entry(source: Source, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    path = source.path
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise MalformedFile(
+            path, "an entry is not exactly {dtype, shape, data_offsets}", _AGAIN, name
+        )
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        if code in _SUB_BYTE:
+            raise UnsupportedDtype(path, f"{code} is narrower than a byte", "dequantise it", name)
+        raise UnsupportedDtype(path, f"{str(code)[:40]!r} is not a dtype", _AGAIN, name)
+    for numbers in (shape, offsets):
+        # type() and not isinstance(): JSON true must not count as 1.
+        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+            raise MalformedFile(path, "shape or data_offsets are not naturals", _AGAIN, name)
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedFile(path, f"data_offsets {offsets[:4]} is not a range", _AGAIN, name)
+    return DTYPES[code], tuple(shape), offsets[0], offsets[1]

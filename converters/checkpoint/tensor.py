@@ -1,0 +1,100 @@
+"""Shapes, dtypes and bytes of tensors, without their data."""
+
+import math
+import os
+import sys
+from typing import Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmha.converters.checkpoint.errors import MalformedFile
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = tuple(
+    np.dtype(t)
+    for t in (
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e4m3fnuz,
+        ml_dtypes.float8_e5m2,
+        ml_dtypes.float8_e5m2fnuz,
+        ml_dtypes.float8_e8m0fnu,
+    )
+)
+# The dtypes that NumPy holds by itself and that file formats agree on.
+NUMPY = tuple(
+    np.dtype(name)
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "float16",
+        "uint32",
+        "int32",
+        "float32",
+        "uint64",
+        "int64",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+)
+
+
+class TensorInfo(NamedTuple):
+    """A tensor as its file declares it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the tensor stored densely."""
+        return self.size * self.dtype.itemsize
+
+
+def swapped(raw: NDArray[np.uint8], dtype: np.dtype, order: Literal["little", "big"]) -> None:
+    """Turns bytes of the given order into the order of this machine, in place."""
+    width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    if order != sys.byteorder and width > 1:
+        raw.view(f"u{width}").byteswap(inplace=True)
+
+
+def from_bytes(
+    raw: NDArray[np.uint8],
+    dtype: np.dtype,
+    order: Literal["little", "big"],
+    path: str | os.PathLike[str],
+    name: str,
+) -> np.ndarray:
+    """A flat array over raw bytes, which it takes over.
+
+    Raises:
+        MalformedFile: a Boolean byte that is neither 0 nor 1.
+    """
+    if dtype == np.bool_ and raw.size and raw.max() > 1:
+        raise MalformedFile(
+            path, "a Boolean tensor holds bytes other than 0 and 1", "write it again", name
+        )
+    swapped(raw, dtype, order)
+    return raw.view(dtype)
+
+
+def to_bytes(array: np.ndarray) -> NDArray[np.uint8]:
+    """The elements as little-endian bytes in C order; a view where the array allows it."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.byteorder == ">":
+        flat = flat.astype(flat.dtype.newbyteorder("="))
+    raw = flat.view(np.uint8)
+    if sys.byteorder == "big":
+        raw = raw.copy()
+        swapped(raw, flat.dtype, "little")
+    return raw

@@ -1,0 +1,218 @@
+"""Flax: linen.MultiHeadDotProductAttention and nnx.MultiHeadAttention, in and out.
+
+Called as (query, key, value). In its masks True means attend.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import layout as engine
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.params import check
+
+LINEN = Layout(
+    "flax",
+    (
+        Entry("query/kernel", "Dq N H", ("query.kernel",)),
+        Entry("query/bias", "N H", ("query.bias",), "bias"),
+        Entry("key/kernel", "Dk K H", ("key.kernel",)),
+        Entry("key/bias", "K H", ("key.bias",), "bias"),
+        Entry("value/kernel", "Dv K H", ("value.kernel",)),
+        Entry("value/bias", "K H", ("value.bias",), "bias"),
+        Entry("out/kernel", "N H Do", ("out.kernel",)),
+        Entry("out/bias", "Do", ("out.bias",), "bias"),
+        Entry("query_ln/scale", "H", ("query_norm",), "norm"),
+        Entry("key_ln/scale", "H", ("key_norm",), "norm"),
+    ),
+    ties={"h": ("H", "flax attention has value heads as wide as query heads")},
+    separator="/",
+    semantics=Semantics(qk_norm="layer"),
+    holds=frozenset({"dropout_rate", "dropout_broadcast"}),
+    about="flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention",
+)
+LAYOUTS = (LINEN,)
+
+# What only one of the two classes cannot hold; their trees have one layout.
+_LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx has fewer)")}
+_NNX_TIES = {
+    "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")
+}
+
+
+def import_params(
+    state: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    num_heads: int | None = None,
+    prefix: str = "",
+) -> tuple[MHAParams, Semantics]:
+    """Parameters from a flat dict of arrays; keys join the prefix with `/`.
+
+    Raises:
+      ValueError: a key, shape or head count does not fit; names the key and the axes.
+
+    >>> import numpy as np
+    >>> state = {f"{name}/kernel": np.zeros((6, 2, 3)) for name in ("query", "key", "value")}
+    >>> state["out/kernel"] = np.zeros((2, 3, 6))
+    >>> import_params(state)[0].out.kernel.shape
+    (2, 3, 6)
+    """
+    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
+
+
+def export_params(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    layout: str | None = None,
+    prefix: str = "",
+) -> dict[str, NDArray]:
+    """A flat dict of NumPy arrays; `flax.traverse_util.unflatten_dict(_, sep="/")` nests it.
+
+    Raises:
+      ValueError: Flax's layers cannot hold the parameters or the behaviour, with the reason.
+    """
+    chosen = engine.choose(LAYOUTS, [], layout or LINEN.name, prefix)
+    return engine.export_params(chosen, params, semantics, prefix=prefix)
+
+
+def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantics]:
+    """Parameters and behaviour of a live layer; nothing is shared.
+
+    `variables` is the tree of a linen module (`{"params": ...}`); an nnx module holds its own.
+
+    Raises:
+      TypeError: it is neither layer.
+      ValueError: a linen module without variables, or weights that contradict `num_heads`.
+    """
+    from flax import linen, nnx
+    from flax.traverse_util import flatten_dict
+
+    if isinstance(module, nnx.MultiHeadAttention):
+        tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    elif isinstance(module, linen.MultiHeadDotProductAttention):
+        if variables is None:
+            raise ValueError("a linen module holds no weights: pass variables= as well")
+        tree = variables.get("params", variables)
+    else:
+        raise TypeError(
+            "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
+            f"{type(module).__name__}"
+        )
+    flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(dict(tree)).items()}
+    params, semantics = import_params(flat, num_heads=module.num_heads)
+    if module.normalize_qk != (params.query_norm is not None):
+        raise ValueError(
+            f"module.normalize_qk={module.normalize_qk}, but the tree has "
+            f"{'no ' if params.query_norm is None else ''}query_ln and key_ln"
+        )
+    shared = ("B", "N") if module.broadcast_dropout and module.dropout_rate else ()
+    rate = float(module.dropout_rate)
+    return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared)
+
+
+def to_module(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    kind: Literal["nnx", "linen"] | None = None,
+) -> Any:
+    """A live layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
+    `kind="linen"` the pair `(linen.MultiHeadDotProductAttention, {"params": ...})`.
+
+    Dropout is deterministic until the caller says otherwise.
+
+    Raises:
+      ValueError: the layer cannot hold the parameters or the behaviour, with the reason.
+    """
+    import jax.numpy as jnp
+    from flax import linen, nnx
+    from flax.traverse_util import unflatten_dict
+
+    if kind not in (None, "nnx", "linen"):
+        raise ValueError(f"kind must be 'nnx' or 'linen', got {kind!r}")
+    ties = _LINEN_TIES if kind == "linen" else _NNX_TIES
+    own = replace(LINEN, name=f"flax {kind or 'nnx'}", ties={**LINEN.ties, **ties})
+    sizes = check(params)
+    engine.refuse_sizes(own, sizes)
+    if semantics.dropout_rate and semantics.dropout_broadcast not in ((), ("B", "N")):
+        raise ValueError(
+            "flax shares dropout over batch and heads or over nothing, and cannot hold "
+            f"semantics.dropout_broadcast={semantics.dropout_broadcast}"
+        )
+    state = {
+        tuple(key.split("/")): _exact(key, array)
+        for key, array in export_params(params, semantics).items()
+    }
+    dtype = jnp.dtype(state["query", "kernel"].dtype)
+    settings = {
+        "num_heads": sizes["N"],
+        "qkv_features": sizes["N"] * sizes["H"],
+        "out_features": sizes["Do"],
+        "use_bias": params.query.bias is not None,
+        "normalize_qk": params.query_norm is not None,
+        "dropout_rate": semantics.dropout_rate,
+        "broadcast_dropout": bool(semantics.dropout_broadcast),
+        "deterministic": True,
+        "param_dtype": dtype,
+        "decode": False,
+    }
+    if kind == "linen":
+        return linen.MultiHeadDotProductAttention(**settings), {"params": unflatten_dict(state)}
+    kv_heads = None if sizes["K"] == sizes["N"] else sizes["K"]
+    module = nnx.MultiHeadAttention(
+        in_features=sizes["Dq"],
+        in_kv_features=sizes["Dk"],
+        num_kv_heads=kv_heads,
+        rngs=nnx.Rngs(0),
+        **settings,
+    )
+    there = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    shapes = {path: variable.get_value().shape for path, variable in there}
+    assert shapes == {path: array.shape for path, array in state.items()}, shapes
+    nnx.update(module, nnx.from_flat_state({p: v.replace(state[p]) for p, v in there}))
+    return module
+
+
+def _exact(key: str, array: NDArray) -> Any:
+    import jax.numpy as jnp
+
+    moved = jnp.array(array, copy=True)
+    if moved.dtype != array.dtype:
+        raise ValueError(
+            f"JAX would keep {key} as {moved.dtype}, not {array.dtype}: call "
+            "jax.config.update('jax_enable_x64', True)"
+        )
+    return moved
+
+
+def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every nnx.MultiHeadAttention in a model with its path; a linen pair is one layer, ""."""
+    from flax import nnx
+
+    if isinstance(model, tuple):
+        yield "", model
+        return
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.MultiHeadAttention):
+            yield "/".join(map(str, path)), module
+
+
+def forward(
+    module: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+) -> NDArray:
+    """Runs a live layer (nnx, or a linen pair) on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`.
+
+    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend. No dropout.
+    """
+    if isinstance(module, tuple):
+        layer, variables = module
+        out = layer.apply(variables, query, key, value, mask=mask, deterministic=True)
+    else:
+        out = module(query, key, value, mask=mask, deterministic=True)
+    return to_numpy(np.asarray(out))

@@ -1,0 +1,207 @@
+"""keras.layers.MultiHeadAttention, in and out. Keras is called as (query, value, key).
+
+In its masks True means attend. Weights are known by their variable path (`query/kernel`), or by
+their place in a `.weights.h5` file (`query_dense/vars/0`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import layout as engine
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.params import check
+
+_TIES = {"K": ("N", "keras MultiHeadAttention has as many key/value heads as query heads")}
+_HOLDS = frozenset({"dropout_rate"})
+
+VARIABLES = Layout(
+    "keras",
+    (
+        Entry("query/kernel", "Dq N H", ("query.kernel",)),
+        Entry("query/bias", "N H", ("query.bias",), "bias"),
+        Entry("key/kernel", "Dk N H", ("key.kernel",)),
+        Entry("key/bias", "N H", ("key.bias",), "bias"),
+        Entry("value/kernel", "Dv N h", ("value.kernel",)),
+        Entry("value/bias", "N h", ("value.bias",), "bias"),
+        Entry("attention_output/kernel", "N h Do", ("out.kernel",)),
+        Entry("attention_output/bias", "Do", ("out.bias",), "bias"),
+    ),
+    ties=_TIES,
+    separator="/",
+    holds=_HOLDS,
+    about="keras.layers.MultiHeadAttention, keys are variable paths",
+)
+_FILE_GROUPS = {
+    "query": "query_dense",
+    "key": "key_dense",
+    "value": "value_dense",
+    "attention_output": "output_dense",
+}
+WEIGHTS_FILE = replace(
+    VARIABLES,
+    name="keras-file",
+    entries=tuple(
+        entry._replace(key=f"{_FILE_GROUPS[layer]}/vars/{int(leaf == 'bias')}")
+        for entry in VARIABLES.entries
+        for layer, leaf in [entry.key.split("/")]
+    ),
+    about="keras.layers.MultiHeadAttention, keys as in a .weights.h5 file",
+)
+LAYOUTS = (VARIABLES, WEIGHTS_FILE)
+
+
+def import_params(
+    state: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    num_heads: int | None = None,
+    prefix: str = "",
+) -> tuple[MHAParams, Semantics]:
+    """Parameters from a flat dict of arrays; keys join the prefix with `/`.
+
+    Raises:
+      ValueError: a key, shape or head count does not fit; names the key and the axes.
+
+    >>> import numpy as np
+    >>> state = {f"{name}/kernel": np.zeros((6, 2, 3)) for name in ("query", "key", "value")}
+    >>> state["attention_output/kernel"] = np.zeros((2, 3, 6))
+    >>> import_params(state)[0].key.kernel.shape
+    (6, 2, 3)
+    """
+    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
+
+
+def export_params(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    layout: str | None = None,
+    prefix: str = "",
+) -> dict[str, NDArray]:
+    """A flat dict of NumPy arrays, by variable path (`layout="keras-file"`: by place in a file).
+
+    Raises:
+      ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason.
+    """
+    chosen = engine.choose(LAYOUTS, [], layout or VARIABLES.name, prefix)
+    return engine.export_params(chosen, params, semantics, prefix=prefix)
+
+
+def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
+    """Parameters and behaviour of a built `keras.layers.MultiHeadAttention`; nothing is shared.
+
+    Raises:
+      TypeError: it is not one.
+      ValueError: it is not built, or uses what has no counterpart here (gate, several attention
+        axes, tuple output_shape, sliding_window), named.
+    """
+    import keras
+
+    if not isinstance(layer, keras.layers.MultiHeadAttention):
+        raise TypeError(
+            f"expected a keras.layers.MultiHeadAttention, got {type(layer).__name__}: for a model "
+            "take its layers, for a flat dict of arrays import_params"
+        )
+    if not layer.built:
+        raise ValueError(
+            f"layer {layer.name!r} has no weights yet: call it once, or "
+            "layer.build(query_shape, value_shape, key_shape)"
+        )
+    config = layer.get_config()
+    for setting, refused, remedy in _REFUSED:
+        if refused(config.get(setting)):
+            raise ValueError(
+                f"layer {layer.name!r} has {setting}={config[setting]!r}, which {remedy}"
+            )
+    state = {"/".join(w.path.split("/")[-2:]): to_numpy(w) for w in layer.weights}
+    params, semantics = import_params(state)
+    return params, replace(semantics, dropout_rate=float(config["dropout"]))
+
+
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("use_gate", bool, "jaxmha has no counterpart for: the gate's weights would be dropped"),
+    (
+        "attention_axes",
+        lambda axes: axes is not None and tuple(np.atleast_1d(axes)) != (1,),
+        "attends over other axes than the second: move that axis there, or flatten several",
+    ),
+    (
+        "output_shape",
+        lambda shape: shape is not None and np.size(shape) > 1,
+        "spreads the output over several axes: use their product and reshape afterwards",
+    ),
+    (
+        "sliding_window",
+        lambda window: window is not None,
+        "is a mask and not a weight: pass Mask.window(w - 1, w - 1), and import_params(weights)",
+    ),
+)
+
+
+def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: None = None) -> Any:
+    """A built `keras.layers.MultiHeadAttention` with these weights, loaded strictly.
+
+    Raises:
+      ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason; or
+        its backend would change the dtype.
+    """
+    import keras
+
+    state = export_params(params, semantics)
+    sizes = check(params)
+    dtype = state["query/kernel"].dtype.name
+    layer = keras.layers.MultiHeadAttention(
+        sizes["N"],
+        sizes["H"],
+        value_dim=sizes["h"],
+        dropout=semantics.dropout_rate,
+        use_bias=params.query.bias is not None,
+        output_shape=None if sizes["Do"] == sizes["Dq"] else sizes["Do"],
+        dtype=dtype,
+    )
+    layer.build(*((None, None, sizes[width]) for width in ("Dq", "Dv", "Dk")))
+    there = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
+    assert there.keys() == state.keys(), (there.keys(), state.keys())
+    for key, variable in there.items():
+        variable.assign(state[key])
+        kept = to_numpy(variable)
+        if kept.dtype != state[key].dtype or kept.tobytes() != state[key].tobytes():
+            raise ValueError(
+                f"keras with backend {keras.backend.backend()} keeps {key} as {kept.dtype}, not "
+                f"{state[key].dtype}: on the JAX backend float64 needs jax_enable_x64"
+            )
+    return layer
+
+
+def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every `keras.layers.MultiHeadAttention` in a model by its path; "" for the model itself."""
+    import keras
+
+    if isinstance(model, keras.layers.MultiHeadAttention):
+        yield "", model
+        return
+    seen: dict[int, str] = {}
+    for layer in model._flatten_layers(include_self=False, recursive=True):
+        if isinstance(layer, keras.layers.MultiHeadAttention) and id(layer) not in seen:
+            seen[id(layer)] = layer.name
+            yield layer.name, layer
+
+
+def forward(
+    layer: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+) -> NDArray:
+    """Runs the live layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
+
+    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
+    """
+    if mask is not None and mask.shape[1] == 1:
+        mask = mask[:, 0]
+    options = {"attention_mask": mask, "training": False}
+    if layer.value_dim != layer.key_dim:  # without scores Keras on JAX cannot run this
+        return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
+    return to_numpy(layer(query, value, key, **options))

@@ -1,0 +1,228 @@
+"""Checkpoint files from one layout to another: find the attention blocks, convert, write."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmha.converters import blocks, checkpoint, keras
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint import Checkpoint
+from jaxmha.converters.layout import Layout, export_params
+from jaxmha.converters.sides import shapes
+
+# Key of safetensors metadata that keeps a head count no shape holds.
+HEADS_KEY = "jaxmha.num_heads"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """One attention block of a file.
+
+    Attributes:
+      prefix: where it stands; `name` is the user's name of it, where the format keeps one.
+      layout: name of its layout.
+      num_heads: None where it is not known; `num_heads_from` says where it is from.
+      shapes: key -> shape. dtype: of the query kernel.
+    """
+
+    prefix: str
+    name: str
+    layout: str
+    num_heads: int | None
+    num_heads_from: str
+    dtype: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What is in a file: attention blocks, and everything else by dtype."""
+
+    path: str
+    format: str
+    blocks: tuple[BlockInfo, ...]
+    other_tensors: dict[str, tuple[int, ...]]
+    dtypes: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+      blocks: (prefix in the source, layout there, prefix in the destination, layout there).
+      carried: names of tensors that are not attention, taken over as they are.
+      largest_rounding: tensor name -> largest absolute change by `dtype`, where there was one.
+    """
+
+    source: str
+    destination: str
+    blocks: tuple[tuple[str, str, str, str], ...]
+    carried: tuple[str, ...]
+    largest_rounding: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        return asdict(self)
+
+
+def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> FileInfo:
+    """Lists the attention blocks of a checkpoint and everything else in it.
+
+    Raises:
+      CheckpointError: the file cannot be read. ValueError: its blocks are ambiguous.
+    """
+    with checkpoint.open(path) as file:
+        found = blocks.find(shapes(file))
+        infos = []
+        for block in found:
+            heads, where = _num_heads(file, block, num_heads)
+            infos.append(
+                BlockInfo(
+                    block.prefix,
+                    file.names.get(block.prefix, ""),
+                    block.layout.name,
+                    heads,
+                    where,
+                    str(file.info[next(iter(block.keys.values()))].dtype),
+                    {key: file.info[name].shape for key, name in block.keys.items()},
+                )
+            )
+        taken = {name for block in found for name in block.keys.values()}
+        others = {name: info.shape for name, info in file.info.items() if name not in taken}
+        dtypes = Counter(str(info.dtype) for info in file.info.values())
+        return FileInfo(str(path), file.format, tuple(infos), others, dict(dtypes))
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str,
+    from_: str | None = None,
+    num_heads: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Callable[[list[Block]], Iterable[Block]] = list,
+) -> Conversion:
+    """Writes a checkpoint with every attention block in another layout.
+
+    Tensors that are not attention are carried over under their names. The destination is written
+    last and atomically: an error leaves no file, and an old one as it was.
+
+    Args:
+      source: .safetensors, .pt (zip), .weights.h5 or .npz; never executed.
+      destination: its suffix names the format.
+      to: name of the layout, as in `jaxmha inspect --layouts`.
+      from_: takes only blocks of this layout.
+      num_heads: for layouts that do not store it; default: the config.json beside the source.
+      dtype: casts every floating tensor; one of `DTYPES`.
+      force: overwrite an existing destination.
+      progress: wraps the list of blocks, to show how far the work is.
+
+    Raises:
+      CheckpointError: a file cannot be read or written.
+      ValueError: no block, an unknown layout, a missing head count, or a block that the layout
+        cannot hold, with the reason.
+    """
+    target = blocks.named(to)
+    in_file = str(destination).endswith(".weights.h5")
+    if in_file and target is keras.VARIABLES:
+        target = keras.WEIGHTS_FILE
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+    with checkpoint.open(source) as file:
+        found = blocks.find(
+            shapes(file), blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
+        )
+        if not found:
+            wanted = f" of layout {from_}" if from_ else ""
+            raise ValueError(
+                f"{source}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
+            )
+        written: dict[str, NDArray] = {}
+        names: dict[str, str] = {}
+        moves = []
+        heads_written = set()
+        for i, block in enumerate(progress(found)):
+            heads, _ = _num_heads(file, block, num_heads)
+            try:
+                params, semantics = block.read(file, heads)
+                prefix = _new_prefix(block, target, i, in_file)
+                arrays = export_params(target, params, semantics, prefix=prefix)
+            except ValueError as error:
+                raise ValueError(f"{source}, block {block.prefix or '(top)'}: {error}") from error
+            heads_written.add(params.query.kernel.shape[-2])
+            names[prefix] = file.names.get(block.prefix, block.prefix)
+            moves.append((block.prefix, block.layout.name, prefix, target.name))
+            _add(written, arrays)
+        taken = {name for block in found for name in block.keys.values()}
+        others = [name for name in file if name not in taken]
+        _add(written, {name: file[name] for name in others})
+        metadata = dict(file.metadata)
+    rounding = _cast(written, dtype) if dtype is not None else {}
+    if not target.stores_num_heads and len(heads_written) == 1:
+        metadata[HEADS_KEY] = str(heads_written.pop())
+    settings: dict[str, Any] = {"force": force}
+    if str(destination).endswith(".safetensors"):
+        settings["metadata"] = metadata
+    if in_file:
+        settings["names"] = names
+    checkpoint.write(destination, written, source=source, **settings)
+    return Conversion(str(source), str(destination), tuple(moves), tuple(others), rounding)
+
+
+def _num_heads(file: Checkpoint, block: Block, given: int | None) -> tuple[int | None, str]:
+    """The head count of a block and where it is from: asked, stored, or configured; not guessed."""
+    stored = blocks.heads_in_shapes(block, shapes(file))
+    if stored is not None and given in (None, stored):
+        return stored, "shape"
+    if given is not None:
+        return given, "given"
+    if file.metadata.get(HEADS_KEY, "").isdigit():
+        return int(file.metadata[HEADS_KEY]), "metadata"
+    return blocks.heads_in_config(file.path) or (None, "not stored: pass --num-heads")
+
+
+def _new_prefix(block: Block, target: Layout, i: int, in_file: bool) -> str:
+    """Keras files name groups by class and number; the block's own name goes into attributes."""
+    if in_file and target is keras.WEIGHTS_FILE:
+        return f"layers/multi_head_attention{f'_{i}' * (i > 0)}"
+    return block.prefix.replace(block.layout.separator, target.separator)
+
+
+def _add(written: dict[str, NDArray], arrays: Mapping[str, NDArray]) -> None:
+    if clash := sorted(written.keys() & arrays.keys()):
+        raise ValueError(f"two tensors would be written as {clash[0]!r}: rename one in the source")
+    written |= arrays
+
+
+def _cast(written: dict[str, NDArray], dtype: str) -> dict[str, float]:
+    """Casts floating tensors in place of the old ones; the largest change of each."""
+    wanted, rounding = jax.numpy.dtype(dtype), {}
+    for name, array in written.items():
+        if not jax.numpy.issubdtype(array.dtype, np.floating) or array.dtype == wanted:
+            continue
+        with np.errstate(over="ignore"):
+            cast = array.astype(wanted)
+        if (np.isinf(cast) & ~np.isinf(array)).any():
+            raise ValueError(
+                f"{name}: values up to {np.abs(array).max():.3g} do not fit into {dtype}: choose "
+                "a wider dtype (bfloat16 has the range of float32)"
+            )
+        change = np.abs(cast.astype(np.float64) - array.astype(np.float64)).max(initial=0.0)
+        if change:
+            rounding[name] = float(change)
+        written[name] = cast
+    return rounding

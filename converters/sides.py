@@ -1,0 +1,148 @@
+"""What can be compared: attention blocks of files, states, parameters and live models."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmha import MHAParams, Semantics, multi_head_attention
+from jaxmha.converters import blocks, checkpoint, flax, keras, torch
+from jaxmha.converters.arrays import NDArray, to_numpy
+
+Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
+
+
+class BlockSide(NamedTuple):
+    """One attention block of a side.
+
+    Attributes:
+      name: prefix in the file, path in the model; "" for a single layer.
+      layout: the layout's name, or the class of a live layer.
+      params, semantics: as imported.
+      forward: runs it: the live layer itself, or jaxmha on the parameters.
+      live: whether a live layer runs.
+    """
+
+    name: str
+    layout: str
+    params: MHAParams
+    semantics: Semantics
+    forward: Forward
+    live: bool
+
+
+FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
+
+
+def read(side: Any, num_heads: int | None = None) -> list[BlockSide]:
+    """Every attention block of a path, a flat dict of arrays, `MHAParams` (alone or with
+    `Semantics`), a live layer or model, or a linen pair `(module, variables)`.
+
+    Raises:
+      TypeError: it is none of these.
+      ValueError: no attention block in it, or one that cannot be read.
+    """
+    if isinstance(side, str | os.PathLike):
+        path = Path(side)
+        with checkpoint.open(path) as file:
+            found = list(read_state(file, shapes(file), num_heads, path, file.names))
+    elif isinstance(side, MHAParams):
+        found = [_plain("", "jaxmha", side, Semantics())]
+    elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
+        found = [_plain("", "jaxmha", *side)]
+    elif isinstance(side, Mapping):
+        found = list(read_state(side, {k: np.shape(v) for k, v in side.items()}, num_heads))
+    else:
+        found = list(_read_live(side))
+    if not found:
+        raise ValueError(f"no attention block found in {_shown(side)}")
+    return found
+
+
+def read_state(
+    state: Mapping[str, Any],
+    all_shapes: Mapping[str, tuple[int, ...]],
+    num_heads: int | None = None,
+    path: Path | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Iterator[BlockSide]:
+    """The blocks of a flat dict of arrays; the head count may stand in a config.json beside."""
+    config = blocks.heads_in_config(path) if path is not None else None
+    for block in blocks.find(all_shapes):
+        heads = num_heads
+        if heads is None and not block.layout.stores_num_heads and config is not None:
+            heads = config[0]
+        params, semantics = block.read(state, heads)
+        name = (names or {}).get(block.prefix, block.prefix)
+        yield _plain(name, block.layout.name, params, semantics)
+
+
+def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint."""
+    return {name: info.shape for name, info in file.info.items()}
+
+
+def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> BlockSide:
+    def forward(
+        query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+    ) -> NDArray:
+        with _exact_dtypes(query.dtype):
+            out = multi_head_attention(params, query, key, value, mask=mask, semantics=semantics)
+            return to_numpy(out)
+
+    return BlockSide(name, layout, params, semantics, forward, live=False)
+
+
+@contextmanager
+def _exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
+    """float64 needs x64; highest precision, so that float32 is float32 everywhere."""
+    with (
+        jax.enable_x64(dtype == np.float64),
+        jax.default_matmul_precision("highest"),
+    ):
+        yield
+
+
+def _read_live(side: Any) -> Iterator[BlockSide]:
+    module = side[0] if isinstance(side, tuple) and side else side
+    framework = next(
+        (
+            FRAMEWORKS[p]
+            for b in type(module).__mro__
+            if (p := b.__module__.split(".")[0]) in FRAMEWORKS
+        ),
+        None,
+    )
+    if framework is None:
+        raise TypeError(
+            f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
+            "layer or model of torch, keras or flax, or a linen pair (module, variables)"
+        )
+    for name, layer in framework.attention_layers(side):
+        params, semantics = framework.from_module(
+            *(layer if isinstance(layer, tuple) else (layer,))
+        )
+
+        def forward(
+            query: NDArray,
+            key: NDArray,
+            value: NDArray,
+            mask: NDArray | None = None,
+            layer: Any = layer,
+        ) -> NDArray:
+            with _exact_dtypes(query.dtype):
+                result: NDArray = framework.forward(layer, query, key, value, mask)
+                return result
+
+        shown = type(layer[0] if isinstance(layer, tuple) else layer)
+        label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
+        yield BlockSide(name, label, params, semantics, forward, live=True)
+
+
+def _shown(side: Any) -> str:
+    return str(side) if isinstance(side, str | os.PathLike) else f"a {type(side).__name__}"

@@ -1,0 +1,184 @@
+"""torch.nn.MultiheadAttention, in and out.
+
+Called as (query, key, value). In its Boolean masks True means blocked. A state dict does not
+hold `num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a live module has them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import layout as engine
+from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.params import check
+
+_TIES = {
+    "K": ("N", "nn.MultiheadAttention has as many key/value heads as query heads"),
+    "h": ("H", "nn.MultiheadAttention has value heads as wide as query heads"),
+    "Dq": ("N H", "nn.MultiheadAttention has heads of width embed_dim / num_heads"),
+    "Do": ("Dq", "out_proj of nn.MultiheadAttention is square"),
+}
+_SHARED = (
+    Entry("in_proj_bias", "(qkv N H)", ("query.bias", "key.bias", "value.bias"), "bias"),
+    Entry("out_proj.weight", "Do (N h)", ("out.kernel",)),
+    Entry("out_proj.bias", "Do", ("out.bias",), "bias"),
+    Entry("bias_k", "1 1 (N H)", ("bias_k",), "bias_kv"),
+    Entry("bias_v", "1 1 (N H)", ("bias_v",), "bias_kv"),
+)
+_HOLDS = frozenset({"add_zero_attn", "dropout_rate"})
+
+PACKED = Layout(
+    "torch",
+    (
+        Entry("in_proj_weight", "(qkv N H) Dq", ("query.kernel", "key.kernel", "value.kernel")),
+        *_SHARED,
+    ),
+    ties={
+        **_TIES,
+        "Dk": ("Dq", "in_proj_weight packs projections of equal width (see torch-separate)"),
+        "Dv": ("Dq", "in_proj_weight packs projections of equal width (see torch-separate)"),
+    },
+    holds=_HOLDS,
+    about="torch.nn.MultiheadAttention with kdim = vdim = embed_dim",
+)
+SEPARATE = Layout(
+    "torch-separate",
+    (
+        Entry("q_proj_weight", "(N H) Dq", ("query.kernel",)),
+        Entry("k_proj_weight", "(N H) Dk", ("key.kernel",)),
+        Entry("v_proj_weight", "(N H) Dv", ("value.kernel",)),
+        *_SHARED,
+    ),
+    ties=_TIES,
+    holds=_HOLDS,
+    about="torch.nn.MultiheadAttention with kdim or vdim other than embed_dim",
+)
+LAYOUTS = (PACKED, SEPARATE)
+
+
+def import_params(
+    state: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    num_heads: int | None = None,
+    prefix: str = "",
+) -> tuple[MHAParams, Semantics]:
+    """Parameters from a state dict of arrays or tensors; keys join the prefix with `.`.
+
+    `num_heads` is needed: the state dict does not hold it.
+
+    Raises:
+      ValueError: a key, shape or head count does not fit; names the key and the axes.
+
+    >>> import numpy as np
+    >>> state = {"in_proj_weight": np.zeros((18, 6)), "out_proj.weight": np.zeros((6, 6))}
+    >>> import_params(state, num_heads=2)[0].query.kernel.shape
+    (6, 2, 3)
+    """
+    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
+
+
+def export_params(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    layout: str | None = None,
+    prefix: str = "",
+) -> dict[str, NDArray]:
+    """A state dict of NumPy arrays: packed where the input widths agree, as torch does.
+
+    Raises:
+      ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.
+    """
+    leading = np.ndim(params.query.kernel) - 3
+    sizes = check(params, leading)
+    agree = sizes["Dq"] == sizes["Dk"] == sizes["Dv"]
+    name = layout or (PACKED if agree else SEPARATE).name
+    chosen = engine.choose(LAYOUTS, [], name, prefix)
+    return engine.export_params(chosen, params, semantics, prefix=prefix)
+
+
+def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
+    """Parameters and behaviour of a live `torch.nn.MultiheadAttention`; nothing is shared.
+
+    Raises:
+      TypeError: it is not one.
+
+    >>> import torch
+    >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
+    >>> params.out.kernel.shape, semantics.dropout_rate
+    ((2, 3, 6), 0.1)
+    """
+    import torch
+
+    if not isinstance(module, torch.nn.MultiheadAttention):
+        raise TypeError(
+            f"expected a torch.nn.MultiheadAttention, got {type(module).__name__}: for the layers "
+            "inside a model take model.named_modules(), for a state dict import_params"
+        )
+    params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
+    return params, replace(
+        semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
+    )
+
+
+def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: None = None) -> Any:
+    """A `torch.nn.MultiheadAttention(batch_first=True)` in eval mode, loaded strictly.
+
+    Raises:
+      ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.
+    """
+    import torch
+
+    state = {key: to_torch(array) for key, array in export_params(params, semantics).items()}
+    sizes = check(params)
+    module = torch.nn.MultiheadAttention(
+        sizes["Dq"],
+        sizes["N"],
+        dropout=semantics.dropout_rate,
+        bias=params.query.bias is not None,
+        add_bias_kv=params.bias_k is not None,
+        add_zero_attn=semantics.add_zero_attn,
+        kdim=sizes["Dk"],
+        vdim=sizes["Dv"],
+        batch_first=True,
+        dtype=state["out_proj.weight"].dtype,
+    )
+    module.load_state_dict(state, strict=True)
+    return module.eval()
+
+
+def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every `torch.nn.MultiheadAttention` in a model with its path; "" for the model itself."""
+    import torch
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.MultiheadAttention):
+            yield name, module
+
+
+def forward(
+    module: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+) -> NDArray:
+    """Runs the live module on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)` without gradients.
+
+    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
+    """
+    import torch
+
+    inputs = [to_torch(x) for x in (query, key, value)]
+    masks: dict[str, Any] = {}
+    if mask is not None and mask.shape[1:3] == (1, 1):
+        masks["key_padding_mask"] = to_torch(~mask[:, 0, 0])
+    elif mask is not None:
+        full = np.broadcast_to(mask, (len(query), module.num_heads, query.shape[1], key.shape[1]))
+        masks["attn_mask"] = to_torch(~full.reshape(-1, *full.shape[2:]))
+    if not module.batch_first:
+        inputs = [x.transpose(0, 1) for x in inputs]
+    with torch.no_grad():
+        out = module(*inputs, need_weights=False, **masks)[0]
+    return to_numpy(out if module.batch_first else out.transpose(0, 1))

@@ -1,0 +1,129 @@
+"""Checks of arguments, shared by the public functions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.mask import Mask
+from jaxmha.semantics import ReturnWeights, one_of
+
+
+def no_silent_rounding(**arguments: Any) -> None:
+    """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
+        return
+    for name, tree in arguments.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if getattr(leaf, "dtype", None) == np.float64:
+                raise TypeError(
+                    f"{name}{jax.tree_util.keystr(path)} is float64, which JAX would round to "
+                    "float32: call jax.config.update('jax_enable_x64', True), or cast it yourself"
+                )
+
+
+def promoted(**arrays: Any) -> np.dtype[Any]:
+    """The promoted dtype of the arrays that are there; TypeError unless all are floating."""
+    there = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in there.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating array, got {array.dtype}")
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(*there.values()))
+
+
+def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
+    """`True` is "before_dropout". Raises ValueError for anything else."""
+    one_of("return_weights", return_weights, (False, True, "before_dropout", "after_dropout"))
+    return "before_dropout" if return_weights is True else return_weights
+
+
+# Axes after the batch of every array in a Mask.
+_MASK_AXES = {
+    "causal_offset": "",
+    "query_lengths": "",
+    "key_value_lengths": "",
+    "query_padding": "T",
+    "key_value_padding": "S",
+    "query_segments": "T",
+    "key_value_segments": "S",
+    "array": "#N #T #S",
+}
+
+
+def flatten_mask(
+    mask: Mask, batch: Sequence[int], sizes: dict[str, int], names: dict[str, str] | None = None
+) -> Mask:
+    """Checks every array of a mask and gives it one batch axis.
+
+    `names` are the arguments that the fields came from, for messages.
+    """
+    arrays: dict[str, Any] = {}
+    for field, axes in _MASK_AXES.items():
+        value = getattr(mask, field)
+        if value is None or isinstance(value, int):
+            continue
+        name = {"array": "mask", **(names or {})}.get(field, f"mask.{field}")
+        boolean = field == "array" or field.endswith("padding")
+        if not jnp.issubdtype(value.dtype, np.bool_ if boolean else np.integer):
+            kind = "Boolean" if boolean else "integer"
+            raise TypeError(f"{name} must be a {kind} array, got {value.dtype}")
+        arrays[field] = flatten_batch(name, value, batch, axes, sizes)
+    if (mask.query_segments is None) != (mask.key_value_segments is None):
+        raise ValueError("segments need both query_ids and key_value_ids")
+    return replace(mask, **arrays)
+
+
+def flatten_bias(bias: Any, batch: Sequence[int], sizes: dict[str, int]) -> jax.Array:
+    """A bias argument with four axes, each of full size or 1; TypeError unless floating."""
+    promoted(bias=bias)
+    return flatten_batch("bias", bias, batch, "#N #T #S", sizes)
+
+
+def flatten_batch(
+    name: str, array: Any, batch: Sequence[int], axes: str, sizes: dict[str, int]
+) -> jax.Array:
+    """Makes the leading axes `*B` of an array one batch axis before `axes`.
+
+    Leading axes broadcast to the batch; all 1 or absent, they become one axis of size 1. Axes
+    written `#N` may be 1 or, from the left, missing.
+
+    Raises:
+      ValueError: names the array, the axes expected and the shape received.
+    """
+    letters = axes.split()
+    array = jnp.asarray(array)
+    given = array.shape
+    if "#" in axes:
+        array = array.reshape((1,) * (len(letters) - array.ndim) + given)
+    split = array.ndim - len(letters)
+    lead, core = array.shape[: max(split, 0)], array.shape[max(split, 0) :]
+    padded = (1,) * (len(batch) - len(lead)) + lead
+    if (
+        split < 0
+        or not all(
+            size == sizes[a.removeprefix("#")] or (a.startswith("#") and size == 1)
+            for a, size in zip(letters, core, strict=True)
+        )
+        or not (
+            all(size == 1 for size in lead)
+            or (
+                len(padded) == len(batch)
+                and all(a in (1, b) for a, b in zip(padded, batch, strict=True))
+            )
+        )
+    ):
+        known = ", ".join(f"{a}={sizes[a]}" for a in (x.removeprefix("#") for x in letters))
+        raise ValueError(
+            f"{name}: expected axes ({', '.join(['*B', *letters])}) with *B={tuple(batch)}"
+            f"{f', {known}' if known else ''}"
+            f"{' (# may be 1; axes on the left may be missing)' if '#' in axes else ''}, "
+            f"got shape {given}"
+        )
+    if all(size == 1 for size in lead):
+        return jnp.reshape(array, (1, *core))
+    full = jnp.broadcast_to(array.reshape(*padded, *core), (*batch, *core))
+    return jnp.reshape(full, (-1, *core))

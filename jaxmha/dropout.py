@@ -1,0 +1,43 @@
+"""Which attention weights dropout keeps, defined entry by entry.
+
+The draw of an entry depends on the key and on its place (b, n, t, s) alone, so that every
+implementation, block size and sharding drops the same entries.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool
+
+from jaxmha.arrays import Array
+
+
+def keep(
+    key: Array, rate: float, shape: tuple[int, int, int, int], broadcast: tuple[str, ...] = ()
+) -> Bool[jax.Array, "B N T S"]:
+    """True where a weight is kept, which happens with probability `1 - rate`.
+
+    Args:
+      key: a PRNG key, typed or raw.
+      rate: probability of dropping, in [0, 1).
+      shape: (B, N, T, S).
+      broadcast: axes of BNTS that share a draw; their size in the result is 1.
+
+    >>> import jax
+    >>> keep(jax.random.key(0), 0.5, (1, 2, 3, 5), ("N",)).shape
+    (1, 1, 3, 5)
+    """
+    B, N, T, S = (
+        1 if axis in broadcast else size for axis, size in zip("BNTS", shape, strict=True)
+    )
+    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B * N * T))
+    entries = jax.vmap(
+        lambda row_key: jax.vmap(lambda s: jax.random.fold_in(row_key, s))(jnp.arange(S))
+    )(rows)
+    bits = jax.vmap(jax.vmap(_first_word))(entries).reshape(B, N, T, S)
+    kept: jax.Array = bits >= jnp.uint32(round(rate * 2**32))
+    return kept
+
+
+def _first_word(key: Array) -> jax.Array:
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return jnp.asarray(data)[0]

@@ -1,0 +1,98 @@
+"""Attention with every score materialised: the definition of correct.
+
+Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; grouped queries:
+Ainslie et al., "GQA" (2023).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import dropout
+from jaxmha.implementations.request import Request, Result, accumulation_dtype, allowed_pairs
+
+
+def supports(request: Request) -> str | None:
+    """None: the reference supports everything."""
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+    semantics = request.semantics
+    (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
+    accumulate = accumulation_dtype(request.query.dtype)
+    query, key, value = (x.astype(accumulate) for x in request[:3])
+    bias = None if request.bias is None else request.bias.astype(accumulate)
+    allowed = allowed_pairs(request.mask, bias, T, S)
+    if allowed is not None:
+        query, key, value = _drop_dead(query, key, value, allowed, semantics.fully_masked)
+
+    def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        precision = semantics.precision or "highest"
+        return jnp.einsum(axes, a, b, precision=precision)
+
+    scale = H**-0.5 if semantics.scale is None else semantics.scale
+    logits = product("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key)
+    logits = logits.reshape(B, N, T, S) * scale
+    if semantics.logits_soft_cap is not None:
+        logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
+    if bias is not None:
+        logits += bias
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    logits = logits.astype(np.dtype(semantics.softmax_dtype or accumulate))
+
+    # An empty row has maximum -inf and sum 0; both are replaced, so that nothing becomes NaN.
+    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    exps = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest).astype(logits.dtype))
+    exps, highest = exps.astype(accumulate), highest.astype(accumulate)
+    total = _pairwise_sum(exps)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, highest + jnp.log(total))[..., 0]
+    weights = exps / total
+    if semantics.fully_masked != "zero" and S:
+        answer = 1 / S if semantics.fully_masked == "mean" else jnp.nan
+        weights = jnp.where(empty, answer, weights)
+    if request.mask.query_lengths is not None:
+        lengths = jnp.asarray(request.mask.query_lengths).reshape(-1, 1, 1, 1)
+        weights = jnp.where(jnp.arange(T).reshape(1, 1, T, 1) < lengths, weights, 0.0)
+
+    kept = weights
+    if request.dropout_key is not None and semantics.dropout_rate > 0:
+        rate = semantics.dropout_rate
+        draws = dropout.keep(request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast)
+        kept = jnp.where(draws, weights / (1 - rate), 0.0)
+    out = product("bkgts,bskh->btkgh", kept.reshape(B, K, N // K, T, S), value)
+    out = out.reshape(B, T, N, h).astype(request.query.dtype)
+    shown = {False: None, "before_dropout": weights, "after_dropout": kept}[request.return_weights]
+    if shown is not None:
+        shown = shown.astype(request.query.dtype)
+    return Result(out, shown, lse)
+
+
+def _pairwise_sum(x: jax.Array) -> jax.Array:
+    """Over the last axis, which is kept; rounding errors grow as log S instead of S."""
+    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),)) if x.shape[-1] == 0 else x
+    while x.shape[-1] > 1:
+        if x.shape[-1] % 2:
+            x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
+
+
+def _drop_dead(
+    query: jax.Array, key: jax.Array, value: jax.Array, allowed: jax.Array, fully_masked: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Zeroes rows that no pair uses: 0 * NaN would reach outputs and gradients."""
+    (_, T, N, _), (_, S, K, _) = query.shape, key.shape
+    b, n = allowed.shape[:2]
+    groups = allowed.reshape(b, K if n == N else 1, -1, T, S)
+    query_lives = jnp.moveaxis(allowed.any(-1), 1, 2)[..., None]
+    key_lives = jnp.moveaxis(groups.any((2, 3)), 1, 2)[..., None]
+    query = jnp.where(query_lives, query, 0.0)
+    key = jnp.where(key_lives, key, 0.0)
+    if fully_masked != "mean":  # the mean reads every value
+        value = jnp.where(key_lives, value, 0.0)
+    return query, key, value

@@ -1,0 +1,239 @@
+"""Multi-head attention: project, attend, combine."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxmha import checks, extra_positions
+from jaxmha.arrays import Array
+from jaxmha.attention import as_mask, attend, hashable
+from jaxmha.axes import bind
+from jaxmha.implementations.request import accumulation_dtype, allowed_pairs
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, Projection, check, leaves
+from jaxmha.semantics import ReturnWeights, Semantics
+
+
+def multi_head_attention(
+    params: MHAParams,
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"] | None = None,
+    value: Float[Array, "*B S Dv"] | None = None,
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    is_causal: bool = False,
+    semantics: Semantics = Semantics(),
+    dropout_key: Any = None,
+    return_weights: ReturnWeights = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    """A whole attention layer: `combine(params, attend(project(params, query, key, value)))`.
+
+    Args:
+      params: the weights; all sizes are read from their shapes.
+      query: `(*B, T, Dq)` with any number of leading batch axes, also none.
+      key: `(*B, S, Dk)`, default `query`.
+      value: `(*B, S, Dv)`, default `key`.
+      bias: added to the logits, broadcastable to `(*B, N, T, S)`; -inf excludes the pair.
+      mask: Boolean, broadcastable to `(*B, N, T, S)`, True = attend; or a `Mask`.
+      is_causal: query i attends keys j <= i.
+      semantics: scale, soft cap, policy of fully masked rows, dropout and the like.
+      dropout_key: a PRNG key; None: no dropout.
+      return_weights: also return the weights `(*B, N, T, S)`, `"before_dropout"` (= True) or
+        `"after_dropout"`.
+      implementation: a name, or names in order of preference; None: the first that supports it.
+
+    Extra positions (`params.bias_k`, then `semantics.add_zero_attn`) follow the S given ones.
+    Where `mask` or `bias` ends in S they are visible to every query; where it ends in S plus
+    their number it decides about them too. Returned weights include them.
+
+    Returns:
+      `out` or `(out, weights)`; out is `(*B, T, Do)` in the promoted dtype of inputs and
+      parameters, or `(*B, T, N*h)` where `params.out` is None.
+
+    Raises:
+      ValueError: a shape does not fit; names the argument, the axes and the shape received.
+      TypeError: a dtype does not fit, or float64 would be rounded because x64 is off.
+
+    >>> import jax.numpy as jnp
+    >>> kernel = jnp.ones((6, 2, 3))
+    >>> params = MHAParams(*[Projection(kernel)] * 3, Projection(jnp.ones((2, 3, 6))))
+    >>> multi_head_attention(params, jnp.ones((4, 5, 6)), is_causal=True).shape
+    (4, 5, 6)
+    """
+    key = query if key is None else key
+    value = key if value is None else value
+    checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a Python bool, got {type(is_causal).__name__}")
+    return _multi_head_attention(
+        params,
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        dropout_key,
+        semantics,
+        is_causal=is_causal,
+        return_weights=checks.weights_kind(return_weights),
+        implementation=hashable(implementation),
+    )
+
+
+@partial(jax.jit, static_argnames=("is_causal", "return_weights", "implementation"))
+def _multi_head_attention(
+    params: MHAParams,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    dropout_key: Any,
+    semantics: Semantics,
+    *,
+    is_causal: bool,
+    return_weights: ReturnWeights,
+    implementation: str | tuple[str, ...] | None,
+) -> Any:
+    sizes = check(params)
+    for name, x, axes in (("query", query, "T Dq"), ("key", key, "S Dk"), ("value", value, "S Dv")):
+        bind(name, x.shape[-2:], axes, sizes)
+        if x.shape[:-2] != query.shape[:-2]:
+            raise ValueError(
+                f"{name}: expected axes (*B, {', '.join(axes.split())}) with "
+                f"*B={query.shape[:-2]} as in query, got shape {x.shape}"
+            )
+    batch = query.shape[:-2]
+    inputs = tuple(x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+    extra = extra_positions.count(params, semantics)
+    structure = as_mask(mask) & (Mask.causal() if is_causal else Mask())
+    mask = extra_positions.widen_mask(structure, extra, batch, sizes)
+    bias = extra_positions.widen_bias(bias, extra, batch, sizes)
+    inputs = _drop_dead(inputs, mask, bias, sizes["S"], extra, semantics.fully_masked)
+    q, k, v = (jnp.asarray(x) for x in project(params, *inputs, semantics=semantics))
+    result = attend(
+        q,
+        extra_positions.append(k, params.bias_k, semantics),
+        extra_positions.append(v, params.bias_v, semantics),
+        bias,
+        mask,
+        semantics,
+        dropout_key,
+        return_weights,
+        implementation,
+    )
+    out = combine(params, result.out, semantics=semantics)
+    out = out.reshape(*batch, *out.shape[1:])
+    if result.weights is None:
+        return out
+    return out, result.weights.reshape(*batch, *result.weights.shape[1:])
+
+
+def project(
+    params: MHAParams,
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"] | None = None,
+    value: Float[Array, "*B S Dv"] | None = None,
+    *,
+    semantics: Semantics = Semantics(),
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K h"]]:
+    """Projects features to heads, and normalises queries and keys where `semantics.qk_norm` asks.
+
+    Returns:
+      query `(*B, T, N, H)`, key `(*B, S, K, H)` and value `(*B, S, K, h)`, in the promoted dtype
+      of inputs and parameters. Extra positions are not among them.
+
+    >>> import jax.numpy as jnp
+    >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
+    >>> [x.shape for x in project(params, jnp.ones((4, 5, 6)))]
+    [(4, 5, 2, 3), (4, 5, 2, 3), (4, 5, 2, 3)]
+    """
+    key = query if key is None else key
+    value = key if value is None else value
+    checks.no_silent_rounding(params=params, query=query, key=key, value=value)
+    dtype = _compute_dtype(params, query=query, key=key, value=value)
+    heads = [
+        _affine("...d,dnh->...nh", x, projection, dtype, semantics.precision)
+        for x, projection in zip((query, key, value), params[:3], strict=True)
+    ]
+    for index, scale in enumerate((params.query_norm, params.key_norm)):
+        if (semantics.qk_norm is None) != (scale is None):
+            raise ValueError(
+                f"semantics.qk_norm is {semantics.qk_norm!r}, and params has "
+                f"{'no ' if scale is None else ''}query_norm and key_norm: one needs the other"
+            )
+        if scale is not None:
+            heads[index] = _normalise(heads[index], jnp.asarray(scale), semantics)
+    query, key, value = (x.astype(dtype) for x in heads)
+    return query, key, value
+
+
+def combine(
+    params: MHAParams, heads: Float[Array, "*B T N h"], *, semantics: Semantics = Semantics()
+) -> Float[Array, "*B T Do"]:
+    """Joins heads by the output layer, or concatenates them where `params.out` is None.
+
+    >>> import jax.numpy as jnp
+    >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
+    >>> combine(params, jnp.ones((4, 5, 2, 3))).shape
+    (4, 5, 6)
+    """
+    checks.no_silent_rounding(params=params, heads=heads)
+    dtype = _compute_dtype(params, heads=heads)
+    if params.out is None:
+        return jnp.asarray(heads).reshape(*heads.shape[:-2], -1).astype(dtype)
+    out: jax.Array = _affine("...nh,nhd->...d", heads, params.out, dtype, semantics.precision)
+    return out.astype(dtype)
+
+
+def _compute_dtype(params: MHAParams, **inputs: Any) -> np.dtype[Any]:
+    return checks.promoted(**inputs, **{f"params.{k}": x for k, x in leaves(params).items()})
+
+
+def _affine(axes: str, x: Any, projection: Projection, dtype: np.dtype[Any], precision: Any) -> Any:
+    """Product and bias in the accumulation dtype, so that they are rounded once."""
+    accumulate = accumulation_dtype(dtype)
+    kernel = jnp.asarray(projection.kernel).astype(dtype)
+    x = jnp.asarray(x).astype(dtype)
+    y = jnp.einsum(axes, x, kernel, precision=precision, preferred_element_type=accumulate)
+    if projection.bias is not None:
+        bias = jnp.asarray(projection.bias).astype(accumulate)
+        y += bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return y
+
+
+def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Array:
+    """Over H: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "RMSNorm" (2019)."""
+    if semantics.qk_norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    variance = jnp.square(x).mean(-1, keepdims=True)
+    scale = scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
+    return x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon) * scale
+
+
+def _drop_dead(
+    inputs: Sequence[jax.Array],
+    mask: Mask,
+    bias: jax.Array | None,
+    S: int,
+    extra: int,
+    fully_masked: str,
+) -> tuple[jax.Array, ...]:
+    """Zeroes positions that no pair uses: 0 * NaN would reach the gradients of the kernels."""
+    query, key, value = inputs
+    allowed = allowed_pairs(mask, bias, query.shape[1], S + extra)
+    if allowed is None:
+        return query, key, value
+    query_lives = allowed.any((1, 3))[..., None]
+    key_lives = allowed.any((1, 2))[:, :S, None]
+    query, key = jnp.where(query_lives, query, 0.0), jnp.where(key_lives, key, 0.0)
+    if fully_masked != "mean":  # the mean reads every value
+        value = jnp.where(key_lives, value, 0.0)
+    return query, key, value

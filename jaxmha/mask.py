@@ -1,0 +1,175 @@
+"""Which pairs of query and key may attend, kept as structure."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxmha.arrays import Array
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Pairs (query i, key j) that may attend: a record of conditions that all have to hold.
+
+    Build one with the constructors below and join with `&`. Structure is kept, not
+    materialised, so that an implementation can skip work; `to_array` materialises it.
+
+    >>> mask = Mask.causal() & Mask.lengths(key_value=np.array([3, 1]))
+    >>> mask.to_array(2, 3).astype(int).tolist()
+    [[[[1, 0, 0], [1, 1, 0]]], [[[1, 0, 0], [1, 0, 0]]]]
+    """
+
+    causal_offset: int | Array | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    query_lengths: Array | None = None
+    key_value_lengths: Array | None = None
+    query_padding: Array | None = None
+    key_value_padding: Array | None = None
+    query_segments: Array | None = None
+    key_value_segments: Array | None = None
+    array: Array | None = None
+
+    @classmethod
+    def causal(cls, offset: int | Int[Array, "*B"] = 0) -> "Mask":
+        """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has one per batch row."""
+        return cls(causal_offset=offset)
+
+    @classmethod
+    def window(cls, left: int | None, right: int | None) -> "Mask":
+        """`i - left <= j <= i + right`; None: no bound on that side."""
+        for side in (left, right):
+            if side is not None and side < 0:
+                raise ValueError(f"window sides must be >= 0 or None, got ({left}, {right})")
+        return cls(window_size=(left, right))
+
+    @classmethod
+    def lengths(
+        cls, query: Int[Array, "*B"] | None = None, key_value: Int[Array, "*B"] | None = None
+    ) -> "Mask":
+        """The first `query` rows and the first `key_value` keys of each batch row, `(B,)`."""
+        return cls(query_lengths=query, key_value_lengths=key_value)
+
+    @classmethod
+    def padding(
+        cls, query: Bool[Array, "*B T"] | None = None, key_value: Bool[Array, "*B S"] | None = None
+    ) -> "Mask":
+        """Any pattern of positions that are there (True), `(B, T)` and `(B, S)`."""
+        return cls(query_padding=query, key_value_padding=key_value)
+
+    @classmethod
+    def segments(cls, query_ids: Int[Array, "*B T"], key_value_ids: Int[Array, "*B S"]) -> "Mask":
+        """Pairs of equal ids, `(B, T)` and `(B, S)`: packed sequences."""
+        return cls(query_segments=query_ids, key_value_segments=key_value_ids)
+
+    @classmethod
+    def dense(cls, array: Bool[Array, "..."]) -> "Mask":
+        """A Boolean array broadcastable to BNTS, True = attend."""
+        if array.dtype != np.bool_:
+            raise TypeError(
+                f"mask must be Boolean (True = attend), got {array.dtype}: additive values belong "
+                "in bias=, and a 0/1 array becomes a mask by `mask != 0`"
+            )
+        return cls(array=array)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        # Two pairs of segment ids cannot be one pair: the second becomes an array.
+        if self.query_segments is not None and other.query_segments is not None:
+            same = _same_segment(other.query_segments, other.key_value_segments)
+            other = replace(other, query_segments=None, key_value_segments=None) & Mask(array=same)
+        return Mask(
+            *(
+                b if a is None else a if b is None else _MEET[field.name](a, b)
+                for field in fields(Mask)
+                for a, b in [(getattr(self, field.name), getattr(other, field.name))]
+            )
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no condition at all."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+    def to_array(self, T: int, S: int) -> Bool[Array, "#B #N T S"]:
+        """Materialises the mask, broadcastable to BNTS."""
+        i, j = jnp.arange(T).reshape(1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, S)
+        allowed = jnp.ones((1, 1, T, S), bool)
+        if self.causal_offset is not None:
+            allowed &= j <= i + _over_rows(jnp.asarray(self.causal_offset))
+        left, right = self.window_size or (None, None)
+        if left is not None:
+            allowed &= j >= i - left
+        if right is not None:
+            allowed &= j <= i + right
+        for lengths, position in ((self.query_lengths, i), (self.key_value_lengths, j)):
+            if lengths is not None:
+                allowed &= position < _over_rows(jnp.asarray(lengths))
+        if self.query_padding is not None:
+            allowed &= jnp.asarray(self.query_padding)[..., None, :, None]
+        if self.key_value_padding is not None:
+            allowed &= jnp.asarray(self.key_value_padding)[..., None, None, :]
+        if self.query_segments is not None:
+            allowed &= _same_segment(self.query_segments, self.key_value_segments)
+        if self.array is not None:
+            array = jnp.asarray(self.array)
+            allowed &= array.reshape((1,) * (4 - array.ndim) + array.shape)
+        return allowed
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        # Python integers shape the program, so they are static; arrays are traced.
+        values = [getattr(self, field.name) for field in fields(self)]
+        static = tuple(v if isinstance(v, int | tuple) else None for v in values)
+        traced = tuple(None if s is not None else v for v, s in zip(values, static, strict=True))
+        return traced, static
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], traced: tuple[Any, ...]) -> "Mask":
+        return cls(*(t if s is None else s for t, s in zip(traced, static, strict=True)))
+
+
+def _over_rows(per_batch: jax.Array) -> jax.Array:
+    return per_batch.reshape((-1, 1, 1, 1))
+
+
+def _same_segment(query_ids: Any, key_value_ids: Any) -> jax.Array:
+    return (
+        jnp.asarray(query_ids)[..., None, :, None] == jnp.asarray(key_value_ids)[..., None, None, :]
+    )
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    return jnp.minimum(jnp.asarray(a), jnp.asarray(b))
+
+
+def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    left, right = (
+        y if x is None else x if y is None else min(x, y) for x, y in zip(a, b, strict=True)
+    )
+    return left, right
+
+
+def _both(a: Any, b: Any) -> jax.Array:
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    rank = max(a.ndim, b.ndim)
+    a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
+    return jnp.logical_and(a, b)
+
+
+# How two conditions of one kind become one that holds where both do.
+_MEET: dict[str, Any] = {
+    "causal_offset": _smaller,
+    "window_size": _narrower,
+    "query_lengths": _smaller,
+    "key_value_lengths": _smaller,
+    "query_padding": _both,
+    "key_value_padding": _both,
+    "array": _both,
+}

@@ -1,0 +1,59 @@
+"""The parts of the README that are generated from data: `python -m tests.readme` rewrites them."""
+
+import json
+import re
+from pathlib import Path
+
+from jaxmha.converters import blocks
+
+ROOT = Path(__file__).parents[1]
+
+
+def demo() -> str:
+    """The demo's table: the first block of every kind of file, from its committed results."""
+    results = json.loads((ROOT / "experiments/real_weights/results.json").read_text())
+    rows = results["blocks"]
+    errors = list(rows[0]["errors"])
+    lines = [
+        f"| block | layout | heads | weights | {' | '.join(errors)} |",
+        f"|---|---|---|---|{'---|' * len(errors)}",
+    ]
+    shown = [
+        row for row in rows if re.fullmatch(r"(SCEPTR(_large|_tiny)?|MiniLM) layer 0", row["block"])
+    ]
+    for row in shown:
+        cells = " | ".join(f"{row['errors'][name]:.1f}" for name in errors)
+        weights = "identical, 0 ULP" if row["identical"] else "CHANGED"
+        lines.append(f"| {row['block']} | {row['layout']} | {row['heads']} | {weights} | {cells} |")
+    same = sum(row["identical"] for row in rows)
+    versions = results["versions"]
+    lines.append(
+        f"\n{same} of {len(rows)} blocks come back bit-identical. Errors are RMS against float64, "
+        "in units of the error that rounding the exact output to float32 makes "
+        f"({results['date']}; jax {versions['jax']}, torch {versions['torch']}, keras "
+        f"{versions['keras']} on {results['keras_backend']}, flax {versions['flax']}; CPU)."
+    )
+    return "\n".join(lines)
+
+
+def layouts() -> str:
+    """Every layout with the class it belongs to and an example entry."""
+    lines = ["| layout | of | for example |", "|---|---|---|"]
+    for layout in blocks.LAYOUTS:
+        entry = layout.entries[0]
+        lines.append(f"| `{layout.name}` | {layout.about} | `{entry.key}`: `{entry.axes}` |")
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """The README with every generated part as it should be."""
+    for name, part in (("demo", demo()), ("layouts", layouts())):
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}{part}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text()))

@@ -1,0 +1,46 @@
+"""The README is true: its examples run, and its generated parts are what the data says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxmha.converters import checkpoint
+from tests.readme import ROOT, filled
+
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_python_examples_run() -> None:
+    """In a process of their own, with JAX's defaults; later examples use what earlier ones made."""
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(blocks) >= 3
+    code = "\n".join([*blocks, "print(weights.shape)"])
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(2, 6, 5, 7)\n"
+
+
+def test_console_examples_run(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    layers = {f"attention.self.{name}" for name in ("query", "key", "value")}
+    state = {}
+    for layer in layers | {"attention.output.dense"}:
+        state[f"{layer}.weight"] = rng.normal(size=(6, 6)).astype("f")
+        state[f"{layer}.bias"] = rng.normal(size=6).astype("f")
+    checkpoint.write(tmp_path / "model.safetensors", state)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    lines = re.findall(r"^\$ (jaxmha .*?)(?:  #.*)?$", TEXT, flags=re.MULTILINE)
+    assert len(lines) >= 2
+    for line in lines:
+        done = subprocess.run(
+            line.split(), check=False, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (line, done.stderr)
+    assert (tmp_path / "flax.safetensors").exists()
+
+
+def test_generated_parts_are_current() -> None:
+    assert filled(TEXT) == TEXT, "run `python -m tests.readme`"
