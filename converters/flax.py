@@ -3,7 +3,7 @@
 Called as (query, key, value). In its masks True means attend.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import layout as engine
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.layout import Entry, Layout, verbs
 from jaxmha.params import check
 
 LINEN = Layout(
@@ -42,43 +42,7 @@ _LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx
 _NNX_TIES = {
     "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")
 }
-
-
-def import_params(
-    state: Mapping[str, Any],
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    prefix: str = "",
-) -> tuple[MHAParams, Semantics]:
-    """Parameters from a flat dict of arrays; keys join the prefix with `/`.
-
-    Raises:
-      ValueError: a key, shape or head count does not fit; names the key and the axes.
-
-    >>> import numpy as np
-    >>> state = {f"{name}/kernel": np.zeros((6, 2, 3)) for name in ("query", "key", "value")}
-    >>> state["out/kernel"] = np.zeros((2, 3, 6))
-    >>> import_params(state)[0].out.kernel.shape
-    (2, 3, 6)
-    """
-    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
-
-
-def export_params(
-    params: MHAParams,
-    semantics: Semantics = Semantics(),
-    *,
-    layout: str | None = None,
-    prefix: str = "",
-) -> dict[str, NDArray]:
-    """A flat dict of NumPy arrays; `flax.traverse_util.unflatten_dict(_, sep="/")` nests it.
-
-    Raises:
-      ValueError: Flax's layers cannot hold the parameters or the behaviour, with the reason.
-    """
-    chosen = engine.choose(LAYOUTS, [], layout or LINEN.name, prefix)
-    return engine.export_params(chosen, params, semantics, prefix=prefix)
+import_params, export_params = verbs(LAYOUTS)
 
 
 def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantics]:

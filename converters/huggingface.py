@@ -1,15 +1,22 @@
-"""Attention blocks of Hugging Face transformers' checkpoints, in and out.
+"""Attention blocks of published checkpoints: Hugging Face transformers and timm, in and out.
 
-The head count is `num_attention_heads` in the checkpoint's config.json.
+The head count is in the checkpoint's config.json (`num_attention_heads`, `n_head`, `num_heads`).
 """
 
-from collections.abc import Mapping
-from typing import Any
+from jaxmha import Semantics
+from jaxmha.converters.layout import Entry, Layout, verbs
+from jaxmha.converters.linear import TIES
 
-from jaxmha import MHAParams, Semantics
-from jaxmha.converters import layout as engine
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.layout import Entry, Layout
+_RESIDUAL = {"Do": ("Dq", "the block adds its output to its input")}
+_PACKED = {
+    "K": ("N", "query, key and value are packed with one head count"),
+    "h": ("H", "query, key and value are packed with one head width"),
+    "Dk": ("Dq", "one input is projected to query, key and value"),
+    "Dv": ("Dq", "one input is projected to query, key and value"),
+}
+_QKV_KERNEL = ("query.kernel", "key.kernel", "value.kernel")
+_QKV_BIAS = ("query.bias", "key.bias", "value.bias")
+_DROPOUT = frozenset({"dropout_rate"})
 
 BERT = Layout(
     "bert",
@@ -18,49 +25,83 @@ BERT = Layout(
         Entry("self.query.bias", "(N H)", ("query.bias",)),
         Entry("self.key.weight", "(N H) Dk", ("key.kernel",)),
         Entry("self.key.bias", "(N H)", ("key.bias",)),
-        Entry("self.value.weight", "(N H) Dv", ("value.kernel",)),
-        Entry("self.value.bias", "(N H)", ("value.bias",)),
+        Entry("self.value.weight", "(N h) Dv", ("value.kernel",)),
+        Entry("self.value.bias", "(N h)", ("value.bias",)),
         Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
         Entry("output.dense.bias", "Do", ("out.bias",)),
     ),
-    ties={
-        "K": ("N", "BERT attention has as many key/value heads as query heads"),
-        "h": ("H", "BERT attention has value heads as wide as query heads"),
-        "Do": ("Dq", "BERT attention adds its output to its input"),
-    },
-    holds=frozenset({"dropout_rate"}),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
     beside=("output.LayerNorm.weight", "output.LayerNorm.bias"),
-    about="transformers BertAttention (bert, roberta, MiniLM): keys under `...attention`",
+    about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
-LAYOUTS = (BERT,)
-
-
-def import_params(
-    state: Mapping[str, Any],
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    prefix: str = "",
-) -> tuple[MHAParams, Semantics]:
-    """Parameters from a state dict; keys join the prefix (`encoder.layer.0.attention`) with `.`.
-
-    Raises:
-      ValueError: a key, shape or head count does not fit; names the key and the axes.
-    """
-    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
-
-
-def export_params(
-    params: MHAParams,
-    semantics: Semantics = Semantics(),
-    *,
-    layout: str | None = None,
-    prefix: str = "",
-) -> dict[str, NDArray]:
-    """A state dict of NumPy arrays.
-
-    Raises:
-      ValueError: the layout cannot hold the parameters or the behaviour, with the reason.
-    """
-    chosen = engine.choose(LAYOUTS, [], layout or BERT.name, prefix)
-    return engine.export_params(chosen, params, semantics, prefix=prefix)
+VIT = Layout(
+    "vit",
+    (
+        Entry("attention.query.weight", "(N H) Dq", ("query.kernel",)),
+        Entry("attention.query.bias", "(N H)", ("query.bias",), "qkv bias"),
+        Entry("attention.key.weight", "(N H) Dk", ("key.kernel",)),
+        Entry("attention.key.bias", "(N H)", ("key.bias",), "qkv bias"),
+        Entry("attention.value.weight", "(N h) Dv", ("value.kernel",)),
+        Entry("attention.value.bias", "(N h)", ("value.bias",), "qkv bias"),
+        Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
+        Entry("output.dense.bias", "Do", ("out.bias",)),
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    about="ViT, DeiT: keys under `encoder.layer.0.attention`",
+)
+TIMM = Layout(
+    "timm",
+    (
+        Entry("qkv.weight", "(qkv N H) Dq", _QKV_KERNEL),
+        Entry("qkv.bias", "(qkv N H)", _QKV_BIAS, "qkv bias"),
+        Entry("proj.weight", "Do (N h)", ("out.kernel",)),
+        Entry("proj.bias", "Do", ("out.bias",), "out bias"),
+    ),
+    ties=_PACKED,
+    holds=_DROPOUT,
+    about="timm vision transformers: keys under `blocks.0.attn`",
+)
+GPT2 = Layout(
+    "gpt2",
+    (
+        Entry("c_attn.weight", "Dq (qkv N H)", _QKV_KERNEL),
+        Entry("c_attn.bias", "(qkv N H)", _QKV_BIAS),
+        Entry("c_proj.weight", "(N h) Do", ("out.kernel",)),
+        Entry("c_proj.bias", "Do", ("out.bias",)),
+    ),
+    ties={**_PACKED, **_RESIDUAL},
+    holds=_DROPOUT,
+    beside=("bias", "masked_bias"),
+    about="GPT-2 (Conv1D, so kernels are not transposed): keys under `h.0.attn`",
+)
+NEOX = Layout(
+    "gpt-neox",
+    (
+        Entry("query_key_value.weight", "(N qkv H) Dq", _QKV_KERNEL),
+        Entry("query_key_value.bias", "(N qkv H)", _QKV_BIAS, "bias"),
+        Entry("dense.weight", "Do (N h)", ("out.kernel",)),
+        Entry("dense.bias", "Do", ("out.bias",), "bias"),
+    ),
+    ties={**_PACKED, **_RESIDUAL},
+    holds=_DROPOUT,
+    beside=("bias", "masked_bias", "rotary_emb.inv_freq"),
+    about="GPT-NeoX, Pythia, packed head by head (rotary embedding apart)",
+)
+T5 = Layout(
+    "t5",
+    (
+        Entry("q.weight", "(N H) Dq", ("query.kernel",)),
+        Entry("k.weight", "(N H) Dk", ("key.kernel",)),
+        Entry("v.weight", "(N h) Dv", ("value.kernel",)),
+        Entry("o.weight", "Do (N h)", ("out.kernel",)),
+    ),
+    ties={**TIES, **_RESIDUAL},
+    semantics=Semantics(scale=1.0),
+    holds=_DROPOUT,
+    beside=("relative_attention_bias.weight",),
+    about="T5 without biases and without scale: keys under `SelfAttention`, `EncDecAttention`",
+)
+LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5)
+import_params, export_params = verbs(LAYOUTS)

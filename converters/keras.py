@@ -4,16 +4,15 @@ In its masks True means attend. Weights are known by their variable path (`query
 their place in a `.weights.h5` file (`query_dense/vars/0`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import layout as engine
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.layout import Entry, Layout, verbs
 from jaxmha.params import check
 
 _TIES = {"K": ("N", "keras MultiHeadAttention has as many key/value heads as query heads")}
@@ -53,43 +52,7 @@ WEIGHTS_FILE = replace(
     about="keras.layers.MultiHeadAttention, keys as in a .weights.h5 file",
 )
 LAYOUTS = (VARIABLES, WEIGHTS_FILE)
-
-
-def import_params(
-    state: Mapping[str, Any],
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    prefix: str = "",
-) -> tuple[MHAParams, Semantics]:
-    """Parameters from a flat dict of arrays; keys join the prefix with `/`.
-
-    Raises:
-      ValueError: a key, shape or head count does not fit; names the key and the axes.
-
-    >>> import numpy as np
-    >>> state = {f"{name}/kernel": np.zeros((6, 2, 3)) for name in ("query", "key", "value")}
-    >>> state["attention_output/kernel"] = np.zeros((2, 3, 6))
-    >>> import_params(state)[0].key.kernel.shape
-    (6, 2, 3)
-    """
-    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
-
-
-def export_params(
-    params: MHAParams,
-    semantics: Semantics = Semantics(),
-    *,
-    layout: str | None = None,
-    prefix: str = "",
-) -> dict[str, NDArray]:
-    """A flat dict of NumPy arrays, by variable path (`layout="keras-file"`: by place in a file).
-
-    Raises:
-      ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason.
-    """
-    chosen = engine.choose(LAYOUTS, [], layout or VARIABLES.name, prefix)
-    return engine.export_params(chosen, params, semantics, prefix=prefix)
+import_params, export_params = verbs(LAYOUTS)
 
 
 def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantics]:

@@ -100,10 +100,15 @@ def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> B
 
 @contextmanager
 def _exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
-    """float64 needs x64; highest precision, so that float32 is float32 everywhere."""
+    """float64 needs x64; highest precision, so that float32 is float32 everywhere.
+
+    Live layers promote dtypes and ranks by themselves, which users' tests may forbid.
+    """
     with (
         jax.enable_x64(dtype == np.float64),
         jax.default_matmul_precision("highest"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
     ):
         yield
 

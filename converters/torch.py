@@ -4,16 +4,15 @@ Called as (query, key, value). In its Boolean masks True means blocked. A state 
 hold `num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a live module has them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import layout as engine
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.layout import Entry, Layout, verbs
 from jaxmha.params import check
 
 _TIES = {
@@ -58,48 +57,7 @@ SEPARATE = Layout(
     about="torch.nn.MultiheadAttention with kdim or vdim other than embed_dim",
 )
 LAYOUTS = (PACKED, SEPARATE)
-
-
-def import_params(
-    state: Mapping[str, Any],
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    prefix: str = "",
-) -> tuple[MHAParams, Semantics]:
-    """Parameters from a state dict of arrays or tensors; keys join the prefix with `.`.
-
-    `num_heads` is needed: the state dict does not hold it.
-
-    Raises:
-      ValueError: a key, shape or head count does not fit; names the key and the axes.
-
-    >>> import numpy as np
-    >>> state = {"in_proj_weight": np.zeros((18, 6)), "out_proj.weight": np.zeros((6, 6))}
-    >>> import_params(state, num_heads=2)[0].query.kernel.shape
-    (6, 2, 3)
-    """
-    return engine.import_params(LAYOUTS, state, layout=layout, num_heads=num_heads, prefix=prefix)
-
-
-def export_params(
-    params: MHAParams,
-    semantics: Semantics = Semantics(),
-    *,
-    layout: str | None = None,
-    prefix: str = "",
-) -> dict[str, NDArray]:
-    """A state dict of NumPy arrays: packed where the input widths agree, as torch does.
-
-    Raises:
-      ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.
-    """
-    leading = np.ndim(params.query.kernel) - 3
-    sizes = check(params, leading)
-    agree = sizes["Dq"] == sizes["Dk"] == sizes["Dv"]
-    name = layout or (PACKED if agree else SEPARATE).name
-    chosen = engine.choose(LAYOUTS, [], name, prefix)
-    return engine.export_params(chosen, params, semantics, prefix=prefix)
+import_params, export_params = verbs(LAYOUTS)
 
 
 def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
@@ -134,8 +92,11 @@ def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: No
     """
     import torch
 
-    state = {key: to_torch(array) for key, array in export_params(params, semantics).items()}
     sizes = check(params)
+    packed = sizes["Dq"] == sizes["Dk"] == sizes["Dv"]
+    own = PACKED if packed else SEPARATE
+    arrays = export_params(params, semantics, layout=own.name)
+    state = {key: to_torch(array) for key, array in arrays.items()}
     module = torch.nn.MultiheadAttention(
         sizes["Dq"],
         sizes["N"],

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmha.converters import oracle, sides
 from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check, leaves
 
@@ -283,6 +284,8 @@ def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[list[BlockSide], 
     """Reads both sides; the head count that only one of them stores serves the other."""
     try:
         side_a = sides.read(a, num_heads)
+    except CheckpointError:
+        raise
     except ValueError:
         if num_heads is not None:
             raise
@@ -290,6 +293,8 @@ def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[list[BlockSide], 
         return sides.read(a, _common_heads(side_b)), side_b
     try:
         return side_a, sides.read(b, num_heads)
+    except CheckpointError:
+        raise
     except ValueError:
         if num_heads is not None:
             raise

@@ -1,5 +1,6 @@
 """Scaled dot-product attention."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -152,7 +153,9 @@ def _dot_product_attention(
     bind("value", value.shape, f"{lead}S K h", sizes)
     batch = query.shape[:-3]
     dtype = checks.promoted(query=query, key=key, value=value)
-    query, key, value = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (
+        x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)
+    )
     merged = checks.flatten_mask(as_mask(mask), batch, sizes) & checks.flatten_mask(
         keywords, batch, sizes, _KEYWORDS
     )

@@ -1,5 +1,6 @@
 """Checks of arguments, shared by the public functions."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,4 +127,4 @@ def flatten_batch(
     if all(size == 1 for size in lead):
         return jnp.reshape(array, (1, *core))
     full = jnp.broadcast_to(array.reshape(*padded, *core), (*batch, *core))
-    return jnp.reshape(full, (-1, *core))
+    return jnp.reshape(full, (math.prod(batch), *core))

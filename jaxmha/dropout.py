@@ -34,7 +34,7 @@ def keep(
         lambda row_key: jax.vmap(lambda s: jax.random.fold_in(row_key, s))(jnp.arange(S))
     )(rows)
     bits = jax.vmap(jax.vmap(_first_word))(entries).reshape(B, N, T, S)
-    kept: jax.Array = bits >= jnp.uint32(round(rate * 2**32))
+    kept: jax.Array = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     return kept
 
 

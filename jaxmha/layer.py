@@ -1,5 +1,6 @@
 """Multi-head attention: project, attend, combine."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -111,7 +112,7 @@ def _multi_head_attention(
                 f"*B={query.shape[:-2]} as in query, got shape {x.shape}"
             )
     batch = query.shape[:-2]
-    inputs = tuple(x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+    inputs = tuple(x.reshape(math.prod(batch), *x.shape[-2:]) for x in (query, key, value))
     extra = extra_positions.count(params, semantics)
     structure = as_mask(mask) & (Mask.causal() if is_causal else Mask())
     mask = extra_positions.widen_mask(structure, extra, batch, sizes)
@@ -188,7 +189,8 @@ def combine(
     checks.no_silent_rounding(params=params, heads=heads)
     dtype = _compute_dtype(params, heads=heads)
     if params.out is None:
-        return jnp.asarray(heads).reshape(*heads.shape[:-2], -1).astype(dtype)
+        *batch, N, h = heads.shape
+        return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
     out: jax.Array = _affine("...nh,nhd->...d", heads, params.out, dtype, semantics.precision)
     return out.astype(dtype)
 

@@ -101,7 +101,7 @@ class Mask:
         i, j = jnp.arange(T).reshape(1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, S)
         allowed = jnp.ones((1, 1, T, S), bool)
         if self.causal_offset is not None:
-            allowed &= j <= i + _over_rows(jnp.asarray(self.causal_offset))
+            allowed &= j <= i + _over_rows(self.causal_offset, i)
         left, right = self.window_size or (None, None)
         if left is not None:
             allowed &= j >= i - left
@@ -109,7 +109,7 @@ class Mask:
             allowed &= j <= i + right
         for lengths, position in ((self.query_lengths, i), (self.key_value_lengths, j)):
             if lengths is not None:
-                allowed &= position < _over_rows(jnp.asarray(lengths))
+                allowed &= position < _over_rows(lengths, i)
         if self.query_padding is not None:
             allowed &= jnp.asarray(self.query_padding)[..., None, :, None]
         if self.key_value_padding is not None:
@@ -133,8 +133,8 @@ class Mask:
         return cls(*(t if s is None else s for t, s in zip(traced, static, strict=True)))
 
 
-def _over_rows(per_batch: jax.Array) -> jax.Array:
-    return per_batch.reshape((-1, 1, 1, 1))
+def _over_rows(per_batch: Any, like: jax.Array) -> jax.Array:
+    return jnp.reshape(jnp.asarray(per_batch).astype(like.dtype), (-1, 1, 1, 1))
 
 
 def _same_segment(query_ids: Any, key_value_ids: Any) -> jax.Array:

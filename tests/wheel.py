@@ -38,10 +38,10 @@ def main() -> None:
         wheel = next(Path(folder).glob("*.whl"))
         _check_contents(wheel)
         home = Path(folder) / "environment"
-        venv.create(home, with_pip=True)
+        venv.create(home)
         python = str(home / "bin" / "python")
         constraints = str(ROOT / ".ci" / "constraints.txt")
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
         subprocess.run([*pip, "-c", constraints, str(wheel)], check=True)
         subprocess.run([python, "-c", SMOKE], check=True, cwd=folder)
 

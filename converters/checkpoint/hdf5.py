@@ -28,6 +28,8 @@ from jaxmha.converters.checkpoint.errors import (
     UnsupportedDtype,
     UnsupportedFormat,
 )
+from jaxmha.converters.checkpoint.hdf5_attribute import text_attribute
+from jaxmha.converters.checkpoint.hdf5_index import check_index, root_address
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY
@@ -37,7 +39,6 @@ DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 _MOST_DEFLATED = 1032  # deflate cannot expand further
-_MOST_ATTRIBUTE = 4096
 _LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
 _AGAIN = "save it again with model.save_weights"
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
@@ -53,24 +54,16 @@ def read(source: Source, limits: Limits) -> Contents:
     h5py = _h5py(source.path)
     # The checked descriptor is handed over, so that no name is opened a second time.
     raw = io.FileIO(os.dup(source.fd))
-    try:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(raw.close)
         with _typed(source):
+            root = root_address(source)
+            check_index(source, root, "/", limits.members)
             file = h5py.File(raw, "r")
-    except BaseException:
-        raw.close()
-        raise
-
-    def close() -> None:
-        file.close()
-        raw.close()
-
-    try:
-        with _typed(source):
+            cleanup.callback(file.close)
             walk = _Walk(h5py, source, limits)
-            walk.group(file.id, "", 1)
-    except BaseException:
-        close()
-        raise
+            walk.group(file.id, root, "", 1)
+        close = cleanup.pop_all().close
 
     def load(name: str) -> np.ndarray:
         info = walk.budget.info[name]
@@ -129,37 +122,37 @@ class _Walk:
     ) -> NoReturn:
         raise kind(self.source.path, problem, remedy, member or "/")
 
-    def group(self, group: Any, path: str, depth: int) -> None:
-        """Checks a group and everything below it."""
+    def group(self, group: Any, address: int, path: str, depth: int) -> None:
+        """Checks a group, whose index is sound, and everything below it."""
         h5py = self.h5py
         self.budget.spend("the depth of groups", depth, self.limits.depth, path)
-        address = h5py.h5o.get_info(group).addr
         if address in self.groups:
             self.fail(AmbiguousFile, "the group is linked twice, or into itself", path)
         self.groups.add(address)
         self.links += group.get_num_objs()
         self.budget.spend("the number of links", self.links, self.limits.members)
-        children = [self.child(group, path, raw) for raw in group]
+        children = dict(self.child(group, path, raw) for raw in group)
         if not path and any(
             key in children or h5py.h5a.exists(group, key.encode()) for key in _LEGACY
         ):
             self.fail(UnsupportedFormat, "a Keras 2 style .h5 file", path, _CONVERT_LEGACY)
         if path.rpartition("/")[2] == VARIABLES:
-            self.variables(group, path, children)
-        for name in children:
+            self.variables(address, path, list(children))
+        for name, target in children.items():
             child = f"{path}/{name}" if path else name
+            check_index(self.source, target, child, self.limits.members)
             item = h5py.h5o.open(group, name.encode())
             if isinstance(item, h5py.h5g.GroupID):
-                self.group(item, child, depth + 1)
+                self.group(item, target, child, depth + 1)
             elif isinstance(item, h5py.h5d.DatasetID):
-                self.dataset(item, child)
+                self.dataset(item, target, child)
             else:
                 self.fail(ForbiddenContent, "neither a group nor a dataset", child)
 
-    def child(self, group: Any, path: str, raw: bytes) -> str:
-        """The name of a link, which must be hard."""
+    def child(self, group: Any, path: str, raw: bytes) -> tuple[str, int]:
+        """The name and address of a link, which must be hard."""
         h5l = self.h5py.h5l
-        kind = group.links.get_info(raw).type
+        link = group.links.get_info(raw)
         try:
             name = raw.decode()
         except UnicodeDecodeError:
@@ -167,22 +160,24 @@ class _Walk:
         check_name(self.source.path, name, self.limits)
         if "/" in name:
             self.fail(PathEscape, "a link name is a path", path)
-        if kind != h5l.TYPE_HARD:
+        if link.type != h5l.TYPE_HARD:
             what = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
-            self.fail(ForbiddenContent, what.get(kind, "a user-defined link"), f"{path}/{name}")
-        return name
+            self.fail(
+                ForbiddenContent, what.get(link.type, "a user-defined link"), f"{path}/{name}"
+            )
+        return name, link.u
 
-    def variables(self, group: Any, path: str, children: list[str]) -> None:
+    def variables(self, address: int, path: str, children: list[str]) -> None:
         """Positions must run from 0, and the user's name of the layer is an attribute."""
         positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
         if positions != list(range(len(positions))):
             self.fail(IncompleteCheckpoint, f"the variables are numbered {positions[:9]}", path)
-        name = self.attribute(group, "name", path)
-        if name is not None:
+        name = text_attribute(self.source, address, "name", path)
+        if name:
             check_name(self.source.path, name, self.limits)
             self.names[path.rpartition("/")[0]] = name
 
-    def dataset(self, item: Any, name: str) -> None:
+    def dataset(self, item: Any, address: int, name: str) -> None:
         """Checks storage, type and size; the order keeps HDF5 from opening other files."""
         h5py = self.h5py
         layout = item.get_create_plist()
@@ -196,7 +191,7 @@ class _Walk:
         if not filters <= _FILTERS.keys():
             unknown = sorted(filters - _FILTERS.keys())
             self.fail(ForbiddenContent, f"the filter {unknown[0]} would load a plugin", name)
-        dtype, width = self.dtype(item, name)
+        dtype, width = self.dtype(item, address, name)
         space = item.get_space()
         if space.get_simple_extent_type() == h5py.h5s.NULL:
             self.fail(MalformedFile, "the dataset has no shape", name)
@@ -212,12 +207,13 @@ class _Walk:
         if declared > stored * (_MOST_DEFLATED if filters & {1, 32000} else 1):
             self.fail(MalformedFile, f"declares {declared} bytes and stores {stored}", name)
 
-    def dtype(self, item: Any, name: str) -> tuple[np.dtype, int]:
+    def dtype(self, item: Any, address: int, name: str) -> tuple[np.dtype, int]:
         """The dtype in NumPy and its width in the file."""
         h5t = self.h5py.h5t
         kind, width = item.get_type().get_class(), item.get_type().get_size()
         if kind == h5t.OPAQUE:
-            if width == 2 and self.attribute(item, "dtype", name) == "bfloat16":
+            text = text_attribute(self.source, address, "dtype", name)
+            if width == 2 and text == "bfloat16":
                 return BFLOAT16, width
             self.fail(UnsupportedDtype, "bytes of a dtype that the file does not name", name)
         numeric = kind in (h5t.INTEGER, h5t.FLOAT)
@@ -229,24 +225,6 @@ class _Walk:
         if dtype not in DTYPES:
             self.fail(UnsupportedDtype, f"the dtype {dtype}", name)
         return np.dtype(dtype.type), width
-
-    def attribute(self, item: Any, key: str, path: str) -> str | None:
-        """A short text attribute, None where there is none."""
-        h5py = self.h5py
-        if not h5py.h5a.exists(item, key.encode()):
-            return None
-        stored = h5py.h5a.open(item, key.encode())
-        kind = stored.get_type()
-        if (
-            kind.get_class() != h5py.h5t.STRING
-            or stored.get_space().get_simple_extent_type() != h5py.h5s.SCALAR
-        ):
-            self.fail(MalformedFile, f"the attribute {key!r} is not a text", path)
-        if kind.get_size() > _MOST_ATTRIBUTE:
-            self.fail(MalformedFile, f"the attribute {key!r} is too long", path)
-        owner = h5py.Group if isinstance(item, h5py.h5g.GroupID) else h5py.Dataset
-        value = owner(item).attrs[key]
-        return value.decode() if isinstance(value, bytes) else str(value)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxmha import dropout
 from jaxmha.implementations.request import Request, Result, accumulation_dtype, allowed_pairs
+from jaxmha.mask import Mask
 
 
 def supports(request: Request) -> str | None:
@@ -52,12 +53,11 @@ def attend(request: Request) -> Result:
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, highest + jnp.log(total))[..., 0]
     weights = exps / total
-    if semantics.fully_masked != "zero" and S:
-        answer = 1 / S if semantics.fully_masked == "mean" else jnp.nan
-        weights = jnp.where(empty, answer, weights)
-    if request.mask.query_lengths is not None:
-        lengths = jnp.asarray(request.mask.query_lengths).reshape(-1, 1, 1, 1)
-        weights = jnp.where(jnp.arange(T).reshape(1, 1, T, 1) < lengths, weights, 0.0)
+    if request.mask.query_lengths is not None:  # rows beyond are 0 whatever the policy
+        there = Mask(query_lengths=request.mask.query_lengths).to_array(T, 1)
+        empty &= there
+    if semantics.fully_masked == "mean" and S:
+        weights = jnp.where(empty, 1 / S, weights)
 
     kept = weights
     if request.dropout_key is not None and semantics.dropout_rate > 0:
@@ -65,11 +65,14 @@ def attend(request: Request) -> Result:
         draws = dropout.keep(request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast)
         kept = jnp.where(draws, weights / (1 - rate), 0.0)
     out = product("bkgts,bskh->btkgh", kept.reshape(B, K, N // K, T, S), value)
-    out = out.reshape(B, T, N, h).astype(request.query.dtype)
+    out = out.reshape(B, T, N, h)
+    if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
+        out = jnp.where(jnp.swapaxes(empty, 1, 2), jnp.nan, out)
+        weights, kept = (jnp.where(empty, jnp.nan, w) for w in (weights, kept))
     shown = {False: None, "before_dropout": weights, "after_dropout": kept}[request.return_weights]
     if shown is not None:
         shown = shown.astype(request.query.dtype)
-    return Result(out, shown, lse)
+    return Result(out.astype(request.query.dtype), shown, lse)
 
 
 def _pairwise_sum(x: jax.Array) -> jax.Array:
@@ -88,7 +91,7 @@ def _drop_dead(
     """Zeroes rows that no pair uses: 0 * NaN would reach outputs and gradients."""
     (_, T, N, _), (_, S, K, _) = query.shape, key.shape
     b, n = allowed.shape[:2]
-    groups = allowed.reshape(b, K if n == N else 1, -1, T, S)
+    groups = allowed.reshape(b, *((K, N // K) if n == N else (1, 1)), T, S)
     query_lives = jnp.moveaxis(allowed.any(-1), 1, 2)[..., None]
     key_lives = jnp.moveaxis(groups.any((2, 3)), 1, 2)[..., None]
     query = jnp.where(query_lives, query, 0.0)

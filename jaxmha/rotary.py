@@ -1,0 +1,64 @@
+"""Rotary position embedding, for models that stand between `project` and `combine`."""
+
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jaxmha.arrays import Array
+from jaxmha.checks import no_silent_rounding
+from jaxmha.implementations.request import accumulation_dtype
+
+
+def rope(
+    x: Float[Array, "*B T N H"],
+    positions: Int[Array, "*#B T"],
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Float[Array, "*B T N H"]:
+    """Rotates pairs of components of queries or keys by angles that grow with the position.
+
+    Pair p turns by `positions * base ** (-2 * p / H)`, so that `rope(q, i) @ rope(k, j)` depends on
+    positions by `i - j` alone.
+
+    Args:
+      x: projected queries or keys, `(*B, T, N, H)`; H is even.
+      positions: `(*B, T)`, or `(T,)` for all batch rows.
+      base: wave length of the slowest pair over 2 pi, roughly.
+      interleaved: which components are a pair: `(2p, 2p + 1)` (GPT-J, Meta's Llama files), or by
+        default `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights made for one convention
+        are wrong in the other unless the rows of their query and key kernels are permuted.
+
+    Returns:
+      The rotated array in the dtype of `x`; angles are float32 (float64 for float64).
+
+    Raises:
+      ValueError: H is odd, or positions do not fit.
+
+    Source: Su et al., "RoFormer" (2021), section 3.2.
+
+    >>> import jax.numpy as jnp
+    >>> rope(jnp.ones((2, 3, 5, 4)), jnp.arange(3)).shape
+    (2, 3, 5, 4)
+    """
+    no_silent_rounding(x=x)
+    *batch, T, _, H = x.shape
+    if H % 2:
+        raise ValueError(f"x: expected axes (*B, T, N, H) with an even H, got shape {x.shape}")
+    if positions.shape not in ((T,), (*batch, T)):
+        raise ValueError(
+            f"positions: expected axes (T) or (*B, T) with *B={tuple(batch)}, T={T}, got shape "
+            f"{positions.shape}"
+        )
+    dtype = accumulation_dtype(x.dtype)
+    frequency = jnp.asarray(base, dtype) ** (-jnp.arange(0, H, 2, dtype=dtype) / H)
+    places = jnp.asarray(positions).astype(dtype).reshape(*positions.shape, 1, 1)
+    angle = places * frequency.reshape((1,) * (places.ndim - 1) + frequency.shape)
+    angle = jnp.broadcast_to(angle, (*batch, T, 1, H // 2))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+
+    exact = jnp.asarray(x).astype(dtype)
+    pairs = exact.reshape(*x.shape[:-1], *((H // 2, 2) if interleaved else (2, H // 2)))
+    axis = -1 if interleaved else -2
+    a, b = jnp.take(pairs, 0, axis), jnp.take(pairs, 1, axis)
+    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
+    return turned.reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,372 @@
+"""Cases of attention as data, shared by tests and benchmarks.
+
+Sizes are different primes, so that no two axes can be confused.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+# The fields of a case that are keyword arguments as they are.
+OPTIONS: tuple[str, ...] = (
+    "is_causal",
+    "local_window_size",
+    "scale",
+    "logits_soft_cap",
+    "fully_masked",
+    "dropout_rate",
+    "dropout_broadcast",
+)
+
+# Leaves of MHAParams and their axes, as the contract has them.
+LEAVES: dict[str, str] = {
+    "query.kernel": "Dq N H",
+    "query.bias": "N H",
+    "key.kernel": "Dk K H",
+    "key.bias": "K H",
+    "value.kernel": "Dv K h",
+    "value.bias": "K h",
+    "out.kernel": "N h Do",
+    "out.bias": "Do",
+    "bias_k": "K H",
+    "bias_v": "K h",
+    "query_norm": "H",
+    "key_norm": "H",
+}
+BIASES: tuple[str, ...] = ("query.bias", "key.bias", "value.bias")
+OUT: tuple[str, ...] = ("out.kernel", "out.bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention. Arrays are described by their axes and drawn from a seed.
+
+    Attributes:
+      name: for reports.
+      B: batch; None: no batch axis.
+      T, S, K, H, h: as in the dimension key; N = K * G.
+      bias: axes of the bias, letters of BNTS or 1 ("N1S"); None: no bias.
+      bias_excludes: some entries of the bias are -inf.
+      mask: axes of the mask, the same way.
+      empty_rows: the mask leaves the first row of queries nothing.
+      dead_keys: mask and bias exclude the second key from every query.
+      query_seq_lengths, key_value_seq_lengths: one per batch row.
+      segments: None, "self" (one array, T = S) or "pair".
+      is_causal and below: keyword arguments of `dot_product_attention` as they are.
+    """
+
+    name: str
+    B: int | None = 2
+    T: int = 5
+    S: int = 7
+    K: int = 3
+    G: int = 2
+    H: int = 11
+    h: int = 13
+    bias: str | None = None
+    bias_excludes: bool = False
+    mask: str | None = None
+    empty_rows: bool = False
+    dead_keys: bool = False
+    query_seq_lengths: tuple[int, ...] | None = None
+    key_value_seq_lengths: tuple[int, ...] | None = None
+    segments: str | None = None
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    fully_masked: str = "zero"
+    dropout_rate: float = 0.0
+    dropout_broadcast: tuple[str, ...] = ()
+
+    @property
+    def N(self) -> int:
+        """Query heads."""
+        return self.K * self.G
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The batch axes."""
+        return () if self.B is None else (self.B,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are not arrays, where they are not the default."""
+        defaults = Case("defaults")
+        return {
+            name: getattr(self, name)
+            for name in OPTIONS
+            if getattr(self, name) != getattr(defaults, name)
+        }
+
+
+def arrays(case: Case, dtype: DTypeLike = np.float32, seed: int = 0) -> dict[str, Any]:
+    """The array arguments of a case, by name, drawn from the seed and rounded to `dtype`."""
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    N, sizes = case.N, {"B": case.B or 1, "T": case.T, "S": case.S, "N": case.N, "1": 1}
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(dtype)
+
+    found: dict[str, Any] = {
+        "query": normal(*case.batch, case.T, N, case.H),
+        "key": normal(*case.batch, case.S, case.K, case.H),
+        "value": normal(*case.batch, case.S, case.K, case.h),
+    }
+    if case.bias is not None:
+        bias = normal(*(sizes[axis] for axis in case.bias))
+        if case.bias_excludes:
+            bias[rng.random(bias.shape) < 0.4] = -np.inf
+        if case.dead_keys:
+            bias[..., 1] = -np.inf
+        found["bias"] = bias
+    if case.mask is not None:
+        mask = rng.random([sizes[axis] for axis in case.mask]) < 0.6
+        if case.empty_rows:
+            mask[..., 0, :] = False
+        if case.dead_keys:
+            mask[..., 1] = False
+        found["mask"] = mask
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        lengths = getattr(case, name)
+        if lengths is not None:
+            found[name] = np.asarray(lengths, np.int32)
+    if case.segments is not None:
+        query_ids, key_value_ids = (
+            np.sort(rng.integers(0, 3, (*case.batch, size)), -1).astype(np.int32)
+            for size in (case.T, case.S)
+        )
+        pair = case.segments == "pair"
+        found["segment_ids"] = (query_ids, key_value_ids) if pair else query_ids
+    return found
+
+
+def ids(case: Case) -> str:
+    """The name, for pytest."""
+    return case.name
+
+
+EVERYTHING = Case(
+    "everything",
+    bias="BNTS",
+    bias_excludes=True,
+    mask="1NTS",
+    query_seq_lengths=(3, 5),
+    key_value_seq_lengths=(6, 5),
+    local_window_size=(3, 2),
+    segments="pair",
+    scale=0.37,
+    logits_soft_cap=1.3,
+)
+
+CASES: tuple[Case, ...] = (
+    Case("plain"),
+    Case("multi_query", K=1, G=3),
+    Case("multi_head", K=3, G=1),
+    Case("unbatched", B=None, bias="NTS", mask="TS"),
+    Case("bias_full", bias="BNTS"),
+    Case("bias_per_head", bias="N1S"),
+    Case("bias_excludes", bias="B1TS", bias_excludes=True),
+    Case("mask_full", mask="BNTS"),
+    Case("mask_keys", mask="B11S"),
+    Case("mask_rows", mask="NT1"),
+    Case("causal", is_causal=True),
+    Case("causal_long", T=7, S=5, is_causal=True),
+    Case("lengths", query_seq_lengths=(3, 5), key_value_seq_lengths=(7, 2)),
+    Case("window", local_window_size=1),
+    Case("window_sides", local_window_size=(2, 0), T=7, S=5),
+    Case("segments_self", segments="self", T=5, S=5),
+    Case("segments_pair", segments="pair"),
+    Case("soft_cap", logits_soft_cap=0.7, bias="BNTS", scale=1.9),
+    Case("empty_zero", mask="B1TS", empty_rows=True),
+    Case("empty_nan", mask="BNTS", empty_rows=True, fully_masked="nan"),
+    Case("empty_mean", mask="BNTS", empty_rows=True, fully_masked="mean"),
+    Case(
+        "empty_nan_lengths",
+        query_seq_lengths=(3, 5),
+        mask="TS",
+        empty_rows=True,
+        fully_masked="nan",
+    ),
+    Case(
+        "empty_mean_lengths",
+        query_seq_lengths=(3, 5),
+        key_value_seq_lengths=(0, 5),
+        fully_masked="mean",
+    ),
+    Case("no_keys_left", key_value_seq_lengths=(0, 3), bias="BNTS"),
+    Case("dropout", dropout_rate=0.3, mask="BNTS"),
+    Case("dropout_shared", dropout_rate=0.6, dropout_broadcast=("B", "N")),
+    Case("no_keys", S=0),
+    Case("no_keys_nan", S=0, fully_masked="nan"),
+    Case("no_queries", T=0),
+    Case("one_key", S=1, bias="BNTS"),
+    EVERYTHING,
+)
+
+# Small enough to differentiate the loops entry by entry.
+SMALL = Case(
+    "small",
+    T=3,
+    S=5,
+    K=2,
+    G=2,
+    H=7,
+    h=2,
+    bias="BNTS",
+    bias_excludes=True,
+    mask="BNTS",
+    empty_rows=True,
+    key_value_seq_lengths=(4, 5),
+    logits_soft_cap=1.7,
+)
+
+# Cases with keys that no query of their batch row may attend.
+POISONED: tuple[Case, ...] = (
+    Case("poisoned_lengths", query_seq_lengths=(3, 5), key_value_seq_lengths=(7, 2), bias="BNTS"),
+    Case("poisoned_causal", is_causal=True, key_value_seq_lengths=(0, 3)),
+    Case("poisoned_window", local_window_size=(1, 0), logits_soft_cap=1.1),
+    Case("poisoned_mask", mask="BNTS", dead_keys=True, empty_rows=True),
+    Case("poisoned_bias", bias="N1S", dead_keys=True),
+    replace(EVERYTHING, name="poisoned_everything"),
+)
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One call of the whole layer; fields as in `Case` where they have the same name.
+
+    Attributes:
+      batch: leading batch axes.
+      inputs: how many of query, key, value are given; the others default to the one before.
+      leaves: leaves of MHAParams beside the three kernels, "query.bias" and so on.
+      mask, bias: axes of "*NTS" or 1; `*` is the batch, `E` stands for S plus extra positions.
+      conditions: arguments of `tests.reference.pairs` to draw or to take as they are.
+      semantics: fields of jaxmha.Semantics.
+    """
+
+    name: str
+    batch: tuple[int, ...] = (2,)
+    inputs: int = 3
+    T: int = 5
+    S: int = 7
+    K: int = 3
+    G: int = 2
+    H: int = 11
+    h: int = 13
+    leaves: tuple[str, ...] = (*BIASES, *OUT)
+    mask: str | None = None
+    bias: str | None = None
+    conditions: tuple[str, ...] = ()
+    is_causal: bool = False
+    semantics: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def N(self) -> int:
+        """Query heads."""
+        return self.K * self.G
+
+    @property
+    def extras(self) -> int:
+        """Extra positions."""
+        return ("bias_k" in self.leaves) + bool(dict(self.semantics).get("add_zero_attn"))
+
+
+def layer_arrays(
+    case: LayerCase, dtype: DTypeLike = np.float32, seed: int = 0
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Leaves of the parameters by name, inputs by name, and mask, bias and conditions by name."""
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    S = case.S if case.inputs > 1 else case.T
+    sizes = {"N": case.N, "K": case.K, "H": case.H, "h": case.h, "Do": 29}
+    sizes |= dict(zip(("Dq", "Dk", "Dv"), ((17,) * 3, (17, 19, 19), (17, 19, 23))[case.inputs - 1],
+                      strict=True))  # fmt: skip
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(dtype)
+
+    leaves = {}
+    for name, axes in LEAVES.items():
+        if name in ("query.kernel", "key.kernel", "value.kernel", *case.leaves):
+            shape = [sizes[axis] for axis in axes.split()]
+            # Kernels keep the variance of what passes through them.
+            fan_in = math.prod(shape[:2] if name == "out.kernel" else shape[:1])
+            scale = fan_in**-0.5 if name.endswith("kernel") else 1.0
+            leaves[name] = (rng.standard_normal(shape) * scale).astype(dtype)
+    inputs = {
+        name: normal(*case.batch, size, sizes[axis])
+        for name, size, axis in (("query", case.T, "Dq"), ("key", S, "Dk"), ("value", S, "Dv"))
+    }
+    inputs = dict(list(inputs.items())[: case.inputs])
+
+    lengths = {"1": 1, "N": case.N, "T": case.T, "S": S, "E": S + case.extras}
+    others: dict[str, Any] = {}
+    for name in ("mask", "bias"):
+        axes = getattr(case, name)
+        if axes is not None:
+            lead = case.batch if axes.startswith("*") else ()
+            shape = [*lead, *(lengths[axis] for axis in axes.removeprefix("*"))]
+            drawn = rng.standard_normal(shape).astype(dtype)
+            if name == "bias":
+                drawn[rng.random(shape) < 0.3] = -np.inf
+            others[name] = drawn > -0.3 if name == "mask" else drawn
+    draw: dict[str, Any] = {
+        "causal_offset": lambda: rng.integers(-1, 3, case.batch).astype(np.int32),
+        "local_window_size": lambda: (2, 1),
+        "query_seq_lengths": lambda: rng.integers(1, case.T, case.batch).astype(np.int32),
+        "key_value_seq_lengths": lambda: rng.integers(1, S, case.batch).astype(np.int32),
+        "query_padding": lambda: rng.random((*case.batch, case.T)) < 0.7,
+        "key_value_padding": lambda: rng.random((*case.batch, S)) < 0.7,
+        "segment_ids": lambda: tuple(
+            rng.integers(0, 2, (*case.batch, size)).astype(np.int32) for size in (case.T, S)
+        ),
+    }
+    others |= {name: draw[name]() for name in case.conditions}
+    return leaves, inputs, others
+
+
+_ZERO = (("add_zero_attn", True),)
+_KV = ("bias_k", "bias_v")
+_NORMS = ("query_norm", "key_norm")
+_EVERY_CONDITION = (
+    "causal_offset",
+    "local_window_size",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_padding",
+    "key_value_padding",
+    "segment_ids",
+)
+
+LAYERS: tuple[LayerCase, ...] = (
+    LayerCase("plain"),
+    LayerCase("self_unbatched", batch=(), inputs=1, is_causal=True),
+    LayerCase("cross_two_batch_axes", batch=(2, 3), inputs=2, mask="*1TS", bias="*NTS"),
+    LayerCase("no_biases", leaves=("out.kernel",)),
+    LayerCase("some_biases", leaves=("query.bias", "value.bias", "out.kernel")),
+    LayerCase("no_out", leaves=BIASES),
+    LayerCase("bias_kv", leaves=(*BIASES, *OUT, *_KV), mask="1NTS", bias="*1TS"),
+    LayerCase("zero_attn", mask="*NTS", bias="TS", semantics=_ZERO),
+    LayerCase("both_extras", leaves=(*BIASES, *OUT, *_KV), mask="*NTE", semantics=_ZERO),
+    LayerCase("both_extras_in_bias", leaves=(*BIASES, *OUT, *_KV), bias="*NTE", mask="*1TS",
+              is_causal=True, semantics=_ZERO),
+    LayerCase("extras_structure", leaves=(*BIASES, *OUT, *_KV), conditions=_EVERY_CONDITION,
+              mask="*NTE", semantics=_ZERO),
+    LayerCase("extras_nan", leaves=(*BIASES, *OUT, *_KV), mask="*NTE", bias="*NTE",
+              conditions=("query_seq_lengths",), semantics=(*_ZERO, ("fully_masked", "nan"))),
+    LayerCase("extras_mean", conditions=("query_padding",),
+              semantics=(*_ZERO, ("fully_masked", "mean"))),
+    LayerCase("norm_layer", leaves=(*BIASES, *OUT, *_NORMS), semantics=(("qk_norm", "layer"),)),
+    LayerCase("norm_rms", leaves=(*BIASES, *OUT, *_NORMS, *_KV),
+              semantics=(("qk_norm", "rms"), ("qk_norm_epsilon", 0.03))),
+    LayerCase("structure", conditions=_EVERY_CONDITION, mask="*NTS", bias="*NTS"),
+    LayerCase("soft_cap", semantics=(("logits_soft_cap", 0.9), ("scale", 0.6))),
+    LayerCase("dropout", semantics=(("dropout_rate", 0.4), *_ZERO), mask="*NTS"),
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""Damaged files: every outcome is a typed error or the same tensors, never another exception.
+
+Formats that carry checksums (torch, npz) must in addition never give other numbers.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import checkpoint
+from tests.checkpoint import hostile
+
+FLIPS = int(os.environ.get("JAXMHA_FUZZ", "600"))
+EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ
+CHECKED = ("sound_torch", "sound_npz")
+
+
+def _contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
+    try:
+        with checkpoint.open(path) as file:
+            return {
+                name: (str(array.dtype), array.shape, array.tobytes())
+                for name, array in file.items()
+            }
+    except checkpoint.CheckpointError:
+        return None
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_every_bit_flip_is_refused_or_harmless(name: str, tmp_path: Path) -> None:
+    case = hostile.SOUND[name]
+    path = tmp_path / f"m{case.suffix}"
+    case.build(path)
+    whole = path.read_bytes()
+    sound = _contents(path)
+    for at in range(len(whole)):
+        for bit in range(8) if EXHAUSTIVE else (at % 8,):
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << bit
+            path.write_bytes(flipped)
+            assert _contents(path) in (None, sound), (at, bit)
+
+
+@pytest.mark.parametrize("name", hostile.SOUND)
+def test_random_damage(name: str, tmp_path: Path) -> None:
+    case = hostile.SOUND[name]
+    path = tmp_path / f"m{case.suffix}"
+    case.build(path)
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(FLIPS):
+        damaged = bytearray(whole)
+        for _ in range(random.integers(1, 4)):
+            at = int(random.integers(len(damaged)))
+            match random.integers(5):
+                case 0:
+                    damaged[at] = int(random.integers(256))
+                case 1:
+                    damaged[at : at + 4] = random.bytes(4)
+                case 2:
+                    damaged[at : at + 8] = b"\xff" * 8
+                case 3:
+                    del damaged[at : at + int(random.integers(1, 9))]
+                case 4:
+                    damaged[at:at] = damaged[: int(random.integers(1, 30))]
+        path.write_bytes(damaged)
+        _contents(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs(seed: int) -> None:
+    """Pickles of random opcodes and arguments."""
+    from jaxmha.converters.checkpoint import torch_pickle, torch_records
+    from jaxmha.converters.checkpoint.limits import Limits
+
+    random = np.random.default_rng(seed)
+    words = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
+    words += [hostile.ORDERED, hostile.V2, hostile.V3, hostile.tensor(), hostile.storage()]
+    words += [hostile.text("w"), hostile.numbers(2, 3), b"q\x01", b"h\x01", b"\x8a\x01\xff"]
+    limits, finished = Limits(), 0
+    for _ in range(FLIPS):
+        body = b"".join(words[i] for i in random.integers(len(words), size=random.integers(1, 40)))
+        try:
+            root, _storages = torch_pickle.run(b"\x80\x02" + body + b".", "m.pt", limits)
+            list(torch_records.flatten(root, "m.pt", limits))
+            finished += 1
+        except checkpoint.CheckpointError:
+            pass
+    assert finished < FLIPS

@@ -1,0 +1,84 @@
+"""Every hostile file is refused with the right error, quickly, and without reading too much."""
+
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from jaxmha.converters import checkpoint
+from tests.checkpoint import hostile
+
+SECONDS = 1.0
+
+
+def _read_all(path: Path) -> None:
+    with checkpoint.open(path) as file:
+        for name in file:
+            _ = file[name]
+
+
+@pytest.mark.parametrize("name", hostile.SOUND)
+def test_sound_file_is_accepted(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"m{hostile.SOUND[name].suffix}"
+    hostile.SOUND[name].build(path)
+    with checkpoint.open(path) as file:
+        (key,) = file
+        assert file[key].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("name", hostile.CASES)
+def test_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
+    case = hostile.CASES[name]
+    path = tmp_path / f"m{case.suffix}"
+    case.build(path)
+    before = sorted(tmp_path.iterdir())
+    start = time.process_time()  # of this process: other work on the machine does not count
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        _read_all(path)
+    seconds = time.process_time() - start
+    tracemalloc.start()
+    try:
+        with pytest.raises(checkpoint.CheckpointError):
+            _read_all(path)
+        allocated = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert type(caught.value) is case.error, str(caught.value)
+    assert str(path) in str(caught.value)
+    assert caught.value.remedy
+    assert "\n" not in str(caught.value)
+    assert seconds < SECONDS
+    size = path.stat().st_size if path.is_file() else 0
+    assert allocated < (64 << 20) + 2 * size
+    assert sorted(tmp_path.iterdir()) == before
+    assert not Path("/tmp/jaxmha-was-run").exists()
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(hostile.CASES) >= 120
+    assert {case.error for case in hostile.CASES.values()} >= {
+        checkpoint.AmbiguousFile,
+        checkpoint.BudgetExceeded,
+        checkpoint.ForbiddenContent,
+        checkpoint.IncompleteCheckpoint,
+        checkpoint.IntegrityError,
+        checkpoint.MalformedFile,
+        checkpoint.PathEscape,
+        checkpoint.UnreadableFile,
+        checkpoint.UnsupportedDtype,
+        checkpoint.UnsupportedFormat,
+    }
+
+
+@pytest.mark.parametrize("name", hostile.SOUND)
+def test_every_truncation_is_refused(name: str, tmp_path: Path) -> None:
+    case = hostile.SOUND[name]
+    path = tmp_path / f"m{case.suffix}"
+    case.build(path)
+    whole = path.read_bytes()
+    step = 1 if len(whole) < 2000 else 37
+    for length in range(0, len(whole), step):
+        path.write_bytes(whole[:length])
+        with pytest.raises(checkpoint.CheckpointError):
+            _read_all(path)

@@ -1,0 +1,189 @@
+"""Reading runs no code, imports nothing it does not need, and notices changes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import checkpoint
+from tests.checkpoint import hostile
+
+ROOT = Path(__file__).parents[2]
+FRAMEWORKS = ("torch", "keras", "tensorflow", "safetensors", "flax")
+
+_AUDITED = """
+import sys
+import jaxmha.converters.checkpoint as checkpoint
+frameworks = {frameworks!r}
+assert "h5py" not in sys.modules, "h5py"
+# What importing jaxmha itself brings is not the reader's doing.
+before = set(sys.modules)
+import h5py
+seen = []
+def hook(event, args):
+    if event.startswith(("pickle.", "os.system", "subprocess.", "socket.", "marshal.", "exec")):
+        seen.append((event, str(args)[:200]))
+    if event == "open" and recording and args[0] != path and not isinstance(args[0], int):
+        seen.append((event, args[0]))
+    if event in ("import", "compile") and recording:
+        seen.append((event, str(args[0])[:80]))
+recording, path = False, None
+sys.addaudithook(hook)
+for warm in (True, False):
+    for path in sys.argv[1:]:
+        recording = not warm
+        try:
+            with checkpoint.open(path) as file:
+                for name in file:
+                    file[name]
+        except checkpoint.CheckpointError:
+            pass
+        recording = False
+assert not seen, seen
+loaded = {{name.partition(".")[0] for name in set(sys.modules) - before}} & set(frameworks)
+assert not loaded, loaded
+print("fine")
+"""
+
+
+def _python(code: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *args],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def test_nothing_runs_while_reading(tmp_path: Path) -> None:
+    """Sound and hostile files alike: no unpickler, no code, no import, no other file."""
+    paths = []
+    for name, case in (hostile.SOUND | hostile.CASES).items():
+        path = tmp_path / f"{name}{case.suffix}"
+        case.build(path)
+        if path.is_file() and not path.is_symlink():
+            paths.append(str(path))
+    assert len(paths) > 100
+    done = _python(_AUDITED.format(frameworks=FRAMEWORKS), *paths)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_the_audit_can_fail(tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    np.savez(path, w=np.ones(2))
+    code = _AUDITED.format(frameworks=FRAMEWORKS)
+    unpickles = code.replace(
+        "file[name]", "import pickle; pickle.loads(pickle.dumps(checkpoint.open))"
+    )
+    assert "pickle.find_class" in _python(unpickles, str(path)).stderr
+    imports = code.replace("file[name]", "import this")
+    assert "AssertionError" in _python(imports, str(path)).stderr
+
+
+def test_h5py_is_optional(tmp_path: Path) -> None:
+    hostile.keras(tmp_path / "m.weights.h5").close()
+    code = """
+import sys
+sys.modules["h5py"] = None
+import numpy
+from jaxmha.converters import checkpoint
+path = sys.argv[1]
+for attempt in (lambda: checkpoint.open(path), lambda: checkpoint.write(path + ".weights.h5", {"w": numpy.ones(2)})):
+    try:
+        attempt()
+    except checkpoint.MissingDependency as e:
+        print(e)
+"""
+    done = _python(code, str(tmp_path / "m.weights.h5"))
+    assert done.stdout.count("needs h5py; pip install 'jaxmha[files]'") == 2, done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", hostile.SOUND)
+def test_a_file_that_changes_is_noticed(name: str, tmp_path: Path) -> None:
+    case = hostile.SOUND[name]
+    path = tmp_path / f"m{case.suffix}"
+    case.build(path)
+    with checkpoint.open(path) as file:
+        (key,) = file
+        status = path.stat()
+        with path.open("r+b") as other:
+            other.seek(-1, os.SEEK_END)
+            other.write(b"!")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        with pytest.raises(checkpoint.IntegrityError, match="changed"):
+            _ = file[key]
+
+
+@pytest.mark.parametrize("name", hostile.SOUND)
+def test_nothing_stays_open(name: str, tmp_path: Path) -> None:
+    case = hostile.SOUND[name]
+    path = tmp_path / f"m{case.suffix}"
+    case.build(path)
+
+    def opened() -> list[str]:
+        links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+        return [os.readlink(link) for link in links if os.path.lexists(link)]
+
+    file = checkpoint.open(path)
+    assert str(path) in opened()
+    file.close()
+    assert str(path) not in opened()
+    file = checkpoint.open(path)
+    del file
+    assert str(path) not in opened()
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.open(path)
+    assert str(path) not in opened()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    np.savez(path, w=np.ones(2))
+    path.chmod(0)
+    with pytest.raises(checkpoint.UnreadableFile, match="Permission denied"):
+        checkpoint.open(path)
+
+
+def test_limits_can_be_lowered_and_raised(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    path.write_bytes(hostile.torch_file())
+    tight = [
+        checkpoint.Limits(logical_bytes=23),
+        checkpoint.Limits(tensors=0),
+        checkpoint.Limits(members=2),
+        checkpoint.Limits(opcodes=5),
+        checkpoint.Limits(pickle_bytes=10),
+        checkpoint.Limits(header_bytes=10),
+        checkpoint.Limits(rank=1),
+        checkpoint.Limits(dimension=2),
+    ]
+    for limits in tight:
+        with pytest.raises(checkpoint.BudgetExceeded):
+            checkpoint.open(path, limits=limits)
+    with checkpoint.open(path, limits=checkpoint.Limits(logical_bytes=24)) as file:
+        assert file["w"].size == 6
+    expanded = hostile.state(
+        hostile.text("w"), hostile.tensor(shape=(2**20, 2**20), strides=(0, 0))
+    )
+    path.write_bytes(hostile.torch_file(expanded))
+    with checkpoint.open(path, limits=checkpoint.Limits(logical_bytes=2**50)) as file:
+        assert file.info["w"].nbytes == 2**42
+
+
+def test_errors_survive_pickling() -> None:
+    import pickle
+
+    error = checkpoint.MalformedFile("m.pt", "is broken", "mend it", "w")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (checkpoint.MalformedFile, str(error))
+    assert str(error) == "m.pt: 'w': is broken; mend it"
+    assert issubclass(checkpoint.UnknownTensor, KeyError)
+    assert issubclass(checkpoint.CheckpointError, ValueError)

@@ -1,0 +1,426 @@
+"""Files pass between jaxmha and the libraries that own the formats, both ways."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmha.converters import checkpoint
+from tests.checkpoint import hostile
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+torch = pytest.importorskip("torch")
+st_numpy = pytest.importorskip("safetensors.numpy")
+st_torch = pytest.importorskip("safetensors.torch")
+keras = pytest.importorskip("keras")
+
+# Keras' variables on the JAX backend have an __array__ of before NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+NUMERIC = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+
+
+def _arrays() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    made = {f"block.{name}": random.integers(0, 2, (3, 4)).astype(name) for name in NUMERIC}
+    return made | {"scalar": np.array(3.5, np.float32), "empty": np.zeros((0, 3), np.float32)}
+
+
+def _bits(tensor: Any) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
+
+
+def _assert_equal(path: Path, tensors: dict[str, Any]) -> None:
+    with checkpoint.open(path) as file:
+        assert set(file) == set(tensors)
+        for name, tensor in tensors.items():
+            got = file[name]
+            assert got.shape == tuple(tensor.shape)
+            assert str(got.dtype) == str(tensor.dtype).removeprefix("torch.")
+            assert got.tobytes() == _bits(tensor)
+
+
+# --- torch -------------------------------------------------------------------------------------
+
+
+def test_torch_reads_ours(tmp_path: Path) -> None:
+    arrays = _arrays() | {"bf16": np.arange(4).astype(ml_dtypes.bfloat16)}
+    checkpoint.write(tmp_path / "m.pt", arrays)
+    for mmap in (False, True):
+        state = torch.load(tmp_path / "m.pt", weights_only=True, mmap=mmap)
+        assert list(state) == list(arrays)
+        for name, array in arrays.items():
+            assert str(state[name].dtype) == f"torch.{array.dtype}"
+            assert tuple(state[name].shape) == array.shape
+            assert _bits(state[name]) == array.tobytes()
+
+
+def test_torch_reads_our_rare_dtypes(tmp_path: Path) -> None:
+    arrays = {
+        name: np.arange(6).astype(getattr(ml_dtypes, name, name)).reshape(2, 3)
+        for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+    }
+    checkpoint.write(tmp_path / "m.pt", arrays)
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    for name, array in arrays.items():
+        assert str(state[name].dtype) == f"torch.{name}"
+        assert _bits(state[name]) == array.tobytes()
+
+
+def test_our_torch_storages_are_aligned(tmp_path: Path) -> None:
+    from zipfile import ZipFile
+
+    checkpoint.write(tmp_path / "m.pt", _arrays())
+    raw = (tmp_path / "m.pt").read_bytes()
+    with ZipFile(tmp_path / "m.pt") as archive:
+        for member in archive.infolist():
+            at = member.header_offset
+            lengths = raw[at + 26 : at + 30]
+            start = at + 30 + int.from_bytes(lengths[:2], "little")
+            assert (start + int.from_bytes(lengths[2:], "little")) % 64 == 0
+
+
+def test_we_read_torch(tmp_path: Path) -> None:
+    tensors = {name: torch.from_numpy(array) for name, array in _arrays().items()}
+    tensors["bf16"] = torch.randn(5).bfloat16()
+    tensors["f8"] = torch.randn(4, 2).to(torch.float8_e4m3fn)
+    tensors["u16"] = torch.arange(5).to(torch.uint16)
+    tensors["parameter"] = torch.nn.Parameter(torch.randn(2, 2))
+    torch.save(tensors, tmp_path / "m.pt")
+    _assert_equal(tmp_path / "m.pt", tensors)
+
+
+def test_we_read_torch_views_and_ties(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    packed = torch.randn(12, 4)
+    tensors = {
+        "transposed": base.T,
+        "strided": base[1::2, ::3],
+        "row": base[2],
+        "one": base[3, 5],
+        "nothing": base[:0],
+        "expanded": torch.ones(1).expand(3, 5),
+        "q": packed[:4],
+        "k": packed[4:8],
+        "tied": packed,
+        "tied_again": packed,
+        "flipped_axes": torch.randn(2, 3, 4).permute(2, 0, 1),
+    }
+    torch.save(tensors, tmp_path / "m.pt")
+    _assert_equal(tmp_path / "m.pt", tensors)
+
+
+@pytest.mark.parametrize("kind", ["plain", "module", "nested", "optimizer"])
+def test_we_read_what_people_save(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
+    state = dict(module.state_dict())
+    saved: Any = state
+    if kind == "module":
+        saved = module.state_dict()
+        assert hasattr(saved, "_metadata")
+    elif kind == "nested":
+        saved = {"model": module.state_dict(), "epoch": 3, "lr": 1e-3, "name": "x", "best": None}
+        state = {f"model.{name}": tensor for name, tensor in state.items()}
+    elif kind == "optimizer":
+        optimizer = torch.optim.Adam(module.parameters(), betas=(0.9, 0.99))
+        module(*(torch.randn(3, 2, n) for n in (8, 4, 6)))[0].sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        state = {
+            f"state.{index}.{name}": tensor
+            for index, slots in saved["state"].items()
+            for name, tensor in slots.items()
+        }
+    torch.save(saved, tmp_path / "m.pt")
+    _assert_equal(tmp_path / "m.pt", state)
+
+
+def test_torch_big_endian_is_converted(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    swapped = np.arange(6, dtype=">f4").tobytes()
+    path.write_bytes(hostile.torch_file(data=swapped, byteorder=b"big"))
+    theirs = torch.load(path, weights_only=True)["w"]
+    with checkpoint.open(path) as file:
+        assert file["w"].tolist() == theirs.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_torch_legacy_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
+    with pytest.raises(checkpoint.UnsupportedFormat, match=r"torch\.save\(torch\.load") as caught:
+        checkpoint.open(old)
+    code = str(caught.value).split('python -c "')[1].rstrip('"')
+    exec(code.replace("OLD", str(old)).replace("NEW.pt", str(new)))  # noqa: S102
+    _assert_equal(new, {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Linear(2, 2),
+        lambda: {"w": torch.eye(2).to_sparse()},
+        lambda: {"w": torch.empty(2, device="meta")},
+        lambda: {"w": torch.ones(2, dtype=torch.complex64).conj()},
+        lambda: {"w": torch.Size([1])},
+        lambda: {"w": np.ones(2)},
+        lambda: torch.ones(2),
+        lambda: [torch.ones(2)],
+    ],
+    ids=["module", "sparse", "meta", "conj", "size", "numpy", "tensor", "list"],
+)
+def test_torch_objects_are_refused(make: Any, tmp_path: Path) -> None:
+    torch.save(make(), tmp_path / "m.pt")
+    with pytest.raises(checkpoint.ForbiddenContent, match=r"m\.pt"):
+        checkpoint.open(tmp_path / "m.pt")
+
+
+# --- safetensors -------------------------------------------------------------------------------
+
+
+def test_safetensors_is_byte_identical(tmp_path: Path) -> None:
+    arrays = {k: v for k, v in _arrays().items() if v.dtype != np.complex128}
+    arrays["é"] = np.arange(3, dtype=np.uint16)
+    arrays["bf16"] = np.arange(4).astype(ml_dtypes.bfloat16)
+    for metadata in (None, {"format": "pt"}):
+        st_numpy.save_file(arrays, tmp_path / "theirs.safetensors", metadata)
+        checkpoint.write(tmp_path / "ours.safetensors", arrays, metadata=metadata, force=True)
+        ours = (tmp_path / "ours.safetensors").read_bytes()
+        assert ours == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+def test_safetensors_both_ways(tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.randn(3, 4),
+        "bf16": torch.randn(3).bfloat16(),
+        "f8": torch.randn(3).to(torch.float8_e4m3fn),
+        "f8b": torch.randn(3).to(torch.float8_e5m2),
+        "c": torch.randn(2, dtype=torch.complex64),
+        "flag": torch.tensor([True, False]),
+    }
+    st_torch.save_file(tensors, tmp_path / "a.safetensors")
+    _assert_equal(tmp_path / "a.safetensors", tensors)
+    with checkpoint.open(tmp_path / "a.safetensors") as file:
+        checkpoint.write(tmp_path / "b.safetensors", file)
+    back = st_torch.load_file(tmp_path / "b.safetensors")
+    assert {name: (t.dtype, _bits(t)) for name, t in back.items()} == {
+        name: (t.dtype, _bits(t)) for name, t in tensors.items()
+    }
+
+
+# --- NumPy -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_both_ways(save: Any, tmp_path: Path) -> None:
+    arrays = _arrays() | {
+        "layers/0/kernel": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "big_endian": np.arange(5, dtype=">i4"),
+        "zeros": np.zeros((500, 500)),
+        "ü": np.ones(2),
+    }
+    save(tmp_path / "theirs.npz", **arrays)
+    with checkpoint.open(tmp_path / "theirs.npz") as file:
+        assert set(file) == set(arrays)
+        for name, array in arrays.items():
+            assert file[name].flags.c_contiguous
+            assert file[name].dtype.isnative
+            np.testing.assert_array_equal(file[name], array)
+        checkpoint.write(tmp_path / "ours.npz", file)
+    with np.load(tmp_path / "ours.npz", allow_pickle=False) as ours:
+        assert set(ours) == set(arrays)
+        for name, array in arrays.items():
+            assert ours[name].dtype == array.dtype.newbyteorder("=")
+            np.testing.assert_array_equal(ours[name], array)
+
+
+def test_npz_bfloat16_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.UnsupportedDtype, match=r"safetensors"):
+        checkpoint.write(tmp_path / "m.npz", {"w": np.ones(2, ml_dtypes.bfloat16)})
+    np.savez(tmp_path / "theirs.npz", w=np.ones(2, ml_dtypes.bfloat16))
+    with pytest.raises(checkpoint.UnsupportedDtype, match=r"safetensors"):
+        checkpoint.open(tmp_path / "theirs.npz")
+
+
+# --- Keras -------------------------------------------------------------------------------------
+
+
+def _model(dtype: str = "float32", seed: int = 0) -> Any:
+    keras.utils.set_random_seed(seed)
+    x = keras.Input((5, 8))
+    attention = keras.layers.MultiHeadAttention(2, 4, name="attn_one", dtype=dtype)
+    second = keras.layers.MultiHeadAttention(2, 4, name="multi_head_attention", dtype=dtype)
+    normal = keras.layers.BatchNormalization(name="norm", dtype=dtype)
+    return keras.Model(x, keras.layers.Dense(3, dtype=dtype)(normal(second(attention(x, x), x))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keras_both_ways(dtype: str, tmp_path: Path) -> None:
+    model, other = _model(dtype), _model(dtype, seed=1)
+    model.save_weights(tmp_path / "a.weights.h5")
+    with checkpoint.open(tmp_path / "a.weights.h5") as file:
+        assert file.names["layers/multi_head_attention"] == "attn_one"
+        assert file.names["layers/multi_head_attention_1"] == "multi_head_attention"
+        assert file.names["layers/multi_head_attention/query_dense"] == "query"
+        kernel = file["layers/multi_head_attention/query_dense/vars/0"]
+        assert kernel.shape == (8, 2, 4)
+        assert str(kernel.dtype) == dtype
+        expected = np.asarray(model.get_layer("attn_one").query_dense.kernel)
+        assert kernel.tobytes() == expected.tobytes()
+        assert len(file) == len(model.weights)
+        checkpoint.write(tmp_path / "b.weights.h5", file, names=file.names)
+        checkpoint.write(tmp_path / "c.safetensors", file)
+        names = file.names
+    with checkpoint.open(tmp_path / "c.safetensors") as file:
+        checkpoint.write(tmp_path / "d.weights.h5", file, names=names)
+    for name in ("b.weights.h5", "d.weights.h5"):
+        other.load_weights(tmp_path / name)
+        for ours, theirs in zip(other.weights, model.weights, strict=True):
+            assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+            ours.assign(np.zeros(ours.shape))
+    with checkpoint.open(tmp_path / "b.weights.h5") as file:
+        assert dict(file.names) == dict(names)
+
+
+def test_keras_archive_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:
+    import subprocess
+
+    model = _model()
+    model.save(tmp_path / "m.keras")
+    with pytest.raises(checkpoint.UnsupportedFormat, match="zipfile -e") as caught:
+        checkpoint.open(tmp_path / "m.keras")
+    line = caught.value.remedy.split("out: python ")[1]
+    line = line.replace("FILE.keras", "m.keras").replace("DIRECTORY", ".")
+    subprocess.run([sys.executable, *line.split()], check=True, cwd=tmp_path)
+    with checkpoint.open(tmp_path / "model.weights.h5") as file:
+        assert "layers/multi_head_attention/query_dense/vars/0" in file
+
+
+def test_keras_legacy_and_sharded_are_refused(tmp_path: Path) -> None:
+    model = _model()
+    model.save(tmp_path / "old.h5")
+    with pytest.raises(checkpoint.UnsupportedFormat, match="save_weights"):
+        checkpoint.open(tmp_path / "old.h5")
+    model.save_weights(tmp_path / "m.weights.json", max_shard_size=0.0000005)
+    with pytest.raises(checkpoint.UnsupportedFormat, match="shard"):
+        checkpoint.open(tmp_path / "m.weights.json")
+    shards = sorted(tmp_path.glob("m_*.weights.h5"))
+    assert len(shards) > 1
+    found = 0
+    for shard in shards:
+        with checkpoint.open(shard) as file:
+            found += len(file)
+    assert found == len(model.weights)
+
+
+def test_flax_msgpack_line_converts(tmp_path: Path) -> None:
+    serialization = pytest.importorskip("flax.serialization")
+    path = tmp_path / "m.msgpack"
+    path.write_bytes(serialization.msgpack_serialize({"attn": {"kernel": np.ones((2, 3))}}))
+    with pytest.raises(checkpoint.UnsupportedFormat, match="msgpack_restore") as caught:
+        checkpoint.open(path)
+    code = caught.value.remedy.removeprefix("convert it: ")
+    code = code.replace("OLD", str(path)).replace("NEW", str(tmp_path / "new"))
+    code = f"import pathlib, flax.traverse_util, flax.serialization, safetensors.numpy; {code}"
+    exec(code)  # noqa: S102
+    with checkpoint.open(tmp_path / "new.safetensors") as file:
+        assert file["attn/kernel"].shape == (2, 3)
+
+
+def test_hdf5_chunks_and_filters_are_read(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    data = np.arange(1000, dtype=">f4").reshape(10, 100)
+    with h5py.File(tmp_path / "m.weights.h5", "w") as file:
+        group = file.create_group("layer/vars")
+        group.create_dataset("0", data=data, compression="gzip", shuffle=True, fletcher32=True)
+        group.create_dataset("1", data=data, compression="lzf")
+        group.create_dataset("2", data=data, chunks=(3, 7))
+        group.create_dataset("3", data=np.zeros((2000, 2000)), compression="gzip")
+    with checkpoint.open(tmp_path / "m.weights.h5") as file:
+        for i in range(3):
+            np.testing.assert_array_equal(file[f"layer/vars/{i}"], data)
+            assert file[f"layer/vars/{i}"].dtype == np.float32
+        assert not file["layer/vars/3"].any()
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest", ("v108", "v108")])
+def test_hdf5_attributes_of_every_version(libver: Any, tmp_path: Path) -> None:
+    """Our own attribute reader agrees with h5py, whatever the layout of the object header."""
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "m.weights.h5"
+    texts = {
+        "none": None,
+        "variable": "out",
+        "fixed": np.bytes_(b"dense_1"),
+        "unicode": "größe",
+        "empty": "",
+        "long": "x" * 500,
+    }
+    with h5py.File(path, "w", libver=libver, track_order=libver == "latest") as file:
+        for layer, value in texts.items():
+            group = file.create_group(f"{layer}/vars")
+            group.attrs["before"] = np.arange(50)
+            group.attrs["another"] = "text"
+            if value is not None:
+                group.attrs["name"] = value
+            group["0"] = np.ones(3, "f4")
+            for i in range(3 if layer == "variable" else 0):  # a second block of messages
+                group.attrs[f"more_{i}"] = np.arange(100)
+            group.attrs["after"] = "text"
+        bf16 = file.create_dataset("b/vars/0", data=np.arange(3).astype(ml_dtypes.bfloat16))
+        bf16.attrs["dtype"] = "bfloat16"
+    with checkpoint.open(path) as checked:
+        assert dict(checked.names) == {
+            layer: value.decode() if isinstance(value, bytes) else value
+            for layer, value in texts.items()
+            if value
+        }
+        assert checked["b/vars/0"].dtype == ml_dtypes.bfloat16
+    with h5py.File(path, "r+", libver=libver) as file:
+        for i in range(40):
+            file["variable/vars"].attrs[f"dense_{i}"] = i
+    if libver == "earliest":
+        with checkpoint.open(path) as checked:
+            assert checked.names["variable"] == "out"
+    else:
+        with pytest.raises(checkpoint.UnsupportedFormat, match="densely"):
+            checkpoint.open(path)
+
+
+def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written beyond 4 GiB, with the border moved down."""
+    import zipfile
+
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+    arrays: dict[str, Any] = {f"w{i}": np.arange(50.0) + i for i in range(3)}
+    np.savez(tmp_path / "theirs.npz", **arrays)
+    checkpoint.write(tmp_path / "ours.npz", arrays)
+    checkpoint.write(tmp_path / "ours.pt", arrays)
+    monkeypatch.undo()
+    for name in ("theirs.npz", "ours.npz", "ours.pt"):
+        assert b"PK\6\6" in (tmp_path / name).read_bytes()
+        with checkpoint.open(tmp_path / name) as file:
+            assert {key: file[key].tolist() for key in file} == {
+                key: array.tolist() for key, array in arrays.items()
+            }
+    state = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert {key: t.tolist() for key, t in state.items()} == {
+        k: a.tolist() for k, a in arrays.items()
+    }

@@ -1,0 +1,261 @@
+"""Writing is all or nothing: the target is the old file or the complete new one."""
+
+import errno
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import reading, writing
+
+SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
+OLD = b"the old content"
+TENSORS: dict[str, np.ndarray] = {
+    "a/w": np.arange(600, dtype=np.float32).reshape(20, 30),
+    "b": np.arange(5),
+}
+
+
+@pytest.fixture(params=SUFFIXES)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file that a refused or failed write must leave alone."""
+    path = tmp_path / f"m{request.param}"
+    path.write_bytes(OLD)
+    path.chmod(0o640)
+    yield path
+    left = [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+    assert left == []
+
+
+def _untouched(path: Path) -> bool:
+    return path.read_bytes() == OLD and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_existing_target_is_refused_unless_forced(target: Path) -> None:
+    with pytest.raises(checkpoint.DestinationExists, match=r"m\.\w+"):
+        checkpoint.write(target, TENSORS)
+    assert _untouched(target)
+    checkpoint.write(target, TENSORS, force=True)
+    with checkpoint.open(target) as file:
+        assert file["a/w"].tolist() == TENSORS["a/w"].tolist()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640  # of the replaced file
+
+
+def test_new_files_follow_the_umask(target: Path) -> None:
+    target.unlink()
+    old = os.umask(0o027)
+    try:
+        checkpoint.write(target, TENSORS)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace", "fchmod"])
+def test_failing_system_calls(name: str, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, name, fail)
+    with pytest.raises(checkpoint.WriteFailed, match="Input/output error"):
+        checkpoint.write(target, TENSORS, force=True)
+    monkeypatch.undo()
+    assert _untouched(target)
+
+
+@pytest.mark.parametrize("room", [0, 10, 1000, 2500])
+def test_no_room(room: int, target: Path) -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
+    try:
+        with pytest.raises(checkpoint.WriteFailed, match=r"m\.\w+"):
+            checkpoint.write(target, TENSORS, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert _untouched(target)
+
+
+def test_a_write_that_reads_back_differently_is_refused(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = reading.Checkpoint.__getitem__
+
+    def flipped(self: checkpoint.Checkpoint, name: str) -> np.ndarray:
+        array = real(self, name)
+        array.reshape(-1).view(np.uint8)[-1] ^= 1
+        return array
+
+    monkeypatch.setattr(reading.Checkpoint, "__getitem__", flipped)
+    with pytest.raises(checkpoint.WriteFailed, match="does not read back"):
+        checkpoint.write(target, TENSORS, force=True)
+    monkeypatch.undo()
+    assert _untouched(target)
+
+
+def test_interruption_leaves_nothing(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "_commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write(target, TENSORS, force=True)
+    monkeypatch.undo()
+    assert _untouched(target)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error"),
+    [
+        ({"w": np.array(["text"])}, checkpoint.UnsupportedDtype),
+        ({"w": np.array([object()])}, checkpoint.UnsupportedDtype),
+        ({"w": np.zeros(2, "V2")}, checkpoint.UnsupportedDtype),
+        ({"w": np.zeros(2, np.longdouble)}, checkpoint.UnsupportedDtype),
+        ({"../w": np.ones(2)}, checkpoint.PathEscape),
+        ({"/w": np.ones(2)}, checkpoint.PathEscape),
+        ({"a\0b": np.ones(2)}, checkpoint.MalformedFile),
+        ({"\ud800": np.ones(2)}, checkpoint.MalformedFile),
+        ({"": np.ones(2)}, checkpoint.MalformedFile),
+        ({"w" * 2000: np.ones(2)}, checkpoint.BudgetExceeded),
+    ],
+)
+def test_what_no_format_can_hold(tensors: Any, error: Any, target: Path) -> None:
+    with pytest.raises(error, match=r"m\.\w+") as caught:
+        checkpoint.write(target, tensors, force=True)
+    assert type(caught.value) is error
+    assert _untouched(target)
+
+
+def test_the_source_is_never_replaced(tmp_path: Path) -> None:
+    path, link = tmp_path / "m.npz", tmp_path / "link.npz"
+    checkpoint.write(path, TENSORS)
+    os.link(path, link)
+    before = path.read_bytes()
+    with checkpoint.open(path) as file:
+        for name in (path, link):
+            with pytest.raises(checkpoint.DestinationExists, match="being read"):
+                checkpoint.write(name, file, force=True)
+            with pytest.raises(checkpoint.DestinationExists, match="being read"):
+                checkpoint.write(name, TENSORS, force=True, source=path)
+    assert path.read_bytes() == before
+
+
+def test_links_typed_by_the_user_stay_links(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.npz", tmp_path / "link.npz"
+    checkpoint.write(real, {"w": np.zeros(2)})
+    link.symlink_to(real)
+    checkpoint.write(link, {"w": np.ones(2)}, force=True)
+    assert link.is_symlink()
+    with checkpoint.open(real) as file:
+        assert file["w"].tolist() == [1, 1]
+    real.unlink()
+    with pytest.raises(checkpoint.DestinationExists, match="dangling"):
+        checkpoint.write(link, TENSORS, force=True)
+
+
+def test_targets_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "d.npz").mkdir()
+    for force in (False, True):
+        with pytest.raises(checkpoint.DestinationExists, match="not a regular file"):
+            checkpoint.write(tmp_path / "d.npz", TENSORS, force=force)
+        with pytest.raises(checkpoint.WriteFailed, match="No such file"):
+            checkpoint.write(tmp_path / "nowhere" / "m.npz", TENSORS, force=force)
+        with pytest.raises(checkpoint.UnsupportedFormat, match=r"\.safetensors"):
+            checkpoint.write(tmp_path / "m.txt", TENSORS, force=force)
+        with pytest.raises(checkpoint.WriteFailed):
+            checkpoint.write(tmp_path / "a\0b.npz", TENSORS, force=force)
+    assert [p.name for p in tmp_path.iterdir()] == ["d.npz"]
+
+
+def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.UnsupportedFormat, match="metadata"):
+        checkpoint.write(tmp_path / "m.pt", TENSORS, metadata={"a": "b"})
+    with pytest.raises(checkpoint.UnsupportedFormat, match="names"):
+        checkpoint.write(tmp_path / "m.npz", TENSORS, names={"a": "b"})
+    with pytest.raises(checkpoint.AmbiguousFile, match="group"):
+        checkpoint.write(tmp_path / "m.weights.h5", {"a": np.ones(2), "a/b": np.ones(2)})
+    with pytest.raises(checkpoint.AmbiguousFile, match="reserved"):
+        checkpoint.write(tmp_path / "m.safetensors", {"__metadata__": np.ones(2)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
+    import fcntl
+
+    stale = tmp_path / f".m.npz.{'0' * 16}.tmp"
+    alive = tmp_path / f".m.npz.{'1' * 16}.tmp"
+    others = [tmp_path / f".n.npz.{'0' * 16}.tmp", tmp_path / ".m.npz.user.tmp"]
+    for path in (stale, alive, *others):
+        path.touch()
+    with alive.open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        checkpoint.write(tmp_path / "m.npz", TENSORS)
+    assert not stale.exists()
+    assert all(path.exists() for path in (alive, *others))
+
+
+def test_a_faster_writer_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.npz"
+    real = writing._commit
+
+    def late(temporary: Path, target: Path, force: bool) -> None:
+        target.write_bytes(OLD)
+        real(temporary, target, force)
+
+    monkeypatch.setattr(writing, "_commit", late)
+    with pytest.raises(checkpoint.DestinationExists):
+        checkpoint.write(path, TENSORS)
+    assert path.read_bytes() == OLD
+    assert list(tmp_path.iterdir()) == [path]
+
+
+_KILLED = """
+import os, sys
+import numpy as np
+from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import writing
+path, call, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+count = 0
+def hook(event, args):
+    global count
+    if event == call:
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), 9)
+for name in ("fsync", "replace", "fchmod", "link"):
+    def wrapped(*args, real=getattr(os, name), name=name, **kwargs):
+        hook(name, args)
+        return real(*args, **kwargs)
+    setattr(os, name, wrapped)
+real = writing._compare
+def compare(*args):
+    hook("compare", args)
+    real(*args)
+writing._compare = compare
+checkpoint.write(path, {"w": np.ones(1000, np.float32)}, force=True)
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "at", "replaced"),
+    [("compare", 1, False), ("fsync", 1, False), ("replace", 1, False), ("fsync", 2, True)],
+)
+def test_kill_at_every_step(call: str, at: int, replaced: bool, tmp_path: Path) -> None:
+    path = tmp_path / "m.npz"
+    checkpoint.write(path, {"w": np.zeros(10, np.float32)})
+    command = [sys.executable, "-c", _KILLED, str(path), call, str(at)]
+    done = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL
+    with checkpoint.open(path) as file:
+        assert file["w"].sum() == (1000 if replaced else 0)
+    checkpoint.write(path, TENSORS, force=True)
+    assert list(tmp_path.iterdir()) == [path]

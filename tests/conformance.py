@@ -1,0 +1,195 @@
+"""What every implementation has to satisfy: checks of one implementation on one case.
+
+The tests choose implementations, cases and dtypes; a check compiles what it needs once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import jaxmha
+from jaxmha import dropout
+from tests import cases, reference, tolerance
+from tests.cases import Case
+
+DIFFERENTIABLE = ("query", "key", "value", "bias")
+
+
+def shape_of_weights(case: Case) -> tuple[int, int, int, int]:
+    return (case.B or 1, case.N, case.T, case.S)
+
+
+def expected(case: Case, arrays: dict[str, Any]) -> reference.Answer:
+    """The answer of the specification to the same, already rounded, arrays."""
+    options = dict(case.options)
+    broadcast = options.pop("dropout_broadcast", ())
+    if case.dropout_rate:
+        draws = dropout.keep(
+            jax.random.key(7), case.dropout_rate, shape_of_weights(case), broadcast
+        )
+        options["dropout_keep"] = np.asarray(draws)
+    return reference.dot_product_attention(**arrays, **options)
+
+
+def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, Any]], Any]:
+    """A function of the arrays of a case."""
+    options = {**case.options, "implementation": implementation, **extra}
+    if case.dropout_rate:
+        options["dropout_key"] = jax.random.key(7)
+    return lambda arrays: jaxmha.dot_product_attention(**arrays, **options)
+
+
+def values(case: Case, implementation: str, dtype: str, *, jit: bool) -> None:
+    """Output, weights before and after dropout, and lse are those of the specification."""
+    arrays = cases.arrays(case, dtype)
+    want = expected(case, arrays)
+    kinds = ["before_dropout", *(["after_dropout"] if case.dropout_rate else [])]
+    for kind in kinds:
+        run = call(case, implementation, return_weights=kind, return_lse=True)
+        out, weights, lse = (jax.jit(run) if jit else run)(arrays)
+        assert out.dtype == weights.dtype == arrays["query"].dtype
+        assert lse.dtype == ("float64" if dtype == "float64" else "float32")
+        tolerance.assert_close(out, want.out, "output")
+        assert not np.asarray(out)[want.out == 0].any(), "a row that has to be exactly 0"
+        shown = want.weights if kind == "before_dropout" else want.kept
+        tolerance.assert_close(weights, shown, kind)
+        assert not np.asarray(weights)[shown == 0].any(), "a weight that has to be exactly 0"
+        tolerance.assert_close(lse, want.lse, "lse")
+
+
+def coefficients(case: Case, dtype: str = "float64") -> tuple[Any, Any]:
+    """A random linear functional of output and lse, 0 where they are not finite.
+
+    An empty row has no lse to differentiate. The values fit every dtype: nothing rounds them.
+    """
+    rng = np.random.default_rng(1)
+    want = expected(case, cases.arrays(case, dtype))
+
+    def draw(x: Any) -> Any:
+        drawn = rng.standard_normal(x.shape).astype(ml_dtypes.bfloat16).astype(np.float64)
+        return np.where(np.isfinite(x), drawn, 0.0)
+
+    return draw(want.out), draw(want.lse)
+
+
+def weighted(parts: tuple[Any, Any], out: Any, lse: Any) -> Any:
+    """The functional of JAX arrays."""
+    total = jnp.zeros((), lse.dtype)
+    for part, x in zip(parts, (out, lse), strict=True):
+        x = jnp.where(part == 0, 0.0, x.astype(lse.dtype))
+        total += (x * jnp.asarray(part, lse.dtype)).sum()
+    return total
+
+
+def scalar(case: Case, implementation: str, dtype: str = "float64") -> Callable[..., Any]:
+    """The functional of a case as a function of differentiable and of other arrays."""
+    run, parts = call(case, implementation, return_lse=True), coefficients(case, dtype)
+    return lambda inside, others: weighted(parts, *run(inside | others))
+
+
+def split(arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays with gradients, and the others."""
+    inside = {name: x for name, x in arrays.items() if name in DIFFERENTIABLE}
+    return inside, {name: x for name, x in arrays.items() if name not in DIFFERENTIABLE}
+
+
+def gradients(case: Case, implementation: str, dtype: str, entries: int | None = None) -> None:
+    """Gradients of the functional are the slopes of the specification."""
+    arrays = cases.arrays(case, dtype)
+    found = jax.jit(jax.grad(scalar(case, implementation, dtype)))(*split(arrays))
+    for name, slopes in finite_differences(case, dtype, entries).items():
+        assert found[name].dtype == arrays[name].dtype
+        slope = np.asarray(found[name])
+        assert np.isfinite(slope.astype(np.float64)).all(), f"gradient of {name} is not finite"
+        known = ~np.isnan(slopes)
+        tolerance.assert_slopes(slope[known], slopes[known], f"gradient of {name}")
+
+
+def finite_differences(case: Case, dtype: str, entries: int | None = None) -> dict[str, Any]:
+    """Slopes of the functional of the specification, entry by entry; NaN: not computed.
+
+    `entries` random ones per array, or all. Entries that are infinite (-inf in a bias) have
+    slope 0: a pair that is excluded stays so.
+    """
+    parts = coefficients(case, dtype)
+    arrays = {
+        name: x.astype(np.float64) if name in DIFFERENTIABLE else x
+        for name, x in cases.arrays(case, dtype).items()
+    }
+
+    def of(answer: reference.Answer) -> float:
+        return sum(
+            float((part * np.where(part == 0, 0.0, x)).sum())
+            for part, x in zip(parts, (answer.out, answer.lse), strict=True)
+        )
+
+    rng = np.random.default_rng(3)
+    found = {}
+    for name, x in split(arrays)[0].items():
+        slopes = np.full(x.shape, np.nan)
+        places = list(np.ndindex(*x.shape))
+        if entries is not None:
+            places = [places[p] for p in rng.permutation(len(places))[:entries]]
+        for place in places:
+            if not np.isfinite(x[place]):
+                slopes[place] = 0.0
+                continue
+            sides = []
+            for step in (tolerance.STEP, -tolerance.STEP):
+                moved = x.copy()
+                moved[place] += step
+                sides.append(of(expected(case, arrays | {name: moved})))
+            slopes[place] = (sides[0] - sides[1]) / (2 * tolerance.STEP)
+        found[name] = slopes
+    return found
+
+
+def dead_keys(case: Case, arrays: dict[str, Any]) -> Any:
+    """Keys that no query of their batch row may attend, `*B S`."""
+    names = ["is_causal", "local_window_size", "mask", "segment_ids"]
+    names += ["query_seq_lengths", "key_value_seq_lengths"]
+    given = arrays | case.options
+    conditions = {name: given[name] for name in names if name in given}
+    allowed = reference.pairs(case.batch, case.N, case.T, case.S, **conditions)
+    if "bias" in arrays:
+        allowed &= np.broadcast_to(arrays["bias"] != -np.inf, allowed.shape)
+    return ~allowed.any((-3, -2))
+
+
+def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
+    """Keys that nothing may attend change no bit of output or gradients, whatever they hold."""
+    arrays = cases.arrays(case, dtype)
+    dead = dead_keys(case, arrays)
+    assert dead.any(), "a case with nothing to poison proves nothing"
+    parts = coefficients(case, dtype)
+    run = call(case, implementation, return_lse=True, return_weights=True)
+
+    def value(inside: dict[str, Any], others: dict[str, Any]) -> Any:
+        out, weights, lse = run(inside | others)
+        return weighted(parts, out, lse), (out, weights, lse)
+
+    compiled = jax.jit(jax.grad(value, has_aux=True))
+    clean, answer = compiled(*split(arrays))
+    for poison in (np.nan, np.inf, -np.inf):
+        spoiled = dict(arrays)
+        for name in ("key", "value"):
+            spoiled[name] = arrays[name].copy()
+            spoiled[name][dead] = poison
+        slopes, spoiled_answer = compiled(*split(spoiled))
+        for name, x, y in zip(("output", "weights", "lse"), spoiled_answer, answer, strict=True):
+            tolerance.assert_same(x, y, f"{name} with {poison}")
+        for name, slope in slopes.items():
+            assert np.isfinite(slope.astype(np.float32)).all(), f"gradient of {name}, {poison}"
+            tolerance.assert_same(slope, clean[name], f"gradient of {name} with {poison}")
+
+
+def inputs_unchanged(case: Case, implementation: str) -> None:
+    """A call leaves its arguments as they were."""
+    arrays = cases.arrays(case, "float32")
+    before = jax.tree.map(np.copy, arrays)
+    jax.block_until_ready(call(case, implementation, return_weights=True)(arrays))  # type: ignore[no-untyped-call]
+    jax.tree.map(tolerance.assert_same, arrays, before)

@@ -1,0 +1,314 @@
+"""The specification: multi-head attention in float64 NumPy, written as loops over B N T S.
+
+Dimension key: B batch, T query length, S key/value length, N query heads, K key/value heads,
+H head dim of query and key, h head dim of value, D features. `*B`: any number of batch axes.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Answer(NamedTuple):
+    """out `*B T N h`; weights and kept (weights after dropout) `*B N T S`; lse `*B N T`."""
+
+    out: Array
+    weights: Array
+    kept: Array
+    lse: Array
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    fully_masked: str = "zero",
+    dropout_rate: float = 0.0,
+    dropout_keep: Array | None = None,
+    query_seq_lengths: Array | None = None,
+    **conditions: Any,
+) -> Answer:
+    """Attention over `*B T N H`, `*B S K H` and `*B S K h`; `conditions` are those of `pairs`.
+
+    `dropout_keep`, broadcastable to `*B N T S`, is True where dropout keeps a weight.
+    """
+    *batch, T, N, _ = query.shape
+    S = key.shape[-3]
+    allowed = pairs(batch, N, T, S, mask, query_seq_lengths=query_seq_lengths, **conditions)
+    return attend(
+        query,
+        key,
+        value,
+        allowed,
+        there=within(query_seq_lengths, batch, T),
+        bias=bias,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        fully_masked=fully_masked,
+        dropout_rate=dropout_rate,
+        dropout_keep=dropout_keep,
+    )
+
+
+def pairs(
+    batch: Sequence[int],
+    N: int,
+    T: int,
+    S: int,
+    mask: Array | None = None,
+    *,
+    is_causal: bool = False,
+    causal_offset: Any = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    query_padding: Array | None = None,
+    key_value_padding: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+) -> Array:
+    """Which query i may attend which key j, `*B N T S`: every condition has to hold."""
+    allowed = np.zeros((*batch, N, T, S), bool)
+    if mask is not None:
+        mask = np.broadcast_to(mask, allowed.shape)
+    if segment_ids is not None and not isinstance(segment_ids, tuple):
+        segment_ids = segment_ids, segment_ids
+    window = local_window_size
+    left, right = window if isinstance(window, tuple) else (window, window)
+    for b in np.ndindex(*batch):
+        for n in range(N):
+            for i in range(T):
+                for j in range(S):
+                    allowed[*b, n, i, j] = all(
+                        (
+                            mask is None or mask[*b, n, i, j],
+                            not is_causal or j <= i,
+                            causal_offset is None or j <= i + at(causal_offset, b, batch),
+                            left is None or i - left <= j,
+                            right is None or j <= i + right,
+                            query_seq_lengths is None or i < at(query_seq_lengths, b, batch),
+                            key_value_seq_lengths is None
+                            or j < at(key_value_seq_lengths, b, batch),
+                            query_padding is None or query_padding[*b, i],
+                            key_value_padding is None or key_value_padding[*b, j],
+                            segment_ids is None or segment_ids[0][*b, i] == segment_ids[1][*b, j],
+                        )
+                    )
+    return allowed
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    allowed: Array,
+    *,
+    there: Array,
+    bias: Array | None,
+    scale: float | None,
+    logits_soft_cap: float | None,
+    fully_masked: str,
+    dropout_rate: float,
+    dropout_keep: Array | None,
+) -> Answer:
+    """`allowed` is `*B N T S`; `there`, `*B T`, is False on rows beyond a query length."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    *batch, T, N, H = query.shape
+    *_, S, K, h = value.shape
+    full = (*batch, N, T, S)
+    bias = np.broadcast_to(np.zeros(()) if bias is None else np.asarray(bias, np.float64), full)
+    keep = np.broadcast_to(np.ones((), bool) if dropout_keep is None else dropout_keep, full)
+    scale = 1 / math.sqrt(H) if scale is None else scale
+    out, weights, kept = np.zeros((*batch, T, N, h)), np.zeros(full), np.zeros(full)
+    lse = np.full((*batch, N, T), -math.inf)
+    for b in np.ndindex(*batch):
+        for n in range(N):
+            k = n // (N // K)  # N // K successive query heads share one key/value head
+            for i in range(T):
+                if not there[*b, i]:
+                    continue
+                logits = {}
+                for j in range(S):
+                    if allowed[*b, n, i, j] and bias[*b, n, i, j] != -math.inf:
+                        logit = scale * dot(query[*b, i, n], key[*b, j, k])
+                        if logits_soft_cap is not None:
+                            logit = logits_soft_cap * math.tanh(logit / logits_soft_cap)
+                        logits[j] = logit + bias[*b, n, i, j]
+                if logits:
+                    highest = max(logits.values())
+                    exps = {j: math.exp(logit - highest) for j, logit in logits.items()}
+                    total = math.fsum(exps.values())
+                    row = {j: e / total for j, e in exps.items()}
+                    lse[*b, n, i] = highest + math.log(total)
+                elif fully_masked == "zero":
+                    row = {}
+                elif fully_masked == "mean":
+                    row = dict.fromkeys(range(S), 1 / S)
+                else:
+                    row = dict.fromkeys(range(S), math.nan)
+                for j, weight in row.items():
+                    weights[*b, n, i, j] = weight
+                    kept[*b, n, i, j] = weight / (1 - dropout_rate) if keep[*b, n, i, j] else 0.0
+                for c in range(h):
+                    out[*b, i, n, c] = dot(
+                        [kept[*b, n, i, j] for j in row], [value[*b, j, k, c] for j in row]
+                    )
+                    if fully_masked == "nan" and not logits:
+                        out[*b, i, n, c] = math.nan
+    return Answer(out, weights, kept, lse)
+
+
+def multi_head_attention(
+    params: Any,
+    query: Array,
+    key: Array | None = None,
+    value: Array | None = None,
+    *,
+    semantics: Any,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    query_seq_lengths: Array | None = None,
+    query_padding: Array | None = None,
+    dropout_keep: Array | None = None,
+    **conditions: Any,
+) -> tuple[Array, Answer]:
+    """A whole layer over `*B T Dq`, `*B S Dk`, `*B S Dv`: its output, and that of attention."""
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = project(params, query, key, value, semantics)
+    *batch, T, N, _ = q.shape
+    S = k.shape[-3]
+
+    # Extra positions follow the given ones: first the learned one, then the zero one.
+    learned, zero = params.bias_k is not None, semantics.add_zero_attn
+    extras = learned + zero
+    if learned:
+        k, v = append(k, params.bias_k), append(v, params.bias_v)
+    if zero:
+        k, v = append(k, np.zeros(k.shape[-2:])), append(v, np.zeros(v.shape[-2:]))
+
+    # They are visible unless an array says otherwise, or the query row itself is not there.
+    there = within(query_seq_lengths, batch, T)
+    names_extras = extras > 0 and mask is not None and mask.shape[-1] == S + extras
+    given = pairs(
+        batch,
+        N,
+        T,
+        S,
+        None if names_extras else mask,
+        query_seq_lengths=query_seq_lengths,
+        query_padding=query_padding,
+        **conditions,
+    )
+    allowed = np.zeros((*batch, N, T, S + extras), bool)
+    for *b, n, i, j in np.ndindex(*allowed.shape):
+        row = there[*b, i] and (query_padding is None or query_padding[*b, i])
+        allowed[*b, n, i, j] = given[*b, n, i, j] if j < S else row
+    if names_extras:
+        allowed &= np.broadcast_to(np.asarray(mask), allowed.shape)
+    if bias is not None and extras and bias.shape[-1] != S + extras:
+        bias = np.broadcast_to(np.asarray(bias, np.float64), (*batch, N, T, S))
+        bias = np.concatenate([bias, np.zeros((*batch, N, T, extras))], -1)
+
+    answer = attend(
+        q,
+        k,
+        v,
+        allowed,
+        there=there,
+        bias=bias,
+        scale=semantics.scale,
+        logits_soft_cap=semantics.logits_soft_cap,
+        fully_masked=semantics.fully_masked,
+        dropout_rate=semantics.dropout_rate,
+        dropout_keep=dropout_keep,
+    )
+    return combine(params, answer.out), answer
+
+
+def project(
+    params: Any, query: Array, key: Array, value: Array, semantics: Any
+) -> tuple[Array, Array, Array]:
+    """Features to heads: `*B T N H`, `*B S K H`, `*B S K h`."""
+    q, k, v = (
+        affine(x, projection) for x, projection in zip((query, key, value), params[:3], strict=True)
+    )
+    if semantics.qk_norm is not None:
+        q, k = (
+            normalise(x, scale, semantics)
+            for x, scale in ((q, params.query_norm), (k, params.key_norm))
+        )
+    return q, k, v
+
+
+def affine(x: Array, projection: Any) -> Array:
+    """`*B L D` by a kernel `D M H` and a bias `M H` is `*B L M H`."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(projection.kernel, np.float64)
+    y = np.zeros((*x.shape[:-1], *kernel.shape[1:]))
+    for *at_position, m, c in np.ndindex(*y.shape):
+        y[*at_position, m, c] = dot(x[*at_position], kernel[:, m, c])
+        if projection.bias is not None:
+            y[*at_position, m, c] += float(projection.bias[m, c])
+    return y
+
+
+def normalise(x: Array, scale: Array, semantics: Any) -> Array:
+    """Every head vector by its own statistics; `rms` does not subtract the mean."""
+    y = np.zeros(x.shape)
+    for index in np.ndindex(*x.shape[:-1]):
+        head = x[index]
+        if semantics.qk_norm == "layer":
+            head = head - math.fsum(head) / len(head)
+        variance = dot(head, head) / len(head)
+        y[index] = head / math.sqrt(variance + semantics.qk_norm_epsilon)
+        y[index] *= np.asarray(scale, np.float64)
+    return y
+
+
+def combine(params: Any, heads: Array) -> Array:
+    """`*B T N h` to `*B T Do`; without an output layer the heads stand side by side."""
+    *batch, T, N, h = heads.shape
+    if params.out is None:
+        return heads.reshape(*batch, T, N * h)
+    kernel = np.asarray(params.out.kernel, np.float64)
+    y = np.zeros((*batch, T, kernel.shape[-1]))
+    for *at_position, d in np.ndindex(*y.shape):
+        y[*at_position, d] = dot(heads[*at_position].ravel(), kernel[..., d].ravel())
+        if params.out.bias is not None:
+            y[*at_position, d] += float(params.out.bias[d])
+    return y
+
+
+def append(heads: Array, row: Array) -> Array:
+    """One more position `K H` after those of `*B S K H`."""
+    *batch, _, K, H = heads.shape
+    row = np.asarray(row, np.float64)
+    return np.concatenate([heads, np.broadcast_to(row, (*batch, 1, K, H))], -3)
+
+
+def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
+    """Positions before a length, `*B T`."""
+    there = np.ones((*batch, T), bool)
+    for *b, i in np.ndindex(*there.shape):
+        there[*b, i] = lengths is None or i < at(lengths, tuple(b), batch)
+    return there
+
+
+def at(per_batch: Any, b: tuple[int, ...], batch: Sequence[int]) -> Any:
+    """The entry of batch row b of a number or an array `*B`."""
+    return np.broadcast_to(per_batch, tuple(batch))[b]
+
+
+def dot(x: Iterable[float], y: Iterable[float]) -> float:
+    """A product summed without rounding in between, or plainly where something is not finite."""
+    products = [float(a) * float(b) for a, b in zip(x, y, strict=True)]
+    return math.fsum(products) if all(map(math.isfinite, products)) else sum(products)

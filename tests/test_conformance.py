@@ -1,0 +1,275 @@
+"""Every implementation against the specification."""
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
+from jaxmha.mask import Mask
+from tests import cases, conformance, tolerance
+from tests.cases import CASES, POISONED, SMALL, Case
+
+IMPLEMENTED = list(IMPLEMENTATIONS)
+by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTED)
+BY_NAME = {case.name: case for case in CASES}
+by_case = pytest.mark.parametrize("case", CASES, ids=cases.ids)
+
+
+@by_implementation
+@by_case
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values(implementation: str, case: Case, dtype: str) -> None:
+    conformance.values(case, implementation, dtype, jit=False)
+
+
+@by_implementation
+@by_case
+@pytest.mark.usefixtures("x64")
+def test_values_float64(implementation: str, case: Case) -> None:
+    conformance.values(case, implementation, "float64", jit=True)
+
+
+@by_implementation
+@pytest.mark.parametrize("case", CASES[-1:], ids=cases.ids)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_under_jit(implementation: str, case: Case, dtype: str) -> None:
+    conformance.values(case, implementation, dtype, jit=True)
+
+
+@by_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients(implementation: str, dtype: str) -> None:
+    conformance.gradients(SMALL, implementation, dtype)
+
+
+@by_implementation
+@pytest.mark.usefixtures("x64")
+def test_gradients_float64(implementation: str) -> None:
+    conformance.gradients(SMALL, implementation, "float64")
+
+
+@by_implementation
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multi_query",
+        "unbatched",
+        "bias_per_head",
+        "causal_long",
+        "empty_zero",
+        "empty_nan",
+        "empty_mean",
+        "empty_mean_lengths",
+        "no_keys_left",
+        "one_key",
+        "dropout_shared",
+        "everything",
+    ],
+)
+def test_gradients_of_case(implementation: str, name: str) -> None:
+    conformance.gradients(BY_NAME[name], implementation, "float32", entries=5)
+
+
+@by_implementation
+@pytest.mark.parametrize("policy", ["zero", "mean"])
+@pytest.mark.usefixtures("x64")
+def test_gradients_by_jax(implementation: str, policy: str) -> None:
+    case = replace(SMALL, bias_excludes=False, fully_masked=policy)
+    inside, others = conformance.split(cases.arrays(case, "float64"))
+    of = conformance.scalar(case, implementation)
+    # A custom VJP has no forward mode.
+    modes = ["fwd", "rev"] if implementation == "reference" else ["rev"]
+    check_grads(  # type: ignore[no-untyped-call]
+        lambda x: of(x, others), (inside,), order=1, modes=modes, rtol=1e-7, atol=1e-7
+    )
+
+
+@by_implementation
+@pytest.mark.parametrize("case", POISONED, ids=cases.ids)
+def test_poisoned_padding(implementation: str, case: Case) -> None:
+    conformance.poisoned_padding(case, implementation, "float32")
+
+
+@by_implementation
+@pytest.mark.parametrize("case", POISONED[:1], ids=cases.ids)
+def test_poisoned_padding_bfloat16(implementation: str, case: Case) -> None:
+    conformance.poisoned_padding(case, implementation, "bfloat16")
+
+
+@by_implementation
+def test_poisoned_queries(implementation: str) -> None:
+    """Rows beyond a query length are 0 whatever they hold, and spoil no gradient."""
+    case = POISONED[0]
+    arrays = cases.arrays(case, "float32")
+    of = jax.jit(jax.value_and_grad(conformance.scalar(case, implementation, "float32")))
+    value, slopes = of(*conformance.split(arrays))
+    spoiled = arrays | {"query": arrays["query"].copy()}
+    spoiled["query"][0, 3:] = np.nan
+    spoiled_value, spoiled_slopes = of(*conformance.split(spoiled))
+    tolerance.assert_same(spoiled_value, value)
+    jax.tree.map(tolerance.assert_same, spoiled_slopes, slopes)
+
+
+@by_implementation
+def test_bias_of_excluded_pairs(implementation: str) -> None:
+    """What a bias holds where the mask is False has no influence."""
+    case = Case("excluded", bias="BNTS", mask="BNTS")
+    arrays = cases.arrays(case, "float32")
+    of = jax.jit(jax.value_and_grad(conformance.scalar(case, implementation, "float32")))
+    clean = of(*conformance.split(arrays))
+    for poison in (np.nan, np.inf, -np.inf):
+        spoiled = arrays | {"bias": np.where(arrays["mask"], arrays["bias"], np.float32(poison))}
+        jax.tree.map(tolerance.assert_same, of(*conformance.split(spoiled)), clean)
+
+
+@by_implementation
+def test_vmap(implementation: str) -> None:
+    case = replace(BY_NAME["everything"], dropout_rate=0.0)
+    stack = [cases.arrays(case, "float32", seed) for seed in range(3)]
+    run = conformance.call(case, implementation, return_weights=True, return_lse=True)
+    together: dict[str, Any] = jax.tree.map(lambda *xs: np.stack(xs), *stack)
+    out, weights, lse = jax.vmap(run)(together)
+    for row, arrays in enumerate(stack):
+        want = conformance.expected(case, arrays)
+        tolerance.assert_close(out[row], want.out)
+        tolerance.assert_close(weights[row], want.weights)
+        tolerance.assert_close(lse[row], want.lse)
+
+
+@by_implementation
+def test_vmap_over_queries_only(implementation: str) -> None:
+    case = BY_NAME["bias_full"]
+    arrays = cases.arrays(case, "float32")
+    queries = np.stack([cases.arrays(case, "float32", seed)["query"] for seed in range(3)])
+    run = conformance.call(case, implementation)
+    out = jax.vmap(lambda query: run(arrays | {"query": query}))(queries)
+    for row, query in enumerate(queries):
+        want = conformance.expected(case, arrays | {"query": query})
+        tolerance.assert_close(out[row], want.out)
+
+
+@by_implementation
+@pytest.mark.parametrize("names", [(), ("attention_out", "attention_lse")])
+def test_remat(implementation: str, names: tuple[str, ...]) -> None:
+    """Recomputing gives the same gradients; the names of output and lse are those of a policy."""
+    inside, others = conformance.split(cases.arrays(SMALL, "float32"))
+    of = conformance.scalar(SMALL, implementation, "float32")
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    again = jax.checkpoint(lambda x: of(x, others), policy=policy)
+    slopes = jax.jit(jax.grad(lambda x: of(x, others)))(inside)
+    jax.tree.map(tolerance.assert_close, jax.jit(jax.grad(again))(inside), slopes)
+
+
+@by_implementation
+def test_names_for_remat(implementation: str) -> None:
+    arrays = cases.arrays(SMALL, "float32")
+    program = str(jax.make_jaxpr(conformance.call(SMALL, implementation, return_lse=True))(arrays))
+    assert "attention_out" in program
+    assert "attention_lse" in program
+
+
+@by_implementation
+def test_unbatched_is_a_batch_of_one(implementation: str) -> None:
+    case = BY_NAME["unbatched"]
+    arrays = cases.arrays(case, "float32")
+    one = {name: x if name == "mask" else x[None] for name, x in arrays.items()}
+    out = conformance.call(case, implementation)(one)
+    tolerance.assert_same(out[0], conformance.call(case, implementation)(arrays))
+
+
+@by_implementation
+@pytest.mark.parametrize("name", ["everything", "dropout"])
+def test_inputs_unchanged(implementation: str, name: str) -> None:
+    conformance.inputs_unchanged(BY_NAME[name], implementation)
+
+
+@by_implementation
+@pytest.mark.parametrize("what", [False, True, "before_dropout", "after_dropout"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_what_is_returned(implementation: str, what: Any, lse: bool) -> None:
+    run = conformance.call(SMALL, implementation, return_weights=what, return_lse=lse)
+    shapes = jax.eval_shape(run, cases.arrays(SMALL, "float32"))
+    B, T, N, S, h = 2, SMALL.T, SMALL.N, SMALL.S, SMALL.h
+    want: list[tuple[int, ...]] = [(B, T, N, h)]
+    want += [(B, N, T, S)] if what else []
+    want += [(B, N, T)] if lse else []
+    assert [x.shape for x in (shapes if len(want) > 1 else [shapes])] == want
+
+
+# The suite has to notice an implementation that is wrong: each mutant breaks one rule.
+MUTANTS: dict[str, Callable[..., Any]] = {
+    "causal_bottom_right": lambda run: (
+        lambda request: run(
+            request._replace(
+                mask=Mask.causal(2) if request.mask.causal_offset == 0 else request.mask
+            )
+        )
+    ),
+    "soft_cap_dropped": lambda run: (
+        lambda request: run(
+            request._replace(semantics=replace(request.semantics, logits_soft_cap=None))
+        )
+    ),
+    "heads_interleaved": lambda run: (
+        lambda request: run(
+            request._replace(key=request.key[:, :, ::-1], value=request.value[:, :, ::-1])
+        )
+    ),
+    "bias_ignored": lambda run: lambda request: run(request._replace(bias=None)),
+    "empty_rows_uniform": lambda run: (
+        lambda request: run(
+            request._replace(semantics=replace(request.semantics, fully_masked="mean"))
+        )
+    ),
+    "half_precision_inside": lambda run: (
+        lambda request: Result(
+            *[
+                None if x is None else x.astype(jnp.bfloat16).astype(x.dtype)  # type: ignore[arg-type]
+                for x in run(request)
+            ]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mutant", "name"),
+    [
+        ("causal_bottom_right", "causal"),
+        ("soft_cap_dropped", "soft_cap"),
+        ("heads_interleaved", "plain"),
+        ("bias_ignored", "bias_per_head"),
+        ("empty_rows_uniform", "empty_zero"),
+        ("half_precision_inside", "plain"),
+    ],
+)
+def test_mutants_fail(mutant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = types.ModuleType("wrong")
+    wrong.__dict__.update(supports=reference.supports, attend=MUTANTS[mutant](reference.attend))
+    monkeypatch.setitem(IMPLEMENTATIONS, mutant, wrong)
+    with pytest.raises(AssertionError):
+        conformance.values(BY_NAME[name], mutant, "float32", jit=False)
+
+
+def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 * NaN is NaN: masking the logits alone does not pass."""
+
+    def naive(request: Request) -> Result:
+        logits = jnp.einsum("btnh,bsnh->bnts", request.query, request.key)
+        allowed = request.mask.to_array(*logits.shape[2:])
+        weights = jax.nn.softmax(jnp.where(allowed, logits, -1e30))
+        out = jnp.einsum("bnts,bsnh->btnh", weights, request.value)
+        return Result(out, weights, jax.nn.logsumexp(logits, -1))
+
+    wrong = types.ModuleType("wrong")
+    wrong.__dict__.update(supports=reference.supports, attend=naive)
+    monkeypatch.setitem(IMPLEMENTATIONS, "naive", wrong)
+    with pytest.raises(AssertionError):
+        conformance.poisoned_padding(replace(POISONED[3], G=1), "naive", "float32")

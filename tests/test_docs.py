@@ -1,0 +1,33 @@
+"""The examples in docstrings run, with JAX's defaults instead of the tests' strict promotion."""
+
+import doctest
+import importlib
+import pkgutil
+
+import jax
+import pytest
+
+import jaxmha
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(jaxmha.__path__, "jaxmha.")
+    return ["jaxmha", *(m.name for m in found if not m.name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_converters_are_among_them() -> None:
+    assert {"jaxmha.attention", "jaxmha.converters.layout"} <= set(modules())
+
+
+def test_a_wrong_example_is_noticed() -> None:
+    example = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
+    runner = doctest.DocTestRunner(verbose=False)
+    assert runner.run(example, out=lambda text: None).failed == 1

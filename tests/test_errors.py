@@ -1,0 +1,408 @@
+"""Wrong arguments are refused while tracing, by name, with axes expected and shape received.
+
+The shape hook of the test suite would refuse wrong shapes first; users run without it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import Mask, MHAParams, Semantics
+from tests import cases
+from tests.cases import LAYERS, Case
+from tests.test_layer import params_of
+
+pytestmark = pytest.mark.usefixtures("no_shape_hook")
+
+# B=2 T=5 S=7 K=3 N=6 H=11 h=13
+ARRAYS = cases.arrays(Case("errors"))
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.zeros(shape, dtype)
+
+
+def refused(
+    call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    """The call raises while tracing, with every word in the message."""
+    # Tracing float64 from outside rounds it before the call sees it: that stays outside.
+    traced = {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, np.ndarray) and x.dtype != np.float64
+    }
+    static = {name: x for name, x in arguments.items() if name not in traced}
+
+    def eager() -> Any:
+        return call(**arguments)
+
+    def tracing() -> Any:
+        return jax.eval_shape(lambda traced: call(**traced, **static), traced)
+
+    for run in (eager, tracing):
+        with pytest.raises(error) as caught:
+            run()
+        assert type(caught.value) is error, "not a subclass: it is raised on purpose"
+        missing = [word for word in words if word not in str(caught.value)]
+        assert not missing, f"{missing} not in: {caught.value}"
+
+
+ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "query without heads": (
+        {"query": zeros(2, 11)},
+        ValueError,
+        ["query", "T, N, H", "(2, 11)"],
+    ),
+    "query of five axes": (
+        {"query": zeros(1, 2, 5, 6, 11)},
+        ValueError,
+        ["query", "B, T, N, H", "(1, 2, 5, 6, 11)"],
+    ),
+    "key of another head dim": (
+        {"key": zeros(2, 7, 3, 5)},
+        ValueError,
+        ["key", "B, S, K, H", "H=11", "(2, 7, 3, 5)"],
+    ),
+    "key of another batch": (
+        {"key": zeros(3, 7, 3, 11)},
+        ValueError,
+        ["key", "B, S, K, H", "B=2", "(3, 7, 3, 11)"],
+    ),
+    "key without batch": (
+        {"key": zeros(7, 3, 11)},
+        ValueError,
+        ["key", "B, S, K, H", "(7, 3, 11)"],
+    ),
+    "value of another length": (
+        {"value": zeros(2, 5, 3, 13)},
+        ValueError,
+        ["value", "B, S, K, h", "S=7", "(2, 5, 3, 13)"],
+    ),
+    "value of other heads": (
+        {"value": zeros(2, 7, 6, 13)},
+        ValueError,
+        ["value", "B, S, K, h", "K=3", "(2, 7, 6, 13)"],
+    ),
+    "heads that do not divide": (
+        {"key": zeros(2, 7, 4, 11), "value": zeros(2, 7, 4, 13)},
+        ValueError,
+        ["N=6", "K=4", "multiple", "(2, 5, 6, 11)", "(2, 7, 4, 11)"],
+    ),
+    "no heads": (
+        {"key": zeros(2, 7, 0, 11), "value": zeros(2, 7, 0, 13)},
+        ValueError,
+        ["K=0", "multiple"],
+    ),
+    "integer query": ({"query": zeros(2, 5, 6, 11, dtype=np.int32)}, TypeError, ["query", "int32"]),
+    "Boolean value": ({"value": zeros(2, 7, 3, 13, dtype=bool)}, TypeError, ["value", "bool"]),
+    "complex key": (
+        {"key": zeros(2, 7, 3, 11, dtype=np.complex64)},
+        TypeError,
+        ["key", "complex64"],
+    ),
+    "float64 without x64": (
+        {"value": zeros(2, 7, 3, 13, dtype=np.float64)},
+        TypeError,
+        ["value", "float64"],
+    ),
+    "float64 bias without x64": (
+        {"bias": zeros(5, 7, dtype=np.float64)},
+        TypeError,
+        ["bias", "float64"],
+    ),
+    "float mask": ({"mask": zeros(5, 7)}, TypeError, ["mask", "Boolean", "float32", "bias="]),
+    "integer mask": ({"mask": zeros(5, 7, dtype=np.int32)}, TypeError, ["mask", "int32", "!= 0"]),
+    "transposed mask": (
+        {"mask": zeros(7, 5, dtype=bool)},
+        ValueError,
+        ["mask", "T", "S", "T=5", "S=7", "(7, 5)"],
+    ),
+    "mask of batch and length": (
+        {"mask": zeros(2, 7, dtype=bool)},
+        ValueError,
+        ["mask", "T=5", "S=7", "(2, 7)"],
+    ),
+    "mask of five axes": (
+        {"mask": zeros(3, 2, 6, 5, 7, dtype=bool)},
+        ValueError,
+        ["mask", "(3, 2, 6, 5, 7)"],
+    ),
+    "mask of kv heads": (
+        {"mask": zeros(2, 3, 5, 7, dtype=bool)},
+        ValueError,
+        ["mask", "N=6", "(2, 3, 5, 7)"],
+    ),
+    "bias of another length": (
+        {"bias": zeros(2, 6, 5, 5)},
+        ValueError,
+        ["bias", "S=7", "(2, 6, 5, 5)"],
+    ),
+    "Boolean bias": ({"bias": zeros(5, 7, dtype=bool)}, TypeError, ["bias", "bool"]),
+    "integer bias": ({"bias": zeros(5, 7, dtype=np.int32)}, TypeError, ["bias", "int32"]),
+    "query lengths of another batch": (
+        {"query_seq_lengths": zeros(3, dtype=np.int32)},
+        ValueError,
+        ["query_seq_lengths", "B", "(3,)"],
+    ),
+    "key lengths per pair": (
+        {"key_value_seq_lengths": zeros(2, 5, dtype=np.int32)},
+        ValueError,
+        ["key_value_seq_lengths", "B", "(2, 5)"],
+    ),
+    "float lengths": (
+        {"key_value_seq_lengths": zeros(2)},
+        TypeError,
+        ["key_value_seq_lengths", "integer", "float32"],
+    ),
+    "Boolean lengths": (
+        {"query_seq_lengths": zeros(2, dtype=bool)},
+        TypeError,
+        ["query_seq_lengths", "integer", "bool"],
+    ),
+    "one array of segments for two lengths": (
+        {"segment_ids": zeros(2, 5, dtype=np.int32)},
+        ValueError,
+        ["segment_ids", "S=7", "(2, 5)"],
+    ),
+    "segments of another batch": (
+        {"segment_ids": (zeros(3, 5, dtype=np.int32), zeros(3, 7, dtype=np.int32))},
+        ValueError,
+        ["segment_ids", "T=5", "(3, 5)"],
+    ),
+    "float segments": (
+        {"segment_ids": (zeros(2, 5), zeros(2, 7))},
+        TypeError,
+        ["segment_ids", "integer", "float32"],
+    ),
+    "padding of another length": (
+        {"mask": Mask.padding(key_value=zeros(2, 5, dtype=bool))},
+        ValueError,
+        ["key_value_padding", "S=7", "(2, 5)"],
+    ),
+    "integer padding": (
+        {"mask": Mask(query_padding=zeros(2, 5, dtype=np.int32))},
+        TypeError,
+        ["query_padding", "Boolean", "int32"],
+    ),
+    "offsets of another batch": (
+        {"mask": Mask.causal(zeros(3, dtype=np.int32))},
+        ValueError,
+        ["causal_offset", "B", "(3,)"],
+    ),
+    "negative window": ({"local_window_size": (-1, 2)}, ValueError, ["window", "-1"]),
+    "is_causal number": ({"is_causal": 1}, TypeError, ["is_causal", "bool", "int"]),
+    "is_causal array": ({"is_causal": np.asarray(True)}, TypeError, ["is_causal", "bool"]),
+    "unknown implementation": (
+        {"implementation": "fast"},
+        ValueError,
+        ["implementation", "reference", "'fast'"],
+    ),
+    "unknown among implementations": (
+        {"implementation": ("reference", "fast")},
+        ValueError,
+        ["implementation", "'fast'"],
+    ),
+    "unknown policy": (
+        {"fully_masked": "uniform"},
+        ValueError,
+        ["fully_masked", "zero", "nan", "mean", "'uniform'"],
+    ),
+    "unknown weights": (
+        {"return_weights": "averaged"},
+        ValueError,
+        ["return_weights", "before_dropout", "after_dropout", "'averaged'"],
+    ),
+    "weights by number": ({"return_weights": 2}, ValueError, ["return_weights"]),
+    "dropout of everything": ({"dropout_rate": 1.0}, ValueError, ["dropout_rate", "1.0"]),
+    "negative dropout": ({"dropout_rate": -0.1}, ValueError, ["dropout_rate", "-0.1"]),
+    "NaN dropout": ({"dropout_rate": float("nan")}, ValueError, ["dropout_rate", "nan"]),
+    "dropout over another axis": (
+        {"dropout_broadcast": ("H",)},
+        ValueError,
+        ["dropout_broadcast", "B", "N", "T", "S", "H"],
+    ),
+    "soft cap of zero": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "0.0"]),
+    "integer softmax": ({"softmax_dtype": np.int32}, ValueError, ["softmax_dtype", "int32"]),
+}
+
+
+@pytest.mark.parametrize("what", ATTENTION)
+def test_attention(what: str) -> None:
+    change, error, words = ATTENTION[what]
+    refused(jaxmha.dot_product_attention, ARRAYS | change, error, words)
+
+
+# Dq=17 Dk=19 Dv=23 Do=29
+LAYER = replace(LAYERS[0], leaves=(*LAYERS[0].leaves, "bias_k", "bias_v"))
+LEAVES, INPUTS, _ = cases.layer_arrays(LAYER)
+PARAMS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "features of the query": (
+        {"query.kernel": zeros(5, 6, 11)},
+        ValueError,
+        ["query", "T, Dq", "Dq=5", "(5, 17)"],
+    ),
+    "flat kernel": (
+        {"query.kernel": zeros(17, 66)},
+        ValueError,
+        ["params.query.kernel", "Dq, N, H", "(17, 66)"],
+    ),
+    "head dim of the key": (
+        {"key.kernel": zeros(19, 3, 5)},
+        ValueError,
+        ["params.key.kernel", "Dk, K, H", "H=11", "(19, 3, 5)"],
+    ),
+    "heads of the value": (
+        {"value.kernel": zeros(23, 6, 13)},
+        ValueError,
+        ["params.value.kernel", "Dv, K, h", "K=3", "(23, 6, 13)"],
+    ),
+    "flat bias": (
+        {"query.bias": zeros(66)},
+        ValueError,
+        ["params.query.bias", "N, H", "(66,)"],
+    ),
+    "transposed bias": (
+        {"key.bias": zeros(11, 3)},
+        ValueError,
+        ["params.key.bias", "K, H", "(11, 3)"],
+    ),
+    "out before heads": (
+        {"out.kernel": zeros(29, 6, 13)},
+        ValueError,
+        ["params.out.kernel", "N, h, Do", "N=6", "(29, 6, 13)"],
+    ),
+    "out bias": ({"out.bias": zeros(17)}, ValueError, ["params.out.bias", "Do=29", "(17,)"]),
+    "heads that do not divide": (
+        {
+            "key.kernel": zeros(19, 4, 11),
+            "key.bias": zeros(4, 11),
+            "value.kernel": zeros(23, 4, 13),
+            "value.bias": zeros(4, 13),
+            "bias_k": zeros(4, 11),
+            "bias_v": zeros(4, 13),
+        },
+        ValueError,
+        ["N=6", "K=4", "multiple"],
+    ),
+    "bias_k alone": ({"bias_v": None}, ValueError, ["bias_k", "bias_v"]),
+    "bias_v of another size": (
+        {"bias_v": zeros(3, 11)},
+        ValueError,
+        ["params.bias_v", "K, h", "(3, 11)"],
+    ),
+    "norms that nothing asks for": (
+        {"query_norm": zeros(11), "key_norm": zeros(11)},
+        ValueError,
+        ["qk_norm", "query_norm"],
+    ),
+    "integer kernel": (
+        {"query.kernel": zeros(17, 6, 11, dtype=np.int8)},
+        TypeError,
+        ["params.query.kernel", "int8"],
+    ),
+    "float64 leaf": (
+        {"out.bias": zeros(29, dtype=np.float64)},
+        TypeError,
+        ["params", "out", "bias", "float64"],
+    ),
+}
+
+
+def layer(leaves: dict[str, Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+    """The layer as a function of every array."""
+    params: MHAParams = params_of({n: x for n, x in leaves.items() if x is not None})
+    return lambda **inputs: jaxmha.multi_head_attention(params, **inputs, **arguments)
+
+
+@pytest.mark.parametrize("what", PARAMS)
+def test_params(what: str) -> None:
+    change, error, words = PARAMS[what]
+    refused(layer(LEAVES | change, {}), INPUTS, error, words)
+
+
+LAYER_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "key of other features": (
+        {"key": zeros(2, 7, 17)},
+        ValueError,
+        ["key", "S, Dk", "Dk=19", "(7, 17)"],
+    ),
+    "value of another length": (
+        {"value": zeros(2, 5, 23)},
+        ValueError,
+        ["value", "S, Dv", "S=7", "(5, 23)"],
+    ),
+    "key of another batch": (
+        {"key": zeros(3, 7, 19)},
+        ValueError,
+        ["key", "*B", "(2,)", "(3, 7, 19)"],
+    ),
+    "query of one axis": ({"query": zeros(17)}, ValueError, ["query", "T, Dq", "(17,)"]),
+    "integer query": ({"query": zeros(2, 5, 17, dtype=np.int32)}, TypeError, ["query", "int32"]),
+    "float mask": ({"mask": zeros(5, 7)}, TypeError, ["mask", "Boolean", "bias="]),
+    "mask of another length": (
+        {"mask": zeros(5, 9, dtype=bool)},
+        ValueError,
+        ["mask", "S=7", "(5, 9)"],
+    ),
+    "bias of another length": ({"bias": zeros(5, 9)}, ValueError, ["bias", "S=7", "(5, 9)"]),
+    "is_causal array": ({"is_causal": np.asarray(True)}, TypeError, ["is_causal", "bool"]),
+    "norm without scales": (
+        {"semantics": Semantics(qk_norm="rms")},
+        ValueError,
+        ["qk_norm", "query_norm"],
+    ),
+    "unknown implementation": ({"implementation": "fast"}, ValueError, ["implementation", "fast"]),
+    "unknown weights": ({"return_weights": "averaged"}, ValueError, ["return_weights"]),
+}
+
+
+@pytest.mark.parametrize("what", LAYER_ARGUMENTS)
+def test_layer(what: str) -> None:
+    change, error, words = LAYER_ARGUMENTS[what]
+    refused(layer(LEAVES, {}), INPUTS | change, error, words)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fully_masked", "uniform"),
+        ("qk_norm", "batch"),
+        ("dropout_rate", 1.0),
+        ("dropout_broadcast", ("Q",)),
+        ("logits_soft_cap", -1.0),
+        ("softmax_dtype", np.int32),
+    ],
+)
+def test_semantics(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        Semantics(**{field: value})
+
+
+def test_mask_constructors() -> None:
+    with pytest.raises(TypeError, match="bias="):
+        Mask.dense(zeros(5, 7))
+    with pytest.raises(TypeError, match="Boolean"):
+        Mask.dense(zeros(5, 7, dtype=np.int32))
+    with pytest.raises(ValueError, match="window"):
+        Mask.window(1, -1)
+    with pytest.raises(TypeError):
+        _ = Mask.causal() & jnp.ones((5, 7), bool)  # type: ignore[operator]
+
+
+def test_right_arguments_are_not_refused() -> None:
+    jaxmha.dot_product_attention(**ARRAYS)
+    layer(LEAVES, {})(**INPUTS)
+
+
+def test_missing_words_are_noticed() -> None:
+    with pytest.raises(AssertionError):
+        refused(jaxmha.dot_product_attention, ARRAYS | {"is_causal": 1}, TypeError, ["segment"])
+    with pytest.raises(TypeError):
+        refused(jaxmha.dot_product_attention, ARRAYS | {"is_causal": 1}, ValueError, [])

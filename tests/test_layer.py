@@ -1,0 +1,398 @@
+"""The whole layer against the specification."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxmha
+from jaxmha import Mask, MHAParams, Projection, Semantics, dropout
+from tests import cases, reference, tolerance
+from tests.cases import LAYERS, LayerCase
+
+BY_NAME = {case.name: case for case in LAYERS}
+KEY = jax.random.key(5)
+
+
+def params_of(leaves: dict[str, Any]) -> MHAParams:
+    """Leaves by name as parameters."""
+
+    def projection(name: str) -> Projection:
+        return Projection(leaves[f"{name}.kernel"], leaves.get(f"{name}.bias"))
+
+    return MHAParams(
+        projection("query"),
+        projection("key"),
+        projection("value"),
+        projection("out") if "out.kernel" in leaves else None,
+        *(leaves.get(name) for name in ("bias_k", "bias_v", "query_norm", "key_norm")),
+    )
+
+
+def mask_of(others: dict[str, Any]) -> Mask | None:
+    """The conditions of the specification as a Mask."""
+    mask = Mask()
+    if "mask" in others:
+        mask &= Mask.dense(others["mask"])
+    if "causal_offset" in others:
+        mask &= Mask.causal(others["causal_offset"])
+    if "local_window_size" in others:
+        mask &= Mask.window(*others["local_window_size"])
+    if "segment_ids" in others:
+        mask &= Mask.segments(*others["segment_ids"])
+    mask &= Mask.lengths(others.get("query_seq_lengths"), others.get("key_value_seq_lengths"))
+    return mask & Mask.padding(others.get("query_padding"), others.get("key_value_padding"))
+
+
+def semantics_of(case: LayerCase) -> Semantics:
+    return Semantics(**dict(case.semantics))
+
+
+def call(case: LayerCase, **extra: Any) -> Callable[..., Any]:
+    """A function of leaves, inputs, and the other arrays."""
+    options = {"semantics": semantics_of(case), "is_causal": case.is_causal, **extra}
+    if semantics_of(case).dropout_rate:
+        options["dropout_key"] = KEY
+
+    def run(leaves: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+        return jaxmha.multi_head_attention(
+            params_of(leaves), **inputs, bias=others.get("bias"), mask=mask_of(others), **options
+        )
+
+    return run
+
+
+def expected(
+    case: LayerCase, leaves: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any]
+) -> tuple[Any, reference.Answer]:
+    semantics = semantics_of(case)
+    extra: dict[str, Any] = {}
+    if semantics.dropout_rate:
+        B, S = int(np.prod(case.batch)), case.S + case.extras
+        draws = dropout.keep(KEY, semantics.dropout_rate, (B, case.N, case.T, S))
+        extra["dropout_keep"] = np.asarray(draws).reshape(*case.batch, *draws.shape[1:])
+    return reference.multi_head_attention(
+        params_of(leaves),
+        **inputs,
+        semantics=semantics,
+        is_causal=case.is_causal,
+        **others,
+        **extra,
+    )
+
+
+def values(case: LayerCase, dtype: str, factor: float = 1.0) -> None:
+    arrays = cases.layer_arrays(case, dtype)
+    want, answer = expected(case, *arrays)
+    dropped = semantics_of(case).dropout_rate > 0
+    out, weights = call(case, return_weights="after_dropout" if dropped else True)(*arrays)
+    assert out.dtype == weights.dtype == arrays[1]["query"].dtype
+    tolerance.assert_close(out, want, "output", factor=factor)
+    shown = answer.kept if dropped else answer.weights
+    tolerance.assert_close(weights, shown, "weights", factor=factor)
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+def test_values(case: LayerCase) -> None:
+    values(case, "float32")
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+@pytest.mark.usefixtures("x64")
+def test_values_float64(case: LayerCase) -> None:
+    values(case, "float64")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["extras_structure", "norm_rms"])
+def test_values_in_half_precision(name: str, dtype: str) -> None:
+    values(BY_NAME[name], dtype, tolerance.LAYER)
+
+
+def test_values_under_jit() -> None:
+    case = BY_NAME["extras_structure"]
+    arrays = cases.layer_arrays(case)
+    leaves, inputs, others = arrays
+    out = jax.jit(lambda *xs: call(case)(*xs, others))(leaves, inputs)
+    tolerance.assert_close(out, expected(case, *arrays)[0])
+
+
+def test_vmap() -> None:
+    """Over parameters as well: an ensemble."""
+    case = BY_NAME["both_extras"]
+    stack = [cases.layer_arrays(case, seed=seed) for seed in range(2)]
+    out = jax.vmap(call(case))(*jax.tree.map(lambda *xs: np.stack(xs), *stack))
+    for row, arrays in enumerate(stack):
+        tolerance.assert_close(out[row], expected(case, *arrays)[0])
+
+
+SMALL = LayerCase(
+    "small",
+    T=3,
+    S=5,
+    K=2,
+    G=2,
+    H=3,
+    h=2,
+    leaves=(*cases.BIASES, *cases.OUT, "bias_k", "bias_v", "query_norm", "key_norm"),
+    mask="*NTE",
+    bias="*NTS",
+    conditions=("query_seq_lengths", "key_value_seq_lengths"),
+    semantics=(("add_zero_attn", True), ("qk_norm", "layer"), ("logits_soft_cap", 1.7)),
+)
+
+
+def functional(case: LayerCase, **extra: Any) -> Callable[..., Any]:
+    """A random linear functional of the output, as a function of leaves, inputs, others."""
+    part = np.random.default_rng(2).standard_normal(
+        expected(case, *cases.layer_arrays(case, "float64"))[0].shape
+    )
+    run = call(case, **extra)
+    return lambda *arrays: (out := run(*arrays), (out * jnp.asarray(part, out.dtype)).sum())[1]
+
+
+@pytest.mark.parametrize("policy", ["zero", "mean"])
+@pytest.mark.usefixtures("x64")
+def test_gradients(policy: str) -> None:
+    """Of every leaf and input, against central differences of the specification and of JAX."""
+    case = replace(SMALL, semantics=(*SMALL.semantics, ("fully_masked", policy)))
+    leaves, inputs, others = cases.layer_arrays(case, "float64")
+    of = functional(case)
+    part = np.random.default_rng(2).standard_normal(expected(case, leaves, inputs, others)[0].shape)
+    found = jax.jit(jax.grad(of, argnums=(0, 1)))(leaves, inputs, others)
+    rng = np.random.default_rng(3)
+    for tree, slopes in zip((leaves, inputs), found, strict=True):
+        for name, x in tree.items():
+            want = []
+            places = [tuple(rng.integers(0, x.shape)) for _ in range(4)]
+            for place in places:
+                sides = []
+                for step in (tolerance.STEP, -tolerance.STEP):
+                    moved = x.copy()
+                    moved[place] += step
+                    x1, x2 = (t | {name: moved} if t is tree else t for t in (leaves, inputs))
+                    sides.append((expected(case, x1, x2, others)[0] * part).sum())
+                want.append((sides[0] - sides[1]) / (2 * tolerance.STEP))
+            got = np.asarray([slopes[name][place] for place in places])
+            tolerance.assert_slopes(got, np.asarray(want), name)
+    check_grads(  # type: ignore[no-untyped-call]
+        lambda *x: of(*x, others), (leaves, inputs), order=1, modes=["rev"], rtol=1e-6, atol=1e-6
+    )
+
+
+def assert_unmoved(
+    case: LayerCase, leaves: Any, inputs: Any, spoiled: list[Any], others: Any
+) -> None:
+    """Output and all gradients are finite, and the same for every one of the spoiled inputs."""
+    run = call(case)
+
+    def value(leaves: Any, inputs: Any) -> Any:
+        out = run(leaves, inputs, others)
+        return (out.astype(jnp.float32) ** 2).sum(), out
+
+    compiled = jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+    before = compiled(leaves, inputs)
+    for name, x in jax.tree_util.tree_leaves_with_path(before):
+        assert np.isfinite(x).all(), f"not finite: {jax.tree_util.keystr(name)}"
+    for each in spoiled:
+        jax.tree.map(tolerance.assert_same, compiled(leaves, each), before)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("lengths", "bias_kv"),
+        ("padding", "bias_kv"),
+        ("mask", "bias_kv"),
+        ("bias", "bias_kv"),
+        ("bias", "plain"),
+        ("padding", "zero_attn"),
+        ("padding", "norm_layer"),
+        ("lengths", "norm_rms"),
+    ],
+)
+def test_poisoned_padding(how: str, name: str) -> None:
+    """What padded rows of the inputs hold reaches no output and no gradient."""
+    case = replace(BY_NAME[name], mask=None, bias=None)
+    leaves, inputs, _ = cases.layer_arrays(case)
+    lengths = np.asarray([3, 6], np.int32)
+    there = np.arange(case.S) < lengths[:, None]
+    additive = np.where(there, np.float32(0.5), np.float32(-np.inf))
+    ways: dict[str, dict[str, Any]] = {
+        "lengths": {"key_value_seq_lengths": lengths},
+        "padding": {"key_value_padding": there},
+        "mask": {"mask": there[:, None, None]},
+        "bias": {"bias": additive[:, None, None]},
+    }
+    others = ways[how]
+    spoiled = [
+        {
+            n: x if n == "query" else np.where(there[..., None], x, np.float32(poison))
+            for n, x in inputs.items()
+        }
+        for poison in (np.nan, np.inf)
+    ]
+    assert_unmoved(case, leaves, inputs, spoiled, others)
+
+
+@pytest.mark.parametrize("name", ["self_unbatched", "norm_rms"])
+def test_poisoned_self_attention(name: str) -> None:
+    """One array as query, key and value, padded at its end."""
+    case = replace(BY_NAME[name], inputs=1, batch=(2,))
+    leaves, inputs, _ = cases.layer_arrays(case)
+    lengths = np.asarray([3, 4], np.int32)
+    others: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    there = (np.arange(case.T) < lengths[:, None])[..., None]
+    spoiled = {"query": np.where(there, inputs["query"], np.float32(np.nan))}
+    assert_unmoved(case, leaves, inputs, [spoiled], others)
+
+
+def test_poison_is_noticed() -> None:
+    """Without the mask the same check fails."""
+    leaves, inputs, _ = cases.layer_arrays(BY_NAME["plain"])
+    spoiled = inputs | {"key": inputs["key"].copy()}
+    spoiled["key"][0, -1] = np.nan
+    with pytest.raises(AssertionError):
+        assert_unmoved(BY_NAME["plain"], leaves, inputs, [spoiled], {})
+
+
+@pytest.mark.parametrize("name", ["structure", "norm_layer", "no_out", "cross_two_batch_axes"])
+def test_is_combine_of_attention_of_project(name: str) -> None:
+    case = BY_NAME[name]
+    leaves, inputs, others = cases.layer_arrays(case)
+    params, semantics = params_of(leaves), semantics_of(case)
+    query, key, value = flat(case, jaxmha.project(params, **inputs, semantics=semantics))
+    bias = others.get("bias")
+    heads = jaxmha.dot_product_attention(
+        query,
+        key,
+        value,
+        None if bias is None else bias.reshape(-1, *bias.shape[-3:]),
+        flat_mask(case, others),
+        is_causal=case.is_causal,
+    )
+    heads = heads.reshape(*case.batch, *heads.shape[1:])
+    out = jaxmha.combine(params, heads, semantics=semantics)
+    tolerance.assert_close(call(case)(leaves, inputs, others), np.asarray(out), factor=0.25)
+
+
+def flat(case: LayerCase, heads: Any) -> Any:
+    return tuple(x.reshape(-1, *x.shape[-3:]) for x in heads)
+
+
+def flat_mask(case: LayerCase, others: dict[str, Any]) -> Any:
+    if len(case.batch) == 1:
+        return mask_of(others)
+    return others["mask"].reshape(-1, *others["mask"].shape[-3:])
+
+
+@pytest.mark.parametrize("name", ["plain", "norm_layer", "norm_rms"])
+def test_project_and_combine(name: str) -> None:
+    case = BY_NAME[name]
+    leaves, inputs, _ = cases.layer_arrays(case)
+    params, semantics = params_of(leaves), semantics_of(case)
+    want = reference.project(params, inputs["query"], inputs["key"], inputs["value"], semantics)
+    for x, y in zip(jaxmha.project(params, **inputs, semantics=semantics), want, strict=True):
+        tolerance.assert_close(x, y)
+    heads = np.random.default_rng(4).standard_normal((2, 5, case.N, case.h)).astype(np.float32)
+    tolerance.assert_close(jaxmha.combine(params, heads), reference.combine(params, heads))
+
+
+def test_project_defaults() -> None:
+    """Key defaults to query, and value to key."""
+    for name, count in (("self_unbatched", 1), ("cross_two_batch_axes", 2)):
+        leaves, inputs, _ = cases.layer_arrays(BY_NAME[name])
+        given = list(inputs.values())
+        full = given + [given[-1]] * (3 - count)
+        params = params_of(leaves)
+        jax.tree.map(
+            tolerance.assert_same, jaxmha.project(params, *given), jaxmha.project(params, *full)
+        )
+
+
+@pytest.mark.parametrize(
+    ("of_params", "of_inputs", "of_output"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("float16", "float32", "float32"),
+        ("float16", "bfloat16", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_promotion(of_params: str, of_inputs: str, of_output: str) -> None:
+    """The promoted dtype is also the one that is computed in."""
+    case = BY_NAME["bias_kv"]
+    leaves, _, _ = cases.layer_arrays(case, of_params)
+    _, inputs, others = cases.layer_arrays(case, of_inputs, seed=1)
+    out = call(case)(leaves, inputs, others)
+    assert out.dtype == of_output
+    factor = tolerance.LAYER if of_output == "bfloat16" else 1.0
+    tolerance.assert_close(out, expected(case, leaves, inputs, others)[0], factor=factor)
+
+
+@pytest.mark.parametrize("argument", ["leaves", "inputs", "others"])
+def test_float64_is_not_rounded(argument: str) -> None:
+    case = BY_NAME["cross_two_batch_axes"]
+    wide = cases.layer_arrays(case, "float64")
+    arrays = list(cases.layer_arrays(case, "float32"))
+    place = ("leaves", "inputs", "others").index(argument)
+    arrays[place] = wide[place]
+    with pytest.raises(TypeError, match="float64"):
+        call(case)(*arrays)
+
+
+def test_inputs_unchanged() -> None:
+    case = BY_NAME["extras_structure"]
+    arrays = cases.layer_arrays(case)
+    before = jax.tree.map(np.copy, arrays)
+    jax.block_until_ready(call(case)(*arrays))  # type: ignore[no-untyped-call]
+    jax.tree.map(tolerance.assert_same, arrays, before)
+
+
+@pytest.mark.parametrize(("T", "S"), [(0, 7), (5, 0), (5, 1)])
+@pytest.mark.parametrize("name", ["plain", "zero_attn", "bias_kv"])
+def test_sizes_of_zero_and_one(name: str, T: int, S: int) -> None:
+    values(replace(BY_NAME[name], T=T, S=S, mask=None, bias=None), "float32")
+
+
+def test_params_are_a_pytree() -> None:
+    leaves, _, _ = cases.layer_arrays(BY_NAME["both_extras"])
+    params = params_of(leaves)
+    assert len(jax.tree.leaves(params)) == len(leaves)
+    doubled = jax.tree.map(lambda x: x * 2, params)
+    assert isinstance(doubled, MHAParams)
+    tolerance.assert_same(doubled.query.kernel, leaves["query.kernel"] * 2)
+
+
+MUTANTS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "key and value biases swapped": (
+        "small_square",
+        lambda x: x | {"key.bias": x["value.bias"], "value.bias": x["key.bias"]},
+    ),
+    "heads permuted": ("plain", lambda x: x | {"query.kernel": x["query.kernel"][:, ::-1]}),
+    "out heads permuted": ("plain", lambda x: x | {"out.kernel": x["out.kernel"][::-1]}),
+    "bias_v lost": ("bias_kv", lambda x: x | {"bias_v": x["bias_v"] * 0}),
+    "norm scale lost": ("norm_rms", lambda x: x | {"query_norm": x["query_norm"] * 0 + 1}),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_fail(mutant: str) -> None:
+    """Parameters that are wrong in one place are told apart."""
+    name, change = MUTANTS[mutant]
+    case = BY_NAME.get(name, replace(BY_NAME["plain"], H=11, h=11))
+    leaves, inputs, others = cases.layer_arrays(case)
+    out = call(case)(change(leaves), inputs, others)
+    with pytest.raises(AssertionError):
+        tolerance.assert_close(out, expected(case, leaves, inputs, others)[0])
+
+
+def test_bfloat16_is_that_of_ml_dtypes() -> None:
+    assert cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype == ml_dtypes.bfloat16

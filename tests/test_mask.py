@@ -1,0 +1,220 @@
+"""Mask: constructors, intersection, and the keyword arguments that mean the same."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import Mask
+from tests import cases, reference, tolerance
+from tests.cases import Case
+
+B, N, T, S = 2, 3, 5, 7
+RNG = np.random.default_rng(0)
+
+
+def _ids(size: int) -> Any:
+    return RNG.integers(0, 2, (B, size)).astype(np.int32)
+
+
+def _rows(low: int, high: int) -> Any:
+    return RNG.integers(low, high, B).astype(np.int32)
+
+
+# Two of each kind, beside the same condition as the specification takes it.
+Made = tuple[Mask, dict[str, Any]]
+
+
+def _causal(offset: Any) -> Made:
+    return Mask.causal(offset), {"causal_offset": offset}
+
+
+def _window(left: int | None, right: int | None) -> Made:
+    return Mask.window(left, right), {"local_window_size": (left, right)}
+
+
+def _lengths(query: Any, key_value: Any) -> Made:
+    conditions = {"query_seq_lengths": query, "key_value_seq_lengths": key_value}
+    return Mask.lengths(query, key_value), conditions
+
+
+def _padding(query: Any, key_value: Any) -> Made:
+    conditions = {"query_padding": query, "key_value_padding": key_value}
+    return Mask.padding(query, key_value), conditions
+
+
+def _segments() -> Made:
+    pair = _ids(T), _ids(S)
+    return Mask.segments(*pair), {"segment_ids": pair}
+
+
+def _dense(*shape: int) -> Made:
+    array = RNG.random(shape) < 0.6
+    return Mask.dense(array), {"mask": array}
+
+
+MADE: dict[str, Made] = {
+    "causal": _causal(0),
+    "causal_later": _causal(2),
+    "causal_earlier": _causal(-1),
+    "causal_rows": _causal(np.asarray([-1, 3], np.int32)),
+    "window": _window(1, 2),
+    "window_left": _window(2, None),
+    "window_right": _window(None, 0),
+    "lengths": _lengths(_rows(1, T), _rows(0, S)),
+    "lengths_query": _lengths(_rows(1, T), None),
+    "lengths_key_value": _lengths(None, _rows(1, S)),
+    "padding": _padding(RNG.random((B, T)) < 0.7, RNG.random((B, S)) < 0.7),
+    "padding_query": _padding(RNG.random((B, T)) < 0.7, None),
+    "padding_key_value": _padding(None, RNG.random((B, S)) < 0.7),
+    "segments": _segments(),
+    "segments_other": _segments(),
+    "dense": _dense(B, N, T, S),
+    "dense_square": _dense(T, S),
+    "dense_keys": _dense(B, 1, 1, S),
+}
+
+
+def full(mask: Mask) -> Any:
+    return np.broadcast_to(np.asarray(mask.to_array(T, S)), (B, N, T, S))
+
+
+def loops(conditions: dict[str, Any]) -> Any:
+    return reference.pairs((B,), N, T, S, **conditions)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_constructor(name: str) -> None:
+    mask, conditions = MADE[name]
+    assert mask.to_array(T, S).dtype == bool
+    tolerance.assert_same(full(mask), loops(conditions))
+    assert not full(mask).all(), "a mask that excludes nothing proves nothing"
+
+
+@pytest.mark.parametrize(("one", "other"), list(product(MADE, MADE)))
+def test_and_is_intersection(one: str, other: str) -> None:
+    (a, x), (b, y) = MADE[one], MADE[other]
+    tolerance.assert_same(full(a & b), loops(x) & loops(y))
+
+
+def test_and_of_everything() -> None:
+    whole, allowed = Mask(), np.ones((B, N, T, S), bool)
+    for mask, conditions in MADE.values():
+        whole &= mask
+        allowed &= loops(conditions)
+    tolerance.assert_same(full(whole), allowed)
+
+
+def test_structure_is_kept() -> None:
+    """Lengths stay lengths: nothing becomes an array that need not."""
+    structured = [mask for name, (mask, _) in MADE.items() if not name.startswith("dense")]
+    for one, other in product(structured, structured):
+        both = one & other
+        twice = one.query_segments is not None and other.query_segments is not None
+        assert (both.array is None) == (not twice)
+    assert (MADE["causal"][0] & MADE["causal_later"][0]).causal_offset == 0
+    assert (MADE["window"][0] & MADE["window_left"][0]).window_size == (1, 2)
+
+
+def test_no_condition() -> None:
+    assert full(Mask()).all()
+    mask = MADE["padding"][0]
+    for both in (Mask() & mask, mask & Mask()):
+        tolerance.assert_same(full(both), full(mask))
+
+
+def test_is_a_frozen_pytree() -> None:
+    mask = Mask.causal(1) & MADE["window"][0] & MADE["lengths"][0] & MADE["dense"][0]
+    leaves, tree = jax.tree.flatten(mask)
+    # Integers and windows shape the program; arrays are traced.
+    assert len(leaves) == 3
+    again = jax.tree.unflatten(tree, leaves)
+    tolerance.assert_same(full(again), full(mask))
+    assert (again.causal_offset, again.window_size) == (1, (1, 2))
+    with pytest.raises(AttributeError):
+        mask.array = None  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_as_argument_of_jit(name: str) -> None:
+    mask, conditions = MADE[name]
+    traced = jax.jit(lambda mask: mask.to_array(T, S))(mask)
+    tolerance.assert_same(np.broadcast_to(traced, (B, N, T, S)), loops(conditions))
+
+
+def test_under_vmap() -> None:
+    offsets = np.asarray([[0, 1], [2, -1], [3, 0]], np.int32)
+    out = jax.vmap(lambda offset: Mask.causal(offset).to_array(T, S))(offsets)
+    for row, offset in enumerate(offsets):
+        want = loops({"causal_offset": offset})
+        tolerance.assert_same(np.broadcast_to(out[row], want.shape), want)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integers_of_either_size(dtype: str) -> None:
+    """Strict promotion and x64 do not get in the way of lengths and offsets."""
+    lengths = np.asarray([3, 5], dtype)
+    for mask, conditions in (_causal(lengths), _lengths(lengths, lengths)):
+        tolerance.assert_same(full(mask), loops(conditions))
+        tolerance.assert_same(full(mask & mask), loops(conditions))
+
+
+CASE = Case("forms", B=B, T=T, S=S, K=N, G=1)
+ARRAYS = cases.arrays(CASE)
+_lower, _upper = _rows(1, T), _rows(1, S)
+_pair = _ids(T), _ids(S)
+_array = RNG.random((B, N, T, S)) < 0.6
+FORMS: dict[str, tuple[dict[str, Any], Callable[[], Mask]]] = {
+    "causal": ({"is_causal": True}, Mask.causal),
+    "lengths": (
+        {"query_seq_lengths": _lower, "key_value_seq_lengths": _upper},
+        lambda: Mask.lengths(_lower, _upper),
+    ),
+    "window": ({"local_window_size": (2, 1)}, lambda: Mask.window(2, 1)),
+    "window_int": ({"local_window_size": 2}, lambda: Mask.window(2, 2)),
+    "segments": ({"segment_ids": _pair}, lambda: Mask.segments(*_pair)),
+    "dense": ({"mask": _array}, lambda: Mask.dense(_array)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_keywords_mean_masks(name: str) -> None:
+    keywords, mask = FORMS[name]
+    one, two = (
+        jaxmha.dot_product_attention(**ARRAYS, **options, return_weights=True, return_lse=True)
+        for options in (keywords, {"mask": mask()})
+    )
+    jax.tree.map(tolerance.assert_same, one, two)
+    want = reference.dot_product_attention(**ARRAYS, **keywords)
+    tolerance.assert_close(one[0], want.out)
+
+
+def test_keywords_and_mask_are_both_obeyed() -> None:
+    options: dict[str, Any] = {}
+    for name in ("causal", "lengths", "window", "segments"):
+        options |= FORMS[name][0]
+    mask, conditions = MADE["padding"]
+    dense, array = MADE["dense"]
+    offset, rows = MADE["causal_rows"]
+    out, weights = jaxmha.dot_product_attention(
+        **ARRAYS, **options, mask=mask & dense & offset, return_weights=True
+    )
+    want = reference.dot_product_attention(**ARRAYS, **options, **conditions, **array, **rows)
+    tolerance.assert_close(out, want.out)
+    tolerance.assert_close(weights, want.weights)
+
+
+def test_every_field_is_tested() -> None:
+    covered = {
+        field.name
+        for mask, _ in MADE.values()
+        for field in fields(Mask)
+        if getattr(mask, field.name) is not None
+    }
+    assert covered == {field.name for field in fields(Mask)}
