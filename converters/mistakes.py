@@ -1,0 +1,252 @@
+"""Single mistakes of a conversion that every shape check lets through, and how they are told.
+
+Square matrices look alike whichever way they are read, so a wrong conversion loads without an
+error. Each mistake is a rewriting of the right leaves; where it turns one side's weights into the
+other's, bit by bit, it is the explanation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha import MHAParams
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.params import leaves
+
+Leaves = Mapping[str, NDArray]
+
+
+class Mistake(NamedTuple):
+    """A mistake in single leaves and its remedy; `explains` compares a leaf of either side."""
+
+    name: str
+    remedy: str
+    explains: Callable[[str, NDArray, NDArray], bool]
+
+
+class Exchange(NamedTuple):
+    """A mistake that moves values between leaves; `rewrite` gives what it may make of all."""
+
+    name: str
+    remedy: str
+    rewrite: Callable[[Leaves], Iterator[dict[str, NDArray]]]
+
+
+def explain(a: MHAParams, b: MHAParams) -> str | None:
+    """The single mistake that turns the first side's weights into the second's; None: none does.
+
+    Which side is the right one cannot be seen from the weights.
+
+    >>> from jaxmha import Projection
+    >>> q, k, v = (Projection(np.random.default_rng(i).normal(size=(6, 2, 3))) for i in range(3))
+    >>> print(explain(MHAParams(q, k, v), MHAParams(k, q, v)))
+    query and key exchanged: call or pack them as (query, key, value)
+    """
+    x, y = ({n: to_numpy(leaf) for n, leaf in leaves(side).items()} for side in (a, b))
+    if _equal(x, y):
+        return None
+    for exchange in EXCHANGES:
+        if any(_equal(rewritten, y) for rewritten in exchange.rewrite(x)):
+            return f"{exchange.name}: {exchange.remedy}"
+    for mistake in MISTAKES:
+        if found := _leaves_hit(mistake, x, y):
+            return f"{mistake.name} in {', '.join(found)}: {mistake.remedy}"
+    return None
+
+
+def _leaves_hit(mistake: Mistake, x: Leaves, y: Leaves) -> list[str]:
+    """The leaves that differ, where the mistake explains every one of them; else none."""
+    hit = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
+    absent = np.zeros(0)
+    explained = (mistake.explains(n, x.get(n, absent), y.get(n, absent)) for n in hit)
+    return hit if all(explained) else []
+
+
+def _rewriting(
+    rewrite: Callable[[str, NDArray], Iterator[NDArray]],
+) -> Callable[[str, NDArray, NDArray], bool]:
+    """Explains a pair of leaves where it makes one of them from the other."""
+
+    def explains(name: str, x: NDArray, y: NDArray) -> bool:
+        return any(
+            _same(made, other)
+            for one, other in ((x, y), (y, x))
+            if one.size
+            for made in rewrite(name, one)
+        )
+
+    return explains
+
+
+def _equal(x: Leaves, y: Leaves) -> bool:
+    return x.keys() == y.keys() and all(_same(x[name], y[name]) for name in x)
+
+
+def _same(x: NDArray, y: NDArray) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def _heads_last(name: str, array: NDArray) -> NDArray | None:
+    """A leaf as (rest, heads, head size), None where it has no heads."""
+    if name == "out.bias" or name not in _ROLES:
+        return None
+    if name == "out.kernel":
+        return rearrange(array, "N h D -> D N h")
+    return array if array.ndim == 3 else array[None]
+
+
+_ROLES = (
+    "query.kernel", "key.kernel", "value.kernel", "out.kernel",
+    "query.bias", "key.bias", "value.bias",
+)  # fmt: skip
+
+
+def _restored(name: str, array: NDArray, like: NDArray) -> NDArray:
+    if name == "out.kernel":
+        array = rearrange(array, "D N h -> N h D")
+    return np.ascontiguousarray(array.reshape(array.shape if like.ndim == 3 else array.shape[1:]))
+
+
+def _transposed(name: str, array: NDArray) -> Iterator[NDArray]:
+    if name.endswith("kernel"):
+        matrix = array.reshape(
+            (-1, array.shape[2]) if name == "out.kernel" else (array.shape[0], -1)
+        )
+        if matrix.shape[0] == matrix.shape[1]:
+            yield np.ascontiguousarray(matrix.T).reshape(array.shape)
+
+
+def _heads_and_size_exchanged(name: str, array: NDArray) -> Iterator[NDArray]:
+    heads = _heads_last(name, array)
+    if heads is not None:
+        _, N, H = heads.shape
+        merged = rearrange(heads, "D N H -> D (N H)")
+        yield _restored(name, rearrange(merged, "D (H N) -> D N H", N=N, H=H), array)
+
+
+def _rotary_order(name: str, array: NDArray) -> Iterator[NDArray]:
+    heads = _heads_last(name, array)
+    if name.split(".")[0] in ("query", "key") and heads is not None and heads.shape[2] % 2 == 0:
+        turned = rearrange(heads, "D N (pair two) -> D N (two pair)", two=2)
+        yield _restored(name, turned, array)
+
+
+def _dropped(name: str, x: NDArray, y: NDArray) -> bool:
+    return name.endswith("bias") and (not x.any() or not y.any())
+
+
+def _permuted(name: str, x: NDArray, y: NDArray) -> bool:
+    heads = [_heads_last(name, side) for side in (x, y) if side.size]
+    if len(heads) < 2 or heads[0] is None or heads[1] is None or x.shape != y.shape:
+        return False
+    one, other = (sorted(side[:, n].tobytes() for n in range(side.shape[1])) for side in heads)
+    return one == other
+
+
+def _exchange(one: str, other: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
+    def rewrite(x: Leaves) -> Iterator[dict[str, NDArray]]:
+        swap = {one: other, other: one}
+        for parts in (("kernel", "bias"), ("kernel",), ("bias",)):
+            moved = {}
+            for name, array in x.items():
+                role, _, part = name.partition(".")
+                moved[f"{swap.get(role, role)}.{part}" if part in parts else name] = array
+            yield moved
+
+    return rewrite
+
+
+def _packing(wrote: str, read: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
+    def rewrite(x: Leaves) -> Iterator[dict[str, NDArray]]:
+        both = dict(x)
+        for part in ("kernel", "bias"):
+            names = [
+                f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x
+            ]
+            if len(names) < 3 or len({x[name].shape for name in names}) > 1:
+                continue
+            like = x[names[0]]
+            stack = np.stack([x[name] if like.ndim == 3 else x[name][None] for name in names])
+            rows = rearrange(stack, f"qkv D N H -> D ({wrote})")
+            sizes = {"qkv": 3, "N": stack.shape[2], "H": stack.shape[3]}
+            parts = rearrange(rows, f"D ({read}) -> qkv D N H", **sizes)
+            for name, array in zip(names, parts, strict=True):
+                both[name] = np.ascontiguousarray(array.reshape(like.shape))
+        yield both
+
+    return rewrite
+
+
+def _other_head_count(x: Leaves) -> Iterator[dict[str, NDArray]]:
+    """Every other way of splitting the merged axis."""
+    if "query.kernel" not in x or len({x[n].shape[-2:] for n in _ROLES[:3] if n in x}) > 1:
+        return
+    _, N, H = x["query.kernel"].shape
+    for heads in (n for n in range(1, N * H + 1) if N * H % n == 0 and n != N):
+        split = (heads, N * H // heads)
+        shapes = {
+            name: (
+                (*split, array.shape[2])
+                if name == "out.kernel"
+                else array.shape
+                if name == "out.bias"
+                else (*array.shape[:-2], *split)
+            )
+            for name, array in x.items()
+            if name in (*_ROLES, "out.bias")
+        }
+        if shapes.keys() == x.keys():
+            yield {name: array.reshape(shapes[name]) for name, array in x.items()}
+
+
+EXCHANGES: tuple[Exchange, ...] = (
+    Exchange(
+        "query and key exchanged",
+        "call or pack them as (query, key, value)",
+        _exchange("query", "key"),
+    ),
+    Exchange(
+        "key and value exchanged",
+        "Keras is called as (query, value, key), everything else as (query, key, value)",
+        _exchange("key", "value"),
+    ),
+    Exchange(
+        "interleaved packing",
+        "rows packed as (qkv N H) were read head by head, as (N qkv H)",
+        _packing("qkv N H", "N qkv H"),
+    ),
+    Exchange(
+        "interleaved packing",
+        "rows packed head by head, as (N qkv H), were read as (qkv N H)",
+        _packing("N qkv H", "qkv N H"),
+    ),
+    Exchange(
+        "wrong head count", "give num_heads from the model's configuration", _other_head_count
+    ),
+)
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("dropped bias", "copy it, or check that the source has none", _dropped),
+    Mistake(
+        "transposed kernel",
+        "torch Linear is (out, in), Dense and Conv1D are (in, out)",
+        _rewriting(_transposed),
+    ),
+    Mistake(
+        "heads and head size exchanged",
+        "the merged axis is (N H), heads outermost",
+        _rewriting(_heads_and_size_exchanged),
+    ),
+    Mistake(
+        "head order",
+        "the heads are the same in another order; harmless if every kernel and bias has it",
+        _permuted,
+    ),
+    Mistake(
+        "rotary convention",
+        "rows are ordered for pairs (2p, 2p + 1) on one side and (p, p + H / 2) on the other: "
+        "permute query and key, or set rope(interleaved=)",
+        _rewriting(_rotary_order),
+    ),
+)

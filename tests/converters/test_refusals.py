@@ -1,0 +1,519 @@
+"""What cannot be read or held is refused with a message that names it; messages are read here."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha import MHAParams, Projection, Semantics
+from jaxmha.converters import flax, huggingface, keras, torch
+from jaxmha.converters.arrays import NDArray
+from tests.converters import layers
+
+N, H, h, Dq, Dk, Dv, Do = 3, 5, 7, 15, 17, 19, 23
+
+
+def params(*, K: int = N, bias: bool = True, dtype: str = "float32", **sizes: int) -> MHAParams:
+    """Random parameters that torch's packed layout holds; `sizes` change one letter at a time."""
+    rng = np.random.default_rng(0)
+    size = {"Dq": Dq, "Dk": Dq, "Dv": Dq, "Do": Dq, "h": H} | sizes
+
+    def projection(*kernel: int, axes: tuple[int, ...]) -> Projection:
+        drawn = rng.normal(size=kernel).astype(dtype)
+        return Projection(drawn, rng.normal(size=axes).astype(dtype) if bias else None)
+
+    return MHAParams(
+        projection(size["Dq"], N, H, axes=(N, H)),
+        projection(size["Dk"], K, H, axes=(K, H)),
+        projection(size["Dv"], K, size["h"], axes=(K, size["h"])),
+        projection(N, size["h"], size["Do"], axes=(size["Do"],)),
+    )
+
+
+def state(converter: Any, given: MHAParams | None = None, **options: Any) -> dict[str, NDArray]:
+    """A good flat dict to spoil."""
+    exported: dict[str, NDArray] = converter.export_params(given or params(), **options)
+    return exported
+
+
+def without(arrays: dict[str, NDArray], *keys: str) -> dict[str, NDArray]:
+    """The dict less some keys, which have to be there."""
+    assert set(keys) <= arrays.keys()
+    return {key: array for key, array in arrays.items() if key not in keys}
+
+
+def bias_kv(given: MHAParams) -> MHAParams:
+    """With torch's learned extra position."""
+    return given._replace(bias_k=np.ones((N, H), np.float32), bias_v=np.ones((N, H), np.float32))
+
+
+def qk_norm(given: MHAParams) -> MHAParams:
+    """With flax's scales."""
+    return given._replace(query_norm=np.ones(H, np.float32), key_norm=np.ones(H, np.float32))
+
+
+def no_out(given: MHAParams) -> MHAParams:
+    """Heads concatenated."""
+    return given._replace(out=None)
+
+
+def only_query_bias(given: MHAParams) -> MHAParams:
+    """A partial set of biases."""
+    return given._replace(key=given.key._replace(bias=None), value=given.value._replace(bias=None))
+
+
+packed = state(torch)
+separate = state(torch, params(Dk=Dk, Dv=Dv))
+linen_tree = state(flax)
+variables = state(keras)
+bert = state(huggingface)
+ones = np.ones((7, 7), np.float32)
+
+IMPORTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "unknown key": (
+        torch,
+        packed | {"in_proj_wieght": ones},
+        {"num_heads": N},
+        r"unknown key 'in_proj_wieght': layout torch has in_proj_weight, ",
+    ),
+    "unknown key under a prefix": (
+        torch,
+        {f"a.{key}": x for key, x in packed.items()} | {"a.extra": ones},
+        {"num_heads": N, "prefix": "a"},
+        r"unknown key 'extra' under prefix 'a'",
+    ),
+    "missing required key": (
+        torch,
+        without(packed, "out_proj.weight"),
+        {"num_heads": N},
+        (
+            r"no known layout has all its keys: torch lacks out_proj.weight; torch-separate lacks "
+            r"q_proj_weight"
+        ),
+    ),
+    "missing key of a named layout": (
+        torch,
+        without(packed, "out_proj.weight"),
+        {"num_heads": N, "layout": "torch"},
+        r"missing key 'out_proj.weight': layout torch needs it",
+    ),
+    "nothing under the prefix": (
+        torch,
+        packed,
+        {"num_heads": N, "prefix": "encoder"},
+        r"no known layout has all its keys under prefix 'encoder'",
+    ),
+    "unknown layout": (
+        torch,
+        packed,
+        {"num_heads": N, "layout": "touch"},
+        r"unknown layout 'touch': known are torch, torch-separate",
+    ),
+    "missing num_heads": (
+        torch,
+        packed,
+        {},
+        r"layout torch does not store the head count: pass num_heads=",
+    ),
+    "missing num_heads, bert": (
+        huggingface,
+        bert,
+        {},
+        r"layout bert does not store the head count: pass num_heads=",
+    ),
+    "num_heads that does not divide": (
+        torch,
+        packed,
+        {"num_heads": 4},
+        r"in_proj_weight: expected axes \(\(qkv N H\), Dq\) with qkv=3, N=4, got shape \(45, 15\)",
+    ),
+    "num_heads that contradicts a shape": (
+        keras,
+        variables,
+        {"num_heads": 5},
+        r"query/kernel: expected axes \(Dq, N, H\) with N=5, got shape \(15, 3, 5\)",
+    ),
+    "wrong width": (
+        torch,
+        packed | {"out_proj.bias": np.ones(16, np.float32)},
+        {"num_heads": N},
+        r"out_proj.bias: expected axes \(Do\) with Do=15, got shape \(16,\)",
+    ),
+    "packed array not a multiple of three": (
+        torch,
+        packed | {"in_proj_bias": np.ones(44, np.float32)},
+        {"num_heads": N},
+        r"in_proj_bias: expected axes .*qkv=3.* got shape \(44,\)",
+    ),
+    "transposed, not square": (
+        torch,
+        separate | {"k_proj_weight": separate["k_proj_weight"].T},
+        {"num_heads": N},
+        r"k_proj_weight: expected axes .*N=3, H=5.* got shape \(17, 15\)",
+    ),
+    "too few axes": (
+        keras,
+        variables | {"key/kernel": np.ones((15, 15), np.float32)},
+        {},
+        (
+            r"key/kernel: expected .*\(Dk N H\).* got shape \(15, 15\)|"
+            r"key/kernel: expected axes \(Dk, N, H\).* got shape \(15, 15\)"
+        ),
+    ),
+    "one array stacked and the others not": (
+        keras,
+        variables | {"key/kernel": np.ones((2, 15, 3, 5), np.float32)},
+        {},
+        r"key/kernel: expected leading axes \(\) as in query/kernel.* got shape \(2, 15, 3, 5\)",
+    ),
+    "embed_dim is not N * H": (
+        torch,
+        packed
+        | {
+            "out_proj.weight": np.ones((17, 15), np.float32),
+            "out_proj.bias": np.ones(17, np.float32),
+        },
+        {"num_heads": N},
+        r"layout torch cannot hold Do=17 with Dq=15: out_proj .* is square",
+    ),
+    "bias without its partner": (
+        torch,
+        without(packed, "in_proj_bias"),
+        {"num_heads": N},
+        (
+            r"missing key 'in_proj_bias': layout torch needs it, which comes with in_proj_bias, "
+            r"out_proj.bias"
+        ),
+    ),
+    "bias of one projection": (
+        keras,
+        without(variables, "key/bias", "value/bias", "attention_output/bias"),
+        {},
+        r"missing key 'key/bias', 'value/bias', 'attention_output/bias': layout keras needs it",
+    ),
+    "bias_k without bias_v": (
+        torch,
+        packed | {"bias_k": np.ones((1, 1, 15), np.float32)},
+        {"num_heads": N},
+        r"missing key 'bias_v': layout torch needs it, which comes with bias_k, bias_v",
+    ),
+    "packed and separate weights": (
+        torch,
+        packed | {"q_proj_weight": ones},
+        {"num_heads": N},
+        r"unknown key 'q_proj_weight': layout torch has in_proj_weight",
+    ),
+    "query_ln without key_ln": (
+        flax,
+        linen_tree | {"query_ln/scale": np.ones(5, np.float32)},
+        {},
+        r"missing key 'key_ln/scale': layout flax needs it",
+    ),
+    "bert without biases": (
+        huggingface,
+        without(bert, "self.key.bias"),
+        {"num_heads": N},
+        r"no known layout has all its keys: bert lacks self.key.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_import_refuses(name: str) -> None:
+    converter, arrays, options, message = IMPORTS[name]
+    kept = {key: array.copy() for key, array in arrays.items()}
+    with pytest.raises(ValueError, match=message):
+        converter.import_params(arrays, **options)
+    layers.assert_identical(arrays, kept)
+
+
+def test_what_is_spoiled_above_was_good() -> None:
+    for converter, arrays, options in (
+        (torch, packed, {"num_heads": N}),
+        (torch, separate, {"num_heads": N}),
+        (keras, variables, {}),
+        (flax, linen_tree, {}),
+        (huggingface, bert, {"num_heads": N}),
+    ):
+        found, _ = converter.import_params(arrays, **options)
+        assert found.query.kernel.shape == (Dq, N, H)
+
+
+P, Change = params(), Callable[[MHAParams], MHAParams]
+EXPORTS: dict[str, tuple[Any, MHAParams, Semantics, dict[str, Any], str]] = {}
+
+
+def refuse(
+    name: str,
+    converter: Any,
+    given: MHAParams,
+    message: str,
+    semantics: Semantics = Semantics(),
+    **options: Any,
+) -> None:
+    """Adds a row to EXPORTS; a converter of several models' layouts is asked for the first."""
+    assert name not in EXPORTS
+    if converter is huggingface:
+        options = {"layout": huggingface.LAYOUTS[0].name} | options
+    EXPORTS[name] = (converter, given, semantics, options, message)
+
+
+refuse(
+    "D != N * H into torch",
+    torch,
+    params(Dq=17, Dk=17, Dv=17, Do=17),
+    r"layout torch cannot hold Dq=17 with N=3 \* H=5: .* embed_dim / num_heads",
+)
+refuse("Do != Dq into torch", torch, params(Do=Do), r"torch cannot hold Do=23 with Dq=15: .*square")
+refuse("value_dim into torch", torch, params(h=h), r"torch cannot hold h=7 with H=5")
+refuse(
+    "widths into torch packed",
+    torch,
+    params(Dk=Dk),
+    r"torch cannot hold Dk=17 with Dq=15: .* \(see torch-separate\)",
+    layout="torch",
+)
+refuse("Do != Dq into bert", huggingface, params(Do=Do), r"bert cannot hold Do=23 with Dq=15")
+refuse("value_dim into flax", flax, params(h=h), r"layout flax cannot hold h=7 with H=5: flax")
+for target in (torch, keras, huggingface):
+    layout_name = target.LAYOUTS[0].name
+    refuse(
+        f"GQA into {layout_name}",
+        target,
+        params(K=1),
+        rf"layout {layout_name} cannot hold K=1 with N=3: ",
+    )
+    refuse(
+        f"qk_norm into {layout_name}",
+        target,
+        qk_norm(P),
+        rf"layout {layout_name} cannot hold query_norm, key_norm: it has no such parameter",
+        Semantics(qk_norm="layer"),
+    )
+    refuse(
+        f"dropout_broadcast into {layout_name}",
+        target,
+        P,
+        rf"layout {layout_name} cannot hold semantics.dropout_broadcast=\('B', 'N'\)",
+        Semantics(dropout_rate=0.1, dropout_broadcast=("B", "N")),
+    )
+for target in (keras, flax, huggingface):
+    layout_name = target.LAYOUTS[0].name
+    refuse(
+        f"bias_k into {layout_name}",
+        target,
+        bias_kv(P),
+        rf"layout {layout_name} cannot hold bias_k, bias_v: it has no such parameter",
+    )
+    refuse(
+        f"add_zero_attn into {layout_name}",
+        target,
+        P,
+        rf"layout {layout_name} cannot hold semantics.add_zero_attn=True",
+        Semantics(add_zero_attn=True),
+    )
+for target in (torch, keras, flax, huggingface):
+    layout_name = target.LAYOUTS[0].name
+    refuse(
+        f"scale into {layout_name}",
+        target,
+        P,
+        rf"layout {layout_name} cannot hold semantics.scale=0.5: its layer always has 0.44",
+        Semantics(scale=0.5),
+    )
+    refuse(
+        f"soft cap into {layout_name}",
+        target,
+        P,
+        rf"layout {layout_name} cannot hold semantics.logits_soft_cap=30.0",
+        Semantics(logits_soft_cap=30.0),
+    )
+    refuse(
+        f"no output layer into {layout_name}",
+        target,
+        no_out(P),
+        rf"layout {layout_name} needs out.kernel",
+    )
+    refuse(
+        f"partial biases into {layout_name}",
+        target,
+        only_query_bias(P),
+        r"(needs key.bias, value.bias|together or not at all; there: .*query.bias.*; "
+        r"missing: key.bias, value.bias)",
+    )
+    refuse(
+        f"unknown layout of {layout_name}", target, P, r"unknown layout 'x': known are", layout="x"
+    )
+refuse(
+    "rms norm into flax",
+    flax,
+    qk_norm(P),
+    r"flax cannot hold semantics.qk_norm='rms': its layer always has 'layer'",
+    Semantics(qk_norm="rms"),
+)
+refuse(
+    "epsilon into flax",
+    flax,
+    qk_norm(P),
+    r"flax cannot hold semantics.qk_norm_epsilon=0.1",
+    Semantics(qk_norm="layer", qk_norm_epsilon=0.1),
+)
+refuse(
+    "mixed dtypes in a packed array",
+    torch,
+    P._replace(key=P.key._replace(kernel=np.asarray(P.key.kernel, np.float16))),
+    r"in_proj_weight packs arrays of one dtype, got query.kernel float32, key.kernel float16",
+    layout="torch",
+)
+refuse(
+    "shapes that contradict each other",
+    torch,
+    P._replace(value=P.value._replace(bias=np.ones((N, 6), np.float32))),
+    r"params.value.bias: expected axes \(K, h\) with K=3, h=5, got shape \(3, 6\)",
+)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_export_refuses(name: str) -> None:
+    converter, given, semantics, options, message = EXPORTS[name]
+    with pytest.raises(ValueError, match=message):
+        converter.export_params(given, semantics, **options)
+
+
+def test_torch_layer_refuses_mixed_dtypes() -> None:
+    mixed = P._replace(key=P.key._replace(kernel=np.asarray(P.key.kernel, np.float16)))
+    with pytest.raises(ValueError, match=r"one dtype"):
+        torch.to_module(mixed)
+
+
+def test_dropout_alone_and_a_scale_of_its_own_size_are_held() -> None:
+    """Neither is a difference: a rate of zero shares nothing, H ** -0.5 is the default."""
+    same = Semantics(scale=H**-0.5, dropout_broadcast=("B",), dropout_rate=0.0)
+    layers.assert_identical(torch.export_params(P, same), packed)
+    layers.assert_identical(torch.export_params(P, Semantics(dropout_rate=0.2)), packed)
+
+
+def test_evaluation_is_not_a_weight() -> None:
+    semantics = Semantics(fully_masked="nan", softmax_dtype="float32", precision="highest")
+    layers.assert_identical(torch.export_params(P, semantics), packed)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (params(Dk=Dk, Dv=Dv), "nnx", r"flax nnx cannot hold Dk=17 with Dv=19: .*in_kv_features"),
+        (params(K=1), "linen", r"flax linen cannot hold K=1 with N=3: .*nnx has fewer"),
+        (params(h=h), "linen", r"flax linen cannot hold h=7 with H=5"),
+        (P, "haiku", r"kind must be 'nnx' or 'linen', got 'haiku'"),
+    ],
+)
+def test_flax_layers_refuse(given: MHAParams, kind: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flax.to_module(given, kind=kind)
+
+
+def test_flax_layers_share_dropout_over_batch_and_heads_only() -> None:
+    semantics = Semantics(dropout_rate=0.1, dropout_broadcast=("T",))
+    with pytest.raises(ValueError, match=r"semantics.dropout_broadcast=\('T',\)"):
+        flax.to_module(P, semantics)
+    for shared in ((), ("B", "N")):
+        module = flax.to_module(P, replace(semantics, dropout_broadcast=shared))
+        assert module.broadcast_dropout == bool(shared)
+        assert flax.from_module(module)[1].dropout_broadcast == shared
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_flax_without_x64_does_not_round_float64(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"JAX would keep query/kernel as float32, not float64"):
+        flax.to_module(params(dtype="float64"), kind=kind)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")
+def test_keras_on_jax_without_x64_does_not_round_float64() -> None:
+    import keras as framework
+
+    if framework.backend.backend() == "jax":
+        with pytest.raises(ValueError, match=r"keeps query/kernel as float32, not float64"):
+            keras.to_module(params(dtype="float64"))
+    else:
+        layer = keras.to_module(params(dtype="float64"))
+        assert layer.weights[0].dtype == "float64"
+
+
+@pytest.mark.parametrize("converter", [torch, keras, flax], ids=["torch", "keras", "flax"])
+def test_wrong_class(converter: Any) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"expected a .*(MultiheadAttention|MultiHeadAttention|"
+        r"MultiHeadDotProductAttention).* got dict",
+    ):
+        converter.from_module({})
+
+
+def test_linen_needs_its_variables() -> None:
+    module, tree = layers.build(layers.configs("linen")[0])
+    with pytest.raises(ValueError, match=r"a linen module holds no weights: pass variables="):
+        flax.from_module(module)
+    layers.assert_identical(
+        flax.from_module(module, tree)[0], flax.from_module(module, tree["params"])[0]
+    )
+
+
+def test_linen_settings_that_contradict_the_tree() -> None:
+    module, tree = layers.build(layers.configs("linen")[0])
+    with pytest.raises(ValueError, match=r"module.normalize_qk=True, but the tree has no query_ln"):
+        flax.from_module(module.clone(normalize_qk=True), tree)
+    with pytest.raises(ValueError, match=r"query/kernel: expected axes .* with N=2, got shape"):
+        flax.from_module(module.clone(num_heads=2), tree)
+
+
+KERAS: dict[str, tuple[dict[str, Any], tuple[int | None, ...], str]] = {
+    "use_gate": ({"use_gate": True}, (None, 7, Dq), r"use_gate=True, .*gate's weights"),
+    "attention_axes": (
+        {"attention_axes": (1, 2)},
+        (None, 7, 5, Dq),
+        r"attention_axes=.*1, 2.*, which attends",
+    ),
+    "output_shape": (
+        {"output_shape": (3, 5)},
+        (None, 7, Dq),
+        r"output_shape=.*3, 5.*, which spreads",
+    ),
+    "sliding_window": (
+        {"sliding_window": 3},
+        (None, 7, Dq),
+        r"sliding_window=3, which is a mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", KERAS)
+def test_keras_settings_without_counterpart(setting: str) -> None:
+    import keras as framework
+
+    options, shape, message = KERAS[setting]
+    layer = framework.layers.MultiHeadAttention(N, H, kernel_initializer="zeros", **options)
+    layer.build(shape, shape)
+    with pytest.raises(ValueError, match=message):
+        keras.from_module(layer)
+
+
+def test_keras_layer_without_weights() -> None:
+    import keras as framework
+
+    layer = framework.layers.MultiHeadAttention(N, H, name="mine")
+    with pytest.raises(ValueError, match=r"layer 'mine' has no weights yet: call it once"):
+        keras.from_module(layer)
+
+
+@pytest.mark.parametrize("converter", [torch, keras, flax], ids=["torch", "keras", "flax"])
+def test_to_module_refuses_stacked_layers(converter: Any) -> None:
+    """A live layer is one layer; the message names the leaf and the axes."""
+    import jax
+
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), P)
+    with pytest.raises(ValueError, match=r"params.query.kernel: expected axes \(Dq, N, H\)"):
+        converter.to_module(stacked)
