@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import bind, parse
-from jaxmha.converters import flax, huggingface, keras, layout, torch
+from jaxmha.converters import engine, flax, huggingface, keras, torch
 from jaxmha.converters.layout import Entry, Layout
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -34,12 +34,12 @@ class Block(NamedTuple):
     ) -> tuple[MHAParams, Semantics]:
         """Imports the block. Raises ValueError as `import_params` does."""
         state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
-        return layout.import_params([self.layout], state, num_heads=num_heads, prefix=self.prefix)
+        return engine.import_params([self.layout], state, num_heads=num_heads, prefix=self.prefix)
 
 
 def named(name: str) -> Layout:
     """The layout of that name. Raises ValueError with the known names."""
-    return layout.choose(LAYOUTS, [], name, "")
+    return engine.choose(LAYOUTS, [], name, "")
 
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:

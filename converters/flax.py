@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import layout as engine
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.layout import Entry, Layout, verbs
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.refusals import refuse_sizes
+from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
 
 LINEN = Layout(
@@ -103,7 +104,7 @@ def to_module(
     ties = _LINEN_TIES if kind == "linen" else _NNX_TIES
     own = replace(LINEN, name=f"flax {kind or 'nnx'}", ties={**LINEN.ties, **ties})
     sizes = check(params)
-    engine.refuse_sizes(own, sizes)
+    refuse_sizes(own, sizes)
     if semantics.dropout_rate and semantics.dropout_broadcast not in ((), ("B", "N")):
         raise ValueError(
             "flax shares dropout over batch and heads or over nothing, and cannot hold "

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.layout import Entry, Layout, verbs
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
 
 _TIES = {"K": ("N", "keras MultiHeadAttention has as many key/value heads as query heads")}

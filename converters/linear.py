@@ -1,6 +1,7 @@
 """Attention written with plain linear layers: torch Linear, Keras Dense, or bare matrices."""
 
-from jaxmha.converters.layout import Entry, Layout, verbs
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.verbs import verbs
 
 _MERGED = "its heads are one axis of the kernels, split evenly"
 TIES = {"K": ("N", _MERGED), "h": ("H", _MERGED)}

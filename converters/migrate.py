@@ -1,6 +1,7 @@
 """Checkpoint files from one layout to another: find the attention blocks, convert, write."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +14,8 @@ from jaxmha.converters import blocks, checkpoint, keras
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint import Checkpoint
-from jaxmha.converters.layout import Layout, export_params
+from jaxmha.converters.engine import export_params
+from jaxmha.converters.layout import Layout
 from jaxmha.converters.sides import shapes
 
 # Key of safetensors metadata that keeps a head count no shape holds.
@@ -155,11 +157,12 @@ def convert(
         names: dict[str, str] = {}
         moves = []
         heads_written = set()
+        old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
         for i, block in enumerate(progress(found)):
             heads, _ = _num_heads(file, block, num_heads)
             try:
                 params, semantics = block.read(file, heads)
-                prefix = _new_prefix(block, target, i, in_file)
+                prefix = _new_prefix(block, target, i, in_file, old_names)
                 arrays = export_params(target, params, semantics, prefix=prefix)
             except ValueError as error:
                 raise ValueError(f"{source}, block {block.prefix or '(top)'}: {error}") from error
@@ -195,11 +198,16 @@ def _num_heads(file: Checkpoint, block: Block, given: int | None) -> tuple[int |
     return blocks.heads_in_config(file.path) or (None, "not stored: pass --num-heads")
 
 
-def _new_prefix(block: Block, target: Layout, i: int, in_file: bool) -> str:
-    """Keras files name groups by class and number; the block's own name goes into attributes."""
+def _new_prefix(
+    block: Block, target: Layout, i: int, in_file: bool, names: Mapping[str, str]
+) -> str:
+    """Keras files name groups by class and number; the block's own name is an attribute there."""
     if in_file and target is keras.WEIGHTS_FILE:
         return f"layers/multi_head_attention{f'_{i}' * (i > 0)}"
-    return block.prefix.replace(block.layout.separator, target.separator)
+    name = names.get(block.prefix)
+    if name is None or list(names.values()).count(name) > 1:
+        return block.prefix.replace(block.layout.separator, target.separator)
+    return re.sub("[./]", target.separator, name)
 
 
 def _add(written: dict[str, NDArray], arrays: Mapping[str, NDArray]) -> None:

@@ -138,11 +138,11 @@ def _dropped(name: str, x: NDArray, y: NDArray) -> bool:
 
 
 def _permuted(name: str, x: NDArray, y: NDArray) -> bool:
-    heads = [_heads_last(name, side) for side in (x, y) if side.size]
-    if len(heads) < 2 or heads[0] is None or heads[1] is None or x.shape != y.shape:
+    one, other = (_heads_last(name, side) if side.size else None for side in (x, y))
+    if one is None or other is None or one.shape != other.shape:
         return False
-    one, other = (sorted(side[:, n].tobytes() for n in range(side.shape[1])) for side in heads)
-    return one == other
+    orders = (sorted(side[:, n].tobytes() for n in range(side.shape[1])) for side in (one, other))
+    return next(orders) == next(orders)
 
 
 def _exchange(one: str, other: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:

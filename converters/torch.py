@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.layout import Entry, Layout, verbs
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
 
 _TIES = {
@@ -53,6 +54,7 @@ SEPARATE = Layout(
         *_SHARED,
     ),
     ties=_TIES,
+    apart=("Dq Dk Dv", "nn.MultiheadAttention packs projections of equal width (see torch)"),
     holds=_HOLDS,
     about="torch.nn.MultiheadAttention with kdim or vdim other than embed_dim",
 )

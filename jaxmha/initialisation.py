@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.params import MHAParams, Projection
@@ -73,33 +74,33 @@ def init_params(
         for name, shape in shapes.items()
     }
     packed = Dq == Dk == Dv == N * H and K == N and h == H
+    dtype = np.dtype(dtype)
     compute = jnp.promote_types(dtype, jnp.float32)
     keys = jax.random.split(key, 6)
 
     def uniform(key: Array, shape: tuple[int, ...], bound: float) -> jax.Array:
-        return jax.random.uniform(key, shape, compute, -bound, bound).astype(dtype)
+        drawn: jax.Array = jax.random.uniform(key, shape, compute, -bound, bound)
+        return drawn.astype(dtype)
 
     def kernel(index: int, name: str) -> jax.Array:
         key, shape, (fan_in, fan_out) = keys[index], shapes[name], fans[name]
         if scheme == "flax":  # the standard deviation of a normal truncated at 2 is 0.8796
             drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, compute)
-            return (drawn * (fan_in**-0.5 / 0.87962566103423978)).astype(dtype)
+            return jnp.asarray(drawn * (fan_in**-0.5 / 0.87962566103423978), dtype)
         if scheme == "torch" and name == "out":
             return uniform(key, shape, fan_in**-0.5)
         if scheme == "torch" and packed:
             fan_out *= 3
         return uniform(key, shape, (6 / (fan_in + fan_out)) ** 0.5)
 
-    projections = [
-        Projection(kernel(i, name), jnp.zeros(bias, dtype) if use_bias else None)
-        for i, (name, bias) in enumerate(
-            {"query": (N, H), "key": (K, H), "value": (K, h), "out": (Do,)}.items()
-        )
-    ]
-    extra: list[jax.Array | None] = [None, None]
-    if use_bias_kv:  # torch: Xavier-normal on (1, 1, D), whose fans are D and D by its rule
-        for i, size in enumerate((H, h)):
-            std = (2 / (2 * K * size)) ** 0.5
+    extra = {}
+    if use_bias_kv:  # torch: Xavier-normal on (1, 1, D), of which both fans are D
+        for i, (name, size) in enumerate({"bias_k": H, "bias_v": h}.items()):
             drawn = jax.random.normal(keys[4 + i], (K, size), compute)
-            extra[i] = (drawn * std).astype(dtype)
-    return MHAParams(*projections, *extra)
+            extra[name] = (drawn * (K * size) ** -0.5).astype(dtype)
+    biases = {"query": (N, H), "key": (K, H), "value": (K, h), "out": (Do,)}
+    query, key_, value, out = (
+        Projection(kernel(i, name), jnp.zeros(bias, dtype) if use_bias else None)
+        for i, (name, bias) in enumerate(biases.items())
+    )
+    return MHAParams(query, key_, value, out, **extra)

@@ -161,7 +161,7 @@ def project(
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
     dtype = _compute_dtype(params, query=query, key=key, value=value)
     heads = [
-        _affine("...d,dnh->...nh", x, projection, dtype, semantics.precision)
+        _affine(x, 1, projection, dtype, semantics.precision)
         for x, projection in zip((query, key, value), params[:3], strict=True)
     ]
     for index, scale in enumerate((params.query_norm, params.key_norm)):
@@ -191,24 +191,34 @@ def combine(
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
-    out: jax.Array = _affine("...nh,nhd->...d", heads, params.out, dtype, semantics.precision)
-    return out.astype(dtype)
+    return _affine(heads, 2, params.out, dtype, semantics.precision).astype(dtype)
 
 
 def _compute_dtype(params: MHAParams, **inputs: Any) -> np.dtype[Any]:
     return checks.promoted(**inputs, **{f"params.{k}": x for k, x in leaves(params).items()})
 
 
-def _affine(axes: str, x: Any, projection: Projection, dtype: np.dtype[Any], precision: Any) -> Any:
-    """Product and bias in the accumulation dtype, so that they are rounded once."""
+def _affine(
+    x: Any, contracted: int, projection: Projection, dtype: np.dtype[Any], precision: Any
+) -> jax.Array:
+    """Contracts the last axes of x with the first of the kernel, as one product of matrices.
+
+    Product and bias are in the accumulation dtype, so that they are rounded once.
+    """
     accumulate = accumulation_dtype(dtype)
     kernel = jnp.asarray(projection.kernel).astype(dtype)
-    x = jnp.asarray(x).astype(dtype)
-    y = jnp.einsum(axes, x, kernel, precision=precision, preferred_element_type=accumulate)
+    inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
+    lead = x.shape[: x.ndim - contracted]
+    y = jnp.matmul(
+        jnp.reshape(x, (*lead, math.prod(inside))).astype(dtype),
+        kernel.reshape(math.prod(inside), math.prod(outside)),
+        precision=precision,
+        preferred_element_type=accumulate,
+    )
     if projection.bias is not None:
         bias = jnp.asarray(projection.bias).astype(accumulate)
-        y += bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-    return y
+        y += bias.reshape((1,) * len(lead) + (math.prod(outside),))
+    return y.reshape(*lead, *outside)
 
 
 def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Array:

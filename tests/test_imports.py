@@ -17,6 +17,7 @@ LIGHT = (
     "jaxmha.converters.keras",
     "jaxmha.converters.flax",
     "jaxmha.converters.layout",
+    "jaxmha.converters.engine",
 )
 
 

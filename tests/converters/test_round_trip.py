@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Projection, Semantics
-from jaxmha.converters import blocks, flax, huggingface, keras, torch
-from jaxmha.converters import layout as engine
+from jaxmha.converters import blocks, engine, flax, huggingface, keras, torch
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout import Entry
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from tests.converters import layers
 from tests.converters.layers import Config, assert_identical
@@ -346,7 +346,7 @@ def test_huggingface_bert_reads_its_neighbour_and_leaves_it() -> None:
     assert_identical(params, again)
 
 
-def swap(entries: tuple[engine.Entry, ...], key: str, **changes: Any) -> tuple[engine.Entry, ...]:
+def swap(entries: tuple[Entry, ...], key: str, **changes: Any) -> tuple[Entry, ...]:
     """A table with one entry changed."""
     assert key in [entry.key for entry in entries]
     return tuple(entry._replace(**changes) if entry.key == key else entry for entry in entries)

@@ -1,0 +1,93 @@
+"""What a layout cannot hold, and why: every check of an import or export before it is done."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout import Layout
+
+
+def refuse_sizes(layout: Layout, sizes: Mapping[str, int], exporting: bool = False) -> None:
+    """Raises ValueError for sizes that the layout ties together, and says why it does."""
+    for letter, (tied, reason) in layout.ties.items():
+        if letter not in sizes or not all(a in sizes for a in tied.split()):
+            continue
+        product = int(np.prod([sizes[a] for a in tied.split()]))
+        if sizes[letter] != product:
+            shown = " * ".join(f"{a}={sizes[a]}" for a in tied.split())
+            raise ValueError(
+                f"layout {layout.name} cannot hold {letter}={sizes[letter]} with {shown}: {reason}"
+            )
+    letters, reason = layout.apart
+    if exporting and letters and len({sizes[a] for a in letters.split()}) == 1:
+        shown = " = ".join(letters.split())
+        raise ValueError(f"layout {layout.name} does not hold {shown}: {reason}")
+
+
+def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
+    """Raises ValueError for leaves that the layout has no place for, lacks, or needs together."""
+    known = {leaf for entry in layout.entries for leaf in entry.leaves}
+    if extra := [leaf for leaf in present if leaf not in known]:
+        raise ValueError(
+            f"layout {layout.name} cannot hold {', '.join(extra)}: it has no such parameter"
+        )
+    for group in dict.fromkeys(entry.group for entry in layout.entries):
+        wanted = [leaf for e in layout.entries if e.group == group for leaf in e.leaves]
+        missing = [leaf for leaf in wanted if leaf not in present]
+        if missing and not group:
+            raise ValueError(f"layout {layout.name} needs {', '.join(missing)}, which is not there")
+        if missing and len(missing) < len(wanted):
+            there = [leaf for leaf in wanted if leaf in present]
+            raise ValueError(
+                f"layout {layout.name} holds {', '.join(wanted)} together or not at all; "
+                f"there: {', '.join(there)}; missing: {', '.join(missing)} (a bias of zeros "
+                "changes nothing)"
+            )
+
+
+# Fields that say how to evaluate, not which function it is.
+_EVALUATION = {"fully_masked", "softmax_dtype", "precision"}
+
+
+def refuse_semantics(
+    layout: Layout, params: MHAParams, semantics: Semantics, sizes: Mapping[str, int]
+) -> None:
+    """Raises ValueError for behaviour that the layer has no setting for."""
+    ignored = {*_EVALUATION, *layout.holds}
+    if semantics.dropout_rate == 0:
+        ignored |= {"dropout_broadcast"}
+    if params.query_norm is None and semantics.qk_norm is None:
+        ignored |= {"qk_norm", "qk_norm_epsilon"}
+    default = sizes["H"] ** -0.5
+    for field in fields(Semantics):
+        ours, theirs = getattr(semantics, field.name), getattr(layout.semantics, field.name)
+        if field.name == "scale":
+            ours, theirs = (default if s is None else s for s in (ours, theirs))
+        if field.name not in ignored and ours != theirs:
+            raise ValueError(
+                f"layout {layout.name} cannot hold semantics.{field.name}={ours!r}: its layer "
+                f"always has {theirs!r}"
+            )
+
+
+def refuse_keys(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
+    """Raises ValueError for keys that are unknown, missing, or need others."""
+    keys = [entry.key for entry in layout.entries]
+    where = f" under prefix {prefix!r}" if prefix else ""
+    if unknown := [key for key in arrays if key not in keys]:
+        raise ValueError(
+            f"unknown key {', '.join(map(repr, unknown))}{where}: layout {layout.name} has "
+            f"{', '.join(keys)}"
+        )
+    for group in dict.fromkeys(entry.group for entry in layout.entries):
+        wanted = [entry.key for entry in layout.entries if entry.group == group]
+        missing = [key for key in wanted if key not in arrays]
+        if missing and (not group or len(missing) < len(wanted)):
+            together = f", which comes with {', '.join(wanted)}" if group else ""
+            raise ValueError(
+                f"missing key {', '.join(map(repr, missing))}{where}: layout {layout.name} needs "
+                f"it{together}"
+            )

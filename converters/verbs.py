@@ -1,0 +1,98 @@
+"""The verbs that every framework's module has, made from its layouts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import engine
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout import Layout
+
+
+@runtime_checkable
+class Import(Protocol):
+    """The type of every module's `import_params`."""
+
+    def __call__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        layout: str | None = None,
+        num_heads: int | None = None,
+        prefix: str = "",
+    ) -> tuple[MHAParams, Semantics]: ...
+
+
+@runtime_checkable
+class Export(Protocol):
+    """The type of every module's `export_params`."""
+
+    def __call__(
+        self,
+        params: MHAParams,
+        semantics: Semantics = Semantics(),
+        *,
+        layout: str | None = None,
+        prefix: str = "",
+    ) -> dict[str, NDArray]: ...
+
+
+def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
+    """`import_params` and `export_params` of the module that has these layouts.
+
+    Without a name, import takes the first layout whose keys are all there, and export the first
+    that can hold the parameters.
+    """
+    names = ", ".join(layout.name for layout in layouts)
+
+    def importer(
+        state: Mapping[str, Any],
+        *,
+        layout: str | None = None,
+        num_heads: int | None = None,
+        prefix: str = "",
+    ) -> tuple[MHAParams, Semantics]:
+        return engine.import_params(
+            layouts, state, layout=layout, num_heads=num_heads, prefix=prefix
+        )
+
+    def exporter(
+        params: MHAParams,
+        semantics: Semantics = Semantics(),
+        *,
+        layout: str | None = None,
+        prefix: str = "",
+    ) -> dict[str, NDArray]:
+        refusals = []
+        for candidate in (
+            layouts if layout is None else [engine.choose(layouts, [], layout, prefix)]
+        ):
+            try:
+                return engine.export_params(candidate, params, semantics, prefix=prefix)
+            except ValueError as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
+
+    importer.__doc__ = f"""Parameters from a flat dict of arrays by one of the layouts {names}.
+
+    Args:
+      state: arrays or tensors by key, a prefix and `{layouts[0].separator}` before each.
+      layout: its name; default the first whose required keys are all there.
+      num_heads: needed where no shape holds the head count, checked where one does.
+      prefix: takes only the keys below it.
+
+    Raises:
+      ValueError: a key, shape or head count does not fit; names the key and the axes.
+    """
+    exporter.__doc__ = f"""A flat dict of NumPy arrays in one of the layouts {names}.
+
+    Args:
+      params, semantics: what to write.
+      layout: its name; default the first that can hold the parameters.
+      prefix: goes before every key.
+
+    Raises:
+      ValueError: the layout cannot hold the parameters or the behaviour, with the reason.
+    """
+    importer.__name__, exporter.__name__ = "import_params", "export_params"
+    return importer, exporter
