@@ -17,6 +17,7 @@ from jaxmha.axes import bind
 from jaxmha.implementations.request import accumulation_dtype, allowed_pairs
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, check, leaves
+from jaxmha.products import matmul
 from jaxmha.semantics import ReturnWeights, Semantics
 
 
@@ -209,15 +210,15 @@ def _affine(
     kernel = jnp.asarray(projection.kernel).astype(dtype)
     inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
     lead = x.shape[: x.ndim - contracted]
-    y = jnp.matmul(
-        jnp.reshape(x, (*lead, math.prod(inside))).astype(dtype),
+    y = matmul(
+        jnp.reshape(x, (math.prod(lead), math.prod(inside))).astype(dtype),
         kernel.reshape(math.prod(inside), math.prod(outside)),
         precision=precision,
-        preferred_element_type=accumulate,
+        dtype=accumulate,
     )
     if projection.bias is not None:
         bias = jnp.asarray(projection.bias).astype(accumulate)
-        y += bias.reshape((1,) * len(lead) + (math.prod(outside),))
+        y += bias.reshape(1, math.prod(outside))
     return y.reshape(*lead, *outside)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmha import dropout
 from jaxmha.implementations.request import Request, Result, accumulation_dtype, allowed_pairs
 from jaxmha.mask import Mask
+from jaxmha.products import matmul, pairwise_sum
 
 
 def supports(request: Request) -> str | None:
@@ -29,14 +30,12 @@ def attend(request: Request) -> Result:
     if allowed is not None:
         query, key, value = _drop_dead(query, key, value, allowed, semantics.fully_masked)
 
-    def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        precision = semantics.precision or "highest"
-        return jnp.einsum(axes, a, b, precision=precision)
-
+    precision = semantics.precision or "highest"
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    # Query heads of a group are rows of one product, which CPUs sum more exactly than an axis.
+    # Query heads of a group are rows of one product.
     grouped = jnp.moveaxis((query * scale).reshape(B, T, K, N // K, H), 1, 3)
-    logits = product("bkrh,bskh->bkrs", grouped.reshape(B, K, N // K * T, H), key)
+    rows = grouped.reshape(B, K, N // K * T, H)
+    logits = matmul(rows, jnp.transpose(key, (0, 2, 3, 1)), precision=precision)
     logits = logits.reshape(B, N, T, S)
     if semantics.logits_soft_cap is not None:
         logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
@@ -50,7 +49,7 @@ def attend(request: Request) -> Result:
     highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     exps = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest).astype(logits.dtype))
     exps, highest = exps.astype(accumulate), highest.astype(accumulate)
-    total = _pairwise_sum(exps)
+    total = pairwise_sum(exps)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, highest + jnp.log(total))[..., 0]
@@ -66,7 +65,8 @@ def attend(request: Request) -> Result:
         rate = semantics.dropout_rate
         draws = dropout.keep(request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast)
         kept = jnp.where(draws, weights / (1 - rate), 0.0)
-    out = product("bkrs,bskh->bkrh", kept.reshape(B, K, N // K * T, S), value)
+    rows = kept.reshape(B, K, N // K * T, S)
+    out = matmul(rows, jnp.moveaxis(value, 1, 2), precision=precision)
     out = jnp.moveaxis(out.reshape(B, N, T, h), 1, 2)
     if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
         out = jnp.where(jnp.swapaxes(empty, 1, 2), jnp.nan, out)
@@ -75,16 +75,6 @@ def attend(request: Request) -> Result:
     if shown is not None:
         shown = shown.astype(request.query.dtype)
     return Result(out.astype(request.query.dtype), shown, lse)
-
-
-def _pairwise_sum(x: jax.Array) -> jax.Array:
-    """Over the last axis, which is kept; rounding errors grow as log S instead of S."""
-    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),)) if x.shape[-1] == 0 else x
-    while x.shape[-1] > 1:
-        if x.shape[-1] % 2:
-            x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
-        x = x[..., 0::2] + x[..., 1::2]
-    return x
 
 
 def _drop_dead(
