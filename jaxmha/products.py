@@ -10,7 +10,7 @@ import numpy as np
 # with k; blocks joined pairwise have errors that grow with the block and log k. Up to this many
 # multiplications they cost microseconds; beyond it they would cost the speed of the product.
 SMALL = 2**18
-BLOCK = 8
+BLOCK = 4
 
 
 def matmul(
