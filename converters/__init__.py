@@ -4,3 +4,19 @@
 Importing a module of this package loads no framework; its functions that take or make live
 objects do.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxmha.converters.layout import Layout
+
+
+def layouts() -> "dict[str, Layout]":
+    """Every known layout by name: its entries, and what it cannot hold.
+
+    >>> layouts()["torch"].entries[0].axes
+    '(qkv N H) Dq'
+    """
+    from jaxmha.converters.blocks import LAYOUTS
+
+    return {layout.name: layout for layout in LAYOUTS}

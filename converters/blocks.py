@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import bind, parse
-from jaxmha.converters import engine, flax, huggingface, keras, torch
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters import engine, equinox, flax, haiku, huggingface, keras, linear, torch
+from jaxmha.converters.layout import Layout
 
 LAYOUTS: tuple[Layout, ...] = (
     *torch.LAYOUTS,
     *keras.LAYOUTS,
     *flax.LAYOUTS,
     *huggingface.LAYOUTS,
+    *linear.LAYOUTS,
+    *equinox.LAYOUTS,
+    *haiku.LAYOUTS,
 )
 
 # Where configurations keep the head count.
@@ -64,10 +67,10 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 for entry in variant.entries
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
-            if not all(
-                e.group or _fits(e, shapes.get(keys.get(e.key, ""))) for e in variant.entries
-            ):
+            if not _fits(variant, keys, shapes):
                 continue
+            if prefix in found and found[prefix].keys == keys:
+                continue  # layouts with the same keys: the first that holds the sizes
             if prefix in found:
                 raise ValueError(
                     f"prefix {prefix!r} fits two layouts, {found[prefix].layout.name} and "
@@ -114,8 +117,28 @@ def _variants(candidate: Layout) -> list[Layout]:
     return [candidate, replace(candidate, entries=dotted, separator=".")]
 
 
-def _fits(entry: Entry, shape: Sequence[int] | None) -> bool:
-    return shape is not None and len(shape) >= len(parse(entry.axes))
+def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether every required array is there with its rank, and stored sizes obey the ties."""
+    sizes: dict[str, int] = {}
+    for entry in candidate.entries:
+        groups = parse(entry.axes)
+        if entry.key not in keys:
+            if not entry.group:
+                return False
+            continue
+        shape = shapes[keys[entry.key]]
+        if len(shape) < len(groups):
+            return False
+        last = shape[len(shape) - len(groups) :]
+        own = {g[0]: n for g, n in zip(groups, last, strict=True) if len(g) == 1}
+        if any(sizes.get(letter, n) != n for letter, n in own.items()):
+            return False
+        sizes |= own
+    return all(
+        sizes[letter] == sizes[tied]
+        for letter, (tied, _) in candidate.ties.items()
+        if letter in sizes and tied in sizes and letter in ("K", "h")
+    )
 
 
 def _search(content: Any, where: str) -> Iterable[tuple[str, int]]:

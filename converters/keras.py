@@ -6,7 +6,7 @@ their place in a `.weights.h5` file (`query_dense/vars/0`).
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,24 +52,54 @@ WEIGHTS_FILE = replace(
     ),
     about="keras.layers.MultiHeadAttention, keys as in a .weights.h5 file",
 )
-LAYOUTS = (VARIABLES, WEIGHTS_FILE)
+# The same variables with fewer key/value heads, as keras.layers.GroupQueryAttention has them.
+GROUPED = replace(
+    VARIABLES,
+    name="keras-gqa",
+    entries=tuple(
+        entry._replace(axes=entry.axes.replace("N", "K"))
+        if entry.key.startswith(("key/", "value/"))
+        else entry
+        for entry in VARIABLES.entries
+    ),
+    ties={
+        "h": ("H", "keras GroupQueryAttention has value heads as wide as query heads"),
+        "Do": ("Dq", "keras GroupQueryAttention has an output as wide as its query input"),
+    },
+    about="keras.layers.GroupQueryAttention, keys are variable paths",
+)
+GROUPED_FILE = replace(
+    GROUPED,
+    name="keras-gqa-file",
+    entries=tuple(
+        file_entry._replace(key=f"_{file_entry.key}", axes=entry.axes)
+        for file_entry, entry in zip(WEIGHTS_FILE.entries, GROUPED.entries, strict=True)
+    ),
+    about="keras.layers.GroupQueryAttention, keys as in a .weights.h5 file",
+)
+LAYOUTS = (VARIABLES, GROUPED, WEIGHTS_FILE, GROUPED_FILE)
+# In a .weights.h5 file: the layout of either, and the group that Keras names after the class.
+IN_FILE = {
+    VARIABLES.name: (WEIGHTS_FILE, "multi_head_attention"),
+    GROUPED.name: (GROUPED_FILE, "grouped_query_attention"),
+}
 import_params, export_params = verbs(LAYOUTS)
 
 
 def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
-    """Parameters and behaviour of a built `keras.layers.MultiHeadAttention`; nothing is shared.
+    """Parameters and behaviour of a built `keras.layers.MultiHeadAttention` or
+    `GroupQueryAttention`; nothing is shared.
 
     Raises:
       TypeError: it is not one.
       ValueError: it is not built, or uses what has no counterpart here (gate, several attention
         axes, tuple output_shape, sliding_window), named.
     """
-    import keras
-
-    if not isinstance(layer, keras.layers.MultiHeadAttention):
+    if not isinstance(layer, _classes()):
         raise TypeError(
-            f"expected a keras.layers.MultiHeadAttention, got {type(layer).__name__}: for a model "
-            "take its layers, for a flat dict of arrays import_params"
+            "expected a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
+            f"{type(layer).__name__}: for a model take its layers, for a flat dict of arrays "
+            "import_params"
         )
     if not layer.built:
         raise ValueError(
@@ -83,8 +113,15 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
                 f"layer {layer.name!r} has {setting}={config[setting]!r}, which {remedy}"
             )
     state = {"/".join(w.path.split("/")[-2:]): to_numpy(w) for w in layer.weights}
-    params, semantics = import_params(state)
+    grouped = "num_key_value_heads" in config
+    params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
     return params, replace(semantics, dropout_rate=float(config["dropout"]))
+
+
+def _classes() -> tuple[Any, ...]:
+    import keras
+
+    return keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
 
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
@@ -107,8 +144,14 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: None = None) -> Any:
-    """A built `keras.layers.MultiHeadAttention` with these weights, loaded strictly.
+def to_module(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    kind: Literal["mha", "gqa"] | None = None,
+) -> Any:
+    """A built `keras.layers.MultiHeadAttention` with these weights, or with fewer key/value
+    heads or `kind="gqa"` a `GroupQueryAttention`; loaded strictly.
 
     Raises:
       ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason; or
@@ -116,18 +159,24 @@ def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: No
     """
     import keras
 
-    state = export_params(params, semantics)
+    if kind not in (None, "mha", "gqa"):
+        raise ValueError(f"kind must be 'mha' or 'gqa', got {kind!r}")
     sizes = check(params)
-    dtype = state["query/kernel"].dtype.name
-    layer = keras.layers.MultiHeadAttention(
-        sizes["N"],
-        sizes["H"],
-        value_dim=sizes["h"],
-        dropout=semantics.dropout_rate,
-        use_bias=params.query.bias is not None,
-        output_shape=None if sizes["Do"] == sizes["Dq"] else sizes["Do"],
-        dtype=dtype,
-    )
+    grouped = kind == "gqa" or (kind is None and sizes["K"] != sizes["N"])
+    layout = GROUPED if grouped else VARIABLES
+    state = export_params(params, semantics, layout=layout.name)
+    settings = {
+        "dropout": semantics.dropout_rate,
+        "use_bias": params.query.bias is not None,
+        "dtype": state["query/kernel"].dtype.name,
+    }
+    if grouped:
+        layer = keras.layers.GroupQueryAttention(sizes["H"], sizes["N"], sizes["K"], **settings)
+    else:
+        width = None if sizes["Do"] == sizes["Dq"] else sizes["Do"]
+        layer = keras.layers.MultiHeadAttention(
+            sizes["N"], sizes["H"], value_dim=sizes["h"], output_shape=width, **settings
+        )
     layer.build(*((None, None, sizes[width]) for width in ("Dq", "Dv", "Dk")))
     there = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
     assert there.keys() == state.keys(), (there.keys(), state.keys())
@@ -143,16 +192,14 @@ def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: No
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every `keras.layers.MultiHeadAttention` in a model by its path; "" for the model itself."""
-    import keras
-
-    if isinstance(model, keras.layers.MultiHeadAttention):
+    """Every attention layer in a model by its name; "" for the model itself."""
+    if isinstance(model, _classes()):
         yield "", model
         return
-    seen: dict[int, str] = {}
+    seen: set[int] = set()
     for layer in model._flatten_layers(include_self=False, recursive=True):
-        if isinstance(layer, keras.layers.MultiHeadAttention) and id(layer) not in seen:
-            seen[id(layer)] = layer.name
+        if isinstance(layer, _classes()) and id(layer) not in seen:
+            seen.add(id(layer))
             yield layer.name, layer
 
 
@@ -166,6 +213,7 @@ def forward(
     if mask is not None and mask.shape[1] == 1:
         mask = mask[:, 0]
     options = {"attention_mask": mask, "training": False}
-    if layer.value_dim != layer.key_dim:  # without scores Keras on JAX cannot run this
+    wide = getattr(layer, "value_dim", None) != getattr(layer, "key_dim", None)
+    if wide:  # without scores Keras on JAX cannot run this
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))

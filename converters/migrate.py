@@ -140,8 +140,8 @@ def convert(
     """
     target = blocks.named(to)
     in_file = str(destination).endswith(".weights.h5")
-    if in_file and target is keras.VARIABLES:
-        target = keras.WEIGHTS_FILE
+    if in_file and target.name in keras.IN_FILE:
+        target = keras.IN_FILE[target.name][0]
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     with checkpoint.open(source) as file:
@@ -202,8 +202,9 @@ def _new_prefix(
     block: Block, target: Layout, i: int, in_file: bool, names: Mapping[str, str]
 ) -> str:
     """Keras files name groups by class and number; the block's own name is an attribute there."""
-    if in_file and target is keras.WEIGHTS_FILE:
-        return f"layers/multi_head_attention{f'_{i}' * (i > 0)}"
+    groups = {layout.name: group for layout, group in keras.IN_FILE.values()}
+    if in_file and target.name in groups:
+        return f"layers/{groups[target.name]}{f'_{i}' * (i > 0)}"
     name = names.get(block.prefix)
     if name is None or list(names.values()).count(name) > 1:
         return block.prefix.replace(block.layout.separator, target.separator)

@@ -5,13 +5,13 @@ do not prove that a layer applies its mask: both are always compared.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from jaxmha.converters import oracle, sides
+from jaxmha.converters import mistakes, oracle, sides
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.sides import BlockSide
@@ -23,6 +23,8 @@ LENGTHS = (23, 17, 11, 5, 1)
 # Below this many rounding floors two errors count as alike, whatever their ratio.
 SMALL = 4.0
 RATIO = 2.0
+# An output within this many floors of what a mistake gives is that mistake: others are far off.
+_EXPLAINED = 1000.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class BlockReport:
       errors: mask -> RMS error of either side's forward against the float64 oracle on that
         side's weights, in units of the rounding floor of the output.
       departs: the first stage at which the two sides part, or None.
+      explanation: the single mistake that makes one side of the other, where there is one.
       same: weights and behaviour are identical, and no side's error stands out.
     """
 
@@ -71,6 +74,7 @@ class BlockReport:
     behaviour: tuple[str, ...]
     errors: dict[str, tuple[float, float]]
     departs: str | None
+    explanation: str | None
     same: bool
 
     def __str__(self) -> str:
@@ -91,6 +95,8 @@ class BlockReport:
         ]
         if self.departs is not None:
             lines.append(f"  first departs at: {self.departs}")
+        if self.explanation is not None:
+            lines.append(f"  explained by: {self.explanation}")
         return "\n".join(lines)
 
 
@@ -170,13 +176,14 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
             name: (_error(a, seed, mask), _error(b, seed, mask)) for name, mask in masks().items()
         }
     alike = all(max(e) <= RATIO * max(min(e), SMALL) for e in errors.values())
-    departs = None
+    departs, explanation = None, mistakes.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
     elif differences or behaviour:
         departs = first_departure(a, b, seed)
     elif not alike:
         departs = "output: the weights agree, so a live layer computes something else"
+        explanation = explain_forward(a, seed) or explain_forward(b, seed)
     return BlockReport(
         a.name,
         b.name,
@@ -187,6 +194,7 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
         behaviour,
         errors,
         departs,
+        explanation,
         same=comparable and not differences and not behaviour and alike,
     )
 
@@ -243,6 +251,24 @@ def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
         elif name == "output" and first is not None:
             return f"{first}; the output does not show it"
     return first
+
+
+def explain_forward(side: BlockSide, seed: int) -> str | None:
+    """What a live layer does other than its weights say, where one of the usual mistakes is it."""
+    inputs, mask = _inputs(side, seed), masks()["padding"]
+    assert mask is not None
+    out = np.asarray(side.forward(*inputs, mask), np.float64)
+    unscaled = replace(side.semantics, scale=1.0)
+    for name, semantics, other in (
+        ("inverted mask: True means attend on one side and blocked on the other", None, ~mask),
+        ("mask ignored", None, None),
+        ("missing scale: logits are not divided by the square root of H", unscaled, mask),
+    ):
+        run = oracle.run(side.params, semantics or side.semantics, *inputs, mask=other)
+        floor = oracle.rounding_floor(run.output, _dtype(side))
+        if np.sqrt(np.mean(np.square(out - run.output))) <= _EXPLAINED * floor:
+            return name
+    return None
 
 
 def masks() -> dict[str, NDArray | None]:

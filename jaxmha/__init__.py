@@ -1,12 +1,14 @@
 """Multi-head attention for JAX: exact, fast, and the same in every framework."""
 
 from jaxmha.attention import dot_product_attention as dot_product_attention
+from jaxmha.initialisation import init_params as init_params
 from jaxmha.layer import combine as combine
 from jaxmha.layer import multi_head_attention as multi_head_attention
 from jaxmha.layer import project as project
 from jaxmha.mask import Mask as Mask
 from jaxmha.params import MHAParams as MHAParams
 from jaxmha.params import Projection as Projection
+from jaxmha.rotary import rope as rope
 from jaxmha.semantics import Semantics as Semantics
 
 __version__ = "0.1.0"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.arrays import Array, DTypeLike
+from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.params import MHAParams, Projection
 from jaxmha.semantics import one_of
 
@@ -75,7 +76,7 @@ def init_params(
     }
     packed = Dq == Dk == Dv == N * H and K == N and h == H
     dtype = np.dtype(dtype)
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = accumulation_dtype(dtype)
     keys = jax.random.split(key, 6)
 
     def uniform(key: Array, shape: tuple[int, ...], bound: float) -> jax.Array:

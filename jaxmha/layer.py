@@ -211,7 +211,7 @@ def _affine(
     inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
     lead = x.shape[: x.ndim - contracted]
     y = matmul(
-        jnp.reshape(x, (math.prod(lead), math.prod(inside))).astype(dtype),
+        jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside)),
         kernel.reshape(math.prod(inside), math.prod(outside)),
         precision=precision,
         dtype=accumulate,

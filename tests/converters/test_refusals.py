@@ -255,8 +255,8 @@ def refuse(
 ) -> None:
     """Adds a row to EXPORTS; a converter of several models' layouts is asked for the first."""
     assert name not in EXPORTS
-    if converter is huggingface:
-        options = {"layout": huggingface.LAYOUTS[0].name} | options
+    if converter in (huggingface, keras):
+        options = {"layout": converter.LAYOUTS[0].name} | options
     EXPORTS[name] = (converter, given, semantics, options, message)
 
 

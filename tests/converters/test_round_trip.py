@@ -25,7 +25,8 @@ def holds(config: Config, framework: str) -> bool:
     c = config
     return {
         "torch": c.K == c.N and c.h == c.H and c.Do == c.Dq == c.N * c.H and not c.qk_norm,
-        "keras": c.K == c.N and not (c.bias_kv or c.zero_attn or c.qk_norm),
+        "keras": (c.K == c.N or (c.h == c.H and c.Do == c.Dq))
+        and not (c.bias_kv or c.zero_attn or c.qk_norm),
         "linen": c.K == c.N and c.h == c.H and not (c.bias_kv or c.zero_attn),
         "nnx": c.Dk == c.Dv and c.h == c.H and not (c.bias_kv or c.zero_attn),
     }[framework]
