@@ -10,7 +10,8 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line needs {missing.name}: pip install 'jaxmha[cli]'")
+        print(f"the command line needs {missing.name}: pip install 'jaxmha[cli]'", file=sys.stderr)
+        sys.exit(2)
     app()
 
 

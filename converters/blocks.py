@@ -1,6 +1,7 @@
 """Attention blocks in a flat dict of tensors: which layout, under which prefix, how many heads."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +26,27 @@ LAYOUTS: tuple[Layout, ...] = (
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead")
 
 
+# Key of safetensors metadata that keeps a head count no shape holds.
+HEADS_METADATA = "jaxmha.num_heads"
+
+
 class Block(NamedTuple):
     """One attention block: its layout and the place of every array."""
 
     prefix: str
     layout: Layout
     keys: dict[str, str]  # key of the layout -> name in the file
+    unknown: tuple[str, ...] = ()  # other names under the prefix that the layout does not know
 
     def read(
         self, tensors: Mapping[str, Any], num_heads: int | None = None
     ) -> tuple[MHAParams, Semantics]:
-        """Imports the block. Raises ValueError as `import_params` does."""
+        """Imports the block. Raises ValueError as `import_params` does, and for unknown keys."""
+        if self.unknown:
+            raise ValueError(
+                f"unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
+                f"{self.layout.name} has no such parameter, and dropping it could change the function"
+            )
         state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
         return engine.import_params([self.layout], state, num_heads=num_heads, prefix=self.prefix)
 
@@ -76,9 +87,55 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                     f"prefix {prefix!r} fits two layouts, {found[prefix].layout.name} and "
                     f"{variant.name}: name one"
                 )
-            found[prefix] = Block(prefix, variant, keys)
-    order = {name: i for i, name in enumerate(shapes)}
-    return sorted(found.values(), key=lambda block: min(order[n] for n in block.keys.values()))
+            found[prefix] = Block(prefix, variant, keys, _unknown(variant, prefix, keys, shapes))
+    return sorted(found.values(), key=lambda block: natural(block.prefix))
+
+
+def damaged(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
+) -> list[str]:
+    """Prefixes that have half of the arrays of a layout and still are no block, with the reason."""
+    whole, reasons = {block.prefix for block in found}, {}
+    for candidate in layouts:
+        required = [entry for entry in candidate.entries if not entry.group]
+        start = candidate.separator + required[0].key
+        for name in shapes:
+            if name != required[0].key and not name.endswith(start):
+                continue
+            prefix = name.removesuffix(required[0].key).removesuffix(candidate.separator)
+            there = [e for e in required if candidate.path(prefix, e.key) in shapes]
+            if prefix in whole or 2 * len(there) < len(required):
+                continue
+            missing = [e.key for e in required if e not in there]
+            what = (
+                f"lacks {', '.join(missing)}"
+                if missing
+                else "has arrays of another rank: "
+                + ", ".join(
+                    f"{e.key} expected axes ({e.axes}), got shape "
+                    f"{tuple(shapes[candidate.path(prefix, e.key)])}"
+                    for e in required
+                )
+            )
+            reasons[prefix] = f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
+    return list(reasons.values())
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer.2 before layer.10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _unknown(
+    layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
+) -> tuple[str, ...]:
+    """Names under a prefix that are neither of the layout nor known to stand beside it."""
+    if not prefix:
+        return ()
+    known = {*keys.values(), *(layout.path(prefix, key) for key in layout.beside)}
+    start = prefix + layout.separator
+    return tuple(name for name in shapes if name.startswith(start) and name not in known)
 
 
 def heads_in_config(path: Path) -> tuple[int, str] | None:
@@ -91,11 +148,30 @@ def heads_in_config(path: Path) -> tuple[int, str] | None:
         content = json.loads(config.read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    found = dict(_search(content, "config.json"))
-    if len(set(found.values())) != 1:
+    found = list(_search(content, "config.json"))
+    if len({heads for _, heads in found}) != 1 or found[0][1] < 1:
         return None
-    where, heads = next(iter(found.items()))
-    return heads, where
+    return found[0][1], found[0][0]
+
+
+def num_heads_of(
+    block: Block,
+    shapes: Mapping[str, Sequence[int]],
+    given: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    path: Path | None = None,
+) -> tuple[int | None, str]:
+    """The head count of a block and where it is from: stored, asked for, or configured."""
+    stored = heads_in_shapes(block, shapes)
+    if stored is not None and given in (None, stored):
+        return stored, "shape"
+    if given is not None:
+        return given, "given"
+    kept = (metadata or {}).get(HEADS_METADATA, "")
+    if kept.isdigit():
+        return int(kept), "metadata"
+    configured = heads_in_config(path) if path is not None else None
+    return configured or (None, "not stored: pass --num-heads")
 
 
 def heads_in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

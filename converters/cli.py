@@ -4,6 +4,7 @@ Exit codes: 0 fine, 1 the two sides differ, 2 bad input.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ app = typer.Typer(
     "Files: .safetensors, .pt (zip), .weights.h5, .npz. Nothing in a file is ever executed.\n\n"
     "Exit codes: 0 fine, 1 the two sides differ, 2 bad input.",
 )
-out, err = Console(), Console(stderr=True)
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 NumHeads = Annotated[
@@ -214,5 +215,14 @@ def _print_layouts(as_json: bool) -> None:
 
 
 def _print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2)
+    json.dump(_finite(data), sys.stdout, indent=2, allow_nan=False)
     print()
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -113,12 +113,19 @@ def _bind_all(
             f"layout {layout.name} does not store the head count: pass num_heads= or "
             "--num-heads (it is in the model's configuration, and in none of these shapes)"
         )
+    if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
+        raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
     sizes = {} if num_heads is None else {"N": num_heads}
     lead: tuple[str, tuple[int, ...]] | None = None
     for entry in layout.entries:
         if entry.key not in arrays:
             continue
-        name, shape = layout.path(prefix, entry.key), tuple(arrays[entry.key].shape)
+        name = layout.path(prefix, entry.key)
+        array = arrays[entry.key]
+        if not hasattr(array, "shape") or "float" not in str(array.dtype):
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise ValueError(f"{name}: expected a floating array, got {kind}")
+        shape = tuple(array.shape)
         split = max(len(shape) - len(parse(entry.axes)), 0)
         lead = lead or (name, shape[:split])
         if shape[:split] != lead[1]:

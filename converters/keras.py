@@ -13,6 +13,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.refusals import one_dtype
 from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
 
@@ -163,6 +164,7 @@ def to_module(
         raise ValueError(f"kind must be 'mha' or 'gqa', got {kind!r}")
     sizes = check(params)
     grouped = kind == "gqa" or (kind is None and sizes["K"] != sizes["N"])
+    one_dtype(params)
     layout = GROUPED if grouped else VARIABLES
     state = export_params(params, semantics, layout=layout.name)
     settings = {

@@ -34,6 +34,7 @@ LLAMA = Layout(
         Entry("o_proj.bias", "Do", ("out.bias",), "out bias"),
     ),
     ties={"h": ("H", "Llama attention has value heads as wide as query heads")},
+    beside=("rotary_emb.inv_freq",),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )
 DENSE = Layout(

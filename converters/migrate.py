@@ -13,13 +13,10 @@ import numpy as np
 from jaxmha.converters import blocks, checkpoint, keras
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
-from jaxmha.converters.checkpoint import Checkpoint
 from jaxmha.converters.engine import export_params
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.sides import shapes
 
-# Key of safetensors metadata that keeps a head count no shape holds.
-HEADS_KEY = "jaxmha.num_heads"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -89,7 +86,9 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         found = blocks.find(shapes(file))
         infos = []
         for block in found:
-            heads, where = _num_heads(file, block, num_heads)
+            heads, where = blocks.num_heads_of(
+                block, shapes(file), num_heads, file.metadata, file.path
+            )
             infos.append(
                 BlockInfo(
                     block.prefix,
@@ -148,6 +147,12 @@ def convert(
         found = blocks.find(
             shapes(file), blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
         )
+        known = blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
+        if broken := blocks.damaged(shapes(file), found, known):
+            raise ValueError(
+                f"{source}: {broken[0]}; with --from it is carried over as it is, where another "
+                "layout is named"
+            )
         if not found:
             wanted = f" of layout {from_}" if from_ else ""
             raise ValueError(
@@ -159,7 +164,7 @@ def convert(
         heads_written = set()
         old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
         for i, block in enumerate(progress(found)):
-            heads, _ = _num_heads(file, block, num_heads)
+            heads, _ = blocks.num_heads_of(block, shapes(file), num_heads, file.metadata, file.path)
             try:
                 params, semantics = block.read(file, heads)
                 prefix = _new_prefix(block, target, i, in_file, old_names)
@@ -173,10 +178,10 @@ def convert(
         taken = {name for block in found for name in block.keys.values()}
         others = [name for name in file if name not in taken]
         _add(written, {name: file[name] for name in others})
-        metadata = dict(file.metadata)
+        metadata = {k: v for k, v in file.metadata.items() if k != blocks.HEADS_METADATA}
     rounding = _cast(written, dtype) if dtype is not None else {}
     if not target.stores_num_heads and len(heads_written) == 1:
-        metadata[HEADS_KEY] = str(heads_written.pop())
+        metadata[blocks.HEADS_METADATA] = str(heads_written.pop())
     settings: dict[str, Any] = {"force": force}
     if str(destination).endswith(".safetensors"):
         settings["metadata"] = metadata
@@ -184,18 +189,6 @@ def convert(
         settings["names"] = names
     checkpoint.write(destination, written, source=source, **settings)
     return Conversion(str(source), str(destination), tuple(moves), tuple(others), rounding)
-
-
-def _num_heads(file: Checkpoint, block: Block, given: int | None) -> tuple[int | None, str]:
-    """The head count of a block and where it is from: asked, stored, or configured; not guessed."""
-    stored = blocks.heads_in_shapes(block, shapes(file))
-    if stored is not None and given in (None, stored):
-        return stored, "shape"
-    if given is not None:
-        return given, "given"
-    if file.metadata.get(HEADS_KEY, "").isdigit():
-        return int(file.metadata[HEADS_KEY]), "metadata"
-    return blocks.heads_in_config(file.path) or (None, "not stored: pass --num-heads")
 
 
 def _new_prefix(

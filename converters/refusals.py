@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import Layout
+from jaxmha.params import leaves
 
 
 def refuse_sizes(layout: Layout, sizes: Mapping[str, int], exporting: bool = False) -> None:
@@ -25,6 +26,14 @@ def refuse_sizes(layout: Layout, sizes: Mapping[str, int], exporting: bool = Fal
     if exporting and letters and len({sizes[a] for a in letters.split()}) == 1:
         shown = " = ".join(letters.split())
         raise ValueError(f"layout {layout.name} does not hold {shown}: {reason}")
+
+
+def one_dtype(params: MHAParams) -> None:
+    """Raises ValueError for leaves of several dtypes, which one live layer would round."""
+    found = {str(np.asarray(array).dtype): name for name, array in leaves(params).items()}
+    if len(found) > 1:
+        shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+        raise ValueError(f"a live layer holds arrays of one dtype: {shown}; cast them first")
 
 
 def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics, multi_head_attention
 from jaxmha.converters import blocks, checkpoint, flax, keras, torch
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.params import check
 
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
@@ -50,7 +51,7 @@ def read(side: Any, num_heads: int | None = None) -> list[BlockSide]:
     if isinstance(side, str | os.PathLike):
         path = Path(side)
         with checkpoint.open(path) as file:
-            found = list(read_state(file, shapes(file), num_heads, path, file.names))
+            found = list(read_state(file, shapes(file), num_heads, path, file.names, file.metadata))
     elif isinstance(side, MHAParams):
         found = [_plain("", "jaxmha", side, Semantics())]
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
@@ -70,14 +71,17 @@ def read_state(
     num_heads: int | None = None,
     path: Path | None = None,
     names: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Iterator[BlockSide]:
     """The blocks of a flat dict of arrays; the head count may stand in a config.json beside."""
-    config = blocks.heads_in_config(path) if path is not None else None
     for block in blocks.find(all_shapes):
-        heads = num_heads
-        if heads is None and not block.layout.stores_num_heads and config is not None:
-            heads = config[0]
-        params, semantics = block.read(state, heads)
+        heads, _ = blocks.num_heads_of(block, all_shapes, num_heads, metadata, path)
+        try:
+            params, semantics = block.read(state, heads)
+            check(params)
+        except ValueError as error:
+            where = f"{path}, " if path is not None else ""
+            raise ValueError(f"{where}block {block.prefix or '(top)'}: {error}") from error
         name = (names or {}).get(block.prefix, block.prefix)
         yield _plain(name, block.layout.name, params, semantics)
 

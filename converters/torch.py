@@ -13,6 +13,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.refusals import one_dtype
 from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
 
@@ -94,6 +95,7 @@ def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: No
     """
     import torch
 
+    one_dtype(params)
     sizes = check(params)
     packed = sizes["Dq"] == sizes["Dk"] == sizes["Dv"]
     own = PACKED if packed else SEPARATE
@@ -127,7 +129,7 @@ def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
 def forward(
     module: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
 ) -> NDArray:
-    """Runs the live module on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)` without gradients.
+    """Runs the live module on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
     """
@@ -142,6 +144,11 @@ def forward(
         masks["attn_mask"] = to_torch(~full.reshape(-1, *full.shape[2:]))
     if not module.batch_first:
         inputs = [x.transpose(0, 1) for x in inputs]
-    with torch.no_grad():
-        out = module(*inputs, need_weights=False, **masks)[0]
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            out = module(*inputs, need_weights=False, **masks)[0]
+    finally:
+        module.train(training)
     return to_numpy(out if module.batch_first else out.transpose(0, 1))

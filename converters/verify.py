@@ -25,6 +25,8 @@ SMALL = 4.0
 RATIO = 2.0
 # An output within this many floors of what a mistake gives is that mistake: others are far off.
 _EXPLAINED = 1000.0
+# Errors that add up to this many floors are not of rounding: something else is computed.
+OTHER = 1e5
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
         errors = {
             name: (_error(a, seed, mask), _error(b, seed, mask)) for name, mask in masks().items()
         }
-    alike = all(max(e) <= RATIO * max(min(e), SMALL) for e in errors.values())
+    alike = all(_alike(*pair) for pair in errors.values())
     departs, explanation = None, mistakes.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
@@ -281,6 +283,11 @@ def masks() -> dict[str, NDArray | None]:
     }
 
 
+def _alike(a: float, b: float) -> bool:
+    """Both errors are those of rounding, and neither stands out; NaN never is."""
+    return bool(max(a, b) <= RATIO * max(min(a, b), SMALL)) and np.isfinite(a + b) and a + b < OTHER
+
+
 def _error(side: BlockSide, seed: int, mask: NDArray | None) -> float:
     inputs = _inputs(side, seed)
     exact = oracle.run(side.params, side.semantics, *inputs, mask=mask).output
@@ -338,8 +345,13 @@ def _pair(
     """By name, whatever the separator; else in order, where the numbers agree."""
     by_name = [{side.name.replace("/", "."): side for side in x} for x in (a, b)]
     common = [name for name in by_name[0] if name in by_name[1]]
-    if not common and len(a) == len(b):
-        note = "blocks are paired in order: their names differ"
+    unique = all(len(names) == len(x) for names, x in zip(by_name, (a, b), strict=True))
+    if not unique and len(a) != len(b):
+        raise ValueError("two blocks of one side have the same name: rename one")
+    if (not common or not unique) and len(a) == len(b):
+        note = (
+            "blocks are paired in order, since their names do not pair them: check that it is right"
+        )
         named = any(x.name and y.name for x, y in zip_longest(a, b))
         return list(zip(a, b, strict=True)), (), (), (note,) if named else ()
     only_a, only_b = (

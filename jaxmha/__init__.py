@@ -1,4 +1,4 @@
-"""Multi-head attention for JAX: exact, fast, and the same in every framework."""
+"""Multi-head attention for JAX: exact, and the same in every framework."""
 
 from jaxmha.attention import dot_product_attention as dot_product_attention
 from jaxmha.initialisation import init_params as init_params

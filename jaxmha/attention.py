@@ -43,7 +43,8 @@ def dot_product_attention(
 ) -> Any:
     """Softmax-weighted values: `softmax(scale * query @ key + bias) @ value`, per head.
 
-    A superset of `jax.nn.dot_product_attention` with its names, order and layout; here rows with
+    The arguments of `jax.nn.dot_product_attention` with their names, order and layout, and more
+    (`return_lse` is its `return_residual`, and implementations have other names). Here rows with
     nothing left to attend have one declared answer, and keys that nothing may attend influence
     nothing, whatever they hold.
 

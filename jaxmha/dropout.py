@@ -29,15 +29,21 @@ def keep(
     B, N, T, S = (
         1 if axis in broadcast else size for axis, size in zip("BNTS", shape, strict=True)
     )
+    key = _threefry(key)
     rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B * N * T))
     entries = jax.vmap(
         lambda row_key: jax.vmap(lambda s: jax.random.fold_in(row_key, s))(jnp.arange(S))
     )(rows)
-    bits = jax.vmap(jax.vmap(_first_word))(entries).reshape(B, N, T, S)
+    bits = jax.random.key_data(entries)[..., 0].reshape(B, N, T, S)
     kept: jax.Array = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     return kept
 
 
-def _first_word(key: Array) -> jax.Array:
-    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return jnp.asarray(data)[0]
+def _threefry(key: Array) -> jax.Array:
+    """The key for threefry: other generators may not tell keys apart when vectorised."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = jnp.asarray(jax.random.key_data(key) if typed else key)
+    threefry: jax.Array = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    for i in range(2, words.shape[0]):
+        threefry = jax.random.fold_in(threefry, words[i])
+    return threefry

@@ -160,6 +160,9 @@ def project(
     key = query if key is None else key
     value = key if value is None else value
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
+    sizes = check(params)
+    for name, x, width in (("query", query, "Dq"), ("key", key, "Dk"), ("value", value, "Dv")):
+        bind(name, x.shape[-1:], width, sizes)
     dtype = _compute_dtype(params, query=query, key=key, value=value)
     heads = [
         _affine(x, 1, projection, dtype, semantics.precision)
@@ -188,6 +191,8 @@ def combine(
     (4, 5, 6)
     """
     checks.no_silent_rounding(params=params, heads=heads)
+    sizes = check(params)
+    bind("heads", heads.shape[-2:], "N h", sizes)
     dtype = _compute_dtype(params, heads=heads)
     if params.out is None:
         *batch, N, h = heads.shape

@@ -124,7 +124,12 @@ class Mask:
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         # Python integers shape the program, so they are static; arrays are traced.
         values = [getattr(self, field.name) for field in fields(self)]
-        static = tuple(v if isinstance(v, int | tuple) else None for v in values)
+        static = tuple(
+            value
+            if field.name == "window_size" or (field.name == "causal_offset" and type(value) is int)
+            else None
+            for field, value in zip(fields(self), values, strict=True)
+        )
         traced = tuple(None if s is not None else v for v, s in zip(values, static, strict=True))
         return traced, static
 

@@ -1,5 +1,6 @@
 """Matrix products and sums whose rounding errors stay small."""
 
+import math
 from typing import Any
 
 import jax
@@ -24,9 +25,13 @@ def matmul(
     """
     *lead, m, k = a.shape
     n = b.shape[-1]
-    blocks = -(-k // BLOCK)
-    if blocks < 2 or np.prod([*lead, m, k, n]) > SMALL:
+    blocks = -(-k // BLOCK) if isinstance(k, int) else 0
+    sizes = (*lead, m, k, n)
+    known = all(isinstance(size, int) for size in sizes)  # not so in shape-polymorphic export
+    if not known or blocks < 2 or math.prod(sizes) > SMALL:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
+    if dtype is not None:  # backends may lack batched products of half precision
+        a, b = a.astype(dtype), b.astype(dtype)
     extra = blocks * BLOCK - k
     a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, extra),))
     b = jnp.pad(b, ((0, 0),) * (b.ndim - 2) + ((0, extra), (0, 0)))
@@ -35,7 +40,6 @@ def matmul(
         a.reshape(*lead, m, blocks, BLOCK),
         b.reshape(*lead, blocks, BLOCK, n),
         precision=precision,
-        preferred_element_type=dtype,
     )
     return pairwise_sum(parts)[..., 0]
 
