@@ -39,7 +39,9 @@ def promoted(**arrays: Any) -> np.dtype[Any]:
 def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
     """`True` is "before_dropout". Raises ValueError for anything else."""
     if not isinstance(return_weights, bool | str):
-        raise TypeError(f"return_weights must be a bool or a name, got {return_weights!r}")
+        raise ValueError(  # noqa: TRY004
+            f"return_weights must be a bool or a name, got {return_weights!r}"
+        )
     one_of("return_weights", return_weights, (False, True, "before_dropout", "after_dropout"))
     return "before_dropout" if return_weights is True else return_weights
 
