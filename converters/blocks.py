@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +68,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     """
     found: dict[str, Block] = {}
     for variant in (v for candidate in layouts for v in _variants(candidate)):
-        first = next(entry for entry in variant.entries if not entry.group)
-        for name in shapes:
-            if name != first.key and not name.endswith(variant.separator + first.key):
-                continue
-            prefix = name.removesuffix(first.key).removesuffix(variant.separator)
+        for prefix in _prefixes(variant, shapes):
             keys = {
                 entry.key: full
                 for entry in variant.entries
@@ -98,11 +94,7 @@ def damaged(
     whole, reasons = {block.prefix for block in found}, {}
     for candidate in layouts:
         required = [entry for entry in candidate.entries if not entry.group]
-        start = candidate.separator + required[0].key
-        for name in shapes:
-            if name != required[0].key and not name.endswith(start):
-                continue
-            prefix = name.removesuffix(required[0].key).removesuffix(candidate.separator)
+        for prefix in _prefixes(candidate, shapes):
             there = [e for e in required if candidate.path(prefix, e.key) in shapes]
             if prefix in whole or 2 * len(there) < len(required):
                 continue
@@ -183,6 +175,14 @@ def heads_in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | 
             bind(entry.key, shape[len(shape) - len(parse(entry.axes)) :], entry.axes, sizes)
             return sizes["N"]
     return None
+
+
+def _prefixes(candidate: Layout, names: Iterable[str]) -> Iterator[str]:
+    """Where the layout's first required key stands."""
+    first = next(entry.key for entry in candidate.entries if not entry.group)
+    for name in names:
+        if name == first or name.endswith(candidate.separator + first):
+            yield name.removesuffix(first).removesuffix(candidate.separator)
 
 
 def _variants(candidate: Layout) -> list[Layout]:

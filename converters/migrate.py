@@ -83,7 +83,8 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
       CheckpointError: the file cannot be read. ValueError: its blocks are ambiguous.
     """
     with checkpoint.open(path) as file:
-        found = blocks.find(shapes(file))
+        all_shapes = shapes(file)
+        found = blocks.find(all_shapes)
         infos = []
         for block in found:
             heads, where = blocks.num_heads_of(
@@ -144,11 +145,10 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     with checkpoint.open(source) as file:
-        found = blocks.find(
-            shapes(file), blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
-        )
+        all_shapes = shapes(file)
         known = blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
-        if broken := blocks.damaged(shapes(file), found, known):
+        found = blocks.find(all_shapes, known)
+        if broken := blocks.damaged(all_shapes, found, known):
             raise ValueError(
                 f"{source}: {broken[0]}; with --from it is carried over as it is, where another "
                 "layout is named"
@@ -164,7 +164,7 @@ def convert(
         heads_written = set()
         old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
         for i, block in enumerate(progress(found)):
-            heads, _ = blocks.num_heads_of(block, shapes(file), num_heads, file.metadata, file.path)
+            heads, _ = blocks.num_heads_of(block, all_shapes, num_heads, file.metadata, file.path)
             try:
                 params, semantics = block.read(file, heads)
                 prefix = _new_prefix(block, target, i, in_file, old_names)
