@@ -1,0 +1,1 @@
+"""Masks of every framework, in and out: one table of arguments each."""
