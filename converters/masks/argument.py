@@ -112,9 +112,10 @@ def _arrow(array: NDArray, source: str, target: str, sizes: Mapping[str, int]) -
     """Rearranges; letters that only one side has are axes of size 1."""
     left, right = source.replace("#", ""), target.replace("#", "")
     have, want = ({a for group in parse(axes) for a in group} for axes in (left, right))
-    left, right = (
-        re.sub(r"\w+", lambda letter: letter[0] if letter[0] in shared else "1", axes)
-        for axes, shared in ((left, want), (right, have))
-    )
+    left, right = _keep(left, want), _keep(right, have)
     split = {a: sizes[a] for group in parse(left) if len(group) > 1 for a in group}
     return to_numpy(rearrange(array, f"{left} -> {right}", **split))
+
+
+def _keep(axes: str, letters: set[str]) -> str:
+    return re.sub(r"\w+", lambda letter: letter[0] if letter[0] in letters else "1", axes)
