@@ -63,7 +63,7 @@ def dot_product_attention(
       logits_soft_cap: c: scaled logits x become `c * tanh(x / c)`, before the bias.
       fully_masked: answer of a row with nothing left: `zero`, `nan` or `mean` of the values.
       softmax_dtype: default at least float32; float64 stays float64.
-      precision: of the two matrix products.
+      precision: of the two matrix products; None: as `Semantics.precision`.
       dropout_rate: of the weights; acts only with a `dropout_key`.
       dropout_broadcast: axes of BNTS that share a draw.
       dropout_key: a PRNG key.
@@ -85,6 +85,7 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, is_causal=True).shape
     (2, 5, 4, 3)
     """
+    checks.are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a Python bool, got {type(is_causal).__name__}")
@@ -100,7 +101,7 @@ def dot_product_attention(
     structure: dict[str, Any] = {"causal_offset": 0 if is_causal else None}
     if local_window_size is not None:
         window = local_window_size
-        left, right = (window, window) if isinstance(window, int) else window
+        left, right = window if isinstance(window, tuple) else (window, window)
         structure["window_size"] = Mask.window(left, right).window_size
     structure["query_lengths"] = query_seq_lengths
     structure["key_value_lengths"] = key_value_seq_lengths
@@ -198,6 +199,8 @@ def attend(
             f"query heads N={N} must be a multiple of key/value heads K={K}: query is "
             f"(B, T, N, H) = {query.shape}, key is (B, S, K, H) = {key.shape}"
         )
+    if query.shape[3] == 0:
+        raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
     request = Request(query, key, value, bias, mask, semantics, dropout_key, return_weights)
     result = implementations.attend(request, implementation)
     return result._replace(

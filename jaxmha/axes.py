@@ -34,7 +34,8 @@ def parse(axes: str) -> tuple[tuple[str, ...], ...]:
 def bind(name: str, shape: Sequence[int], axes: str, sizes: dict[str, int]) -> None:
     """Checks `shape` against `axes`, and adds to `sizes` every letter that it fixes.
 
-    `#B` accepts size 1 beside the size of B; a number is itself.
+    `#B` accepts size 1 beside the size of B; a number is itself; a first `*B` is any number of
+    axes that stay unchecked.
 
     Raises:
       ValueError: names the array, the axes expected with the sizes known so far, and the shape.
@@ -46,10 +47,12 @@ def bind(name: str, shape: Sequence[int], axes: str, sizes: dict[str, int]) -> N
     ValueError: bias: expected axes ((N H)) with N=2, got shape (7,)
     """
     groups = parse(axes)
-    if len(shape) != len(groups):
+    checked = groups[1:] if groups and groups[0][0].startswith("*") else groups
+    free = len(shape) - len(checked)
+    if free < 0 or (free > 0 and checked is groups):
         raise ValueError(_message(name, shape, groups, sizes))
     found: dict[str, int] = {}
-    for size, group in zip(shape, groups, strict=True):
+    for size, group in zip(shape[free:], checked, strict=True):
         if len(group) == 1 and group[0].startswith("#"):
             letter = group[0][1:]
             if size not in (1, sizes.get(letter, size)):

@@ -26,6 +26,13 @@ def no_silent_rounding(**arguments: Any) -> None:
                 )
 
 
+def are_arrays(**arguments: Any) -> None:
+    """Raises TypeError for an argument that is there and no array."""
+    for name, value in arguments.items():
+        if value is not None and not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+
+
 def promoted(**arrays: Any) -> np.dtype[Any]:
     """The promoted dtype of the arrays that are there; TypeError unless all are floating."""
     there = {name: array for name, array in arrays.items() if array is not None}
@@ -72,6 +79,7 @@ def flatten_mask(
         if value is None or isinstance(value, int):
             continue
         name = {"array": "mask", **(names or {})}.get(field, f"mask.{field}")
+        are_arrays(**{name: value})
         boolean = field == "array" or field.endswith("padding")
         if not jnp.issubdtype(value.dtype, np.bool_ if boolean else np.integer):
             kind = "Boolean" if boolean else "integer"

@@ -71,6 +71,7 @@ def multi_head_attention(
     """
     key = query if key is None else key
     value = key if value is None else value
+    checks.are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a Python bool, got {type(is_causal).__name__}")
@@ -106,7 +107,7 @@ def _multi_head_attention(
 ) -> Any:
     sizes = check(params)
     for name, x, axes in (("query", query, "T Dq"), ("key", key, "S Dk"), ("value", value, "S Dv")):
-        bind(name, x.shape[-2:], axes, sizes)
+        bind(name, x.shape, f"*B {axes}", sizes)
         if x.shape[:-2] != query.shape[:-2]:
             raise ValueError(
                 f"{name}: expected axes (*B, {', '.join(axes.split())}) with "
@@ -159,10 +160,11 @@ def project(
     """
     key = query if key is None else key
     value = key if value is None else value
+    checks.are_arrays(query=query, key=key, value=value)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
     sizes = check(params)
     for name, x, width in (("query", query, "Dq"), ("key", key, "Dk"), ("value", value, "Dv")):
-        bind(name, x.shape[-1:], width, sizes)
+        bind(name, x.shape, f"*B {'T' if name == 'query' else 'S'} {width}", sizes)
     dtype = _compute_dtype(params, query=query, key=key, value=value)
     heads = [
         _affine(x, 1, projection, dtype, semantics.precision)
@@ -190,9 +192,10 @@ def combine(
     >>> combine(params, jnp.ones((4, 5, 2, 3))).shape
     (4, 5, 6)
     """
+    checks.are_arrays(heads=heads)
     checks.no_silent_rounding(params=params, heads=heads)
     sizes = check(params)
-    bind("heads", heads.shape[-2:], "N h", sizes)
+    bind("heads", heads.shape, "*B T N h", sizes)
     dtype = _compute_dtype(params, heads=heads)
     if params.out is None:
         *batch, N, h = heads.shape

@@ -1,6 +1,7 @@
 """Which pairs of query and key may attend, kept as structure."""
 
 from dataclasses import dataclass, fields, replace
+from operator import index
 from typing import Any
 
 import jax
@@ -43,8 +44,11 @@ class Mask:
     def window(cls, left: int | None, right: int | None) -> "Mask":
         """`i - left <= j <= i + right`; None: no bound on that side."""
         for side in (left, right):
+            if side is not None and (isinstance(side, bool) or not hasattr(side, "__index__")):
+                raise TypeError(f"window sides must be integers or None, got ({left}, {right})")
             if side is not None and side < 0:
                 raise ValueError(f"window sides must be >= 0 or None, got ({left}, {right})")
+        left, right = (None if side is None else index(side) for side in (left, right))
         return cls(window_size=(left, right))
 
     @classmethod
@@ -69,6 +73,11 @@ class Mask:
     @classmethod
     def dense(cls, array: Bool[Array, "..."]) -> "Mask":
         """A Boolean array broadcastable to BNTS, True = attend."""
+        if getattr(array, "dtype", None) is None:
+            raise TypeError(
+                f"mask must be a Boolean array or a Mask, got {type(array).__name__}: make it an "
+                "array with np.asarray(mask, bool)"
+            )
         if array.dtype != np.bool_:
             raise TypeError(
                 f"mask must be Boolean (True = attend), got {array.dtype}: additive values belong "

@@ -94,14 +94,14 @@ def from_leaves(arrays: dict[str, Array]) -> MHAParams:
 def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
     """Checks every shape against the others and returns the sizes by letter.
 
-    `leading` axes (stacked layers) are left out of account.
+    `leading` axes `*L` (stacked layers) are left out of account.
 
     Raises:
       ValueError: names the leaf, the axes expected and the shape received.
     """
     sizes: dict[str, int] = {}
     for name, array in leaves(params).items():
-        bind(f"params.{name}", array.shape[leading:], CANONICAL[name], sizes)
+        bind(f"params.{name}", array.shape, "*L " * (leading > 0) + CANONICAL[name], sizes)
     if sizes["K"] == 0 or sizes["N"] % sizes["K"]:
         raise ValueError(
             f"params: N={sizes['N']} query heads must be a multiple of K={sizes['K']} key/value "

@@ -19,10 +19,13 @@ def matmul(
 ) -> jax.Array:
     """`a @ b` over `(..., m, k)` and `(..., k, n)` with equal leading axes, accumulated in `dtype`.
 
+    Without a precision, here or in JAX's configuration, it is the highest: float32 stays float32.
+
     >>> import jax.numpy as jnp
     >>> matmul(jnp.ones((2, 3, 5)), jnp.ones((2, 5, 7))).shape
     (2, 3, 7)
     """
+    precision = precision or jax.config.jax_default_matmul_precision or "highest"  # type: ignore[attr-defined]
     *lead, m, k = a.shape
     n = b.shape[-1]
     blocks = -(-k // BLOCK) if isinstance(k, int) else 0

@@ -196,6 +196,34 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["causal_offset", "B", "(3,)"],
     ),
+    "window of a bool": ({"local_window_size": True}, TypeError, ["window", "integers", "True"]),
+    "half a window": ({"local_window_size": (1.5, 2)}, TypeError, ["window", "integers", "1.5"]),
+    "no head size": (
+        {"query": zeros(2, 5, 6, 0), "key": zeros(2, 7, 3, 0)},
+        ValueError,
+        ["H", "at least 1", "(2, 5, 6, 0)"],
+    ),
+    "query as a list": ({"query": [[[1.0]]]}, TypeError, ["query", "array", "list"]),
+    "bias as a number": ({"bias": 1.0}, TypeError, ["bias", "array", "float"]),
+    "mask as a list": ({"mask": [[True] * 7] * 5}, TypeError, ["mask", "array", "list"]),
+    "lengths as a list": (
+        {"key_value_seq_lengths": [1, 2]},
+        TypeError,
+        ["key_value_seq_lengths", "array", "list"],
+    ),
+    "scale as text": ({"scale": "1"}, TypeError, ["scale", "number", "str"]),
+    "scale as an array": (
+        {"scale": jnp.ones(())},
+        TypeError,
+        ["scale", "static", "multiply the queries"],
+    ),
+    "scale that is not a number": ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
+    "infinite soft cap": (
+        {"logits_soft_cap": float("inf")},
+        ValueError,
+        ["logits_soft_cap", "finite", "inf"],
+    ),
+    "dropout as text": ({"dropout_rate": "0.1"}, TypeError, ["dropout_rate", "number", "str"]),
     "negative window": ({"local_window_size": (-1, 2)}, ValueError, ["window", "-1"]),
     "is_causal number": ({"is_causal": 1}, TypeError, ["is_causal", "bool", "int"]),
     "is_causal array": ({"is_causal": np.asarray(True)}, TypeError, ["is_causal", "bool"]),
@@ -246,7 +274,7 @@ PARAMS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "features of the query": (
         {"query.kernel": zeros(5, 6, 11)},
         ValueError,
-        ["query", "T, Dq", "Dq=5", "(5, 17)"],
+        ["query", "*B, T, Dq", "Dq=5", "(2, 5, 17)"],
     ),
     "flat kernel": (
         {"query.kernel": zeros(17, 66)},
@@ -331,12 +359,12 @@ LAYER_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = 
     "key of other features": (
         {"key": zeros(2, 7, 17)},
         ValueError,
-        ["key", "S, Dk", "Dk=19", "(7, 17)"],
+        ["key", "*B, S, Dk", "Dk=19", "(2, 7, 17)"],
     ),
     "value of another length": (
         {"value": zeros(2, 5, 23)},
         ValueError,
-        ["value", "S, Dv", "S=7", "(5, 23)"],
+        ["value", "*B, S, Dv", "S=7", "(2, 5, 23)"],
     ),
     "key of another batch": (
         {"key": zeros(3, 7, 19)},
@@ -377,6 +405,8 @@ def test_layer(what: str) -> None:
         ("dropout_rate", 1.0),
         ("dropout_broadcast", ("Q",)),
         ("logits_soft_cap", -1.0),
+        ("qk_norm_epsilon", -1e-6),
+        ("scale", float("inf")),
         ("softmax_dtype", np.int32),
     ],
 )
@@ -392,8 +422,18 @@ def test_mask_constructors() -> None:
         Mask.dense(zeros(5, 7, dtype=np.int32))
     with pytest.raises(ValueError, match="window"):
         Mask.window(1, -1)
+    padding = Mask.padding(key_value=[[True] * 7] * 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="key_value_padding must be an array, got list"):
+        jaxmha.dot_product_attention(**ARRAYS, mask=padding)
     with pytest.raises(TypeError):
         _ = Mask.causal() & jnp.ones((5, 7), bool)  # type: ignore[operator]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert Mask.window(np.int64(2), None).window_size == (2, None)  # type: ignore[arg-type]
+    assert Semantics(scale=np.float32(0.5)).scale == 0.5  # type: ignore[arg-type]
+    window: Any = np.int64(2)
+    jaxmha.dot_product_attention(**ARRAYS, local_window_size=window, scale=1)
 
 
 def test_right_arguments_are_not_refused() -> None:

@@ -30,7 +30,7 @@ def attend(request: Request) -> Result:
     if allowed is not None:
         query, key, value = _drop_dead(query, key, value, allowed, semantics.fully_masked)
 
-    precision = semantics.precision or "highest"
+    precision = semantics.precision
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     # Query heads of a group are rows of one product.
     grouped = jnp.moveaxis((query * scale).reshape(B, T, K, N // K, H), 1, 3)
