@@ -113,3 +113,16 @@ def test_shared_draws(implementation: str, shared: tuple[str, ...]) -> None:
     for axis, letter in enumerate("BNTS"):
         first = np.take(kept, [0], axis)
         assert (kept == first).all() == (letter in shared), letter
+
+
+@by_implementation
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
+def test_other_generators(implementation: str, generator: str) -> None:
+    """Keys of generators whose vectorised draws repeat still draw entry by entry."""
+    key = jax.random.key(5, impl=generator)
+    kept = np.asarray(attend(implementation, dropout_key=key, dropout_rate=0.5)[1]) != 0
+    tolerance.assert_same(kept, dropout.keep(key, 0.5, kept.shape))
+    rows = kept.reshape(-1, kept.shape[-1])
+    assert len(np.unique(rows, axis=0)) > len(rows) / 2
+    other = attend(implementation, dropout_key=jax.random.key(6, impl=generator), dropout_rate=0.5)
+    assert not np.array_equal(kept, np.asarray(other[1]) != 0)

@@ -1,0 +1,59 @@
+"""Exported programs: sizes that are known only when they run."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+import jaxmha
+from jaxmha import Mask
+from tests import cases, tolerance
+from tests.cases import LAYERS
+from tests.test_layer import params_of
+
+# The hook knows sizes as integers only.
+pytestmark = pytest.mark.usefixtures("no_shape_hook")
+
+
+def struct(array: Any, shape: Any) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, array.dtype)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_attention_with_symbolic_sizes(implementation: str | None) -> None:
+    B, T, S = export.symbolic_shape("B, T, S")
+    q, k, v = (cases.arrays(cases.Case("export"))[name] for name in ("query", "key", "value"))
+    lengths = np.asarray([3, 7], np.int32)
+
+    def attend(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            q, k, v, mask=Mask.lengths(key_value=lengths), implementation=implementation
+        )
+
+    specs = (
+        struct(q, (B, T, *q.shape[2:])),
+        struct(k, (B, S, *k.shape[2:])),
+        struct(v, (B, S, *v.shape[2:])),
+        struct(lengths, (B,)),
+    )
+    program: Any = export.deserialize(export.export(jax.jit(attend))(*specs).serialize())
+    tolerance.assert_close(program.call(q, k, v, lengths), np.asarray(attend(q, k, v, lengths)))
+
+
+def test_layer_with_symbolic_sizes() -> None:
+    case = LAYERS[0]
+    leaves, inputs, _ = cases.layer_arrays(case)
+    params = params_of(leaves)
+    B, T, S = export.symbolic_shape("B, T, S")
+
+    def layer(query: Any, key: Any, value: Any) -> Any:
+        return jaxmha.multi_head_attention(params, query, key, value)
+
+    sizes = ((B, T), (B, S), (B, S))
+    arrays = [inputs[name] for name in ("query", "key", "value")]
+    specs = [struct(x, (*s, x.shape[-1])) for x, s in zip(arrays, sizes, strict=True)]
+    program: Any = export.export(jax.jit(layer))(*specs)
+    tolerance.assert_close(program.call(*arrays), np.asarray(layer(*arrays)))
