@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxmha import picture
 from jaxmha.arrays import Array
 
 
@@ -18,7 +19,8 @@ class Mask:
     """Pairs (query i, key j) that may attend: a record of conditions that all have to hold.
 
     Build one with the constructors below and join with `&`. Structure is kept, not
-    materialised, so that an implementation can skip work; `to_array` materialises it.
+    materialised, so that an implementation can skip work; `to_array` materialises it, and
+    `print` shows it as a picture.
 
     >>> mask = Mask.causal() & Mask.lengths(key_value=np.array([3, 1]))
     >>> mask.to_array(2, 3).astype(int).tolist()
@@ -99,6 +101,12 @@ class Mask:
                 for a, b in [(getattr(self, field.name), getattr(other, field.name))]
             )
         )
+
+    def __repr__(self) -> str:
+        return picture.describe(self)
+
+    def __str__(self) -> str:
+        return picture.picture(self)
 
     @property
     def empty(self) -> bool:

@@ -1,0 +1,94 @@
+"""Masks as small pictures for a terminal."""
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxmha.mask import Mask
+
+SIDE = 8  # positions shown of a length that no array of the mask fixes
+LARGEST = 32  # rows and columns shown
+PANELS = 4  # (batch row, head) pairs shown
+_POSITIONS = ("query_padding", "key_value_padding", "query_segments", "key_value_segments")
+ATTENDS, EXCLUDED = "■", "·"
+
+
+def describe(mask: "Mask") -> str:
+    """One line: the conditions of a mask, arrays by dtype and shape.
+
+    >>> from jaxmha import Mask
+    >>> describe(Mask.causal(2) & Mask.window(3, None))
+    'Mask(causal_offset=2, window_size=(3, None))'
+    """
+    there = {field.name: getattr(mask, field.name) for field in fields(mask)}
+    shown = ", ".join(f"{k}={_short(v)}" for k, v in there.items() if v is not None)
+    return f"Mask({shown})"
+
+
+def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
+    """Rows are queries, columns keys; one panel per batch row and head that differ.
+
+    Lengths that are not given are read from the arrays of the mask, or are 8.
+
+    >>> from jaxmha import Mask
+    >>> print(picture(Mask.causal(), 3, 4))
+    Mask(causal_offset=0)
+    ■ · · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    """
+    title = describe(mask)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
+        return title  # its values are not known
+    T, S = T or _length(mask, "query", -2), S or _length(mask, "key_value", -1)
+    corner = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST)))
+    B, N = corner.shape[:2]
+    panels = []
+    for b, n in list(np.ndindex(B, N))[:PANELS]:
+        name = ", ".join(f"{a} {i}" for a, i, size in (("B", b, B), ("N", n, N)) if size > 1)
+        rows = [_row(row, S) for row in corner[b, n]]
+        panels.append("\n".join([*([f"{name}:"] if name else []), *rows, *_more(T, "rows")]))
+    if B * N > PANELS:
+        panels.append(f"... {B * N - PANELS} more of (B, N) = ({B}, {N})")
+    return "\n".join([title, *panels])
+
+
+def _corner(mask: "Mask") -> "Mask":
+    """The mask of the positions shown: a long one is never materialised whole."""
+    cut = {}
+    for name in _POSITIONS:
+        if getattr(mask, name) is not None:
+            cut[name] = getattr(mask, name)[..., :LARGEST]
+    if mask.array is not None and mask.array.ndim:
+        cut["array"] = mask.array[..., :LARGEST]
+        if mask.array.ndim > 1:
+            cut["array"] = cut["array"][..., :LARGEST, :]
+    return replace(mask, **cut)
+
+
+def _row(row: Any, S: int) -> str:
+    cells = [ATTENDS if allowed else EXCLUDED for allowed in row]
+    return " ".join([*cells, *_more(S, "columns")])
+
+
+def _more(size: int, what: str) -> list[str]:
+    return [f"... {size - LARGEST} more {what}"] if size > LARGEST else []
+
+
+def _length(mask: "Mask", side: str, axis: int) -> int:
+    for name in (f"{side}_padding", f"{side}_segments"):
+        if getattr(mask, name) is not None:
+            return int(getattr(mask, name).shape[-1])
+    if mask.array is not None and mask.array.ndim >= -axis and mask.array.shape[axis] > 1:
+        return int(mask.array.shape[axis])
+    lengths = getattr(mask, f"{side}_lengths")
+    return max(SIDE, 0 if lengths is None else int(np.max(lengths, initial=0)))
+
+
+def _short(value: Any) -> str:
+    if not hasattr(value, "shape"):
+        return str(value)
+    return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
