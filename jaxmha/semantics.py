@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -13,6 +13,42 @@ from jaxmha.arrays import DTypeLike
 FullyMasked: TypeAlias = Literal["zero", "nan", "mean"]
 ReturnWeights: TypeAlias = bool | Literal["before_dropout", "after_dropout"]
 Precision: TypeAlias = str | jax.lax.Precision | None
+
+
+class Path(NamedTuple):
+    """What one way through a framework does differently from the others.
+
+    Attributes:
+      fully_masked: its answer of a row with nothing left.
+      softmax: dtype of its softmax: `input`, `float32`, or None: at least float32.
+      weights: which weights it returns.
+      dropout_broadcast: axes of BNTS that share a draw.
+    """
+
+    fully_masked: FullyMasked
+    softmax: Literal["input", "float32"] | None = None
+    weights: Literal["before_dropout", "after_dropout"] | None = None
+    dropout_broadcast: tuple[str, ...] = ()
+
+
+# Measured with torch 2.13, keras 3.15, flax 0.12 and jax 0.10 on CPU.
+PATHS: dict[str, dict[str, Path]] = {
+    "torch": {
+        "weights": Path("nan", "input", "after_dropout"),
+        "sdpa": Path("zero"),
+        "native": Path("nan", "input", "after_dropout"),
+    },
+    "torch_sdpa": {"sdpa": Path("zero")},
+    "keras": {
+        "fused": Path("mean"),
+        "scores": Path("zero", "input", "before_dropout"),
+    },
+    "flax": {
+        "weights": Path("mean", "input", "before_dropout", ("B", "N")),
+        "fused": Path("mean", "float32"),
+    },
+    "jax": {"fused": Path("mean", "float32")},
+}
 
 
 @jax.tree_util.register_static
@@ -74,6 +110,112 @@ class Semantics:
             if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
                 raise ValueError(f"softmax_dtype must be a floating dtype, got {dtype}")
             object.__setattr__(self, "softmax_dtype", dtype)
+
+    @classmethod
+    def torch(
+        cls,
+        path: Literal["weights", "sdpa", "native"] = "weights",
+        *,
+        dtype: DTypeLike | None = None,
+        **fields: Any,
+    ) -> "Semantics":
+        """A path of `torch.nn.MultiheadAttention` (`jaxmha.converters.torch.path_of` names it).
+
+        Args:
+          path: `weights`: `need_weights=True`, the default in training; `sdpa`:
+            `need_weights=False`; `native`: either in eval, where torch takes its fast path.
+          dtype: of the inputs; half precision has its softmax in it, but for `sdpa`.
+          fields: further fields, such as `dropout_rate` and `add_zero_attn`.
+
+        Its weights are those after dropout: ask for `return_weights="after_dropout"`.
+
+        >>> Semantics.torch("weights").fully_masked, Semantics.torch("sdpa").fully_masked
+        ('nan', 'zero')
+        """
+        return cls._preset("torch", path, dtype, fields)
+
+    @classmethod
+    def torch_sdpa(cls, **fields: Any) -> "Semantics":
+        """`torch.nn.functional.scaled_dot_product_attention`, every kernel of CPU.
+
+        >>> Semantics.torch_sdpa(scale=0.5).fully_masked
+        'zero'
+        """
+        return cls._preset("torch_sdpa", "sdpa", None, fields)
+
+    @classmethod
+    def keras(
+        cls,
+        path: Literal["fused", "scores"] = "fused",
+        *,
+        dtype: DTypeLike | None = None,
+        **fields: Any,
+    ) -> "Semantics":
+        """A path of `keras.layers.MultiHeadAttention` and `GroupQueryAttention`.
+
+        Args:
+          path: `fused`: without dropout and scores; `scores`: with a dropout rate above 0, even
+            at inference, or `return_attention_scores`, or inputs of another rank than 3.
+          dtype: compute dtype; the softmax of `scores` is in it.
+          fields: further fields, such as `dropout_rate`.
+
+        Its scores are those before dropout. Keras' finite mask constants are not reproduced:
+        they differ from exclusion only where logits are as low as they are (-3e4 in float16).
+
+        >>> Semantics.keras("scores", dropout_rate=0.1).fully_masked
+        'zero'
+        """
+        return cls._preset("keras", path, dtype, fields)
+
+    @classmethod
+    def flax(
+        cls,
+        path: Literal["weights", "fused"] = "weights",
+        *,
+        dtype: DTypeLike | None = None,
+        **fields: Any,
+    ) -> "Semantics":
+        """A path of the attention layers of flax: a draw of dropout is for all rows and heads.
+
+        Args:
+          path: `weights`: linen always, nnx with dropout or `sow_weights`; `fused`: nnx else,
+            which is `jax.nn.dot_product_attention`.
+          dtype: compute dtype; the softmax of `weights` is in it.
+          fields: further fields; `dropout_broadcast=()` is `broadcast_dropout=False`.
+
+        Its weights are those before dropout.
+
+        >>> Semantics.flax(dropout_rate=0.1).dropout_broadcast
+        ('B', 'N')
+        """
+        return cls._preset("flax", path, dtype, fields)
+
+    @classmethod
+    def jax(cls, **fields: Any) -> "Semantics":
+        """`jax.nn.dot_product_attention`: softmax in float32, also for float64.
+
+        A row that a bias of -inf leaves nothing is NaN there, and here the mean as others.
+
+        >>> Semantics.jax().fully_masked
+        'mean'
+        """
+        return cls._preset("jax", "fused", None, fields)
+
+    @classmethod
+    def _preset(
+        cls, framework: str, path: str, dtype: DTypeLike | None, fields: dict[str, Any]
+    ) -> "Semantics":
+        one_of("path", path, tuple(PATHS[framework]))
+        row = PATHS[framework][path]
+        softmax = dtype if row.softmax == "input" else row.softmax
+        return cls(
+            **{
+                "fully_masked": row.fully_masked,
+                "softmax_dtype": softmax,
+                "dropout_broadcast": row.dropout_broadcast,
+                **fields,
+            }
+        )
 
 
 def _number(name: str, value: Any) -> float:
