@@ -1,16 +1,26 @@
 """Entry of the command line; says what to install where its libraries are missing."""
 
+import os
+import signal
 import sys
+import traceback
 
 
 def main() -> None:
     """Runs `jaxmha`."""
+    # A closed pipe ends the process quietly, as it does other Unix tools.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         from jaxmha.converters.cli import app
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("typer", "rich"):
-            raise
-        print(f"the command line needs {missing.name}: pip install 'jaxmha[cli]'", file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 (no traceback for users)
+        if os.environ.get("JAXMHA_DEBUG"):
+            traceback.print_exc()
+        text = f"error: the command line does not start: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name in ("typer", "rich"):
+            text = f"the command line needs {error.name}: pip install 'jaxmha[cli]'"
+        print(" ".join(text.split()), file=sys.stderr)
         sys.exit(2)
     app()
 

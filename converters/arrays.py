@@ -39,6 +39,11 @@ def to_torch(array: NDArray) -> Any:
 
 
 def _from_torch(tensor: Any) -> NDArray:
+    if tensor.is_meta:
+        raise ValueError(
+            f"a torch tensor of shape {tuple(tensor.shape)} on the meta device has no values: "
+            "move the module with to_empty(device='cpu') and load its weights first"
+        )
     tensor = tensor.detach().cpu().contiguous()
     try:
         return np.array(tensor.numpy(), copy=True)

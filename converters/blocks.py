@@ -1,15 +1,23 @@
-"""Attention blocks in a flat dict of tensors: which layout, under which prefix, how many heads."""
+"""Attention blocks in a flat dict of tensors: which layout, under which prefix, and why."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.axes import bind, parse
-from jaxmha.converters import engine, equinox, flax, haiku, huggingface, keras, linear, torch
+from jaxmha.axes import parse
+from jaxmha.converters import (
+    engine,
+    equinox,
+    families,
+    flax,
+    haiku,
+    huggingface,
+    keras,
+    linear,
+    torch,
+)
 from jaxmha.converters.layout import Layout
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -22,13 +30,6 @@ LAYOUTS: tuple[Layout, ...] = (
     *haiku.LAYOUTS,
 )
 
-# Where configurations keep the head count.
-HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead")
-
-
-# Key of safetensors metadata that keeps a head count no shape holds.
-HEADS_METADATA = "jaxmha.num_heads"
-
 
 class Block(NamedTuple):
     """One attention block: its layout and the place of every array."""
@@ -37,6 +38,19 @@ class Block(NamedTuple):
     layout: Layout
     keys: dict[str, str]  # key of the layout -> name in the file
     unknown: tuple[str, ...] = ()  # other names under the prefix that the layout does not know
+    also: tuple[str, ...] = ()  # other layouts with these keys, where no family decides
+
+    @property
+    def family(self) -> tuple[str, str] | None:
+        """The family of models that keeps such blocks at such a prefix, and its pattern."""
+        return families.match(self.layout.name, self.prefix)
+
+    @property
+    def why(self) -> str:
+        """Why the block has this layout: its keys, and its place where a family has that."""
+        place = f"and place of {': '.join(self.family)}" if self.family else "alone"
+        other = f"; they fit {', '.join(self.also)} as well" if self.also else ""
+        return f"{len(self.keys)} keys {place}{other}"
 
     def read(
         self, tensors: Mapping[str, Any], num_heads: int | None = None
@@ -66,7 +80,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     >>> [(block.prefix, block.layout.name) for block in find(shapes)]
     [('a', 'torch')]
     """
-    found: dict[str, Block] = {}
+    found: dict[str, list[Block]] = {}
     for variant in (v for candidate in layouts for v in _variants(candidate)):
         for prefix in _prefixes(variant, shapes):
             keys = {
@@ -74,17 +88,27 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 for entry in variant.entries
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
-            if not _fits(variant, keys, shapes):
-                continue
-            if prefix in found and found[prefix].keys == keys:
-                continue  # layouts with the same keys: the first that holds the sizes
-            if prefix in found:
-                raise ValueError(
-                    f"prefix {prefix!r} fits two layouts, {found[prefix].layout.name} and "
-                    f"{variant.name}: name one"
-                )
-            found[prefix] = Block(prefix, variant, keys, _unknown(variant, prefix, keys, shapes))
-    return sorted(found.values(), key=lambda block: natural(block.prefix))
+            if _fits(variant, keys, shapes):
+                block = Block(prefix, variant, keys, _unknown(variant, prefix, keys, shapes))
+                found.setdefault(prefix, []).append(block)
+    chosen = [_decide(candidates) for candidates in found.values()]
+    return sorted(chosen, key=lambda block: natural(block.prefix))
+
+
+def _decide(candidates: Sequence[Block]) -> Block:
+    """One block of those at a prefix: by the place of a family, else the first with these keys."""
+    placed = [block for block in candidates if block.family]
+    if len({block.layout.name for block in placed}) == 1:
+        return placed[0]
+    first, *others = candidates
+    for other in others:
+        if set(other.keys.values()) != set(first.keys.values()):
+            raise ValueError(
+                f"prefix {first.prefix!r} fits two layouts, {first.layout.name} and "
+                f"{other.layout.name}: name one"
+            )
+    names = dict.fromkeys(b.layout.name for b in others if b.layout.name != first.layout.name)
+    return first._replace(also=tuple(names))
 
 
 def damaged(
@@ -130,53 +154,6 @@ def _unknown(
     return tuple(name for name in shapes if name.startswith(start) and name not in known)
 
 
-def heads_in_config(path: Path) -> tuple[int, str] | None:
-    """The head count in the config.json beside a checkpoint, with where it stands.
-
-    None where there is no such file, no such key, or more than one answer.
-    """
-    config = path.parent / "config.json"
-    try:
-        content = json.loads(config.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    found = list(_search(content, "config.json"))
-    if len({heads for _, heads in found}) != 1 or found[0][1] < 1:
-        return None
-    return found[0][1], found[0][0]
-
-
-def num_heads_of(
-    block: Block,
-    shapes: Mapping[str, Sequence[int]],
-    given: int | None = None,
-    metadata: Mapping[str, str] | None = None,
-    path: Path | None = None,
-) -> tuple[int | None, str]:
-    """The head count of a block and where it is from: stored, asked for, or configured."""
-    stored = heads_in_shapes(block, shapes)
-    if stored is not None and given in (None, stored):
-        return stored, "shape"
-    if given is not None:
-        return given, "given"
-    kept = (metadata or {}).get(HEADS_METADATA, "")
-    if kept.isdigit():
-        return int(kept), "metadata"
-    configured = heads_in_config(path) if path is not None else None
-    return configured or (None, "not stored: pass --num-heads")
-
-
-def heads_in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
-    """The head count where the layout's shapes hold it."""
-    sizes: dict[str, int] = {}
-    for entry in block.layout.entries:
-        if entry.key in block.keys and ("N",) in parse(entry.axes):
-            shape = shapes[block.keys[entry.key]]
-            bind(entry.key, shape[len(shape) - len(parse(entry.axes)) :], entry.axes, sizes)
-            return sizes["N"]
-    return None
-
-
 def _prefixes(candidate: Layout, names: Iterable[str]) -> Iterator[str]:
     """Where the layout's first required key stands."""
     first = next(entry.key for entry in candidate.entries if not entry.group)
@@ -215,14 +192,3 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         for letter, (tied, _) in candidate.ties.items()
         if letter in sizes and tied in sizes and letter in ("K", "h")
     )
-
-
-def _search(content: Any, where: str) -> Iterable[tuple[str, int]]:
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if key in HEAD_KEYS and isinstance(value, int) and not isinstance(value, bool):
-                yield f"{where}: {key}", value
-            yield from _search(value, f"{where}: {key}")
-    elif isinstance(content, list):
-        for value in content:
-            yield from _search(value, where)

@@ -5,7 +5,9 @@ Exit codes: 0 fine, 1 the two sides differ, 2 bad input.
 
 import json
 import math
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -13,13 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from jaxmha.converters import blocks, migrate, verify
 from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint.errors import printable
 
 app = typer.Typer(
     add_completion=False,
@@ -44,13 +47,28 @@ LayoutName = Enum("LayoutName", {x.name: x.name for x in blocks.LAYOUTS}, type=s
 DtypeName = Enum("DtypeName", {x: x for x in migrate.DTYPES}, type=str)  # type: ignore[misc]
 
 
+def escape(text: str, keep: str = "") -> str:
+    """Names from files steer neither rich nor the terminal."""
+    return markup.escape(printable(text, keep))
+
+
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """Bad input ends in one message and exit code 2, never in a traceback."""
+    """Whatever goes wrong ends in one message and exit code 2, never in a traceback.
+
+    With JAXMHA_DEBUG=1 in the environment the traceback goes before the message.
+    """
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
-        err.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+    except (typer.Exit, BrokenPipeError):
+        raise
+    except Exception as error:  # noqa: BLE001 (no traceback for users)
+        if os.environ.get("JAXMHA_DEBUG"):
+            traceback.print_exc()
+        expected = isinstance(error, ValueError | TypeError | OSError)
+        what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
+        more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
+        err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
 
 
@@ -76,14 +94,22 @@ def inspect(
             _print_json(info.to_json())
             return
         table = Table(title=f"{escape(str(file))} ({info.format})", title_justify="left")
-        for column in ("block", "layout", "heads", "from", "dtype", "sizes"):
+        for column in ("block", "layout", "why", "heads", "from", "dtype", "sizes"):
             table.add_column(column, overflow="fold")
         for block in info.blocks:
             sizes = ", ".join("x".join(map(str, s)) for s in list(block.shapes.values())[:2])
             heads = "?" if block.num_heads is None else str(block.num_heads)
             name = block.name or block.prefix or "(top)"
-            cells = (name, block.layout, heads, block.num_heads_from, block.dtype, sizes)
-            table.add_row(*map(escape, cells))
+            cells = (
+                name,
+                block.layout,
+                block.why,
+                heads,
+                block.num_heads_from,
+                block.dtype,
+                sizes,
+            )
+            table.add_row(*(escape(cell) for cell in cells))
         out.print(table)
         dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())
         out.print(
@@ -187,7 +213,7 @@ def _print_report(report: verify.Report) -> None:
     out.print(table)
     for block in report.blocks:
         if not block.same:
-            out.print(escape(str(block)), highlight=False)
+            out.print(escape(str(block), keep="\n"), highlight=False)
     for name in report.only_a:
         out.print(f"only in the first: {escape(name)}", highlight=False)
     for name in report.only_b:

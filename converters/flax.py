@@ -53,21 +53,31 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
 
     Raises:
       TypeError: it is neither layer.
-      ValueError: a linen module without variables, or weights that contradict `num_heads`.
+      ValueError: a linen module without variables, weights that contradict `num_heads`, or an
+        `attention_fn` of the user's own.
     """
     from flax import linen, nnx
+    from flax.core import meta
     from flax.traverse_util import flatten_dict
 
     if isinstance(module, nnx.MultiHeadAttention):
+        known: Any = nnx.dot_product_attention
         tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     elif isinstance(module, linen.MultiHeadDotProductAttention):
         if variables is None:
             raise ValueError("a linen module holds no weights: pass variables= as well")
-        tree = variables.get("params", variables)
+        known = linen.dot_product_attention
+        tree = meta.unbox(variables.get("params", variables))
     else:
         raise TypeError(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
             f"{type(module).__name__}"
+        )
+    if module.attention_fn is not known:
+        name = getattr(module.attention_fn, "__qualname__", repr(module.attention_fn))
+        raise ValueError(
+            f"module.attention_fn={name} is not flax's own dot_product_attention: what it computes "
+            "cannot be known; for the weights alone pass their tree to import_params"
         )
     flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(dict(tree)).items()}
     params, semantics = import_params(flat, num_heads=module.num_heads)

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmha.converters import blocks, checkpoint, keras
+from jaxmha import MHAParams
+from jaxmha.converters import blocks, checkpoint, heads, keras
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.engine import export_params
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.sides import shapes
@@ -28,7 +30,10 @@ class BlockInfo:
       prefix: where it stands; `name` is the user's name of it, where the format keeps one.
       layout: name of its layout.
       num_heads: None where it is not known; `num_heads_from` says where it is from.
-      shapes: key -> shape. dtype: of the query kernel.
+      shapes: key -> shape, of the keys that were found. dtype: of the query kernel.
+      family, pattern: models that keep such blocks at such a prefix; None: the keys alone decide.
+      also_fits: other layouts with the same keys, where no family decides.
+      why: all this in words.
     """
 
     prefix: str
@@ -38,6 +43,10 @@ class BlockInfo:
     num_heads_from: str
     dtype: str
     shapes: dict[str, tuple[int, ...]]
+    family: str | None
+    pattern: str | None
+    also_fits: tuple[str, ...]
+    why: str
 
 
 @dataclass(frozen=True)
@@ -85,20 +94,24 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
         found = blocks.find(all_shapes)
+        configured = heads.in_config(file.path)
         infos = []
         for block in found:
-            heads, where = blocks.num_heads_of(
-                block, shapes(file), num_heads, file.metadata, file.path
-            )
+            count, where = heads.find(block, all_shapes, num_heads, file.metadata, configured)
+            family, pattern = block.family or (None, None)
             infos.append(
                 BlockInfo(
                     block.prefix,
                     file.names.get(block.prefix, ""),
                     block.layout.name,
-                    heads,
+                    count,
                     where,
                     str(file.info[next(iter(block.keys.values()))].dtype),
                     {key: file.info[name].shape for key, name in block.keys.items()},
+                    family,
+                    pattern,
+                    block.also,
+                    block.why,
                 )
             )
         taken = {name for block in found for name in block.keys.values()}
@@ -138,10 +151,8 @@ def convert(
       ValueError: no block, an unknown layout, a missing head count, or a block that the layout
         cannot hold, with the reason.
     """
-    target = blocks.named(to)
     in_file = str(destination).endswith(".weights.h5")
-    if in_file and target.name in keras.IN_FILE:
-        target = keras.IN_FILE[target.name][0]
+    target = _target(blocks.named(to), in_file)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     with checkpoint.open(source) as file:
@@ -161,27 +172,33 @@ def convert(
         written: dict[str, NDArray] = {}
         names: dict[str, str] = {}
         moves = []
-        heads_written = set()
+        counts: dict[str, int] = {}
+        configured = heads.in_config(file.path)
         old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
         for i, block in enumerate(progress(found)):
-            heads, _ = blocks.num_heads_of(block, all_shapes, num_heads, file.metadata, file.path)
+            count, _ = heads.find(block, all_shapes, num_heads, file.metadata, configured)
             try:
-                params, semantics = block.read(file, heads)
+                params, semantics = block.read(file, count)
+                if in_file:
+                    _refuse_stacked(params)
                 prefix = _new_prefix(block, target, i, in_file, old_names)
                 arrays = export_params(target, params, semantics, prefix=prefix)
             except ValueError as error:
-                raise ValueError(f"{source}, block {block.prefix or '(top)'}: {error}") from error
-            heads_written.add(params.query.kernel.shape[-2])
+                where = f"{source}, block {block.prefix or '(top)'}"
+                raise ValueError(printable(f"{where}: {error}")) from error
+            counts[prefix] = params.query.kernel.shape[-2]
             names[prefix] = file.names.get(block.prefix, block.prefix)
             moves.append((block.prefix, block.layout.name, prefix, target.name))
             _add(written, arrays)
         taken = {name for block in found for name in block.keys.values()}
         others = [name for name in file if name not in taken]
         _add(written, {name: file[name] for name in others})
-        metadata = {k: v for k, v in file.metadata.items() if k != blocks.HEADS_METADATA}
+        metadata = dict(file.metadata)
     rounding = _cast(written, dtype) if dtype is not None else {}
-    if not target.stores_num_heads and len(heads_written) == 1:
-        metadata[blocks.HEADS_METADATA] = str(heads_written.pop())
+    if from_ is None:  # of blocks that are not carried over as they are
+        metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
+    if not target.stores_num_heads:
+        metadata |= heads.to_metadata(counts, whole=from_ is None)
     settings: dict[str, Any] = {"force": force}
     if str(destination).endswith(".safetensors"):
         settings["metadata"] = metadata
@@ -189,6 +206,34 @@ def convert(
         settings["names"] = names
     checkpoint.write(destination, written, source=source, **settings)
     return Conversion(str(source), str(destination), tuple(moves), tuple(others), rounding)
+
+
+def _target(named: Layout, in_file: bool) -> Layout:
+    """The layout as the destination's format has it."""
+    inside = {layout.name for layout, _ in keras.IN_FILE.values()}
+    if in_file and named.name in keras.IN_FILE:
+        return keras.IN_FILE[named.name][0]
+    if in_file and named.name not in inside:
+        raise ValueError(
+            f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
+            f"{' or '.join(keras.IN_FILE)}, or write .safetensors, .pt or .npz"
+        )
+    if not in_file and named.name in inside:
+        plain = next(name for name, (layout, _) in keras.IN_FILE.items() if layout is named)
+        raise ValueError(
+            f"layout {named.name} is how Keras names the arrays inside a .weights.h5 file: "
+            f"name {plain} for other files"
+        )
+    return named
+
+
+def _refuse_stacked(params: MHAParams) -> None:
+    if lead := np.shape(params.query.kernel)[:-3]:
+        raise ValueError(
+            f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
+            "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
+            ".pt or .npz"
+        )
 
 
 def _new_prefix(

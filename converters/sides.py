@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import blocks, checkpoint, flax, keras, torch
+from jaxmha.converters import blocks, checkpoint, flax, heads, keras, torch
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.params import check
+from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.params import check, from_leaves, leaves
 
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
@@ -53,9 +54,9 @@ def read(side: Any, num_heads: int | None = None) -> list[BlockSide]:
         with checkpoint.open(path) as file:
             found = list(read_state(file, shapes(file), num_heads, path, file.names, file.metadata))
     elif isinstance(side, MHAParams):
-        found = [_plain("", "jaxmha", side, Semantics())]
+        found = list(_layers("", "jaxmha", side, Semantics()))
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
-        found = [_plain("", "jaxmha", *side)]
+        found = list(_layers("", "jaxmha", *side))
     elif isinstance(side, Mapping):
         found = list(read_state(side, {k: np.shape(v) for k, v in side.items()}, num_heads))
     else:
@@ -73,17 +74,35 @@ def read_state(
     names: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[BlockSide]:
-    """The blocks of a flat dict of arrays; the head count may stand in a config.json beside."""
+    """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
+
+    The head count may stand in a config.json beside.
+    """
+    configured = heads.in_config(path) if path is not None else None
     for block in blocks.find(all_shapes):
-        heads, _ = blocks.num_heads_of(block, all_shapes, num_heads, metadata, path)
+        count, _ = heads.find(block, all_shapes, num_heads, metadata, configured)
         try:
-            params, semantics = block.read(state, heads)
-            check(params)
+            params, semantics = block.read(state, count)
+            name = (names or {}).get(block.prefix, block.prefix)
+            yield from _layers(name, block.layout.name, params, semantics)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
-            raise ValueError(f"{where}block {block.prefix or '(top)'}: {error}") from error
-        name = (names or {}).get(block.prefix, block.prefix)
-        yield _plain(name, block.layout.name, params, semantics)
+            raise ValueError(
+                printable(f"{where}block {block.prefix or '(top)'}: {error}")
+            ) from error
+
+
+def _layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> Iterator[BlockSide]:
+    """The block; or, where it has leading axes, every layer in it."""
+    arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
+    lead = arrays["query.kernel"].shape[:-3]
+    check(params, len(lead))
+    if not lead:
+        yield _plain(name, layout, params, semantics)
+        return
+    for index in np.ndindex(lead):
+        one = from_leaves({leaf: array[index].copy() for leaf, array in arrays.items()})
+        yield _plain(f"{name}{list(index)}", layout, one, semantics)
 
 
 def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -136,6 +155,11 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
         params, semantics = framework.from_module(
             *(layer if isinstance(layer, tuple) else (layer,))
         )
+        if (lead := np.shape(params.query.kernel)[:-3]) != ():
+            raise ValueError(
+                f"{name or _shown(module)} has stacked layers (leading axes {lead}), which one live "
+                "layer cannot run: compare its weights as a flat dict of arrays"
+            )
 
         def forward(
             query: NDArray,

@@ -14,6 +14,7 @@ import numpy as np
 from jaxmha.converters import mistakes, oracle, sides
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.checkpoint import CheckpointError
+from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check, leaves
 
@@ -85,7 +86,7 @@ class BlockReport:
             if self.a == self.b
             else f"{self.a or self.layouts[0]} / {self.b or self.layouts[1]}"
         )
-        lines = [f"{name or 'layer'}: {'same' if self.same else 'DIFFERENT'}"]
+        lines = [f"{printable(name) or 'layer'}: {'same' if self.same else 'DIFFERENT'}"]
         lines.append(
             "  weights: identical (0 ULP)" if not self.differences else "  weights differ:"
         )
@@ -121,8 +122,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [str(block) for block in self.blocks]
-        lines += [f"{name}: only in the first" for name in self.only_a]
-        lines += [f"{name}: only in the second" for name in self.only_b]
+        lines += [f"{printable(name)}: only in the first" for name in self.only_a]
+        lines += [f"{printable(name)}: only in the second" for name in self.only_b]
         return "\n".join([*lines, *self.notes])
 
     def to_json(self) -> dict[str, Any]:

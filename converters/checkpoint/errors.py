@@ -92,3 +92,15 @@ def shown(name: Any) -> str:
     """A name from a file as it may safely be printed: escaped and cut."""
     text = ascii(name[: _LONGEST_SHOWN + 1] if isinstance(name, str) else name)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...'"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text from a file with control and bidirectional characters escaped, except those in `keep`.
+
+    Example:
+        >>> printable("a\\tb")
+        'a\\\\tb'
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )

@@ -1,0 +1,89 @@
+"""The head count of a block: read from a shape, given, or found beside the weights; never guessed."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmha.axes import bind, parse
+from jaxmha.converters.blocks import Block
+
+# Where configurations keep the head count.
+CONFIG_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead")
+# Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
+METADATA = "jaxmha.num_heads"
+
+
+def find(
+    block: Block,
+    shapes: Mapping[str, Sequence[int]],
+    given: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    configured: tuple[int, str] | None = None,
+) -> tuple[int | None, str]:
+    """The head count of a block and where it is from: stored, asked for, or configured.
+
+    `configured` is what `in_config` says of the file, which is read once and not per block.
+    """
+    stored = in_shapes(block, shapes)
+    if stored is not None and given in (None, stored):
+        return stored, "shape"
+    if given is not None:
+        return given, "given"
+    for key in (f"{METADATA}.{block.prefix}", METADATA):
+        kept = (metadata or {}).get(key, "")
+        if kept.isascii() and kept.isdigit():
+            return int(kept), "metadata"
+    return configured or (None, "not stored: pass --num-heads")
+
+
+def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
+    """Head counts by prefix as metadata: one for the file where the blocks agree and are all of
+    its blocks (`whole`), else one per block.
+
+    >>> to_metadata({"a": 2, "b": 2}, whole=True)
+    {'jaxmha.num_heads': '2'}
+    >>> to_metadata({"a": 2, "b": 3}, whole=True)
+    {'jaxmha.num_heads.a': '2', 'jaxmha.num_heads.b': '3'}
+    """
+    if whole and len(set(heads.values())) == 1:
+        return {METADATA: str(next(iter(heads.values())))}
+    return {f"{METADATA}.{prefix}": str(count) for prefix, count in heads.items()}
+
+
+def in_config(path: Path) -> tuple[int, str] | None:
+    """The head count in the config.json beside a checkpoint, with where it stands.
+
+    None where there is no such file, no such key, or more than one answer.
+    """
+    config = path.parent / "config.json"
+    try:
+        content = json.loads(config.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = list(_search(content, "config.json"))
+    if len({heads for _, heads in found}) != 1 or found[0][1] < 1:
+        return None
+    return found[0][1], found[0][0]
+
+
+def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """The head count where the layout's shapes hold it."""
+    sizes: dict[str, int] = {}
+    for entry in block.layout.entries:
+        if entry.key in block.keys and ("N",) in parse(entry.axes):
+            shape = shapes[block.keys[entry.key]]
+            bind(entry.key, shape[len(shape) - len(parse(entry.axes)) :], entry.axes, sizes)
+            return sizes["N"]
+    return None
+
+
+def _search(content: Any, where: str) -> Iterable[tuple[str, int]]:
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key in CONFIG_KEYS and isinstance(value, int) and not isinstance(value, bool):
+                yield f"{where}: {key}", value
+            yield from _search(value, f"{where}: {key}")
+    elif isinstance(content, list):
+        for value in content:
+            yield from _search(value, where)
