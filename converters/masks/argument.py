@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
@@ -36,8 +37,8 @@ class MaskArg(NamedTuple):
       axes: what it may have, the smallest first, no two of one rank; `#B` may be of size 1.
       keep: whether True means attend.
       field: of `Mask`, what it says.
-      other: what values that are not Boolean mean: `refused`, `added` to the logits, or
-        `nonzero` is True.
+      other: what values that are not Boolean mean: `refused`, floats are `added` to the logits
+        (integers refused), or `nonzero` is True.
     """
 
     name: str
@@ -47,20 +48,32 @@ class MaskArg(NamedTuple):
     other: Literal["refused", "added", "nonzero"] = "refused"
 
 
-def read(argument: MaskArg, value: Any, sizes: Mapping[str, int]) -> Masks:
+def read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
     """The argument as a mask, or as a bias `(#B, #N, #T, #S)` where its values are added.
+
+    `sizes` are those known; those that the argument fixes are added to them.
 
     Raises:
       ValueError: its shape is none of those allowed. TypeError: its dtype is not allowed.
+
+    >>> sizes = {"N": 3}
+    >>> mask, bias = read(MaskArg("blocked", ("(B N) T S",), keep=False), np.eye(2)[:1] > 0, sizes)
+    Traceback (most recent call last):
+    ValueError: blocked: expected axes ((B N) T S), got shape (1, 2)
+    >>> mask, bias = read(MaskArg("blocked", ("T S",), keep=False), np.eye(2) > 0, sizes)
+    >>> mask.array.astype(int).tolist(), bias, sizes
+    ([[[[0, 1], [1, 0]]]], None, {'N': 3, 'T': 2, 'S': 2})
     """
     array = to_numpy(value)
     boolean = array.dtype == np.bool_
-    if not boolean and argument.other == "refused":
+    added = argument.other == "added" and jnp.issubdtype(array.dtype, jnp.floating)
+    if not (boolean or added or argument.other == "nonzero"):
         raise TypeError(
             f"{argument.name} must be Boolean (True means "
-            f"{'attend' if argument.keep else 'blocked'}), got {array.dtype}"
+            f"{'attend' if argument.keep else 'blocked'})"
+            f"{' or floating (added to the logits)' if argument.other == 'added' else ''}, got "
+            f"{array.dtype}{'' if argument.other == 'added' else ': pass mask != 0 if it is 0/1'}"
         )
-    added = not boolean and argument.other == "added"
     target = FIELDS["array" if added else argument.field]
     array = _arrow(array, _axes(argument, array.shape, sizes), target, sizes)
     if added:
@@ -73,6 +86,10 @@ def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArra
 
     Raises:
       ValueError: none of the axes of the argument does; names those it varies over.
+
+    >>> argument = MaskArg("blocked", ("T S", "(B N) T S"), keep=False)
+    >>> write(argument, np.ones((1, 1, 1, 5), bool), {"B": 2, "N": 3, "T": 4, "S": 5}).shape
+    (4, 5)
     """
     source = FIELDS[argument.field if array.ndim != 4 else "array"]
     letters = source.split()
@@ -97,10 +114,37 @@ def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArra
     )
 
 
-def _axes(argument: MaskArg, shape: tuple[int, ...], sizes: Mapping[str, int]) -> str:
+def canonical_bias(bias: Any, sizes: Mapping[str, int]) -> NDArray:
+    """A bias with four axes, each of full size or 1; nothing is rounded.
+
+    Raises:
+      ValueError: its shape does not fit. TypeError: it is not floating.
+
+    >>> canonical_bias(np.ones((3, 1, 5)), {"B": 2, "N": 3, "T": 4, "S": 5}).shape
+    (1, 3, 1, 5)
+    """
+    array = to_numpy(bias)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating, got {array.dtype}: a Boolean belongs in mask")
+    shape = (1,) * (4 - array.ndim) + array.shape
+    bind("bias", shape, "#B #N #T #S", dict(sizes))
+    return array.reshape(shape)
+
+
+def exclusions(bias: NDArray) -> NDArray | None:
+    """A bias of only 0 and -inf adds nothing: as a mask, True = attend. None: it does add.
+
+    >>> exclusions(np.array([0.0, -np.inf]))
+    array([ True, False])
+    """
+    excluded: NDArray = bias == -np.inf
+    return ~excluded if bool(np.all(excluded | (bias == 0))) else None
+
+
+def _axes(argument: MaskArg, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
     for axes in argument.axes:
         if len(parse(axes)) == len(shape):
-            bind(argument.name, shape, axes, dict(sizes))
+            bind(argument.name, shape, axes, sizes)
             return axes
     raise ValueError(
         f"{argument.name}: expected axes {' or '.join(f'({axes})' for axes in argument.axes)}, "

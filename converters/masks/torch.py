@@ -1,0 +1,322 @@
+"""Masks of torch.nn.MultiheadAttention and F.multi_head_attention_forward, in and out.
+
+True means blocked. What `is_causal` does, and what a row with nothing left answers, depends on
+the path that torch takes: `jaxmha.Semantics.torch(path)` is the answer of each.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.axes import bind
+from jaxmha.checks import flatten_mask
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.argument import (
+    MaskArg,
+    Masks,
+    canonical_bias,
+    exclusions,
+    read,
+    write,
+)
+from jaxmha.semantics import one_of
+
+Path: TypeAlias = Literal["weights", "sdpa", "native"]
+
+ATTN_MASK = MaskArg("attn_mask", ("T S", "(B N) T S"), keep=False, other="added")
+KEY_PADDING_MASK = MaskArg(
+    "key_padding_mask", ("S", "B S"), keep=False, field="key_value_padding", other="added"
+)
+ARGUMENTS = (ATTN_MASK, KEY_PADDING_MASK)
+
+
+def import_masks(
+    *,
+    num_heads: int | None = None,
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    is_causal: bool = False,
+    need_weights: bool = True,
+    add_bias_kv: bool = False,
+    add_zero_attn: bool = False,
+    path: Path | None = None,
+) -> Masks:
+    """What the mask arguments of a call mean, for `jaxmha.multi_head_attention`.
+
+    Args:
+      num_heads: N, needed to split the first axis of a 3-D attn_mask.
+      attn_mask: `(T, S)` or `(B*N, T, S)`; Boolean (True = blocked) or added to the logits.
+      key_padding_mask: `(B, S)`, or `(S,)` for unbatched inputs; the same.
+      is_causal: torch's hint; on the path `sdpa` without a key_padding_mask it *replaces*
+        attn_mask by the top-left triangle, which also hides extra positions; else it does nothing.
+      need_weights: as in the call; decides between the paths `weights` and `sdpa`.
+      add_bias_kv: whether the module has `bias_k` and `bias_v`.
+      add_zero_attn: whether it has that flag.
+      path: `native` where torch takes its fast path in eval (`path_of` tells).
+
+    Masks do not depend on `batch_first`, `average_attn_weights`, `use_separate_proj_weight`,
+    `static_k` and `static_v`. A mask that torch drops unread is checked all the same.
+
+    Returns:
+      `(mask, bias)`, each None where there is none. Padding stays padding, a triangle that the
+      hint announces is causal, and floats of only 0 and -inf are a mask.
+
+    Raises:
+      ValueError: a shape does not fit; or torch refuses `is_causal` without attn_mask; or does
+        not take its native path with these arguments.
+      TypeError: a mask is neither Boolean nor floating.
+
+    Source: `torch/nn/functional.py`, `torch/nn/modules/activation.py`.
+
+    >>> blocked = np.triu(np.ones((3, 3), bool), 1)
+    >>> mask, bias = import_masks(attn_mask=blocked, is_causal=True)
+    >>> mask.causal_offset, mask.array, bias
+    (0, None, None)
+    """
+    one_of("path", path, (None, "weights", "sdpa", "native"))
+    path = path or ("weights" if need_weights else "sdpa")
+    sizes: dict[str, int] = {} if num_heads is None else {"N": num_heads}
+    padding, padding_bias = _read(KEY_PADDING_MASK, key_padding_mask, sizes)
+    unbatched = key_padding_mask is not None and "B" not in sizes
+    if unbatched:
+        sizes["B"] = 1
+    mask, bias = _read(ATTN_MASK, attn_mask, sizes)
+    extra = int(add_bias_kv) + int(add_zero_attn)
+    if path == "native":
+        floating = any(
+            array is not None and to_numpy(array).dtype != np.bool_
+            for array in (attn_mask, key_padding_mask)
+        )
+        _refuse_native(sizes, floating=floating, unbatched=unbatched, extra=extra)
+    elif is_causal and attn_mask is None:
+        raise ValueError(
+            "torch refuses is_causal=True without attn_mask: pass the triangle to both, or give "
+            "jaxmha Mask.causal() yourself"
+        )
+    if is_causal and attn_mask is not None:
+        T, S = sizes["T"], sizes["S"]
+        if path == "sdpa" and key_padding_mask is None:
+            triangle = Mask.dense(np.tri(T, S + extra, dtype=bool)[None, None])
+            return (triangle if extra else Mask.causal()), None
+        mask = _as_causal(mask, T, S)
+    if padding is not None:
+        mask = padding if mask is None else mask & padding
+    if padding_bias is not None:
+        bias = padding_bias if bias is None else _sum(bias, padding_bias)
+    return mask, bias
+
+
+def export_masks(
+    mask: Mask | Any | None = None,
+    bias: Any = None,
+    *,
+    num_heads: int,
+    query_length: int,
+    key_length: int,
+    batch_size: int | None = None,
+    add_bias_kv: bool = False,
+    add_zero_attn: bool = False,
+) -> dict[str, Any]:
+    """The arguments `attn_mask`, `key_padding_mask` and `is_causal` that mean the same.
+
+    They mean it on every path. Key padding and key lengths become `key_padding_mask`, all else
+    `attn_mask`; where one has values to add both are floating, as torch asks.
+
+    Args:
+      mask: a `Mask`, or a Boolean array broadcastable to `(B, N, T, S)`, True = attend.
+      bias: added to the logits, the same shapes.
+      num_heads, query_length, key_length: N, T, S.
+      batch_size: B; None: the inputs have no batch axis.
+      add_bias_kv, add_zero_attn: of the module; extra positions follow the S given ones.
+
+    Raises:
+      ValueError: torch cannot express it; says why, and what comes nearest.
+
+    >>> export_masks(Mask.causal(), num_heads=2, query_length=2, key_length=2)
+    {'attn_mask': array([[False,  True], [False, False]]), 'is_causal': True}
+    """
+    batch = () if batch_size is None else (batch_size,)
+    sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
+    T, S, extra = query_length, key_length, int(add_bias_kv) + int(add_zero_attn)
+    mask = as_mask(mask)
+    _refuse_queries(mask, extra)
+    if extra and _is_triangle(mask, T, S + extra):
+        return {"attn_mask": ~np.tri(T, S, dtype=bool), "is_causal": True, "need_weights": False}
+    mask = replace(mask, array=_without_extras("mask", mask.array, S, extra))
+    mask = flatten_mask(mask, batch, sizes)
+    keys = Mask(key_value_lengths=mask.key_value_lengths, key_value_padding=mask.key_value_padding)
+    pairs = replace(mask, key_value_lengths=None, key_value_padding=None)
+    found: dict[str, NDArray] = {}
+    if not pairs.empty:
+        found["attn_mask"] = to_numpy(pairs.to_array(T, S))
+    if not keys.empty:
+        found["key_padding_mask"] = to_numpy(keys.to_array(1, S))[:, 0, 0]
+    if bias is not None:
+        bias = canonical_bias(_without_extras("bias", bias, S, extra), sizes)
+        found = {name: _additive(array, bias.dtype) for name, array in found.items()}
+        of_keys = bias.shape[1:3] == (1, 1)
+        name, bias = ("key_padding_mask", bias[:, 0, 0]) if of_keys else ("attn_mask", bias)
+        found[name] = _sum(found[name], bias) if name in found else bias
+    padding = KEY_PADDING_MASK._replace(axes=("B S",) if batch else ("S",))
+    arguments: dict[str, Any] = {
+        argument.name: write(argument, found[argument.name], sizes)
+        for argument in (ATTN_MASK, padding)
+        if argument.name in found
+    }
+    if list(arguments) == ["attn_mask"] and _is_top_left(pairs) and bias is None and not extra:
+        arguments["is_causal"] = True
+    return arguments
+
+
+def path_of(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+) -> Path:
+    """The path that a live `torch.nn.MultiheadAttention` takes with these tensors, as it is now.
+
+    It depends on the mode (`eval`), on whether gradients are recorded, and on the arguments.
+
+    >>> import torch
+    >>> module, x = torch.nn.MultiheadAttention(6, 2, batch_first=True), torch.ones(3, 5, 6)
+    >>> path_of(module, x, x, x, need_weights=False)
+    'sdpa'
+    >>> with torch.no_grad():
+    ...     path_of(module.eval(), x, x, x, need_weights=False)
+    'native'
+    """
+    import torch
+
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    native = (
+        torch.backends.mha.get_fastpath_enabled()
+        and query is key is value
+        and query.dim() == 3
+        and not module.training
+        and module.batch_first
+        and module.num_heads % 2 == 0
+        and module.in_proj_weight is not None
+        and module.in_proj_bias is not None
+        and module.in_proj_weight.dtype == query.dtype
+        and module.bias_k is None
+        and module.bias_v is None
+        and not module.add_zero_attn
+        and not any(mask.is_floating_point() for mask in masks)
+        and not torch.is_autocast_enabled()
+        and not (
+            torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (query, *module.parameters()))
+        )
+    )
+    return "native" if native else "weights" if need_weights else "sdpa"
+
+
+def static_heads(static: Any, num_heads: int) -> NDArray:
+    """`static_k` or `static_v`, `(B*N, S, H)`, as `(B, S, N, H)` of `dot_product_attention`.
+
+    >>> static_heads(np.ones((6, 5, 4)), 3).shape
+    (2, 5, 3, 4)
+    """
+    sizes = {"N": num_heads}
+    array = to_numpy(static)
+    bind("static_k or static_v", array.shape, "(B N) S H", sizes)
+    return to_numpy(rearrange(array, "(B N) S H -> B S N H", N=num_heads))
+
+
+def _read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
+    """As `read`; floats that only exclude are a mask."""
+    if value is None:
+        return None, None
+    mask, bias = read(argument, value, sizes)
+    allowed = None if bias is None else exclusions(bias)
+    if allowed is None:
+        return mask, bias
+    if argument is KEY_PADDING_MASK:
+        return Mask.padding(key_value=allowed[:, 0, 0]), None
+    return Mask.dense(allowed), None
+
+
+def _as_causal(mask: Mask | None, T: int, S: int) -> Mask | None:
+    """The structure of a mask that is a triangle, at either corner."""
+    for offset in (0, S - T):
+        if mask is not None and np.all(mask.array == np.tri(T, S, offset, dtype=bool)):
+            return Mask.causal(offset)
+    return mask
+
+
+def _is_top_left(mask: Mask) -> bool:
+    offset = mask.causal_offset
+    return type(offset) is int and offset == 0 and replace(mask, causal_offset=None).empty
+
+
+def _is_triangle(mask: Mask, T: int, S: int) -> bool:
+    """Whether it is the triangle over S positions, given as an array, and nothing else."""
+    array = mask.array
+    if array is None or not replace(mask, array=None).empty or array.shape[-2:] != (T, S):
+        return False
+    return bool(np.all(to_numpy(array) == np.tri(T, S, dtype=bool)))
+
+
+def _additive(allowed: NDArray, dtype: Any) -> NDArray:
+    return np.where(allowed, 0.0, -np.inf).astype(dtype)
+
+
+def _sum(a: NDArray, b: NDArray) -> NDArray:
+    """As torch adds them: two finite constants may overflow to -inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total: NDArray = a + b
+    return total
+
+
+def _without_extras(name: str, array: Any, S: int, extra: int) -> Any:
+    """Of an array that ends in S plus the extra positions, the part over S."""
+    if array is None or not extra or array.ndim == 0 or array.shape[-1] != S + extra:
+        return array
+    array = to_numpy(array)
+    untouched = array[..., S:] if array.dtype == np.bool_ else array[..., S:] == 0
+    if not untouched.all():
+        raise ValueError(
+            f"{name} decides about the {extra} extra positions, which torch's masks cannot: they "
+            "are visible to every query. Give one that ends in S, or make them S + extra given "
+            "keys of a module without add_bias_kv and add_zero_attn"
+        )
+    return array[..., :S]
+
+
+def _refuse_queries(mask: Mask, extra: int) -> None:
+    if mask.query_lengths is not None:
+        raise ValueError(
+            "mask has query lengths, beyond which rows are 0, and torch has none: drop them and "
+            "zero those rows of the output, or use Mask.padding(query=...), whose rows answer as "
+            "fully masked ones"
+        )
+    if mask.query_padding is not None and extra:
+        raise ValueError(
+            "mask has query padding, and in torch the extra positions stay visible to those "
+            "rows: drop it and ignore those rows of the output"
+        )
+
+
+def _refuse_native(sizes: dict[str, int], *, floating: bool, unbatched: bool, extra: int) -> None:
+    reasons = {
+        "a mask is floating": floating,
+        "inputs are unbatched": unbatched,
+        "there are extra positions (add_bias_kv, add_zero_attn)": extra > 0,
+        "num_heads is odd": sizes.get("N", 0) % 2 == 1,
+        "T differs from S": sizes.get("T") not in (None, sizes.get("S")),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"torch does not take its native path where {reason}: leave path to need_weights"
+            )
