@@ -1,0 +1,114 @@
+"""Masks of flax.linen and flax.nnx attention: True (or nonzero) means attend.
+
+Sources: flax/linen/attention.py, flax/nnx/nn/attention.py. A mask with three axes is (N, T, S),
+so that a (B, T, S) one is refused by flax, or silently read per head where B = N. A row with
+nothing left is the mean of the values, NaN where a bias of -inf leaves it nothing.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.converters.arrays import to_numpy
+from jaxmha.converters.masks.argument import MaskArg, Masks, write
+from jaxmha.converters.masks.structure import array_of, is_top_left, only_mask, read_all
+from jaxmha.semantics import one_of
+
+_AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
+ARGUMENTS = (
+    MaskArg("mask", _AXES, other="nonzero"),
+    MaskArg("bias", _AXES, other="added"),
+)
+
+
+def import_masks(
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    is_causal: bool = False,
+    decode: bool = False,
+    num_heads: int | None = None,
+) -> Masks:
+    """What the mask arguments of flax attention mean.
+
+    Args:
+      mask: of `MultiHeadDotProductAttention`, `nnx.MultiHeadAttention` or the functions
+        `dot_product_attention`: broadcastable to `(B, N, T, S)` from the left, nonzero attends.
+        What `make_attention_mask`, `make_causal_mask` and `combine_masks` return is one.
+      bias: of the functions, added to the logits; -inf excludes.
+      is_causal: of nnx, query i attends keys j <= i.
+      decode: must be off: a cache has masks of its own.
+      num_heads: N, checked against the shapes where given.
+
+    Raises:
+      ValueError: a shape is none of those, or `decode`.
+      TypeError: the bias is not floating.
+
+    >>> import_masks(mask=np.ones((2, 1, 3, 5)), is_causal=True)
+    (Mask(causal_offset=0, array=bool[2, 1, 3, 5]), None)
+    """
+    if decode:
+        raise ValueError(
+            "decode=True: flax masks the cache by its own index, and with is_causal every step "
+            "attends key 0 only; export masks of whole sequences, or mask by lengths"
+        )
+    bias = _floating("bias", bias)
+    sizes = {} if num_heads is None else {"N": num_heads}
+    read, added = read_all(ARGUMENTS, {"mask": mask, "bias": bias}, sizes)
+    structure = Mask.causal() if is_causal else Mask()
+    joined = structure if read is None else structure & read
+    return (None if joined.empty else joined), added
+
+
+def _floating(name: str, value: Any) -> Any:
+    if value is not None and to_numpy(value).dtype == np.bool_:
+        raise TypeError(f"{name} is added to the logits and must be floating, got bool: pass mask=")
+    return value
+
+
+def export_masks(
+    mask: Any,
+    bias: Any = None,
+    *,
+    query_length: int,
+    key_length: int,
+    kind: Literal["nnx", "linen"] = "nnx",
+    function: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of flax attention that mean the mask and the bias.
+
+    Args:
+      mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
+      bias: broadcastable to BNTS, added to the logits.
+      query_length: T.
+      key_length: S.
+      kind: linen has no `is_causal`.
+      function: for `dot_product_attention`, which has `bias`; layers have not.
+
+    Raises:
+      ValueError: additive values for a layer.
+
+    >>> export_masks(Mask.causal(), query_length=3, key_length=5)
+    {'is_causal': True}
+    """
+    one_of("kind", kind, ("nnx", "linen"))
+    T, S = query_length, key_length
+    mask = as_mask(mask)
+    arguments: dict[str, Any] = {}
+    if function and bias is not None:
+        arguments["bias"] = to_numpy(bias)
+    else:
+        instead = "export with function=True, and use attention_fn=partial(dot_product_attention, bias=bias)"
+        mask = only_mask(mask, bias, f"a flax {kind} layer", instead)
+    if kind == "nnx" and is_top_left(mask):
+        arguments["is_causal"] = True
+        mask = replace(mask, causal_offset=None)
+    array = array_of(mask, T, S)
+    if array is not None:
+        if "is_causal" in arguments:  # the slow path of nnx needs T and S in full
+            array = np.broadcast_to(array, (*array.shape[:2], T, S))
+        arguments["mask"] = write(ARGUMENTS[0]._replace(axes=_AXES[1:]), array, {})
+    return arguments

@@ -1,0 +1,173 @@
+"""Masks of Hugging Face transformers: (B, S) of 1 and 0, or (B, N, T, S), additive or Boolean.
+
+Source: transformers/masking_utils.py; https://huggingface.co/docs/transformers, "attention_mask".
+In a (B, S) mask 1 attends. In four axes floats are added to the logits: 0 attends, the smallest
+finite number of the dtype blocks; True attends under `sdpa`, and is added as 1 under `eager`. A
+row with nothing left is the mean of the values where numbers are added, and 0 under `sdpa` for a
+mask of two axes or a Boolean one.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.argument import MaskArg, Masks, exclusions, read
+from jaxmha.converters.masks.structure import array_of, padding_of
+from jaxmha.semantics import one_of
+
+PADDING = MaskArg("attention_mask", ("#B S",), field="key_value_padding", other="nonzero")
+SCORES = MaskArg("attention_mask", ("#B #N #T #S",), other="added")
+ARGUMENTS = (PADDING, SCORES)
+
+# What masks are filled with: the smallest finite number of a dtype, also after a cast to another.
+_CONSTANTS = tuple(
+    float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
+    for dtype in ("float16", "bfloat16", "float32", "float64")
+)
+
+
+def import_masks(
+    *,
+    attention_mask: Any = None,
+    is_causal: bool = False,
+    query_length: int | None = None,
+    attn_implementation: Literal["eager", "sdpa"] | None = None,
+    num_heads: int | None = None,
+) -> Masks:
+    """What an attention_mask of transformers means.
+
+    Args:
+      attention_mask: `(B, S)`, 1 or True attends; or `(B, N, T, S)`, floats are added to the
+        logits, and under `"sdpa"` True attends.
+      is_causal: the model is causal (a decoder) and adds that to a mask of two axes, the last
+        query aligned to the last key. It leaves one of four axes as it is.
+      query_length: T, where the model is causal and the keys begin with a cache; default S.
+      attn_implementation: of the model's config.
+      num_heads: N, checked against the shape where given.
+
+    Returns:
+      the mask and the bias. Pairs that hold the smallest number of their dtype, or -inf, are
+      excluded: exactly what they are where the row has another key. Rows with nothing left are
+      means: evaluate with `fully_masked="mean"` to have them. Where such a row mixes constants, so
+      that transformers averages only over the largest, everything stays bias.
+
+    Raises:
+      ValueError: a shape is none of those, or a (B, S) mask holds other numbers than 0 and 1.
+      TypeError: integers in four axes, or Booleans unless under `"sdpa"`.
+
+    >>> import_masks(attention_mask=np.array([[1, 1, 0]]), is_causal=True)[0]
+    Mask(causal_offset=0, key_value_padding=bool[1, 3])
+    """
+    sizes = {} if num_heads is None else {"N": num_heads}
+    array = None if attention_mask is None else to_numpy(attention_mask)
+    if array is not None and array.ndim != 2:
+        if array.dtype == np.bool_ and array.ndim == 4 and attn_implementation != "sdpa":
+            raise TypeError(
+                "attention_mask of four axes is Boolean: True attends under attn_implementation="
+                "'sdpa' (say so if it is), and under 'eager' it is added to the logits as 1, which "
+                "masks nothing; pass np.where(mask, 0, np.finfo(dtype).min)"
+            )
+        mask, bias = read(SCORES, array, sizes)
+        return (mask, None) if bias is None else _additive(bias)
+    structure = Mask()
+    if is_causal:
+        ends = (query_length, None if array is None else array.shape[1])
+        T, S = (next((n for n in (end, *ends) if n is not None), 0) for end in ends)
+        structure = Mask.causal(offset=S - T)
+    if array is not None:
+        if not np.all((array == 0) | (array == 1)):
+            raise ValueError(
+                "attention_mask of axes (B, S) must hold 1 (attend) and 0, since what other numbers "
+                f"mean differs between versions, got {array.dtype} with others: an additive mask "
+                "has four axes, as mask[:, None, None, :]"
+            )
+        read_mask, _ = read(PADDING, array, sizes)
+        structure = structure if read_mask is None else structure & read_mask
+    return (None if structure.empty else structure), None
+
+
+def _additive(bias: NDArray) -> Masks:
+    """Constants as exclusion, the rest as bias."""
+    blocked = np.isin(bias.astype(np.float64), _CONSTANTS) | np.isneginf(bias)
+    lowest = np.where(blocked, bias, 0).min(-1, keepdims=True, initial=0)
+    uneven = blocked.all(-1, keepdims=True) & (bias != lowest)
+    if uneven.any():
+        return None, bias
+    rest = np.where(blocked, np.zeros((), bias.dtype), bias)
+    return (Mask.dense(~blocked) if blocked.any() else None), (rest if rest.any() else None)
+
+
+def export_masks(
+    mask: Any,
+    bias: Any = None,
+    *,
+    batch_size: int,
+    query_length: int,
+    key_length: int,
+    is_causal: bool = False,
+    form: Literal["auto", "padding", "scores"] = "auto",
+    dtype: DTypeLike = np.float32,
+) -> dict[str, Any]:
+    """The attention_mask of transformers that means the mask and the bias.
+
+    Args:
+      mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
+      bias: broadcastable to BNTS.
+      batch_size: B.
+      query_length: T.
+      key_length: S.
+      is_causal: the model is causal and adds that to a mask of two axes.
+      form: `"padding"` for `(B, S)` integers, `"scores"` for `(B, #N, T, S)` of 0 and the smallest
+        number of the dtype plus the bias, `"auto"` for the first that holds the mask.
+      dtype: of the model.
+
+    Raises:
+      ValueError: `"padding"`, and the mask is more than padding; a causal model, and the mask of
+        two axes is not causal; a bias outside the range of the dtype.
+
+    >>> mask = Mask.lengths(key_value=np.array([1, 3]))
+    >>> export_masks(mask, batch_size=2, query_length=3, key_length=3)["attention_mask"].tolist()
+    [[1, 0, 0], [1, 1, 1]]
+    """
+    one_of("form", form, ("auto", "padding", "scores"))
+    B, T, S = batch_size, query_length, key_length
+    mask = as_mask(mask)
+    added = None if bias is None else np.asarray(to_numpy(bias), dtype)
+    kept = None if bias is None else exclusions(to_numpy(bias))
+    if kept is not None:
+        mask, added = mask & Mask(array=kept), None
+    causal = (
+        (type(mask.causal_offset) is int and mask.causal_offset == S - T) if is_causal else True
+    )
+    rest = array_of(
+        replace(mask, causal_offset=None) if is_causal and causal else mask,
+        T,
+        S,
+        ("key_value_padding", "key_value_lengths"),
+    )
+    if form != "scores" and causal and rest is None and added is None:
+        there = padding_of(mask, "key_value", S)
+        if there is None:
+            return {}
+        return {"attention_mask": np.broadcast_to(there, (B, S)).astype(np.int64)}
+    if form == "padding":
+        raise ValueError(
+            "attention_mask of axes (B, S) holds padding of keys"
+            f"{' beside causal attention aligned to the last key' if is_causal else ''}, and this "
+            "mask says something else: use form='scores'"
+        )
+    array = array_of(mask, T, S)
+    scores = np.zeros((1, 1, 1, 1), dtype) if added is None else added
+    scores = scores.reshape((1,) * (4 - scores.ndim) + scores.shape)
+    lowest = np.asarray(ml_dtypes.finfo(dtype).min, dtype)  # type: ignore[no-untyped-call]
+    scores = np.where(np.isneginf(scores), lowest, scores)
+    if array is not None:
+        scores = np.where(array, scores, lowest)
+    N = scores.shape[1]
+    return {"attention_mask": np.array(np.broadcast_to(scores, (B, N, T, S)))}

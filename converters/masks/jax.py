@@ -1,0 +1,113 @@
+"""Masks of jax.nn.dot_product_attention: Boolean, True means attend.
+
+Source: jax/_src/nn/functions.py. A row with nothing left is the mean of the values, 0 beyond a
+query length, NaN where a bias of -inf leaves it nothing.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.converters.arrays import to_numpy
+from jaxmha.converters.masks.argument import MaskArg, Masks, write
+from jaxmha.converters.masks.flax import _floating
+from jaxmha.converters.masks.structure import array_of, is_top_left, read_all
+
+_AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
+ARGUMENTS = (
+    MaskArg("bias", _AXES, other="added"),
+    MaskArg("mask", _AXES),
+    MaskArg("query_seq_lengths", ("B",), field="query_lengths"),
+    MaskArg("key_value_seq_lengths", ("B",), field="key_value_lengths"),
+)
+
+
+def import_masks(
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    num_heads: int | None = None,
+) -> Masks:
+    """What the mask arguments of `jax.nn.dot_product_attention` mean.
+
+    Args:
+      bias: added to the logits, broadcastable to `(B, N, T, S)` from the left; -inf excludes.
+      mask: Boolean, broadcastable likewise.
+      is_causal: query i attends keys j <= i.
+      query_seq_lengths: `(B,)`; rows beyond are 0.
+      key_value_seq_lengths: `(B,)`.
+      local_window_size: w or (left, right), both inclusive.
+      num_heads: N, checked against the shapes where given.
+
+    Raises:
+      ValueError: a shape is none of those.
+      TypeError: the mask is not Boolean, the bias not floating, lengths are not integers.
+
+    >>> import_masks(key_value_seq_lengths=np.array([3, 1]), local_window_size=2)[0]
+    Mask(window_size=(2, 2), key_value_lengths=int64[2])
+    """
+    values = {
+        "bias": _floating("bias", bias),
+        "mask": mask,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    structure = Mask.causal() if is_causal else Mask()
+    if local_window_size is not None:
+        window = local_window_size
+        structure &= Mask.window(*(window if isinstance(window, tuple) else (window, window)))
+    read, added = read_all(ARGUMENTS, values, {} if num_heads is None else {"N": num_heads})
+    joined = structure if read is None else structure & read
+    return (None if joined.empty else joined), added
+
+
+def export_masks(
+    mask: Any, bias: Any = None, *, batch_size: int, query_length: int, key_length: int
+) -> dict[str, Any]:
+    """Keyword arguments of `jax.nn.dot_product_attention` that mean the mask and the bias.
+
+    Causal, window and lengths keep their arguments; padding and all else become `mask`. Nothing
+    is refused.
+
+    Args:
+      mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
+      bias: broadcastable to BNTS, added to the logits.
+      batch_size: B.
+      query_length: T.
+      key_length: S.
+
+    >>> mask = Mask.causal() & Mask.window(2, None)
+    >>> export_masks(mask, batch_size=2, query_length=3, key_length=5)
+    {'is_causal': True, 'local_window_size': (2, 5)}
+    """
+    B, T, S = batch_size, query_length, key_length
+    mask = as_mask(mask)
+    arguments: dict[str, Any] = {} if bias is None else {"bias": to_numpy(bias)}
+    if is_top_left(mask):
+        arguments["is_causal"] = True
+        mask = replace(mask, causal_offset=None)
+    if mask.window_size is not None:
+        left, right = mask.window_size
+        # A window that reaches every key has no bound.
+        arguments["local_window_size"] = (
+            T if left is None else left,
+            S if right is None else right,
+        )
+    apart = ["window_size"]
+    for side in ("query", "key_value"):
+        lengths = getattr(mask, f"{side}_lengths")
+        if lengths is not None:
+            full = np.broadcast_to(np.reshape(to_numpy(lengths), -1), (B,))
+            arguments[f"{side}_seq_lengths"] = full.astype(np.int32)
+            apart.append(f"{side}_lengths")
+    array = array_of(mask, T, S, apart)
+    if array is not None:
+        arguments["mask"] = write(ARGUMENTS[1]._replace(axes=_AXES[1:]), array, {})
+    return arguments

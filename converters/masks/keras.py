@@ -1,0 +1,300 @@
+"""Masks of keras.layers.MultiHeadAttention and GroupedQueryAttention: True means attend.
+
+Sources: keras/src/layers/attention/multi_head_attention.py and grouped_query_attention.py.
+Any dtype but Boolean means "nonzero attends", so that an additive mask (0 keeps, -1e9 blocks)
+means its opposite. A row with nothing left is the mean of the values on the fused path, and 0
+where scores are asked for or the dropout rate is not 0.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.argument import MaskArg, Masks, write
+from jaxmha.converters.masks.structure import (
+    array_of,
+    is_top_left,
+    only_mask,
+    padding_of,
+    read_all,
+)
+from jaxmha.semantics import one_of
+
+Kind = Literal["mha", "gqa"]
+
+# A mask with three axes is (B, T, S) here, not (N, T, S) as in flax.
+ARGUMENTS = (
+    MaskArg("attention_mask", ("#S", "#T #S", "#B #T #S", "#B #N #T #S"), other="nonzero"),
+    MaskArg("query_mask", ("#B T",), field="query_padding", other="nonzero"),
+    MaskArg("value_mask", ("#B S",), field="key_value_padding", other="nonzero"),
+    MaskArg("key_mask", ("#B S",), field="key_value_padding", other="nonzero"),
+)
+_POSITIONS: tuple[MaskArg, ...] = ARGUMENTS[1:]
+
+
+def import_masks(
+    *,
+    attention_mask: Any = None,
+    use_causal_mask: bool = False,
+    query_mask: Any = None,
+    value_mask: Any = None,
+    key_mask: Any = None,
+    sliding_window: int | None = None,
+    kind: Kind = "mha",
+    implicit: bool = False,
+    num_heads: int | None = None,
+) -> Masks:
+    """What the mask arguments of a Keras attention layer mean.
+
+    Args:
+      attention_mask: `(T, S)`, `(B, T, S)` or `(B, N, T, S)`, any axis but the last two absent
+        or any axis 1; `(S,)` beside another mask. True or nonzero attends.
+      use_causal_mask: query i attends keys j <= i.
+      query_mask: `(B, T)`.
+      value_mask: `(B, S)`.
+      key_mask: `(B, S)`.
+      sliding_window: of the layer, w keeps |i - j| < w.
+      kind: `"mha"` for MultiHeadAttention, `"gqa"` for GroupedQueryAttention.
+      implicit: the query's mask is carried by the query tensor (`mask_zero`, `Masking`), not
+        given: MultiHeadAttention ignores one that is given.
+      num_heads: N; where there are four axes beside `(B, S)` masks and B = N, Keras applies row b
+        of the latter to head b, and so does what is returned.
+
+    Returns:
+      the mask (None: no condition) and None, since nothing in Keras is added to the logits.
+
+    Raises:
+      ValueError: a shape is none of those, Keras would ignore the mask, fail, or read it
+        differently on its two paths.
+
+    >>> mask, _ = import_masks(value_mask=np.array([[1, 1, 0]]), use_causal_mask=True)
+    >>> mask.to_array(2, 3).astype(int).tolist()
+    [[[[1, 0, 0], [1, 1, 0]]]]
+    """
+    one_of("kind", kind, ("mha", "gqa"))
+    if query_mask is not None and kind == "mha" and not implicit:
+        raise ValueError(
+            "keras MultiHeadAttention ignores a query_mask that it is given: leave it out for what "
+            "Keras computes, say implicit=True if the query tensor carries it, or pass "
+            "attention_mask=query_mask[:, :, None] to apply it"
+        )
+    values = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
+    structure = Mask.causal() if use_causal_mask else Mask()
+    if sliding_window is not None:
+        structure &= Mask.window(sliding_window - 1, sliding_window - 1)
+    alone = structure.empty and all(value is None for value in values.values())
+    sizes: dict[str, int] = {} if num_heads is None else {"N": num_heads}
+    positions = _POSITIONS
+    if attention_mask is not None:
+        attention_mask = to_numpy(attention_mask)
+        if alone:
+            _one_reading(attention_mask, kind)
+        elif attention_mask.ndim == 4:
+            positions = tuple(_beside_four_axes(row, values, num_heads) for row in _POSITIONS)
+    values["attention_mask"] = attention_mask
+    mask, bias = read_all((ARGUMENTS[0], *positions), values, sizes)
+    joined = structure if mask is None else structure & mask
+    return (None if joined.empty else joined), bias
+
+
+def _one_reading(mask: NDArray, kind: Kind) -> None:
+    """Raises ValueError where Keras has none, or two, for a mask without others beside it."""
+    if mask.ndim == 1:
+        raise ValueError(
+            f"attention_mask: keras fails on axes (S) without another mask, got shape {mask.shape}: "
+            "pass mask[None]"
+        )
+    if kind == "mha" or mask.dtype == np.bool_:
+        return
+    half = 0.5 if np.issubdtype(mask.dtype, np.inexact) else 0
+    if np.any((mask != 0) != (mask > half)):
+        raise ValueError(
+            f"attention_mask is {mask.dtype} with values that keras GroupedQueryAttention reads in "
+            "two ways: nonzero attends on its fused path, only more than 0.5 where scores are "
+            "asked for or there is dropout; pass a Boolean mask, True = attend"
+        )
+
+
+def _beside_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None) -> MaskArg:
+    """How Keras reads a (B, S) mask beside a (B, N, T, S) one: aligned to (N, T, S)."""
+    value = values[row.name]
+    if value is None or len(to_numpy(value)) == 1:
+        return row
+    batch = len(to_numpy(value))
+    if num_heads != batch:
+        raise ValueError(
+            f"{row.name} with {batch} rows beside an attention_mask of four axes: keras applies row "
+            "b to head b where B = N (import that with num_heads=N), and fails elsewhere; pass it "
+            "within attention_mask, as mask[:, None, None, :]"
+        )
+    return row._replace(axes=(row.axes[0].replace("#B", "N"),), field="array")
+
+
+def export_masks(
+    mask: Any,
+    bias: Any = None,
+    *,
+    query_length: int,
+    key_length: int,
+    kind: Kind = "mha",
+    per_head: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of a Keras attention layer that mean the mask.
+
+    Causal becomes `use_causal_mask`, padding and lengths of keys `value_mask`, of queries
+    `query_mask` (GroupedQueryAttention) or part of `attention_mask`, all else the latter.
+
+    Args:
+      mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
+      bias: only of 0 and -inf.
+      query_length: T.
+      key_length: S.
+      kind: `"mha"` or `"gqa"`.
+      per_head: allows `attention_mask` to have four axes. Keras documents three; it takes four
+        as long as no tensor carries a mask.
+
+    Raises:
+      ValueError: additive values, or a mask per head without `per_head`.
+
+    >>> sorted(export_masks(Mask.causal() & Mask.lengths(key_value=np.array([1, 3])),
+    ...                     query_length=2, key_length=3))
+    ['use_causal_mask', 'value_mask']
+    """
+    one_of("kind", kind, ("mha", "gqa"))
+    T, S = query_length, key_length
+    mask = only_mask(
+        as_mask(mask), bias, "keras", "use jax.nn, flax's function or torch, or leave it out"
+    )
+    arguments: dict[str, Any] = {"use_causal_mask": True} if is_top_left(mask) else {}
+    if arguments:
+        mask = replace(mask, causal_offset=None)
+    sides = {"value_mask": ("key_value", S)} | (
+        {"query_mask": ("query", T)} if kind == "gqa" else {}
+    )
+    apart = [f"{side}_{what}" for side, _ in sides.values() for what in ("padding", "lengths")]
+    rest = array_of(mask, T, S, apart)
+    if rest is not None and rest.shape[1] > 1:
+        if not per_head:
+            raise ValueError(
+                f"keras documents attention_mask as (B, T, S), and this mask varies over "
+                f"{rest.shape[1]} heads: give one layer per mask, or, where no tensor carries a "
+                "mask of its own, say per_head=True for an attention_mask of (B, N, T, S)"
+            )
+        rest = array_of(mask, T, S)  # no position mask may stand beside four axes
+    else:
+        for name, (side, length) in sides.items():
+            padding = padding_of(mask, side, length)
+            if padding is not None:
+                arguments[name] = padding
+    if rest is not None:
+        arguments["attention_mask"] = write(
+            ARGUMENTS[0]._replace(axes=ARGUMENTS[0].axes[1:]), rest, {}
+        )
+    return arguments
+
+
+class Arrived(NamedTuple):
+    """The masks of one call of one attention layer.
+
+    Attributes:
+      layer: its name, "" for the layer itself.
+      arguments: what arrived, for `import_masks(**arguments)`.
+      lost: the masks that a tensor carries by the plan of a functional model, or by the inputs
+        of a layer, and that did not arrive.
+    """
+
+    layer: str
+    arguments: dict[str, Any]
+    lost: tuple[str, ...]
+
+
+def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
+    """Calls a live model or attention layer and tells which masks really arrive, call by call.
+
+    Keras loses masks: MultiHeadAttention erases the masks of its input tensors, so that a second
+    layer on the same tensors, in a post-norm stack every layer but the first, runs unmasked.
+    The inputs keep the masks that they carry.
+
+    Source: keras/src/layers/layer.py, `Layer.__call__`, and the two layers' `call`.
+    """
+    from jaxmha.converters.keras import attention_layers
+
+    tensors = [
+        x for x in (*inputs, *options.values()) if getattr(x, "_keras_mask", None) is not None
+    ]
+    masks = [x._keras_mask for x in tensors]
+    layers = list(attention_layers(model))
+    planned = {id(layer): list(_planned(layer)) for _, layer in layers}
+    if layers and layers[0][1] is model:
+        call = inspect.signature(model.call).bind(*inputs, **options).arguments
+        planned = {id(model): [_carried(call)]}
+    calls: list[tuple[Any, str, dict[str, Any]]] = []
+    with contextmanager(_recorded)(layers, calls):
+        model(*inputs, **options)
+    for tensor, mask in zip(tensors, masks, strict=True):
+        tensor._keras_mask = mask
+    arrived = []
+    for layer, name, arguments in calls:
+        rest = planned[id(layer)]
+        carried = rest.pop(0) if rest else ()
+        lost = tuple(mask for mask in carried if mask not in arguments)
+        arrived.append(Arrived(name, arguments, lost))
+    return arrived
+
+
+def _planned(layer: Any) -> Iterator[tuple[str, ...]]:
+    """The masks carried by the symbolic inputs of each call of a layer in a functional model."""
+    for node in layer._inbound_nodes:
+        call = inspect.signature(layer.call)
+        yield _carried(call.bind(*node.arguments.args, **node.arguments.kwargs).arguments)
+
+
+def _carried(call: dict[str, Any]) -> tuple[str, ...]:
+    """A key that is not given, or is the value, adds no mask of its own."""
+    names = ["query", "value"] + ["key"] * (call.get("key") is not None)
+    return tuple(
+        f"{name}_mask" for name in names if getattr(call[name], "_keras_mask", None) is not None
+    )
+
+
+def _recorded(
+    layers: list[tuple[str, Any]], calls: list[tuple[Any, str, dict[str, Any]]]
+) -> Iterator[None]:
+    """Notes what every layer makes its mask of, as long as the context lasts."""
+
+    def watch(name: str, layer: Any) -> None:
+        merge, compute = layer._compute_attention_mask, layer._compute_attention
+        window = getattr(layer, "_sliding_window", getattr(layer, "sliding_window", None))
+        always = {"kind": "gqa" if hasattr(layer, "num_query_heads") else "mha", "implicit": True}
+        noted: dict[str, Any] = {}
+
+        def noting_merge(*args: Any, **kwargs: Any) -> Any:
+            for key, value in kwargs.items():
+                if key != "use_causal_mask" and value is not None:
+                    noted[key] = to_numpy(value)
+            noted["use_causal_mask"] = kwargs.get("use_causal_mask", False)
+            return merge(*args, **kwargs)
+
+        def noting_compute(*args: Any, **kwargs: Any) -> Any:
+            causal = {"use_causal_mask": bool(kwargs.get("use_causal_mask", False))}
+            window_of = {} if window is None else {"sliding_window": window}
+            calls.append((layer, name, always | window_of | causal | noted))
+            noted.clear()
+            return compute(*args, **kwargs)
+
+        vars(layer).update(_compute_attention_mask=noting_merge, _compute_attention=noting_compute)
+
+    for name, layer in layers:
+        watch(name, layer)
+    try:
+        yield
+    finally:
+        for _, layer in layers:
+            del vars(layer)["_compute_attention_mask"], vars(layer)["_compute_attention"]

@@ -1,0 +1,131 @@
+"""Masks joined from several arguments, and taken apart again for them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha import Mask
+from jaxmha.axes import bind
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.argument import MaskArg, Masks, exclusions, read
+
+# Axes after the batch of every array field, so that each can have one batch axis.
+_TAIL = {
+    "causal_offset": 0,
+    "query_lengths": 0,
+    "key_value_lengths": 0,
+    "query_padding": 1,
+    "key_value_padding": 1,
+    "query_segments": 1,
+    "key_value_segments": 1,
+}
+
+
+def read_all(
+    arguments: Iterable[MaskArg], values: Mapping[str, Any], sizes: dict[str, int]
+) -> Masks:
+    """The arguments that are there, joined: masks all have to hold, biases are added.
+
+    `sizes` are those known; those that the arguments fix are added to them.
+
+    Raises:
+      ValueError: a shape is none of those allowed, or contradicts another argument.
+      TypeError: a dtype is not allowed.
+
+    >>> padding = MaskArg("value_mask", ("#B S",), field="key_value_padding", other="nonzero")
+    >>> read_all((padding,), {"value_mask": np.array([[1, 1, 0]])}, {})[0]
+    Mask(key_value_padding=bool[1, 3])
+    """
+    mask, bias = Mask(), None
+    for argument in arguments:
+        value = values.get(argument.name)
+        if value is None:
+            continue
+        lengths = argument.field.endswith("lengths")
+        part, added = (_lengths if lengths else read)(argument, value, sizes)
+        mask = mask if part is None else mask & part
+        if added is not None:
+            bias = added if bias is None else bias + added
+    return (None if mask.empty else mask), bias
+
+
+def _lengths(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
+    array = to_numpy(value)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{argument.name} must be integers, got {array.dtype}")
+    bind(argument.name, array.shape, argument.axes[0], sizes)
+    field: dict[str, Any] = {argument.field: array}
+    return Mask(**field), None
+
+
+def only_mask(mask: Mask, bias: NDArray | None, where: str, instead: str) -> Mask:
+    """The mask that a mask and a bias of only 0 and -inf are together.
+
+    Raises:
+      ValueError: the bias adds to the logits, which `where` cannot; `instead` says what can.
+    """
+    if bias is None:
+        return mask
+    kept = exclusions(to_numpy(bias))
+    if kept is None:
+        raise ValueError(
+            f"{where} cannot hold additive values: its masks are Boolean, and the bias has finite "
+            f"values that are not 0; {instead}"
+        )
+    return mask & Mask(array=kept)
+
+
+def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray | None:
+    """The mask as one Boolean array `(#B, #N, #T, #S)`, without the fields that go elsewhere.
+
+    Axes along which it does not vary are of size 1. None where nothing is left.
+
+    >>> array_of(Mask.causal() & Mask.padding(key_value=np.ones((2, 5), bool)), 3, 5).shape
+    (1, 1, 3, 5)
+    """
+    mask = replace(mask, **dict.fromkeys(apart))
+    if mask.empty:
+        return None
+    if mask.array is not None and mask.array.ndim > 4:
+        raise ValueError(f"mask: expected axes (B, N, T, S), got shape {mask.array.shape}")
+    rows: dict[str, Any] = {
+        name: np.reshape(value, (-1, *np.shape(value)[np.ndim(value) - tail :]))
+        for name, tail in _TAIL.items()
+        for value in [getattr(mask, name)]
+        if value is not None and type(value) is not int
+    }
+    return narrowed(to_numpy(replace(mask, **rows).to_array(T, S)))
+
+
+def narrowed(array: NDArray) -> NDArray:
+    """Axes along which every entry is the same become size 1.
+
+    >>> narrowed(np.array([[1, 0], [1, 0]]))
+    array([[1, 0]])
+    """
+    for axis, size in enumerate(array.shape):
+        first = array.take([0], axis) if size > 1 else array
+        if np.array_equal(np.broadcast_to(first, array.shape), array):
+            array = first
+    return array
+
+
+def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
+    """Lengths and padding of a side, `query` or `key_value`, as one Boolean `(#B, length)`.
+
+    >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
+    [[1, 0], [1, 1]]
+    """
+    padding, lengths = getattr(mask, f"{side}_padding"), getattr(mask, f"{side}_lengths")
+    there = None if padding is None else np.reshape(to_numpy(padding), (-1, length))
+    if lengths is None:
+        return there
+    within = np.arange(length).reshape(1, -1) < np.reshape(to_numpy(lengths), (-1, 1))
+    return within if there is None else np.logical_and(there, within)
+
+
+def is_top_left(mask: Mask) -> bool:
+    """Whether it is causal with offset 0 for every row, known without looking at arrays."""
+    return type(mask.causal_offset) is int and mask.causal_offset == 0
