@@ -48,7 +48,7 @@ class Block(NamedTuple):
     @property
     def why(self) -> str:
         """Why the block has this layout: its keys, and its place where a family has that."""
-        place = f"and place of {': '.join(self.family)}" if self.family else "alone"
+        place = f"and the place of {': '.join(self.family)}" if self.family else "alone"
         other = f"; they fit {', '.join(self.also)} as well" if self.also else ""
         return f"{len(self.keys)} keys {place}{other}"
 

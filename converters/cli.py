@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -94,7 +95,7 @@ def inspect(
             _print_json(info.to_json())
             return
         table = Table(title=f"{escape(str(file))} ({info.format})", title_justify="left")
-        for column in ("block", "layout", "why", "heads", "from", "dtype", "sizes"):
+        for column in ("block", "layout", "family", "heads", "from", "dtype", "sizes"):
             table.add_column(column, overflow="fold")
         for block in info.blocks:
             sizes = ", ".join("x".join(map(str, s)) for s in list(block.shapes.values())[:2])
@@ -103,7 +104,7 @@ def inspect(
             cells = (
                 name,
                 block.layout,
-                block.why,
+                block.family or "keys alone",
                 heads,
                 block.num_heads_from,
                 block.dtype,
@@ -111,6 +112,11 @@ def inspect(
             )
             table.add_row(*(escape(cell) for cell in cells))
         out.print(table)
+        for (layout, why), count in Counter((b.layout, b.why) for b in info.blocks).items():
+            reason = escape(f"{layout}, {count} times, for its {why}")
+            out.print(reason, soft_wrap=True, highlight=False)
+        for broken in info.damaged:
+            out.print(f"[red]damaged:[/red] {escape(broken)}", soft_wrap=True, highlight=False)
         dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())
         out.print(
             f"{len(info.blocks)} attention blocks; {len(info.other_tensors)} other tensors "

@@ -22,9 +22,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("ViT (transformers 5)", "llama", "layers.{i}.attention"),
     Family("timm", "timm", "blocks.{i}.attn"),
     Family("GPT-2", "gpt2", "h.{i}.attn"),
-    Family("GPT-NeoX", "gpt-neox", "gpt_neox.layers.{i}.attention layers.{i}.attention"),
+    Family("GPT-NeoX", "gpt-neox", "layers.{i}.attention"),
     Family("BLOOM", "gpt-neox", "h.{i}.self_attention"),
-    Family("Llama", "llama", "model.layers.{i}.self_attn layers.{i}.self_attn"),
+    Family("Llama", "llama", "layers.{i}.self_attn"),
     Family("T5", "t5", "block.{i}.layer.{i}.SelfAttention block.{i}.layer.{i}.EncDecAttention"),
     Family(
         "CLIP", "linear", "text_model.encoder.layers.{i}.self_attn "

@@ -51,13 +51,17 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What is in a file: attention blocks, and everything else by dtype."""
+    """What is in a file: attention blocks, and everything else by dtype.
+
+    `damaged` says what looks like a block and lacks arrays; `convert` and `verify` refuse it.
+    """
 
     path: str
     format: str
     blocks: tuple[BlockInfo, ...]
     other_tensors: dict[str, tuple[int, ...]]
     dtypes: dict[str, int]
+    damaged: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -117,7 +121,8 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
         dtypes = Counter(str(info.dtype) for info in file.info.values())
-        return FileInfo(str(path), file.format, tuple(infos), others, dict(dtypes))
+        damaged = tuple(blocks.damaged(all_shapes, found))
+        return FileInfo(str(path), file.format, tuple(infos), others, dict(dtypes), damaged)
 
 
 def convert(

@@ -79,7 +79,11 @@ def read_state(
     The head count may stand in a config.json beside.
     """
     configured = heads.in_config(path) if path is not None else None
-    for block in blocks.find(all_shapes):
+    found = blocks.find(all_shapes)
+    if broken := blocks.damaged(all_shapes, found):
+        where = f"{path}: " if path is not None else ""
+        raise ValueError(printable(f"{where}{broken[0]}"))
+    for block in found:
         count, _ = heads.find(block, all_shapes, num_heads, metadata, configured)
         try:
             params, semantics = block.read(state, count)

@@ -1,0 +1,261 @@
+"""Blocks are found in whole checkpoints, with the layout, the reason, and the head count."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import blocks, engine, families, heads, huggingface, linear, migrate, verify
+from jaxmha.converters.layout import Layout
+from tests.converters.test_every_layout import N, params_of
+
+Shapes = dict[str, tuple[int, ...]]
+ROWS = [(f.layout, f.name, p) for f in families.FAMILIES for p in f.prefixes.split()]
+
+
+def shapes_of(layout: Layout, *prefixes: str) -> Shapes:
+    """Shapes of a synthetic checkpoint: one block at each prefix."""
+    found: Shapes = {"embedding": (7, 5)}
+    for prefix in prefixes:
+        state = engine.export_params(layout, params_of(layout), layout.semantics, prefix=prefix)
+        found |= {key: array.shape for key, array in state.items()}
+    return found
+
+
+def test_every_family_has_a_known_layout_and_patterns_differ() -> None:
+    names = {layout.name for layout in blocks.LAYOUTS}
+    assert {layout for layout, _, _ in ROWS} <= names
+    assert len({(layout, pattern) for layout, _, pattern in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize(("layout", "family", "pattern"), ROWS)
+@pytest.mark.parametrize("before", ["", "some.model."])
+def test_blocks_of_every_family(layout: str, family: str, pattern: str, before: str) -> None:
+    named = blocks.named(layout)
+    prefixes = [before.replace(".", named.separator) + pattern.replace(".", named.separator)]
+    prefixes = [p.replace("{i}", str(i)) for p in prefixes for i in (0, 11)]
+    found = blocks.find(shapes_of(named, *dict.fromkeys(prefixes)))
+    assert [block.prefix for block in found] == list(dict.fromkeys(prefixes))
+    for block in found:
+        assert block.layout.name == layout
+        assert block.family == (family, pattern)
+        assert block.also == ()
+        assert block.why == f"{len(block.keys)} keys and the place of {family}: {pattern}"
+
+
+@pytest.mark.parametrize(
+    "prefix", ["my.attn", "xh.1.attn", "h.1.attn.inner", "h.one.attn", "h.1xattn", ""]
+)
+def test_keys_alone_elsewhere(prefix: str) -> None:
+    (block,) = blocks.find(shapes_of(huggingface.GPT2, prefix))
+    assert block.layout.name == "gpt2"
+    assert block.family is None
+    assert block.why == "4 keys alone"
+
+
+def test_same_keys_are_decided_by_the_place_or_said_to_be_ambiguous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = replace(linear.LLAMA, name="other")
+    row = families.Family("Others", "other", "stack.{i}.core")
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
+    state = shapes_of(linear.LLAMA, "stack.3.core", "model.layers.3.self_attn", "x")
+    for tables in ([linear.LLAMA, other], [other, linear.LLAMA]):
+        found = {block.prefix: block for block in blocks.find(state, tables)}
+        first, second = (table.name for table in tables)
+        assert found["stack.3.core"].layout.name == "other"
+        assert found["model.layers.3.self_attn"].layout.name == "llama"
+        assert found["x"].layout.name == first
+        assert found["x"].also == (second,)
+        assert found["x"].why == f"8 keys alone; they fit {second} as well"
+
+
+def test_two_layouts_with_other_keys_at_one_prefix_are_decided_by_the_place() -> None:
+    def both(prefix: str) -> Shapes:
+        return shapes_of(huggingface.GPT2, prefix) | shapes_of(huggingface.T5, prefix)
+
+    (block,) = blocks.find(both("h.0.attn"))
+    assert block.layout.name == "gpt2"
+    assert block.unknown  # what belongs to the other is not dropped in silence
+    with pytest.raises(ValueError, match=r"prefix 'x' fits two layouts, gpt2 and t5: name one"):
+        blocks.find(both("x"))
+
+
+def test_keras_with_as_many_heads_fits_two_classes() -> None:
+    tables = {layout.name: layout for layout in blocks.LAYOUTS}
+    shapes = shapes_of(tables["keras"], "attention")
+    params = params_of(tables["keras"])
+    square = params._replace(
+        value=params.value._replace(kernel=params.key.kernel, bias=params.key.bias),
+        out=params.out and params.out._replace(kernel=np.ones((N, 4, 13)), bias=np.ones(13)),
+    )
+    state = engine.export_params(tables["keras"], square, prefix="attention")
+    (block,) = blocks.find({key: array.shape for key, array in state.items()})
+    assert (block.layout.name, block.also) == ("keras", ("keras-gqa",))
+    assert [b.also for b in blocks.find(shapes)] == [()]  # value_dim: only one holds it
+
+
+def live_models() -> dict[str, Callable[[], tuple[Any, list[tuple[str, str, str, int]]]]]:
+    """Model -> transformers' class from a small configuration, and what is to be found in it."""
+    import transformers as t
+
+    some = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
+    text = {**some, "intermediate_size": 8, "vocab_size": 11}
+    image = {**some, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+
+    def row(layout: str, family: str, pattern: str, count: int = 2) -> tuple[str, str, str, int]:
+        return layout, family, pattern, count
+
+    def clip() -> Any:
+        config = t.CLIPConfig(text_config=text | ids, vision_config=image, projection_dim=8)
+        return t.CLIPModel(config)
+
+    def t5() -> Any:
+        config = {"d_model": 12, "num_heads": 3, "d_kv": 4, "num_layers": 2, "d_ff": 8}
+        return t.T5ForConditionalGeneration(t.T5Config(**config, vocab_size=11))
+
+    def gpt2() -> Any:
+        config = t.GPT2Config(n_embd=12, n_head=3, n_layer=2, vocab_size=11, **ids)
+        return t.GPT2LMHeadModel(config)
+
+    place = "encoder.layers.{i}.self_attn"
+    return {
+        "bert": lambda: (
+            t.BertModel(t.BertConfig(**text)),
+            [row("bert", "BERT", "encoder.layer.{i}.attention")],
+        ),
+        "gpt2": lambda: (gpt2(), [row("gpt2", "GPT-2", "h.{i}.attn")]),
+        "llama": lambda: (
+            t.LlamaForCausalLM(t.LlamaConfig(**text, num_key_value_heads=3)),
+            [row("llama", "Llama", "layers.{i}.self_attn")],
+        ),
+        "clip": lambda: (
+            clip(),
+            [row("linear", "CLIP", f"{tower}_model.{place}") for tower in ("text", "vision")],
+        ),
+        "t5": lambda: (
+            t5(),
+            [
+                row("t5", "T5", "block.{i}.layer.{i}.EncDecAttention"),
+                row("t5", "T5", "block.{i}.layer.{i}.SelfAttention", 4),
+            ],
+        ),
+        "gpt-neox": lambda: (
+            t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**text)),
+            [row("gpt-neox", "GPT-NeoX", "layers.{i}.attention")],
+        ),
+        "vit": lambda: (
+            t.ViTModel(t.ViTConfig(**image)),
+            [row("llama", "ViT (transformers 5)", "layers.{i}.attention")],
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "clip", "t5", "gpt-neox", "vit"])
+def test_live_models_of_transformers(name: str) -> None:
+    model, expected = live_models()[name]()
+    state = model.state_dict()
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    found = blocks.find(shapes)
+    seen: dict[tuple[str, ...], int] = {}
+    for block in found:
+        assert block.family is not None, block
+        assert not block.unknown
+        assert not block.also
+        block.read(state, 3)  # every array of it fits
+        row = (block.layout.name, *block.family)
+        seen[row] = seen.get(row, 0) + 1
+    assert sorted((*row, count) for row, count in seen.items()) == sorted(expected)
+    assert blocks.damaged(shapes, found) == []
+
+
+def test_natural_order() -> None:
+    names = [f"layer.{i}.attention" for i in range(12)]
+    shapes = shapes_of(huggingface.BERT, *sorted(names))
+    assert [block.prefix for block in blocks.find(shapes)] == names
+    assert sorted(names) != names
+
+
+def test_damaged_blocks_are_named() -> None:
+    shapes = shapes_of(huggingface.GPT2, "h.0.attn", "h.1.attn")
+    del shapes["h.1.attn.c_proj.bias"]
+    found = blocks.find(shapes)
+    assert [block.prefix for block in found] == ["h.0.attn"]
+    (reason,) = blocks.damaged(shapes, found)
+    assert reason == "h.1.attn looks like layout gpt2 but lacks c_proj.bias"
+    shapes["h.1.attn.c_proj.bias"] = ()
+    (reason,) = blocks.damaged(shapes, blocks.find(shapes))
+    assert "c_proj.bias expected axes (Do), got shape ()" in reason
+
+
+def test_unknown_keys_under_a_prefix() -> None:
+    layout = huggingface.GPT2
+    state = engine.export_params(layout, params_of(layout), prefix="h.0.attn")
+    state["h.0.attn.bias"] = np.ones((1, 1, 5, 5), np.float32)  # known to stand beside
+    state["h.0.attn.gate"] = np.ones(5, np.float32)
+    (block,) = blocks.find({key: array.shape for key, array in state.items()})
+    assert block.unknown == ("h.0.attn.gate",)
+    with pytest.raises(ValueError, match=r"unknown key 'h.0.attn.gate' in the block: layout gpt2"):
+        block.read(state, N)
+    del state["h.0.attn.gate"]
+    (block,) = blocks.find({key: array.shape for key, array in state.items()})
+    assert block.read(state, N)[0].query.kernel.shape[-2] == N
+
+
+def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
+    a, b = blocks.find(shapes_of(huggingface.GPT2, "a", "b"))
+    shapes = shapes_of(huggingface.GPT2, "a", "b")
+    metadata = {heads.METADATA: "3", f"{heads.METADATA}.b": "2"}
+    config = (6, "config.json: n_head")
+    assert heads.find(a, shapes, None, metadata, config) == (3, "metadata")
+    assert heads.find(b, shapes, None, metadata, config) == (2, "metadata")
+    assert heads.find(b, shapes, 4, metadata, config) == (4, "given")
+    assert heads.find(b, shapes, None, {heads.METADATA: "x"}, config) == config
+    assert heads.find(b, shapes)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"num_heads": 3}, (3, "config.json: num_heads")),
+        ([{"num_heads": 3}, {"x": [{"n_head": 3}]}], (3, "config.json: num_heads")),
+        ({"layers": [{"num_heads": 3}, {"num_heads": 5}]}, None),
+        ({"num_heads": True}, None),
+        ({"num_heads": 0}, None),
+        ({"num_heads": -3}, None),
+        ({"num_heads": "3"}, None),
+        ([], None),
+        (3, None),
+    ],
+)
+def test_config_beside_the_file(content: Any, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert heads.in_config(tmp_path / "model.pt") == expected
+    assert heads.in_config(tmp_path / "elsewhere" / "model.pt") is None
+
+
+def test_config_is_read_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxmha.converters import checkpoint
+
+    layout = huggingface.GPT2
+    state: dict[str, Any] = {}
+    for i in range(3):
+        state |= engine.export_params(layout, params_of(layout, seed=i), prefix=f"h.{i}.attn")
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
+    calls = []
+    real = heads.in_config
+    monkeypatch.setattr(heads, "in_config", lambda path: calls.append(path) or real(path))
+    infos = migrate.inspect(tmp_path / "a.npz").blocks
+    assert [info.num_heads for info in infos] == [N] * 3
+    assert len(calls) == 1
+    migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="linear")
+    assert len(calls) == 2
+    assert verify.compare(tmp_path / "a.npz", tmp_path / "b.npz").same
+    assert len(calls) == 4

@@ -1,0 +1,277 @@
+"""Whole files: order and names of blocks, head counts, stacked layers, what a format cannot hold."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import blocks, checkpoint, engine, heads, keras, migrate, verify
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.cli import app
+from jaxmha.params import from_leaves, leaves
+from tests.converters import layers
+from tests.converters.test_every_layout import N, params_of
+
+State = dict[str, NDArray]
+BERT, TORCH, FLAX = (blocks.named(name) for name in ("bert", "torch", "flax"))
+
+
+def block(name: str, prefix: str, seed: int = 0, lead: tuple[int, ...] = ()) -> State:
+    """Random arrays of a block in a layout."""
+    layout = blocks.named(name)
+    params = params_of(layout, lead, seed)
+    return engine.export_params(layout, params, layout.semantics, prefix=prefix)
+
+
+def refused(folder: Path, message: str, source: str, destination: str, **options: Any) -> None:
+    """Asserts the message, in Python and at the command line, and that nothing is written."""
+    before = sorted(folder.iterdir())
+    with pytest.raises(ValueError, match=message):
+        migrate.convert(folder / source, folder / destination, **options)
+    flags = [f"--{key.strip('_')}={value}" for key, value in options.items()]
+    flags = [flag.replace("num_heads", "num-heads") for flag in flags]
+    done = CliRunner().invoke(
+        app, ["convert", str(folder / source), str(folder / destination), *flags]
+    )
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error:")
+    assert done.stderr.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+
+
+def test_twelve_layers_keep_their_order_in_keras_files(tmp_path: Path) -> None:
+    names = [f"encoder.layer.{i}.attention" for i in range(12)]
+    state: State = {}
+    for i, name in enumerate(names):
+        state |= block("bert", name, seed=i)
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    target = tmp_path / "a.weights.h5"
+    done = migrate.convert(tmp_path / "a.safetensors", target, to="keras", num_heads=N)
+    assert [move[0] for move in done.blocks] == names
+    with checkpoint.open(target) as file:
+        for i in range(12):
+            group = f"layers/multi_head_attention{f'_{i}' * (i > 0)}"
+            assert file.names[group] == names[i]
+            params, _ = keras.import_params(file, layout="keras-file", prefix=group)
+            layers.assert_identical(params, params_of(BERT, seed=i))
+    report = verify.compare(tmp_path / "a.safetensors", target, num_heads=N)
+    assert [pair.a for pair in report.blocks] == names
+    assert report.same
+
+
+def two_widths(folder: Path) -> Path:
+    """A file of two blocks with 2 and 3 heads."""
+    state: State = {}
+    for prefix, count in (("a", 2), ("b.c", 3)):
+        params = params_of(FLAX)
+        shaped = {
+            leaf: np.asarray(array)[..., :count, :, :] if leaf == "out.kernel" else array
+            for leaf, array in leaves(params).items()
+        }
+        rng = np.random.default_rng(count)
+        sizes = {"N": count, "K": count, "H": 12 // count, "Do": 12} | dict.fromkeys(
+            ("Dq", "Dk", "Dv"), 12
+        )
+        from jaxmha.params import CANONICAL
+
+        arrays: dict[str, Any] = {
+            leaf: rng.normal(size=[sizes[x.replace("h", "H")] for x in CANONICAL[leaf].split()])
+            for leaf in shaped
+            if "norm" not in leaf
+        }
+        state |= engine.export_params(FLAX, from_leaves(arrays), prefix=prefix.replace(".", "/"))
+    path = folder / "mixed.safetensors"
+    checkpoint.write(path, state)
+    return path
+
+
+def test_head_counts_that_differ_are_kept_per_block(tmp_path: Path) -> None:
+    source, target = two_widths(tmp_path), tmp_path / "torch.safetensors"
+    migrate.convert(source, target, to="torch")
+    with checkpoint.open(target) as file:
+        assert file.metadata == {f"{heads.METADATA}.a": "2", f"{heads.METADATA}.b.c": "3"}
+    infos = migrate.inspect(target).blocks
+    assert [(i.num_heads, i.num_heads_from) for i in infos] == [(2, "metadata"), (3, "metadata")]
+    assert verify.compare(source, target).same
+    # and from there on, under the names that the blocks have by then
+    migrate.convert(target, tmp_path / "linear.safetensors", to="linear")
+    assert verify.compare(source, tmp_path / "linear.safetensors").same
+    migrate.convert(tmp_path / "linear.safetensors", tmp_path / "flax.safetensors", to="flax")
+    with checkpoint.open(tmp_path / "flax.safetensors") as file:
+        assert file.metadata == {}
+    assert verify.compare(source, tmp_path / "flax.safetensors").same
+
+
+def test_one_head_count_serves_the_file_and_the_verifier(tmp_path: Path) -> None:
+    state = block("flax", "a") | block("flax", "b", seed=1)
+    state = {key: array for key, array in state.items() if "_ln" not in key}
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    bert = block("bert", "a") | block("bert", "b", seed=1)
+    checkpoint.write(tmp_path / "bert.safetensors", bert, metadata={"mine": "kept"})
+    target = tmp_path / "linear.safetensors"
+    migrate.convert(tmp_path / "bert.safetensors", target, to="linear", num_heads=N)
+    with checkpoint.open(target) as file:
+        assert file.metadata == {"mine": "kept", heads.METADATA: str(N)}
+    report = verify.compare(target, target)  # neither side is told
+    assert [pair.num_heads for pair in report.blocks] == [N, N]
+    assert report.same
+
+
+def test_blocks_that_are_carried_over_keep_their_head_count(tmp_path: Path) -> None:
+    state = block("bert", "a") | block("gpt2", "h.0.attn")
+    metadata = {heads.METADATA: str(N)}
+    checkpoint.write(tmp_path / "a.safetensors", state, metadata=metadata)
+    target = tmp_path / "b.safetensors"
+    migrate.convert(tmp_path / "a.safetensors", target, to="linear", from_="bert")
+    found = {info.layout: info.num_heads for info in migrate.inspect(target).blocks}
+    assert found == {"linear": N, "gpt2": N}
+    with checkpoint.open(target) as file:
+        assert file.metadata == metadata | {f"{heads.METADATA}.a": str(N)}
+
+
+def test_damaged_and_unknown_are_refused_or_listed(tmp_path: Path) -> None:
+    whole = block("gpt2", "h.0.attn") | block("gpt2", "h.1.attn", seed=1)
+    broken = {key: array for key, array in whole.items() if key != "h.1.attn.c_proj.bias"}
+    checkpoint.write(tmp_path / "broken.npz", broken)
+    message = r"h.1.attn looks like layout gpt2 but lacks c_proj.bias"
+    refused(tmp_path, message, "broken.npz", "x.npz", to="linear", num_heads=N)
+    with pytest.raises(ValueError, match=message):
+        verify.compare(tmp_path / "broken.npz", tmp_path / "broken.npz", num_heads=N)
+    assert migrate.inspect(tmp_path / "broken.npz").damaged == (message,)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "broken.npz")])
+    assert f"damaged: {message}" in shown.stdout
+    checkpoint.write(tmp_path / "whole.npz", whole)
+    assert migrate.inspect(tmp_path / "whole.npz").damaged == ()
+    checkpoint.write(tmp_path / "extra.npz", whole | {"h.0.attn.gate": np.ones(3, np.float32)})
+    message = r"unknown key 'h.0.attn.gate' in the block: layout gpt2"
+    refused(tmp_path, message, "extra.npz", "x.npz", to="linear", num_heads=N)
+
+
+def stacked(folder: Path) -> tuple[Path, list[Path]]:
+    """A file of three stacked layers, and three of one layer each."""
+    state = block("bert", "layers.attention", lead=(3,))
+    checkpoint.write(folder / "stack.safetensors", state)
+    singles = []
+    for i in range(3):
+        one = {key: array[i].copy() for key, array in state.items()}
+        singles.append(folder / f"single{i}.safetensors")
+        checkpoint.write(singles[-1], one)
+    return folder / "stack.safetensors", singles
+
+
+def test_stacked_layers_are_compared_one_by_one(tmp_path: Path) -> None:
+    source, singles = stacked(tmp_path)
+    target = tmp_path / "flax.safetensors"
+    migrate.convert(source, target, to="flax", num_heads=N)
+    report = verify.compare(source, target)
+    assert [pair.a for pair in report.blocks] == [f"layers.attention[{i}]" for i in range(3)]
+    assert report.same
+    with checkpoint.open(target) as file:
+        arrays = {name: file[name] for name in file}
+    arrays["layers/attention/query/kernel"][1, 2, 3, 0] += 1
+    checkpoint.write(target, arrays, force=True)
+    report = verify.compare(source, target)
+    assert [pair.same for pair in report.blocks] == [True, False, True]
+    assert report.blocks[1].differences[0].index == (2, 3, 0)
+    layer = [verify.sides.read(path, N)[0] for path in singles]
+    for one, side in zip(layer, verify.sides.read(source, N), strict=True):
+        layers.assert_identical(one.params, side.params)
+
+
+def test_stacked_parameters_have_two_axes_of_layers_too() -> None:
+    params = params_of(FLAX, (2, 3))
+    semantics = FLAX.semantics
+    report = verify.compare((params, semantics), (params, semantics))
+    names = [f"[{i}, {j}]" for i in range(2) for j in range(3)]
+    assert [pair.a for pair in report.blocks] == names
+    assert report.same
+
+
+def test_keras_files_hold_no_stacked_layers(tmp_path: Path) -> None:
+    stacked(tmp_path)
+    message = r"block layers.attention: its arrays are stacked layers \(leading axes \(3,\)\), and Keras has none"
+    refused(tmp_path, message, "stack.safetensors", "x.weights.h5", to="keras", num_heads=N)
+
+
+@pytest.mark.parametrize("to", [x.name for x in blocks.LAYOUTS if "keras" not in x.name])
+def test_keras_files_hold_keras_layouts_only(to: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "a.npz", block("bert", "a"))
+    message = (
+        rf"no Keras model could load layout {to} from a .weights.h5 file: name keras or keras-gqa"
+    )
+    refused(tmp_path, message, "a.npz", "x.weights.h5", to=to, num_heads=N)
+
+
+@pytest.mark.parametrize("to", ["keras", "keras-gqa"])
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
+def test_other_files_have_keras_variables(to: str, suffix: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "a.npz", block("bert", "a"))
+    message = rf"layout {to}-file is how Keras names .* inside a .weights.h5 file: name {to} for"
+    refused(tmp_path, message, "a.npz", f"x.{suffix}", to=f"{to}-file", num_heads=N)
+
+
+def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
+    evil = "layer\u202e\x9b2J"
+    state = block("gpt2", f"{evil}.attn")
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    run = CliRunner().invoke
+    path = str(tmp_path / "a.safetensors")
+    outputs = [
+        run(app, ["inspect", path]).output,
+        run(app, ["convert", path, str(tmp_path / "b.npz"), "--to", "linear"]).output,
+        run(
+            app, ["convert", path, str(tmp_path / "c.npz"), "--to", "torch", "--num-heads", "5"]
+        ).output,
+        run(
+            app, ["convert", path, str(tmp_path / "d.npz"), "--to", "linear", "--num-heads", str(N)]
+        ).output,
+        run(app, ["verify", path, path, "--num-heads", str(N)]).output,
+    ]
+    for output in outputs:
+        assert "\u202e" not in output
+        assert "\x9b" not in output
+        assert "\\u202e" in output.replace("\n", "").replace(" ", "").replace("│", "")
+    with pytest.raises(ValueError, match=r"block layer\\u202e\\x9b2J.attn: ") as caught:
+        verify.compare(path, path)
+    assert "\u202e" not in str(caught.value)
+
+
+def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
+    state = block("gpt2", "h.0.attn")
+    state["h.0.attn.c_attn.weight"][2, 3] = np.nan
+    state["h.0.attn.c_proj.bias"][1] = np.inf
+    checkpoint.write(tmp_path / "a.npz", state)
+    other = {key: array.copy() for key, array in state.items()}
+    other["h.0.attn.c_proj.bias"][1] = -np.inf
+    checkpoint.write(tmp_path / "b.npz", other)
+    paths = [str(tmp_path / name) for name in ("a.npz", "b.npz")]
+    with np.errstate(invalid="ignore"):
+        done = CliRunner().invoke(app, ["verify", *paths, "--json", "--num-heads", str(N)])
+    assert done.exit_code == 1, done.output
+
+    def never(constant: str) -> None:
+        raise AssertionError(constant)
+
+    (found,) = json.loads(done.stdout, parse_constant=never)["blocks"]
+    assert found["errors"]["no mask"] == [None, None]
+    assert found["differences"][0]["a"] is None
+
+
+def test_inspect_says_why(tmp_path: Path) -> None:
+    state = block("gpt2", "h.0.attn") | block("gpt2", "h.1.attn") | block("bert", "x")
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
+    run = CliRunner().invoke
+    found = json.loads(run(app, ["inspect", str(tmp_path / "a.npz"), "--json"]).stdout)["blocks"]
+    first, last = found[0], found[2]
+    assert (first["family"], first["pattern"]) == ("GPT-2", "h.{i}.attn")
+    assert first["why"] == "4 keys and the place of GPT-2: h.{i}.attn"
+    assert list(first["shapes"]) == ["c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"]
+    assert first["num_heads_from"] == "config.json: n_head"
+    assert (last["family"], last["why"], last["also_fits"]) == (None, "8 keys alone", [])
+    printed = run(app, ["inspect", str(tmp_path / "a.npz")]).stdout
+    assert "gpt2, 2 times, for its 4 keys and the place of GPT-2: h.{i}.attn" in printed
+    assert "bert, 1 times, for its 8 keys alone" in printed
