@@ -21,12 +21,12 @@ B, K, G, H, D = 2, 1, 2, 3, 5
 N = K * G
 SIZES = ((4, 5), (1, 1), (3, 0), (0, 5), (5, 1))  # T, S
 POISON = (np.nan, np.inf, -np.inf)
+SHAPES = (((D, N, H), (N, H)), ((D, K, H), (K, H)), ((D, K, H), (K, H)), ((N, H, D), (D,)))
 PARAMS = MHAParams(
-    *(
+    *[  # type: ignore[arg-type]
         Projection(*(np.random.default_rng(i).standard_normal(s).astype(np.float32) for s in pair))
-        for i, pair in enumerate([((D, N, H), (N, H)), *[((D, K, H), (K, H))] * 2])
-    ),
-    Projection(np.random.default_rng(3).standard_normal((N, H, D)).astype(np.float32)),
+        for i, pair in enumerate(SHAPES)
+    ]
 )
 implementations = pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
 draws = given(
@@ -72,7 +72,7 @@ class Draw:
             & Mask.dense(rng.random((B, N, T, S)) < density)
         )
         allowed = np.array(self.mask.to_array(T, S)) & (bias != -np.inf)
-        self.dead = ~np.broadcast_to(allowed, (B, N, T, S)).any((1, 2))  # B S
+        self.dead: Any = ~np.broadcast_to(allowed, (B, N, T, S)).any((1, 2))  # B S
 
     def normal(self, *shape: int) -> Any:
         return self.rng.standard_normal(shape).astype(np.float32)
