@@ -4,6 +4,7 @@ A forward comparison cannot see everything (a key bias cancels in the softmax), 
 do not prove that a layer applies its mask: both are always compared.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -286,7 +287,7 @@ def masks() -> dict[str, NDArray | None]:
 
 def _alike(a: float, b: float) -> bool:
     """Both errors are those of rounding, and neither stands out; NaN never is."""
-    return bool(max(a, b) <= RATIO * max(min(a, b), SMALL)) and np.isfinite(a + b) and a + b < OTHER
+    return math.isfinite(a + b) and a + b < OTHER and max(a, b) <= RATIO * max(min(a, b), SMALL)
 
 
 def _error(side: BlockSide, seed: int, mask: NDArray | None) -> float:

@@ -214,7 +214,7 @@ def test_other_files_have_keras_variables(to: str, suffix: str, tmp_path: Path) 
 
 
 def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
-    evil = "layer\u202e\x9b2J"
+    evil = "\u202e\x9b"
     state = block("gpt2", f"{evil}.attn")
     checkpoint.write(tmp_path / "a.safetensors", state)
     run = CliRunner().invoke
@@ -233,8 +233,8 @@ def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
     for output in outputs:
         assert "\u202e" not in output
         assert "\x9b" not in output
-        assert "\\u202e" in output.replace("\n", "").replace(" ", "").replace("│", "")
-    with pytest.raises(ValueError, match=r"block layer\\u202e\\x9b2J.attn: ") as caught:
+        assert "\\u202e" in output
+    with pytest.raises(ValueError, match=r"block \\u202e\\x9b.attn: ") as caught:
         verify.compare(path, path)
     assert "\u202e" not in str(caught.value)
 

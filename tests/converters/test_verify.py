@@ -333,3 +333,78 @@ def test_comparing_changes_nothing(layer: Any, params: MHAParams) -> None:
     verify.compare(layer, params)
     layers.assert_identical(layers.snapshot(layer), before)
     layers.assert_identical(params, expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("leaf", ["query.kernel", "value.bias", "out.bias"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_what_is_not_finite_is_never_alike(params: MHAParams, leaf: str, bad: float) -> None:
+    """Even where both sides hold the same bits: no output can be compared."""
+
+    def spoil(array: np.ndarray) -> np.ndarray:
+        array[(1,) * array.ndim] = bad
+        return array
+
+    side = spoiled(params, leaf, spoil)
+    found = report(side, side)
+    assert not found.differences
+    assert not found.same
+    assert not verify.compare(side, side)
+    assert not report(side, params).same
+    assert not report(params, side).same
+
+
+def test_a_forward_that_gives_nan_is_never_alike(layer: Any) -> None:
+    import torch as framework
+
+    class Broken(framework.nn.MultiheadAttention):
+        def forward(self, *arguments: Any, **masks: Any) -> Any:
+            out, weights = super().forward(*arguments, **masks)
+            out[0, 0, 0] = float("nan")
+            return out, weights
+
+    broken = Broken(torch_config.Dq, torch_config.N, batch_first=True)
+    broken.load_state_dict(layer.state_dict())
+    for pair in ((layer, broken.eval()), (broken, layer), (broken, broken)):
+        found = report(*pair)
+        assert not found.differences
+        assert not found.same
+        assert found.departs is not None
+        assert "a live layer computes something else" in found.departs
+
+
+def test_a_mask_ignored_on_both_sides_is_noticed(layer: Any) -> None:
+    import torch as framework
+
+    class Careless(framework.nn.MultiheadAttention):
+        def forward(self, query: Any, key: Any, value: Any, **masks: Any) -> Any:  # type: ignore[override]
+            return super().forward(query, key, value, need_weights=False)
+
+    careless = Careless(torch_config.Dq, torch_config.N, batch_first=True)
+    careless.load_state_dict(layer.state_dict())
+    found = report(careless.eval(), careless)
+    assert not found.differences
+    assert not found.same
+    assert max(found.errors["no mask"]) < 100 < min(found.errors["padding"])
+    assert found.explanation == "mask ignored"
+
+
+def test_blocks_of_one_name() -> None:
+    import keras as framework
+
+    def model(count: int) -> Any:
+        whole = x = framework.Input((7, 15))
+        for i in range(count):
+            inner = framework.Input((7, 15))
+            out = framework.layers.MultiHeadAttention(3, 5, name="same")(inner, inner)
+            x = framework.Model(inner, out, name=f"part_{i}")(x)
+        return framework.Model(whole, x)
+
+    with layers.foreign():
+        two, three = model(2), model(3)
+    found = verify.compare(two, two)
+    assert [(pair.a, pair.b) for pair in found.blocks] == [("same", "same")] * 2
+    assert found.same
+    assert "paired in order" in found.notes[0]
+    with pytest.raises(ValueError, match=r"two blocks of one side have the same name: rename one"):
+        verify.compare(two, three)

@@ -1,0 +1,114 @@
+"""The command as a process: one message, exit codes, and no traceback whatever goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint, cli, migrate
+
+# Replaces an import by something that goes wrong, then starts the command line.
+START = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise {error}
+sys.meta_path.insert(0, Block())
+sys.argv = ["jaxmha", "inspect", "--layouts"]
+from jaxmha.converters.__main__ import main
+main()
+"""
+
+
+def start(name: str, error: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Starts the command line where importing `name` raises `error`."""
+    return subprocess.run(
+        [sys.executable, "-c", START.format(name=name, error=error)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"NO_COLOR": "1"} | environment,
+    )
+
+
+@pytest.mark.parametrize("library", ["typer", "rich"])
+def test_a_missing_library_is_one_line(library: str) -> None:
+    done = start(library, f"ModuleNotFoundError(name={library!r})")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"the command line needs {library}: pip install 'jaxmha[cli]'\n"
+
+
+def test_nothing_is_missing() -> None:
+    done = start("nothing_of_this_name", "AssertionError()")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch" in done.stdout
+
+
+def test_a_broken_library_is_one_line() -> None:
+    done = start("typer", "RuntimeError('two\\nlines')")
+    assert (done.returncode, done.stdout) == (2, "")
+    expected = "error: the command line does not start: RuntimeError: two lines\n"
+    assert done.stderr == expected
+    shown = start("typer", "RuntimeError('two\\nlines')", JAXMHA_DEBUG="1")
+    assert shown.returncode == 2
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.endswith(expected)
+
+
+def test_an_interrupt_while_starting() -> None:
+    done = start("typer", "KeyboardInterrupt()")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "jaxmha.converters", "inspect", "--layouts"]
+    for flags in ([], ["--json"]):
+        done = subprocess.run(
+            [*command, *flags], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert done.stderr == ""
+        assert done.returncode == -signal.SIGPIPE  # 141 for a shell
+    os.close(writer)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), MemoryError(), AssertionError("no"), OSError(5)])
+def test_an_unexpected_exception_is_one_message(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(migrate, "inspect", fails)
+    path = tmp_path / "a.npz"
+    checkpoint.write(path, {"a": np.ones(3)})
+    done = CliRunner().invoke(cli.app, ["inspect", str(path)])
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.stderr.startswith("error:")
+    if not isinstance(error, OSError):
+        assert f"unexpected {type(error).__name__}" in done.stderr
+        assert "JAXMHA_DEBUG=1 shows where" in done.stderr
+    monkeypatch.setenv("JAXMHA_DEBUG", "1")
+    shown = CliRunner().invoke(cli.app, ["inspect", str(path)])
+    assert shown.exit_code == 2
+    assert "Traceback" in shown.stderr
+
+
+def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(migrate, "inspect", interrupted)
+    done = CliRunner().invoke(cli.app, ["inspect", str(tmp_path / "a.npz")])
+    assert done.exit_code == 130
+    assert "Traceback" not in done.output
