@@ -1,122 +1,43 @@
 """Masks of nn.MultiheadAttention against live torch: every combination of its arguments."""
 
 import itertools
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from jaxmha import Semantics, multi_head_attention
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha import Semantics, dot_product_attention, multi_head_attention
+from jaxmha.converters.arrays import to_numpy, to_torch
 from jaxmha.converters.masks.argument import Masks
-from jaxmha.converters.masks.torch import import_masks, path_of
-from jaxmha.converters.torch import from_module
+from jaxmha.converters.masks.torch import Path, import_masks, path_of, static_heads
+from jaxmha.converters.torch import from_module, import_params
+from jaxmha.layer import combine, project
+from tests.masks.torch_live import (
+    FACTOR,
+    FORMS,
+    PADDINGS,
+    B,
+    D,
+    H,
+    N,
+    S,
+    T,
+    attn_mask,
+    call,
+    check,
+    draw,
+    key_padding,
+    module,
+    quiet,
+    spy,
+    stacked,
+)
 from tests.tolerance import assert_close
 
-B, N, T, S, H = 3, 2, 5, 7, 11
-D = N * H
-# 16 floors of float32 are 1e-6 of the scale.
-FACTOR = 0.5
-
-FORMS = (None, "bool TS", "bool BNTS", "float TS", "float BNTS", "inf TS", "inf BNTS")
-PADDINGS = (None, "bool", "inf")
 BOTH = (False, True)
 SETTINGS = list(itertools.product(BOTH, BOTH, BOTH))  # bias_kv, zero_attn, need_weights
-
-
-@cache
-def module(
-    bias_kv: bool, zero_attn: bool, widths: tuple[int, int] = (D, D)
-) -> torch.nn.MultiheadAttention:
-    """A layer with random weights and biases, in eval mode, its gradients recorded."""
-    kdim, vdim = widths
-    layer = torch.nn.MultiheadAttention(
-        D, N, add_bias_kv=bias_kv, add_zero_attn=zero_attn, kdim=kdim, vdim=vdim
-    )
-    generator = torch.Generator().manual_seed(2 * bias_kv + zero_attn)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return layer.eval()
-
-
-def attn_mask(form: str | None, batched: bool, S: int = S, T: int = T) -> torch.Tensor | None:
-    """Random; two rows have nothing left, unless every value is finite."""
-    if form is None:
-        return None
-    kind, axes = form.split()
-    rows = {"TS": 1, "BNTS": B * N if batched else N}[axes]
-    rng = np.random.default_rng([len(form), rows, S])
-    blocked = rng.random((rows, T, S)) < 0.4
-    blocked[0, 2] = blocked[-1, 3] = True
-    array: NDArray = blocked
-    if kind != "bool":
-        array = rng.standard_normal(blocked.shape).astype(np.float32)
-        array = np.where(blocked, np.float32(-np.inf), array) if kind == "inf" else array
-    return to_torch(array[0] if axes == "TS" else array)
-
-
-def key_padding(form: str | None, batched: bool, S: int = S) -> torch.Tensor | None:
-    """Random; the second batch row is all padding."""
-    if form is None:
-        return None
-    rng = np.random.default_rng(S)
-    blocked = rng.random((B, S)) < 0.3
-    blocked[1] = True
-    array: NDArray = blocked
-    if form == "inf":
-        added = rng.standard_normal((B, S)).astype(np.float32)
-        array = np.where(blocked, np.float32(-np.inf), added)
-    return to_torch(array if batched else array[0])
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """torch advises against masks of two dtypes, and takes them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Support for mismatched")
-        yield
-
-
-def stacked(made: list[Masks], extra: int, T: int, S: int = S) -> Any:
-    """Masks of many calls as one `(C, B, N, T, S + extra)`, so that one program computes them."""
-    masks = np.ones((len(made), B, N, T, S + extra), bool)
-    biases = np.zeros(masks.shape, np.float32)
-    for c, (mask, bias) in enumerate(made):
-        if mask is not None:
-            own = mask.array is not None and mask.array.shape[-1] == S + extra
-            length = S + extra if own else S
-            masks[c, ..., :length] = mask.to_array(T, length)
-        if bias is not None:
-            biases[c, ..., :S] = bias
-    return {"mask": masks, "bias": biases}
-
-
-def check(actual: Any, expected: Any, rows: Any, what: str) -> None:
-    """Output, and weights where torch returns them, of the batch rows given."""
-    for ours, theirs in zip(actual, expected, strict=True):
-        if theirs is not None:
-            assert_close(ours[rows], to_numpy(theirs), what, factor=FACTOR)
-
-
-def call(layer: torch.nn.MultiheadAttention, *inputs: torch.Tensor, **arguments: Any) -> Any:
-    """The live layer on `(B, T, D)` or `(T, D)`, whatever its `batch_first`."""
-    turn = inputs[0].dim() == 3 and not layer.batch_first
-    if turn:
-        own = inputs[0].transpose(0, 1)
-        inputs = tuple(own if x is inputs[0] else x.transpose(0, 1) for x in inputs)
-    with quiet():
-        out, weights = layer(*inputs, average_attn_weights=False, **arguments)
-    return out.transpose(0, 1) if turn else out, weights
 
 
 @pytest.mark.parametrize(("bias_kv", "zero_attn", "need_weights"), SETTINGS)
@@ -124,7 +45,7 @@ def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -
     """attn_mask 7 x key_padding_mask 3 x is_causal 2 x batch_first 2 x batched 2, per setting."""
     layer = module(bias_kv, zero_attn)
     params, semantics = from_module(layer)
-    made = {"num_heads": N, "add_bias_kv": bias_kv, "add_zero_attn": zero_attn}
+    made: dict[str, Any] = {"num_heads": N, "add_bias_kv": bias_kv, "add_zero_attn": zero_attn}
     inputs = draw(B, T, D), draw(B, S, D, seed=1), draw(B, S, D, seed=2)
     calls, masks = [], []
     for batched, form, padding, is_causal in itertools.product(BOTH, FORMS, PADDINGS, BOTH):
@@ -170,16 +91,13 @@ def test_every_combination_in_eval(
     bias_kv: bool, zero_attn: bool, need_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Self-attention without gradients, where torch may take its native path."""
-    native, taken = torch._native_multi_head_attention, []  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        torch, "_native_multi_head_attention", lambda *a: (taken.append(1), native(*a))[1]
-    )
+    taken = spy(monkeypatch)
     layer = module(bias_kv, zero_attn)
     params, semantics = from_module(layer)
-    made = {"num_heads": N, "add_bias_kv": bias_kv, "add_zero_attn": zero_attn}
+    made: dict[str, Any] = {"num_heads": N, "add_bias_kv": bias_kv, "add_zero_attn": zero_attn}
     inputs = draw(B, S, D)
-    calls: dict[str, list[Any]] = {}
-    masks: dict[str, list[Masks]] = {}
+    calls: dict[Path, list[Any]] = {}
+    masks: dict[Path, list[Masks]] = {}
     for layer.batch_first, batched, form, padding, is_causal in itertools.product(
         BOTH, BOTH, FORMS, PADDINGS, BOTH
     ):
@@ -206,15 +124,160 @@ def test_every_combination_in_eval(
     slow = "weights" if need_weights else "sdpa"
     assert set(calls) == ({slow} if bias_kv or zero_attn else {slow, "native"})
     for path, found in calls.items():
-        x = np.broadcast_to(to_numpy(inputs), (len(found), *inputs.shape))
-        preset: Any = Semantics.torch
         answer = multi_head_attention(
             params,
-            x,
-            semantics=preset(path, add_zero_attn=semantics.add_zero_attn),
+            np.broadcast_to(to_numpy(inputs), (len(found), *inputs.shape)),
+            semantics=Semantics.torch(path, add_zero_attn=semantics.add_zero_attn),
             return_weights=True,
             **stacked(masks[path], bias_kv + zero_attn, S),
         )
         out, weights = map(np.asarray, answer)
         for c, (expected, rows, what) in enumerate(found):
             check((out[c], weights[c]), expected, rows, what)
+
+
+@pytest.mark.parametrize("need_weights", BOTH)
+@pytest.mark.parametrize("batched", BOTH)
+def test_structure_is_kept_and_means_the_same(batched: bool, need_weights: bool) -> None:
+    layer = module(False, True)
+    params, semantics = from_module(layer)
+    path: Path = "weights" if need_weights else "sdpa"
+    semantics = Semantics.torch(path, add_zero_attn=semantics.add_zero_attn)
+    inputs = [draw(*((B,) if batched else ()), length, D) for length in (T, S, S)]
+    bottom_right = to_torch(~np.tri(T, S, S - T, dtype=bool))
+    arguments: dict[str, Any] = {
+        "attn_mask": bottom_right,
+        "key_padding_mask": key_padding("bool", batched),
+        "is_causal": True,
+        "need_weights": need_weights,
+    }
+    mask, bias = import_masks(num_heads=N, add_zero_attn=True, **arguments)
+    assert mask is not None
+    assert mask.causal_offset == S - T
+    assert mask.array is None
+    assert mask.key_value_padding is not None
+    assert mask.key_value_padding.shape == ((B, S) if batched else (1, S))
+    assert bias is None
+    ours = [jnp.asarray(to_numpy(x)) for x in inputs]
+    actual = multi_head_attention(
+        params, *ours, mask=mask, semantics=semantics, return_weights=True
+    )
+    check(actual, call(layer, *inputs, **arguments), slice(None), f"{batched=} {need_weights=}")
+
+
+def test_floats_that_only_exclude_are_a_mask() -> None:
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(S)
+    mask, bias = import_masks(attn_mask=causal, is_causal=True)
+    assert mask is not None
+    assert (mask.causal_offset, mask.array, bias) == (0, None, None)
+    mask, bias = import_masks(attn_mask=causal)
+    assert mask is not None
+    assert bias is None
+    np.testing.assert_array_equal(mask.array, np.tri(S, dtype=bool)[None, None])
+    padding = torch.zeros(B, S, dtype=torch.bfloat16)
+    padding[1, 2:] = -torch.inf
+    mask, bias = import_masks(key_padding_mask=padding)
+    assert mask is not None
+    assert bias is None
+    np.testing.assert_array_equal(mask.key_value_padding, to_numpy(padding == 0))
+
+
+def test_finite_constants_add_up_as_in_torch() -> None:
+    """Two of them are -inf where they overflow, and are no exclusion where they do not."""
+    low = float(np.finfo(np.float32).min)
+    layer = module(False, False)
+    params, _ = from_module(layer)
+    inputs = draw(B, T, D), draw(B, S, D, seed=1), draw(B, S, D, seed=2)
+    for constant in (low, -1e9):
+        arguments: dict[str, Any] = {
+            "attn_mask": torch.full((T, S), constant).triu(1),
+            "key_padding_mask": torch.tensor([[0.0] * 5 + [constant] * 2] * B),
+        }
+        arguments["key_padding_mask"][1] = constant
+        mask, bias = import_masks(num_heads=N, **arguments)
+        assert mask is None
+        assert bias is not None
+        assert bias.shape == (B, 1, T, S)
+        assert np.isinf(bias).any() == (constant == low)
+        ours = [jnp.asarray(to_numpy(x)) for x in inputs]
+        actual = multi_head_attention(
+            params, *ours, bias=bias, semantics=Semantics.torch(), return_weights=True
+        )
+        check(actual, call(layer, *inputs, **arguments), slice(None), f"{constant=}")
+
+
+@pytest.mark.parametrize("need_weights", BOTH)
+def test_separate_widths_and_averaged_weights(need_weights: bool) -> None:
+    """`use_separate_proj_weight`; the average over heads is the caller's."""
+    layer = module(True, True, widths=(13, 17))
+    params, semantics = from_module(layer)
+    inputs = draw(B, T, D), draw(B, S, 13, seed=1), draw(B, S, 17, seed=2)
+    arguments: dict[str, Any] = {
+        "attn_mask": attn_mask("bool BNTS", True),
+        "key_padding_mask": key_padding("bool", True),
+        "need_weights": need_weights,
+    }
+    layer.batch_first = True
+    out, averaged = layer(*inputs, **arguments)
+    mask, bias = import_masks(num_heads=N, add_bias_kv=True, add_zero_attn=True, **arguments)
+    ours = [jnp.asarray(to_numpy(x)) for x in inputs]
+    actual, weights = multi_head_attention(
+        params, *ours, mask=mask, bias=bias, semantics=semantics, return_weights=True
+    )
+    assert_close(actual, to_numpy(out), factor=FACTOR)
+    assert (averaged is not None) == need_weights
+    if need_weights:
+        assert_close(weights.mean(1), to_numpy(averaged), "weights", factor=FACTOR)
+
+
+@pytest.mark.parametrize(("zero_attn", "need_weights"), list(itertools.product(BOTH, BOTH)))
+def test_static_keys_and_values(zero_attn: bool, need_weights: bool) -> None:
+    """`F.multi_head_attention_forward` with keys and values that are projected already."""
+    layer = module(False, zero_attn)
+    state = {name: to_numpy(array) for name, array in layer.state_dict().items()}
+    params, _ = import_params(state, num_heads=N)
+    query, key = draw(T, B, D), draw(S, B, D, seed=1)
+    static_k, static_v = draw(B * N, S, H, seed=2), draw(B * N, S, H, seed=3)
+    masks: dict[str, Any] = {
+        "attn_mask": attn_mask("bool BNTS", True),
+        "key_padding_mask": key_padding("inf", True),
+        "need_weights": need_weights,
+    }
+    with quiet():
+        expected, weights = torch.nn.functional.multi_head_attention_forward(
+            query,
+            key,
+            key,
+            embed_dim_to_check=D,
+            num_heads=N,
+            in_proj_weight=layer.in_proj_weight,
+            in_proj_bias=layer.in_proj_bias,
+            bias_k=None,
+            bias_v=None,
+            add_zero_attn=zero_attn,
+            dropout_p=0.0,
+            out_proj_weight=layer.out_proj.weight,
+            out_proj_bias=layer.out_proj.bias,
+            static_k=static_k,
+            static_v=static_v,
+            average_attn_weights=False,
+            **masks,
+        )
+    mask, bias = import_masks(num_heads=N, add_zero_attn=zero_attn, **masks)
+    arrays = stacked([(mask, bias)], int(zero_attn), T)
+    ours = jnp.asarray(to_numpy(query.transpose(0, 1)))
+    extra = ((0, 0), (0, int(zero_attn)), (0, 0), (0, 0))
+    k, v = (np.pad(static_heads(x, N), extra) for x in (static_k, static_v))
+    out, actual = dot_product_attention(
+        project(params, ours, ours)[0],
+        k,
+        v,
+        mask=arrays["mask"][0],
+        bias=arrays["bias"][0],
+        fully_masked="nan" if need_weights else "zero",
+        return_weights=True,
+    )
+    assert_close(combine(params, out), to_numpy(expected.transpose(0, 1)), factor=FACTOR)
+    assert (weights is not None) == need_weights
+    if need_weights:
+        assert_close(actual, to_numpy(weights), "weights", factor=FACTOR)
