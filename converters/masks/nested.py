@@ -1,0 +1,128 @@
+"""Nested (ragged) tensors of torch: sequences of unequal lengths, in and out.
+
+`torch.nn.MultiheadAttention` and `scaled_dot_product_attention` take them in place of masks:
+every row attends its own keys. Here they are padded with lengths, or packed with segments.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha import Mask
+from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.semantics import one_of
+
+Axes: TypeAlias = Literal["B T D", "B T N H", "B N T H"]
+# Each row of a nested tensor, and the same with its length first.
+ROWS = {"B T D": ("T D", "T D"), "B T N H": ("T N H", "T N H"), "B N T H": ("N T H", "T N H")}
+
+
+def import_nested(
+    query: Any,
+    key: Any = None,
+    value: Any = None,
+    *,
+    axes: Axes = "B T D",
+    packed: bool = False,
+) -> tuple[NDArray, NDArray, NDArray, Mask]:
+    """Arrays and the mask that stand for nested tensors.
+
+    Args:
+      query, key, value: nested tensors of either layout (strided, jagged), or sequences of
+        arrays; key defaults to query, value to key.
+      axes: `B T D` as `nn.MultiheadAttention` takes them, `B N T H` as SDPA does.
+      packed: one row that holds all sequences, with segments; else rows padded with zeros, with
+        lengths.
+
+    For causal attention within each sequence add `Mask.causal()`; packed, only where key has the
+    lengths of query. Torch itself ignores `is_causal` beside nested tensors in its layer, and
+    refuses masks.
+
+    Returns:
+      query, key, value, `(B, T, ...)` or packed `(1, T, ...)`, heads after the length; and the
+      mask. Rows beyond a length are 0.
+
+    Raises:
+      ValueError: key and value, or query and key, do not have as many rows, or key and value not
+        the same lengths.
+
+    >>> query, key, value, mask = import_nested([np.ones((2, 4)), np.ones((3, 4))])
+    >>> query.shape, mask.query_lengths.tolist()
+    ((2, 3, 4), [2, 3])
+    >>> query, key, value, mask = import_nested([np.ones((2, 4)), np.ones((3, 4))], packed=True)
+    >>> query.shape, mask.query_segments.tolist()
+    ((1, 5, 4), [[0, 0, 1, 1, 1]])
+    """
+    one_of("axes", axes, tuple(ROWS))
+    queries = _rows(query, axes)
+    keys = queries if key is None else _rows(key, axes)
+    values = keys if value is None else _rows(value, axes)
+    lengths = [np.array([len(row) for row in rows], np.int32) for rows in (queries, keys, values)]
+    if len(queries) != len(keys) or not np.array_equal(lengths[1], lengths[2]):
+        raise ValueError(
+            f"expected as many rows of query, key and value, and key and value of the same "
+            f"lengths, got lengths {', '.join(str(n.tolist()) for n in lengths)}"
+        )
+    if packed:
+        ids = [np.repeat(np.arange(len(n), dtype=np.int32), n)[None] for n in lengths]
+        mask = Mask.segments(ids[0], ids[1])
+        arrays = [np.concatenate(rows)[None] for rows in (queries, keys, values)]
+    else:
+        mask = Mask.lengths(query=lengths[0], key_value=lengths[1])
+        arrays = [_padded(rows) for rows in (queries, keys, values)]
+    return arrays[0], arrays[1], arrays[2], mask
+
+
+def export_nested(
+    array: Any, lengths: Sequence[int], *, axes: Axes = "B T D", jagged: bool = False
+) -> Any:
+    """A nested tensor of torch from an array `(B, T, ...)`, or packed `(1, sum of lengths, ...)`.
+
+    Args:
+      array: heads after the length, as `import_nested` returns them.
+      lengths: of each row.
+      axes: of the tensor.
+      jagged: torch.jagged in place of torch.strided.
+
+    Raises:
+      ValueError: the array has neither a row for each length, nor all in one.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
+    ...     export_nested(np.ones((2, 3, 4)), [2, 3], jagged=True).is_nested
+    True
+    """
+    import torch
+
+    one_of("axes", axes, tuple(ROWS))
+    array, lengths = to_numpy(array), [int(n) for n in lengths]
+    if array.shape[0] == len(lengths) and max(lengths, default=0) <= array.shape[1]:
+        rows = [row[:n] for row, n in zip(array, lengths, strict=True)]
+    elif array.shape[:2] == (1, sum(lengths)):
+        rows = np.split(array[0], np.cumsum(lengths)[:-1])
+    else:
+        raise ValueError(
+            f"expected axes (B, T, ...) with B={len(lengths)}, T >= {max(lengths, default=0)}, or "
+            f"packed (1, {sum(lengths)}, ...), got shape {array.shape}"
+        )
+    theirs, ours = ROWS[axes]
+    if jagged:  # whose ragged axis is the first, until it is turned
+        tensor = torch.nested.nested_tensor([to_torch(row) for row in rows], layout=torch.jagged)
+        return tensor if theirs == ours else tensor.transpose(1, 2)
+    turned = [to_torch(rearrange(row, f"{ours} -> {theirs}")) for row in rows]
+    return torch.nested.nested_tensor(turned)
+
+
+def _rows(tensor: Any, axes: Axes) -> list[NDArray]:
+    theirs, ours = ROWS[axes]
+    rows = tensor.unbind() if hasattr(tensor, "unbind") else tensor
+    return [to_numpy(rearrange(to_numpy(row), f"{theirs} -> {ours}")) for row in rows]
+
+
+def _padded(rows: list[NDArray]) -> NDArray:
+    longest = max((len(row) for row in rows), default=0)
+    return np.stack(
+        [np.pad(row, ((0, longest - len(row)), *((0, 0),) * (row.ndim - 1))) for row in rows]
+    )

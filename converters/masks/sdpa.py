@@ -1,0 +1,119 @@
+"""Masks of torch.nn.functional.scaled_dot_product_attention, in and out.
+
+True means attend, the opposite of torch.nn.MultiheadAttention. Queries there are `(B, N, T, H)`.
+`enable_gqa` needs nothing: query head n reads key/value head `n // (N // K)` there and here.
+A row with nothing left is 0: `jaxmha.Semantics.torch_sdpa()`.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.checks import flatten_mask
+from jaxmha.converters.arrays import to_numpy
+from jaxmha.converters.masks.argument import (
+    MaskArg,
+    Masks,
+    canonical_bias,
+    exclusions,
+    read,
+    write,
+)
+from jaxmha.semantics import one_of
+
+ATTN_MASK = MaskArg("attn_mask", ("#T #S", "#N #T #S", "#B #N #T #S"), other="added")
+ARGUMENTS = (ATTN_MASK,)
+
+
+def import_masks(
+    *,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    num_heads: int | None = None,
+    kernel: Literal["flash", "math"] = "flash",
+) -> Masks:
+    """What the mask arguments of a call mean, for `jaxmha.dot_product_attention`.
+
+    Args:
+      attn_mask: Boolean (True = attend) or added to the logits; `(T, S)`, `(N, T, S)` or
+        `(B, N, T, S)`, each axis of full size or 1.
+      is_causal: query i attends keys j <= i (top-left).
+      num_heads: N, to check the shape by.
+      kernel: what torch computes it with. Its documentation forbids attn_mask beside
+        `is_causal`; `flash`, the default on CPU, applies both, and `math` refuses: with dropout,
+        with value heads of another width, where the mask wants a gradient, and in `sdpa_kernel`.
+
+    Returns:
+      `(mask, bias)`, each None where there is none; floats of only 0 and -inf are a mask.
+
+    Raises:
+      ValueError: a shape does not fit, or the kernel refuses. TypeError: an integer mask.
+
+    >>> mask, bias = import_masks(attn_mask=np.array([[True, False]]), is_causal=True)
+    >>> mask.causal_offset, mask.array.tolist(), bias
+    (0, [[[[True, False]]]], None)
+    """
+    one_of("kernel", kernel, ("flash", "math"))
+    if attn_mask is not None and is_causal and kernel == "math":
+        raise ValueError(
+            "torch's math kernel refuses attn_mask beside is_causal=True: pass one mask that is "
+            "both, or kernel='flash', which applies both"
+        )
+    mask = bias = None
+    if attn_mask is not None:
+        mask, bias = read(ATTN_MASK, attn_mask, {} if num_heads is None else {"N": num_heads})
+        allowed = None if bias is None else exclusions(bias)
+        if allowed is not None:
+            mask, bias = Mask.dense(allowed), None
+    if is_causal:
+        mask = Mask.causal() if mask is None else mask & Mask.causal()
+    return mask, bias
+
+
+def export_masks(
+    mask: Mask | Any | None = None,
+    bias: Any = None,
+    *,
+    num_heads: int,
+    query_length: int,
+    key_length: int,
+    batch_size: int | None = None,
+) -> dict[str, Any]:
+    """The arguments `attn_mask` and `is_causal` that mean the same in every kernel.
+
+    Args:
+      mask: a `Mask`, or a Boolean array broadcastable to `(B, N, T, S)`, True = attend.
+      bias: added to the logits, the same shapes.
+      num_heads, query_length, key_length: N, T, S.
+      batch_size: B; None: queries are `(N, T, H)`.
+
+    Raises:
+      ValueError, TypeError: a mask or bias does not fit the sizes or is of another dtype.
+
+    >>> export_masks(Mask.causal(), num_heads=2, query_length=3, key_length=5)
+    {'is_causal': True}
+    >>> lengths = Mask.lengths(key_value=np.array([3, 2]))
+    >>> export_masks(lengths, num_heads=2, query_length=3, key_length=5, batch_size=2)[
+    ...     "attn_mask"
+    ... ].shape
+    (2, 1, 3, 5)
+    """
+    batch = () if batch_size is None else (batch_size,)
+    sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
+    mask = flatten_mask(as_mask(mask), batch, sizes)
+    if bias is None and mask.empty:
+        return {}
+    top_left = type(mask.causal_offset) is int and mask.causal_offset == 0
+    if bias is None and top_left and replace(mask, causal_offset=None).empty:
+        return {"is_causal": True}
+    array = None if mask.empty else to_numpy(mask.to_array(query_length, key_length))
+    if bias is not None:
+        added = canonical_bias(bias, sizes)
+        low = np.asarray(-np.inf, added.dtype)
+        array = added if array is None else np.where(array, added, low)
+    assert array is not None
+    return {"attn_mask": write(ATTN_MASK, array, sizes)}
