@@ -11,12 +11,16 @@ from jaxmha.initialisation import init_params
 from jaxmha.params import leaves
 from tests.converters.layers import foreign
 
-SEEDS = 5
+SEEDS = 12
+# Two samples of one distribution stay below this many standard errors but once in a billion cases.
+SIGMAS = 6.0
 SIZES: dict[str, dict[str, Any]] = {
-    "packed": {"num_heads": 8, "features": 256},
-    "widths": {"num_heads": 8, "features": 256, "key_features": 128, "value_features": 64},
-    "grouped": {"num_heads": 8, "features": 256, "num_kv_heads": 2},
-    "value_dim": {"num_heads": 8, "features": 256, "value_head_dim": 16, "out_features": 128},
+    "packed": {"num_heads": 8, "features": 128},
+    "heads": {"num_heads": 6, "features": 96, "head_dim": 20},
+    "one_kv_width": {"num_heads": 8, "features": 128, "key_features": 64, "out_features": 32},
+    "widths": {"num_heads": 8, "features": 128, "key_features": 64, "value_features": 32},
+    "grouped": {"num_heads": 8, "features": 128, "num_kv_heads": 2},
+    "value_dim": {"num_heads": 8, "features": 128, "value_head_dim": 8, "out_features": 64},
 }
 
 
@@ -24,7 +28,9 @@ def build(scheme: str, case: str, seed: int) -> Any:
     """The framework's own layer, freshly made."""
     s = SIZES[case]
     N, D = s["num_heads"], s["features"]
-    K, Dk, Dv = s.get("num_kv_heads", N), s.get("key_features", D), s.get("value_features", D)
+    H, Do = s.get("head_dim", D // N), s.get("out_features", D)
+    K, Dk = s.get("num_kv_heads", N), s.get("key_features", D)
+    Dv = s.get("value_features", Dk)
     if scheme == "torch":
         import torch as pytorch
 
@@ -36,20 +42,40 @@ def build(scheme: str, case: str, seed: int) -> Any:
 
         library.utils.set_random_seed(seed)
         if K != N:
-            layer = library.layers.GroupQueryAttention(D // N, N, K)
+            layer = library.layers.GroupQueryAttention(H, N, K)
         else:
-            h = s.get("value_head_dim", D // N)
+            h = s.get("value_head_dim", H)
             layer = library.layers.MultiHeadAttention(
-                N, D // N, value_dim=h, output_shape=s.get("out_features")
+                N, H, value_dim=h, output_shape=s.get("out_features")
             )
         layer.build((None, None, D), (None, None, Dv), (None, None, Dk))
         return keras.from_module(layer)[0]
+    settings = {"qkv_features": N * H, "out_features": Do, "decode": False}
+    if scheme == "linen":
+        from flax import linen
+
+        module = linen.MultiHeadDotProductAttention(N, deterministic=True, **settings)
+        x, y, z = (np.zeros((1, 1, width), np.float32) for width in (D, Dk, Dv))
+        return flax.from_module(module, module.init(jax.random.key(seed), x, y, z))[0]
     from flax import nnx
 
     layer = nnx.MultiHeadAttention(
-        N, D, in_kv_features=Dk, num_kv_heads=K, decode=False, rngs=nnx.Rngs(seed)
+        N, D, in_kv_features=Dk, num_kv_heads=K, rngs=nnx.Rngs(seed), **settings
     )
     return flax.from_module(layer)[0]
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Kolmogorov and Smirnov: the largest distance of the two distribution functions, in units
+    of its scale for samples of one distribution."""
+    a, b = np.sort(a.ravel()), np.sort(b.ravel())
+    both = np.concatenate([a, b])
+    shares = [np.searchsorted(x, both, side="right") / x.size for x in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).max() * (a.size * b.size / (a.size + b.size)) ** 0.5)
+
+
+# Exceeded once in ten million pairs of samples: sqrt(-log(1e-7 / 2) / 2).
+FAR = 2.9
 
 
 @pytest.mark.parametrize(
@@ -58,20 +84,26 @@ def build(scheme: str, case: str, seed: int) -> Any:
         ("torch", "packed"),
         ("torch", "widths"),
         ("keras", "packed"),
+        ("keras", "heads"),
         ("keras", "widths"),
         ("keras", "grouped"),
         ("keras", "value_dim"),
         ("flax", "packed"),
+        ("flax", "heads"),
+        ("flax", "one_kv_width"),
         ("flax", "grouped"),
+        ("linen", "packed"),
+        ("linen", "widths"),
     ],
 )
-def test_moments_and_range_equal_the_framework_s(scheme: Any, case: str) -> None:
+def test_distribution_equals_the_framework_s(scheme: str, case: str) -> None:
     with foreign():
         theirs = [leaves(build(scheme, case, seed)) for seed in range(SEEDS)]
+    own: Any = "flax" if scheme == "linen" else scheme
     ours = [
         leaves(
             init_params(
-                jax.random.key(seed), scheme=scheme, use_bias_kv=scheme == "torch", **SIZES[case]
+                jax.random.key(seed), scheme=own, use_bias_kv=scheme == "torch", **SIZES[case]
             )
         )
         for seed in range(SEEDS)
@@ -86,12 +118,38 @@ def test_moments_and_range_equal_the_framework_s(scheme: Any, case: str) -> None
             assert not a.any(), name
             assert not b.any(), name
             continue
-        # Six standard errors of the difference of two sample standard deviations.
-        noise = 6 * (1 / a.size) ** 0.5
-        assert abs(a.std() / b.std() - 1) < noise, (name, a.std(), b.std())
-        assert abs(a.mean()) < 6 * a.std() * a.size**-0.5, name
+        # The standard error of the difference of two sample standard deviations.
+        assert abs(a.std() / b.std() - 1) < SIGMAS * a.size**-0.5, (name, a.std(), b.std())
+        assert abs(a.mean()) < SIGMAS * a.std() * a.size**-0.5, name
+        assert distance(a, b) < FAR, name
         if not name.startswith("bias_"):  # normal: its range is not bounded
             assert abs(np.abs(a).max() / np.abs(b).max() - 1) < 0.01, name
+        # No seed repeats another, as no projection repeats another.
+        rows = a.reshape(SEEDS, -1)
+        correlation = np.corrcoef(rows) - np.eye(SEEDS)
+        assert np.abs(correlation).max() < SIGMAS * rows.shape[1] ** -0.5, name
+
+
+def test_projections_are_independent() -> None:
+    for scheme in ("torch", "keras", "flax"):
+        params = init_params(
+            jax.random.key(0), scheme=scheme, use_bias_kv=True, num_heads=8, features=256
+        )
+        rows = [np.asarray(x).ravel() for k, x in leaves(params).items() if "kernel" in k]
+        correlation = np.corrcoef(rows) - np.eye(4)
+        assert np.abs(correlation).max() < SIGMAS * rows[0].size ** -0.5
+
+
+@pytest.mark.parametrize("wrong", [1.02, 0.98])
+def test_a_wrong_spread_or_shape_would_be_seen(wrong: float) -> None:
+    """The bounds above are narrow: two per cent of spread, or a normal of the same spread."""
+    rng = np.random.default_rng(0)
+    shape = (SEEDS, 128, 128)
+    uniform, again = rng.uniform(-1, 1, shape), rng.uniform(-1, 1, shape)
+    assert distance(uniform, again) < FAR
+    assert distance(uniform * wrong, again) > FAR
+    assert abs(uniform.std() * wrong / again.std() - 1) > SIGMAS * uniform.size**-0.5
+    assert distance(rng.normal(size=shape) * uniform.std(), again) > FAR
 
 
 def test_is_a_function_of_the_key() -> None:

@@ -251,7 +251,12 @@ def test_config_is_read_once_per_file(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
     calls = []
     real = heads.in_config
-    monkeypatch.setattr(heads, "in_config", lambda path: calls.append(path) or real(path))
+
+    def counted(path: Path) -> tuple[int, str] | None:
+        calls.append(path)
+        return real(path)
+
+    monkeypatch.setattr(heads, "in_config", counted)
     infos = migrate.inspect(tmp_path / "a.npz").blocks
     assert [info.num_heads for info in infos] == [N] * 3
     assert len(calls) == 1

@@ -16,7 +16,7 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.axes import parse
 from jaxmha.converters import blocks, engine
 from jaxmha.converters.layout import Layout
-from jaxmha.params import CANONICAL, from_leaves, leaves
+from jaxmha.params import CANONICAL, check, from_leaves, leaves
 from tests.converters.test_every_layout import params_of
 
 # Written here and not read from refusals.py: how to evaluate, which no layer has to hold.
@@ -93,7 +93,7 @@ def absent(layout: Layout) -> Iterator[tuple[str, Case]]:
         "out.kernel": ("out.kernel",),
         "query.bias": ("query.bias",),
     }
-    sizes = engine.check(params)
+    sizes = check(params)
     for first, names in extra.items():
         if first in has:
             continue
@@ -174,7 +174,7 @@ def apart(layout: Layout) -> Iterator[tuple[str, Case]]:
     """Sizes that another layout of the framework holds."""
     letters, reason = layout.apart
     if letters:
-        size = engine.check(params_of(layout))["Dq"]
+        size = check(params_of(layout))["Dq"]
         same = sized(layout, **dict.fromkeys(letters.split(), size))
         shown = " = ".join(letters.split())
         message = rf"^layout {layout.name} does not hold {shown}: {re.escape(reason)}$"

@@ -42,14 +42,14 @@ def my_attention(query: Any, key: Any, value: Any, **_: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_an_attention_function_of_the_user_s_own_is_refused(kind: str) -> None:
-    layer = layers.build(config_of(kind))
+    layer: Any = layers.build(config_of(kind))
+    arguments: tuple[Any, ...] = (layer,)
     message = r"module.attention_fn=my_attention is not flax's own dot_product_attention"
     if kind == "linen":
         layer = (layer[0].clone(attention_fn=my_attention), layer[1])
         arguments = layer
     else:
         layer.attention_fn = my_attention
-        arguments = (layer,)
     with pytest.raises(ValueError, match=message):
         flax.from_module(*arguments)
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import blocks, checkpoint, engine, heads, keras, migrate, verify
+from jaxmha.converters import blocks, checkpoint, engine, heads, keras, migrate, sides, verify
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.cli import app
 from jaxmha.params import from_leaves, leaves
@@ -16,7 +16,7 @@ from tests.converters import layers
 from tests.converters.test_every_layout import N, params_of
 
 State = dict[str, NDArray]
-BERT, TORCH, FLAX = (blocks.named(name) for name in ("bert", "torch", "flax"))
+BERT, FLAX = blocks.named("bert"), blocks.named("flax")
 
 
 def block(name: str, prefix: str, seed: int = 0, lead: tuple[int, ...] = ()) -> State:
@@ -176,8 +176,8 @@ def test_stacked_layers_are_compared_one_by_one(tmp_path: Path) -> None:
     report = verify.compare(source, target)
     assert [pair.same for pair in report.blocks] == [True, False, True]
     assert report.blocks[1].differences[0].index == (2, 3, 0)
-    layer = [verify.sides.read(path, N)[0] for path in singles]
-    for one, side in zip(layer, verify.sides.read(source, N), strict=True):
+    layer = [sides.read(path, N)[0] for path in singles]
+    for one, side in zip(layer, sides.read(source, N), strict=True):
         layers.assert_identical(one.params, side.params)
 
 
