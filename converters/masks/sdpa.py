@@ -44,8 +44,9 @@ def import_masks(
       is_causal: query i attends keys j <= i (top-left).
       num_heads: N, to check the shape by.
       kernel: what torch computes it with. Its documentation forbids attn_mask beside
-        `is_causal`; `flash`, the default on CPU, applies both, and `math` refuses: with dropout,
-        with value heads of another width, where the mask wants a gradient, and in `sdpa_kernel`.
+        `is_causal`; `flash`, the default on CPU, applies both, and `math` refuses: with a mask
+        of 3 axes or one that wants a gradient, with dropout, with value heads of another width,
+        and where `sdpa_kernel` asks for it.
 
     Returns:
       `(mask, bias)`, each None where there is none; floats of only 0 and -inf are a mask.
@@ -58,13 +59,15 @@ def import_masks(
     (0, [[[[True, False]]]], None)
     """
     one_of("kernel", kernel, ("flash", "math"))
-    if attn_mask is not None and is_causal and kernel == "math":
-        raise ValueError(
-            "torch's math kernel refuses attn_mask beside is_causal=True: pass one mask that is "
-            "both, or kernel='flash', which applies both"
-        )
     mask = bias = None
     if attn_mask is not None:
+        attn_mask = to_numpy(attn_mask)
+        if is_causal and (kernel == "math" or attn_mask.ndim == 3):
+            raise ValueError(
+                "torch's math kernel, which alone takes a mask of 3 axes, refuses attn_mask beside "
+                "is_causal=True: pass one mask that is both, or kernel='flash' and a mask of 2 or "
+                "4 axes, to which it applies both"
+            )
         mask, bias = read(ATTN_MASK, attn_mask, {} if num_heads is None else {"N": num_heads})
         allowed = None if bias is None else exclusions(bias)
         if allowed is not None:
