@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from types import ModuleType
 
-from jaxmha.implementations import reference
+from jaxmha.implementations import blocked, reference
 from jaxmha.implementations.request import Request, Result
 
 __all__ = ["IMPLEMENTATIONS", "Request", "Result", "attend", "select"]
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blocked": blocked}
 
 
 def select(request: Request, implementation: str | Sequence[str] | None = None) -> str:

@@ -1,0 +1,238 @@
+"""Which pairs a block may attend, without any array over all T x S pairs.
+
+Conditions stay structure: lengths, offsets and segment ids are compared with positions inside a
+block, dense arrays are sliced.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.request import Request
+
+
+class Pairs(NamedTuple):
+    """The conditions of a request, by axes; a batch axis `b` may be 1. None: no condition.
+
+    Attributes:
+      above: `b`, traced causal offsets; or a Python int.
+      window: left and right bound, static.
+      rows: `b T`, rows that are there.
+      keys: `b S`, keys that are there.
+      segments: ids `b T` and `b S`.
+      array: `b n t s`, each axis full or 1.
+    """
+
+    above: jax.Array | int | None
+    window: tuple[int | None, int | None]
+    rows: jax.Array | None
+    keys: jax.Array | None
+    segments: tuple[jax.Array, jax.Array] | None
+    array: jax.Array | None
+
+
+def of_request(request: Request) -> Pairs:
+    """Collects the conditions; lengths become conditions on rows and keys alone."""
+    mask, T, S = request.mask, request.query.shape[1], request.key.shape[1]
+    there: list[jax.Array | None] = []
+    for lengths, padding, size in (
+        (mask.query_lengths, mask.query_padding, T),
+        (mask.key_value_lengths, mask.key_value_padding, S),
+    ):
+        found = None if padding is None else jnp.asarray(padding)
+        if lengths is not None:
+            within = jnp.arange(size).reshape(1, size) < jnp.asarray(lengths).reshape(-1, 1)
+            found = within if found is None else found & within
+        there.append(found)
+    segments = None
+    if mask.query_segments is not None:
+        segments = jnp.asarray(mask.query_segments), jnp.asarray(mask.key_value_segments)
+    above = mask.causal_offset
+    if above is not None and not isinstance(above, int):
+        above = jnp.asarray(above).reshape(-1)
+        if jnp.issubdtype(above.dtype, np.unsignedinteger):
+            above = above.astype(jnp.int32)
+    array = None if mask.array is None else jnp.asarray(mask.array)
+    if array is not None:
+        array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return Pairs(above, mask.window_size or (None, None), there[0], there[1], segments, array)
+
+
+def bounds(pairs: Pairs) -> tuple[int | None, int | None]:
+    """Static `below` and `above`: every query i sees keys `i - below <= j <= i + above` alone."""
+    left, right = pairs.window
+    sides = [x for x in (right, pairs.above) if isinstance(x, int)]
+    return left, min(sides) if sides else None
+
+
+def live(
+    pairs: Pairs, bias: jax.Array | None, plan: Plan
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Rows `b n T` and keys `b n S` with at least one allowed pair; None: all of them."""
+    if bias is None and pairs == Pairs(None, (None, None), None, None, None, None):
+        return None, None
+    if bias is None and pairs.segments is None and pairs.array is None:
+        return _live_intervals(pairs, plan)
+    return _live_blocks(pairs, bias, plan)
+
+
+def _live_intervals(pairs: Pairs, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Without ids and arrays a row sees an interval of the keys that are there, and vice versa."""
+    below, above = pairs.window
+    i, j = jnp.arange(plan.T).reshape(1, plan.T), jnp.arange(plan.S).reshape(1, plan.S)
+    start = jnp.zeros_like(i) if below is None else i - below
+    stop = jnp.full_like(i, plan.S) if above is None else i + above + 1
+    first = jnp.zeros_like(j) if above is None else j - above
+    last = jnp.full_like(j, plan.T) if below is None else j + below + 1
+    if pairs.above is not None:
+        offset = jnp.asarray(pairs.above, i.dtype).reshape(-1, 1)
+        stop = jnp.minimum(stop, i + offset + 1)
+        first = jnp.maximum(first, j - offset)
+    rows = _any_between(pairs.keys, start, stop, plan.S)
+    keys = _any_between(pairs.rows, first, last, plan.T)
+    rows = rows if pairs.rows is None else rows & pairs.rows
+    keys = keys if pairs.keys is None else keys & pairs.keys
+    return rows[:, None], keys[:, None]
+
+
+def _any_between(
+    there: jax.Array | None, start: jax.Array, stop: jax.Array, size: int
+) -> jax.Array:
+    """Whether any position from `start` to `stop` is there."""
+    start, stop = jnp.clip(start, 0, size), jnp.clip(stop, 0, size)
+    if there is None:
+        return stop > start
+    counts = jnp.pad(jnp.cumsum(there.astype(start.dtype), 1), ((0, 0), (1, 0)))
+    b = max(counts.shape[0], start.shape[0])
+    counts, start, stop = (jnp.broadcast_to(x, (b, x.shape[1])) for x in (counts, start, stop))
+    return jnp.take_along_axis(counts, stop, 1) > jnp.take_along_axis(counts, start, 1)
+
+
+def _live_blocks(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """One block of rows at a time, all heads together."""
+    pairs, bias = pad(pairs, bias, plan)
+    B, N, rows = plan.B, plan.K * plan.G, plan.rows
+
+    def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place = Place(0, B, 0, N, i * rows, rows, 0, plan.S)
+        found = allowed(pairs, place)
+        if bias is not None:
+            finite = cut(bias, place) != -jnp.inf
+            found = finite if found is None else found & finite
+        assert found is not None
+        found = jnp.broadcast_to(found, (*found.shape[:2], rows, plan.S))
+        inside = i * rows + jnp.arange(rows) < plan.T
+        return found.any(3), (found & inside.reshape(1, 1, rows, 1)).any(2)
+
+    seeing, seen = jax.lax.map(block, jnp.arange(plan.blocks))
+    seeing = jnp.moveaxis(seeing, 0, 2)
+    seeing = seeing.reshape(*seeing.shape[:2], plan.blocks * rows)
+    return seeing[:, :, : plan.T], seen.any(0)
+
+
+class Place(NamedTuple):
+    """Where a block is: starts (traced or not) and static sizes of its four axes."""
+
+    b: jax.Array | int
+    batches: int
+    n: jax.Array | int
+    heads: int
+    t: jax.Array | int
+    rows: int
+    low: int
+    high: int
+
+
+def cut(array: jax.Array, place: Place) -> jax.Array:
+    """The block of an array `b n t s`; axes of size 1 stay so."""
+    starts = (place.b, place.n, place.t, place.low)
+    sizes = (place.batches, place.heads, place.rows, place.high - place.low)
+    first = [0 if n == 1 else start for n, start in zip(array.shape, starts, strict=True)]
+    size = [1 if n == 1 else m for n, m in zip(array.shape, sizes, strict=True)]
+    return jax.lax.dynamic_slice(array, [jnp.asarray(x, jnp.int32) for x in first], size)
+
+
+def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array | None:
+    """Pairs of a block that every condition allows, broadcastable to its axes; None: all.
+
+    Args:
+      pairs: the conditions, filled up by `pad`.
+      place: the block.
+      rows_too: also the condition on rows alone, which makes a row of the answer False.
+    """
+    i = (place.t + jnp.arange(place.rows)).reshape(1, 1, place.rows, 1)
+    j = jnp.arange(place.low, place.high).reshape(1, 1, 1, place.high - place.low)
+    below, above = pairs.window
+    found: list[jax.Array] = []
+    if below is not None:
+        found.append(j >= i - below)
+    if above is not None:
+        found.append(j <= i + above)
+    if pairs.above is not None:
+        offset = jnp.asarray(pairs.above, i.dtype).reshape(-1, 1, 1, 1)
+        found.append(j <= i + cut(offset, place))
+    if pairs.rows is not None and rows_too:
+        found.append(cut(pairs.rows[:, None, :, None], place))
+    if pairs.keys is not None:
+        found.append(cut(pairs.keys[:, None, None, :], place))
+    if pairs.segments is not None:
+        query_ids, key_ids = pairs.segments
+        found.append(
+            cut(query_ids[:, None, :, None], place) == cut(key_ids[:, None, None, :], place)
+        )
+    if pairs.array is not None:
+        found.append(cut(pairs.array, place))
+    together = None
+    for condition in found:
+        together = condition if together is None else together & condition
+    return together
+
+
+def added(
+    pairs: Pairs, bias: jax.Array | None, place: Place, G: int, dtype: np.dtype[Any]
+) -> jax.Array | None:
+    """What a block adds to its logits: the bias, -inf where not allowed; `cells rows keys`.
+
+    Cells or rows are of size 1 where they agree. Rows of a cell are those of all G query heads.
+    """
+    found = allowed(pairs, place, rows_too=bias is not None)
+    if found is None and bias is None:
+        return None
+    given = jnp.zeros((), dtype) if bias is None else cut(bias, place).astype(dtype)
+    if found is not None:
+        found, given = jnp.broadcast_arrays(
+            found, given.reshape((1,) * (4 - given.ndim) + given.shape)
+        )
+        given = jnp.where(found, given, -jnp.inf)
+    b, n, rows, keys = given.shape
+    if keys != place.high - place.low:
+        keys = place.high - place.low
+        given = jnp.broadcast_to(given, (b, n, rows, keys))
+    if b == n == 1 and (rows == 1 or G == 1):
+        return given.reshape(1, rows, keys)
+    if n == 1 and rows == 1:
+        each = place.heads // G
+        return jnp.broadcast_to(given, (b, each, 1, keys)).reshape(b * each, 1, keys)
+    full = jnp.broadcast_to(given, (place.batches, place.heads, place.rows, keys))
+    return full.reshape(place.batches * place.heads // G, G * place.rows, keys)
+
+
+def pad(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[Pairs, jax.Array | None]:
+    """Fills every axis T up to a multiple of the rows of a block."""
+    missing = plan.blocks * plan.rows - plan.T
+
+    def fill(x: jax.Array | None, axis: int) -> jax.Array | None:
+        if x is None or missing == 0 or x.shape[axis] == 1:
+            return x
+        return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)])
+
+    segments = pairs.segments
+    if segments is not None:
+        ids = fill(segments[0], 1)
+        assert ids is not None
+        segments = ids, segments[1]
+    filled = pairs._replace(rows=fill(pairs.rows, 1), segments=segments, array=fill(pairs.array, 2))
+    return filled, fill(bias, 2)
