@@ -13,6 +13,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.masks import torch as _masks
 from jaxmha.converters.refusals import one_dtype
 from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
@@ -61,6 +62,7 @@ SEPARATE = Layout(
 )
 LAYOUTS = (PACKED, SEPARATE)
 import_params, export_params = verbs(LAYOUTS)
+import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
 
 
 def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
