@@ -5,10 +5,11 @@ Importing a module of this package loads no framework; its functions that take o
 objects do.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmha.converters.layout import Layout
+    from jaxmha.converters.masks.lint import Finding
 
 
 def layouts() -> "dict[str, Layout]":
@@ -20,3 +21,16 @@ def layouts() -> "dict[str, Layout]":
     from jaxmha.converters.blocks import LAYOUTS
 
     return {layout.name: layout for layout in LAYOUTS}
+
+
+def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
+    """What is suspicious about a framework's mask arguments: `jaxmha.converters.masks.lint`.
+
+    >>> import numpy as np
+    >>> print(*lint_masks("torch", attn_mask=np.tri(3, dtype=bool)), sep="\\n")  # doctest: +ELLIPSIS
+    attn_mask: it hides the past and the diagonal and shows the future: ... Pass its negation ...
+    arguments: 1 of 3 rows have nothing left to attend, ...
+    """
+    from jaxmha.converters.masks.lint import lint_masks
+
+    return lint_masks(framework, **arguments)

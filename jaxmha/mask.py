@@ -92,7 +92,8 @@ class Mask:
             return NotImplemented
         # Two pairs of segment ids cannot be one pair: the second becomes an array.
         if self.query_segments is not None and other.query_segments is not None:
-            same = _same_segment(other.query_segments, other.key_value_segments)
+            ids = other.query_segments, other.key_value_segments
+            same = _same_segment(*ids, _library(*ids))
             other = replace(other, query_segments=None, key_value_segments=None) & Mask(array=same)
         return Mask(
             *(
@@ -113,29 +114,29 @@ class Mask:
         """Whether there is no condition at all."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
-    def to_array(self, T: int, S: int) -> Bool[Array, "#B #N T S"]:
-        """Materialises the mask, broadcastable to BNTS."""
-        i, j = jnp.arange(T).reshape(1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, S)
-        allowed = jnp.ones((1, 1, T, S), bool)
+    def to_array(self, T: int, S: int, xp: Any = jnp) -> Bool[Array, "#B #N T S"]:
+        """Materialises the mask, broadcastable to BNTS, by `jax.numpy` or by `numpy`."""
+        i, j = xp.arange(T).reshape(1, 1, T, 1), xp.arange(S).reshape(1, 1, 1, S)
+        allowed = xp.ones((1, 1, T, S), bool)
         if self.causal_offset is not None:
-            allowed &= j <= i + _over_rows(self.causal_offset, i)
+            allowed = allowed & (j <= i + _over_rows(self.causal_offset, i, xp))
         left, right = self.window_size or (None, None)
         if left is not None:
-            allowed &= j >= i - left
+            allowed = allowed & (j >= i - left)
         if right is not None:
-            allowed &= j <= i + right
+            allowed = allowed & (j <= i + right)
         for lengths, position in ((self.query_lengths, i), (self.key_value_lengths, j)):
             if lengths is not None:
-                allowed &= position < _over_rows(lengths, i)
+                allowed = allowed & (position < _over_rows(lengths, i, xp))
         if self.query_padding is not None:
-            allowed &= jnp.asarray(self.query_padding)[..., None, :, None]
+            allowed = allowed & xp.asarray(self.query_padding)[..., None, :, None]
         if self.key_value_padding is not None:
-            allowed &= jnp.asarray(self.key_value_padding)[..., None, None, :]
+            allowed = allowed & xp.asarray(self.key_value_padding)[..., None, None, :]
         if self.query_segments is not None:
-            allowed &= _same_segment(self.query_segments, self.key_value_segments)
+            allowed = allowed & _same_segment(self.query_segments, self.key_value_segments, xp)
         if self.array is not None:
-            array = jnp.asarray(self.array)
-            allowed &= array.reshape((1,) * (4 - array.ndim) + array.shape)
+            array = xp.asarray(self.array)
+            allowed = allowed & array.reshape((1,) * (4 - array.ndim) + array.shape)
         return allowed
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -155,20 +156,21 @@ class Mask:
         return cls(*(t if s is None else s for t, s in zip(traced, static, strict=True)))
 
 
-def _over_rows(per_batch: Any, like: jax.Array) -> jax.Array:
-    return jnp.reshape(jnp.asarray(per_batch).astype(like.dtype), (-1, 1, 1, 1))
+def _over_rows(per_batch: Any, like: Any, xp: Any) -> Any:
+    return xp.reshape(xp.asarray(per_batch).astype(like.dtype), (-1, 1, 1, 1))
 
 
-def _same_segment(query_ids: Any, key_value_ids: Any) -> jax.Array:
+def _same_segment(query_ids: Any, key_value_ids: Any, xp: Any) -> Any:
     return (
-        jnp.asarray(query_ids)[..., None, :, None] == jnp.asarray(key_value_ids)[..., None, None, :]
+        xp.asarray(query_ids)[..., None, :, None] == xp.asarray(key_value_ids)[..., None, None, :]
     )
 
 
 def _smaller(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
-    return jnp.minimum(jnp.asarray(a), jnp.asarray(b))
+    xp = _library(a, b)
+    return xp.minimum(xp.asarray(a), xp.asarray(b))
 
 
 def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -178,11 +180,15 @@ def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     return left, right
 
 
-def _both(a: Any, b: Any) -> jax.Array:
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    rank = max(a.ndim, b.ndim)
+def _both(a: Any, b: Any) -> Any:
+    rank, xp = max(a.ndim, b.ndim), _library(a, b)
     a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
-    return jnp.logical_and(a, b)
+    return xp.logical_and(a, b)
+
+
+def _library(*arrays: Any) -> Any:
+    """NumPy stays NumPy, so that converters need no device."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 # How two conditions of one kind become one that holds where both do.

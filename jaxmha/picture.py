@@ -44,7 +44,7 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
         return title  # its values are not known
     T, S = T or _length(mask, "query", -2), S or _length(mask, "key_value", -1)
-    corner = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST)))
+    corner = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
     B, N = corner.shape[:2]
     panels = []
     for b, n in list(np.ndindex(B, N))[:PANELS]:
