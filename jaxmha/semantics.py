@@ -124,7 +124,8 @@ class Semantics:
         Args:
           path: `weights`: `need_weights=True`, the default in training; `sdpa`:
             `need_weights=False`; `native`: either in eval, where torch takes its fast path.
-          dtype: of the inputs; half precision has its softmax in it, but for `sdpa`.
+          dtype: of the inputs; half precision has its softmax in it, but for `sdpa`. That is
+            where it overflows; further roundings of torch's own are not copied.
           fields: further fields, such as `dropout_rate` and `add_zero_attn`.
 
         Its weights are those after dropout: ask for `return_weights="after_dropout"`.
