@@ -108,19 +108,20 @@ def dot_product_attention(
     if segment_ids is not None:
         pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         structure["query_segments"], structure["key_value_segments"] = pair
-    return _dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        Mask(**structure),
-        dropout_key,
-        semantics,
-        return_weights=checks.weights_kind(return_weights),
-        return_lse=return_lse,
-        implementation=hashable(implementation),
-    )
+    with implementations.forward_mode():
+        return _dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            Mask(**structure),
+            dropout_key,
+            semantics,
+            return_weights=checks.weights_kind(return_weights),
+            return_lse=return_lse,
+            implementation=hashable(implementation),
+        )
 
 
 _KEYWORDS = {

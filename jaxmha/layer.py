@@ -14,6 +14,7 @@ from jaxmha import checks, extra_positions
 from jaxmha.arrays import Array
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
+from jaxmha.implementations import forward_mode
 from jaxmha.implementations.request import accumulation_dtype, allowed_pairs
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, check, leaves
@@ -75,19 +76,20 @@ def multi_head_attention(
     checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a Python bool, got {type(is_causal).__name__}")
-    return _multi_head_attention(
-        params,
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        dropout_key,
-        semantics,
-        is_causal=is_causal,
-        return_weights=checks.weights_kind(return_weights),
-        implementation=hashable(implementation),
-    )
+    with forward_mode():
+        return _multi_head_attention(
+            params,
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            dropout_key,
+            semantics,
+            is_causal=is_causal,
+            return_weights=checks.weights_kind(return_weights),
+            implementation=hashable(implementation),
+        )
 
 
 @partial(jax.jit, static_argnames=("is_causal", "return_weights", "implementation"))

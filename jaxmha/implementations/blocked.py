@@ -106,7 +106,8 @@ def attend(request: Request) -> Result:
     empty = (lse == -jnp.inf)[..., None]
     lengths = request.mask.query_lengths
     if lengths is not None:  # rows beyond are 0 whatever the policy
-        within = jnp.arange(T).reshape(1, T) < jnp.asarray(lengths).reshape(-1, 1)
+        positions = jnp.arange(T).reshape(1, T)
+        within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
         empty &= within[:, None, :, None]
     if semantics.fully_masked == "mean" and S:
         mean = jnp.repeat(values.mean(2, keepdims=True), N // K, 1)

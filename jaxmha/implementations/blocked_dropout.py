@@ -19,7 +19,9 @@ def kept(
     sizes = (place.batches, place.heads, place.rows, place.high - place.low)
     # Places of the entries of a block on each axis; a shared axis has one place.
     at = [
-        jnp.zeros(1, jnp.int32) if axis in broadcast else start + jnp.arange(size)
+        jnp.zeros(1, jnp.uint32)
+        if axis in broadcast
+        else (start + jnp.arange(size)).astype(jnp.uint32)
         for axis, start, size in zip("BNTS", starts, sizes, strict=True)
     ]
     N, T = (1 if a in broadcast else n for a, n in zip("NT", full[1:3], strict=True))

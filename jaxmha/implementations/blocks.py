@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Bytes of scores that are worked on at once, by platform: where the second-level cache is the
-# bound, one core's share of it; elsewhere enough to keep the device busy.
-TARGET: dict[str, int] = {"cpu": 2**20}
+# Bytes of scores that are worked on at once, by platform: about what second-level caches hold, by
+# measurement; elsewhere enough to keep the device busy.
+TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
 # Fewer rows than this leave matrix products without reuse, whatever the cache.
 LEAST_ROWS = 64
@@ -90,7 +90,7 @@ def plan(
       least_rows: of a block, also where that takes more bytes.
 
     >>> plan(1, 8, 1, 2048, 2048).rows, len(plan(1, 8, 1, 2048, 2048, above=0).bands)
-    (128, 8)
+    (256, 8)
     """
     target = TARGET.get(platform, TARGET_ELSEWHERE) if target is None else target
     fitting = max(target // (itemsize * G * S), -(-least_rows // G), 1)

@@ -44,7 +44,9 @@ def of_request(request: Request) -> Pairs:
     ):
         found = None if padding is None else jnp.asarray(padding)
         if lengths is not None:
-            within = jnp.arange(size).reshape(1, size) < jnp.asarray(lengths).reshape(-1, 1)
+            positions = jnp.arange(size).reshape(1, size)
+            lengths = jnp.asarray(lengths).astype(positions.dtype)
+            within = positions < lengths.reshape(-1, 1)
             found = within if found is None else found & within
         there.append(found)
     segments = None
@@ -52,9 +54,7 @@ def of_request(request: Request) -> Pairs:
         segments = jnp.asarray(mask.query_segments), jnp.asarray(mask.key_value_segments)
     above = mask.causal_offset
     if above is not None and not isinstance(above, int):
-        above = jnp.asarray(above).reshape(-1)
-        if jnp.issubdtype(above.dtype, np.unsignedinteger):
-            above = above.astype(jnp.int32)
+        above = jnp.asarray(above).astype(jnp.arange(0).dtype).reshape(-1)
     array = None if mask.array is None else jnp.asarray(mask.array)
     if array is not None:
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
