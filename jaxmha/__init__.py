@@ -1,6 +1,10 @@
 """Multi-head attention for JAX: exact, and the same in every framework."""
 
 from jaxmha.attention import dot_product_attention as dot_product_attention
+from jaxmha.cache import KVCache as KVCache
+from jaxmha.cache import decode_step as decode_step
+from jaxmha.cache import prefill as prefill
+from jaxmha.explain import explain as explain
 from jaxmha.initialisation import init_params as init_params
 from jaxmha.layer import combine as combine
 from jaxmha.layer import multi_head_attention as multi_head_attention

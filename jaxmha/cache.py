@@ -1,0 +1,368 @@
+"""Decoding with a cache of keys and values.
+
+Source of the blockwise softmax: Milakov and Gimelshein, "Online normalizer calculation for
+softmax" (2018).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxmha import checks, extra_positions
+from jaxmha.arrays import Array, DTypeLike
+from jaxmha.attention import as_mask, attend
+from jaxmha.axes import bind
+from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.layer import combine, project
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, check
+from jaxmha.semantics import Semantics
+
+BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
+
+Rotate = Callable[[Any, Any], Any]
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far; position p stands in slot `p % S`.
+
+    A plain pytree: donate it to the step that returns its successor. A cache of an earlier time
+    is had back by smaller lengths: `cache._replace(lengths=earlier)`.
+
+    Attributes:
+      key: `(B, K, S, H)`, S slots.
+      value: `(B, K, S, h)`.
+      lengths: `(B,)` int32, tokens so far of each sequence.
+    """
+
+    key: Array
+    value: Array
+    lengths: Array
+
+    @classmethod
+    def empty(
+        cls, params: MHAParams, batch_size: int, length: int, dtype: DTypeLike | None = None
+    ) -> "KVCache":
+        """A cache with room for `length` tokens of each sequence.
+
+        Args:
+          params: of the layer, for K, H and h.
+          batch_size: B.
+          length: S. With `Mask.window(left, ...)` in every step, left + 1 slots are enough for
+            sequences of any length.
+          dtype: default that of the parameters.
+
+        >>> from jaxmha import init_params
+        >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+        >>> KVCache.empty(params, 5, 7).key.shape
+        (5, 2, 7, 3)
+        """
+        sizes = check(params)
+        dtype = np.dtype(dtype) if dtype is not None else checks.promoted(**_kernels(params))
+        shape = (batch_size, sizes["K"], length)
+        return cls(
+            jnp.zeros((*shape, sizes["H"]), dtype),
+            jnp.zeros((*shape, sizes["h"]), dtype),
+            jnp.zeros(batch_size, np.int32),
+        )
+
+
+def prefill(
+    params: MHAParams,
+    x: Float[Array, "B T Dq"],
+    cache: KVCache,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+) -> tuple[Float[Array, "B T Do"], KVCache]:
+    """Causal self-attention over prompts, and a cache that holds them alone.
+
+    Args:
+      params: of the layer; Dq = Dk = Dv.
+      x: prompts, `(B, T, Dq)`; those that are shorter are padded on the right.
+      cache: whatever it held is forgotten.
+      semantics: as in `multi_head_attention`; dropout does not act.
+      mask: beside the causal one; `Mask.lengths(key_value=lengths)` says how long the prompts are.
+      rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`.
+
+    Returns:
+      `(out, cache)`; out is `(B, T, Do)`.
+
+    Raises:
+      ValueError: T is more than the cache has room for, or a shape does not fit.
+
+    >>> from jaxmha import init_params
+    >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+    >>> out, cache = prefill(params, jnp.ones((1, 3, 6)), KVCache.empty(params, 1, 8))
+    >>> out.shape, cache.lengths.tolist()
+    ((1, 3, 6), [3])
+    """
+    checks.are_arrays(x=x)
+    mask = as_mask(mask)
+    out, kept = _prefill(params, x, cache, mask, semantics, rotate)
+    return out, kept
+
+
+@partial(jax.jit, static_argnames="rotate")
+def _prefill(
+    params: MHAParams, x: Any, cache: KVCache, mask: Mask, semantics: Semantics, rotate: Any
+) -> Any:
+    B, T, S = _sizes(params, x, cache)
+    left = None if mask.window_size is None else mask.window_size[0]
+    if T > S and (left is None or left >= S):
+        raise ValueError(
+            f"x: T={T} tokens are more than the S={S} slots of the cache (cache.key is "
+            f"(B, K, S, H) = {cache.key.shape}): make a longer one"
+        )
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
+    query, key, value = _heads(params, x, semantics, positions, rotate)
+    sizes = {**check(params), "T": T, "S": T}
+    extra = extra_positions.count(params, semantics)
+    wide = extra_positions.widen_mask(mask & Mask.causal(), extra, (B,), sizes)
+    result = attend(
+        query,
+        extra_positions.append(key, params.bias_k, semantics),
+        extra_positions.append(value, params.bias_v, semantics),
+        None,
+        wide,
+        semantics,
+        None,
+        False,
+        None,
+    )
+    lengths = jnp.full(B, T, np.int32)
+    if mask.key_value_lengths is not None:
+        lengths = jnp.minimum(lengths, jnp.asarray(mask.key_value_lengths, np.int32))
+    fresh = cache._replace(lengths=jnp.zeros(B, np.int32))
+    kept = _write(fresh, key, value, lengths)
+    return combine(params, result.out, semantics=semantics), kept
+
+
+def decode_step(
+    params: MHAParams,
+    x: Float[Array, "B T Dq"],
+    cache: KVCache,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+) -> tuple[Float[Array, "B T Do"], KVCache]:
+    """Appends tokens to the cache and attends from them to everything before and themselves.
+
+    A step costs what the longest sequence has, not what the cache has room for. Each sequence has
+    its own length. Where one has no room left its outputs are NaN (and its cache useless), since
+    a compiled program cannot raise.
+
+    Args:
+      params: of the layer; Dq = Dk = Dv.
+      x: new tokens, `(B, T, Dq)`; T is 1 in plain decoding.
+      cache: donate it (`jax.jit(..., donate_argnums=...)`): it is updated in place then.
+      semantics: as in `multi_head_attention`; dropout does not act.
+      mask: beside the causal one: `Mask.window(left, ...)`, with which a cache of left + T slots
+        goes round; `Mask.padding(key_value=...)`, `(B, S)`, of slots that are there (prompts
+        padded on the left); a Boolean array broadcastable to `(B, N, T, S)` over slots.
+      rotate: as in `prefill`.
+
+    Returns:
+      `(out, cache)`; out is `(B, T, Do)`.
+
+    Raises:
+      ValueError: a shape does not fit, or the mask has what a cache cannot have.
+
+    >>> from jaxmha import init_params
+    >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+    >>> out, cache = prefill(params, jnp.ones((1, 3, 6)), KVCache.empty(params, 1, 8))
+    >>> out, cache = decode_step(params, jnp.ones((1, 1, 6)), cache)
+    >>> out.shape, cache.lengths.tolist()
+    ((1, 1, 6), [4])
+    """
+    checks.are_arrays(x=x)
+    mask = as_mask(mask)
+    refused = [
+        name
+        for name in ("causal_offset", "query_lengths", "key_value_lengths", "query_padding")
+        if getattr(mask, name) is not None
+    ] + ["segments"] * (mask.query_segments is not None)
+    if refused:
+        raise ValueError(
+            f"mask: a decoding step is causal and knows its lengths, got {', '.join(refused)}: "
+            "give window, key/value padding or a Boolean array over the slots of the cache"
+        )
+    if semantics.fully_masked == "mean":
+        raise ValueError(
+            "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
+            "use 'zero' or 'nan'"
+        )
+    out, longer = _decode_step(params, x, cache, mask, semantics, rotate)
+    return out, longer
+
+
+@partial(jax.jit, static_argnames="rotate")
+def _decode_step(
+    params: MHAParams, x: Any, cache: KVCache, mask: Mask, semantics: Semantics, rotate: Any
+) -> Any:
+    B, T, S = _sizes(params, x, cache)
+    left, _ = mask.window_size or (None, None)
+    if T > S or (left is not None and left < S < left + T):
+        raise ValueError(
+            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
+            f"{'' if left is None else f' beside a window of {left}'}: it needs "
+            f"{T if left is None else left + T}"
+        )
+    rings = left is not None and left + T <= S
+    tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
+    positions = jnp.asarray(cache.lengths)[:, None] + tokens
+    query, key, value = _heads(params, x, semantics, positions, rotate)
+    cache = _write(cache, key, value, jnp.full(B, T, np.int32))
+    mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
+    out = _attend(params, query, cache, positions, mask, semantics)
+    if not rings:
+        out = jnp.where((jnp.asarray(cache.lengths) > S).reshape(B, 1, 1, 1), jnp.nan, out)
+    return combine(params, out, semantics=semantics), cache
+
+
+def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
+    """B, T and S of a call, with every shape checked."""
+    sizes = check(params)
+    bind("x", x.shape, "B T Dq", sizes)
+    for name, axes in (("key", "B K S H"), ("value", "B K S h"), ("lengths", "B")):
+        bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)
+    if not sizes["Dq"] == sizes["Dk"] == sizes["Dv"]:
+        raise ValueError(
+            f"a cache is for self-attention, and params read inputs of Dq={sizes['Dq']}, "
+            f"Dk={sizes['Dk']}, Dv={sizes['Dv']} features"
+        )
+    return sizes["B"], sizes["T"], sizes["S"]
+
+
+def _heads(
+    params: MHAParams, x: Any, semantics: Semantics, positions: Any, rotate: Rotate | None
+) -> tuple[Any, Any, Any]:
+    query, key, value = project(params, x, semantics=semantics)
+    if rotate is not None:
+        query, key = rotate(query, positions), rotate(key, positions)
+    return query, key, value
+
+
+def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KVCache:
+    """The cache with the first `counts` of T new tokens `B T K H`, `B T K h` after its lengths."""
+    S, T = cache.key.shape[2], key.shape[1]
+    if T > S:  # the last ones only: the others would be overwritten
+        rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
+    else:
+        rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (key.shape[0], T))
+    starts = jnp.asarray(cache.lengths)
+    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: nowhere
+
+    def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+        chosen = jnp.swapaxes(new[row], 0, 1).astype(old.dtype)  # K T H
+        return old.at[:, slot].set(chosen, mode="drop", unique_indices=False)
+
+    write = jax.vmap(put)
+    return KVCache(
+        write(jnp.asarray(cache.key), key, rows, slots),
+        write(jnp.asarray(cache.value), value, rows, slots),
+        starts + counts,
+    )
+
+
+def _attend(
+    params: MHAParams,
+    query: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    mask: Mask,
+    semantics: Semantics,
+) -> jax.Array:
+    """Attention of `B T N H` queries at `positions` over the cache and the extra positions."""
+    (B, T, N, H), (_, K, S, h) = query.shape, cache.value.shape
+    G, dtype = N // K, query.dtype
+    accumulate = accumulation_dtype(dtype)
+    precision = semantics.precision or jax.config.jax_default_matmul_precision or "highest"  # type: ignore[attr-defined]
+    scale = H**-0.5 if semantics.scale is None else semantics.scale
+    rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
+    rows = rows.reshape(B, K, G * T, H)
+    last = jnp.asarray(cache.lengths)[:, None] - 1
+    left, _ = mask.window_size or (None, None)
+    size = min(BLOCK, S)
+
+    def allowed(slots: jax.Array) -> jax.Array:
+        """`B, n, T, slots`: slots whose token is not later than the query, nor too early."""
+        tokens = last - (last - slots.reshape(1, -1)) % S  # the latest that the slot may hold
+        i, j = positions[:, None, :, None], tokens[:, None, None]
+        there = (j >= 0) & (j <= i)
+        if left is not None:
+            there &= j >= i - left
+        if mask.key_value_padding is not None:
+            there &= jnp.take(mask.key_value_padding, slots, 1)[:, None, None]
+        if mask.array is not None:
+            array = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], S))
+            there &= jnp.take(array, slots, 3)
+        return there
+
+    def fold(state: tuple[Any, ...], keys: Any, values: Any, there: jax.Array) -> tuple[Any, ...]:
+        """Adds keys `B K s H` to the running highest logit, sum and output."""
+        highest, total, out = state
+        n, s = there.shape[1], keys.shape[2]
+        pairs = there if n > 1 else jnp.broadcast_to(there, (B, K * G, T, s))
+        pairs = pairs.reshape(B, K, G * T, s)
+        keys, values = keys.astype(accumulate), values.astype(accumulate)
+        values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
+        logits = jnp.einsum("bkrh,bksh->bkrs", rows, keys, precision=precision)
+        if semantics.logits_soft_cap is not None:
+            logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
+        logits = jnp.where(pairs, logits, -jnp.inf)
+        higher = jnp.maximum(highest, logits.max(-1))
+        exps, shrink = jnp.exp(logits - higher[..., None]), jnp.exp(highest - higher)
+        product = jnp.einsum("bkrs,bksh->bkrh", exps, values, precision=precision)
+        return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + product
+
+    shape = (B, K, G * T)
+    lowest = float(np.finfo(accumulate).min)  # finite, so that nothing becomes NaN
+    state: tuple[Any, ...] = (
+        jnp.full(shape, lowest, accumulate),
+        jnp.zeros(shape, accumulate),
+        jnp.zeros((*shape, h), accumulate),
+    )
+
+    def body(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The last block is moved back to fit; what it shares with the one before is left out.
+        start = jnp.minimum(i * size, S - size)
+        keys, values = (
+            jax.lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value)
+        )
+        slots = start + jnp.arange(size, dtype=np.int32)
+        new = (slots >= i * size).reshape(1, 1, 1, size)
+        return fold(state, keys, values, allowed(slots) & new)
+
+    used = jnp.minimum(jnp.max(last) + 1, S)
+    first = jnp.zeros((), used.dtype)
+    if left is not None:  # no sequence has gone round yet: earlier blocks are out of every window
+        before = jnp.maximum(jnp.min(positions) - left, 0)
+        first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
+    state = jax.lax.fori_loop(first, (used + size - 1) // size, body, state)
+
+    heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
+    more = [
+        extra_positions.append(x, y, semantics)
+        for x, y in zip(heads, (params.bias_k, params.bias_v), strict=True)
+    ]
+    if more[0].shape[1]:
+        keys, values = (jnp.moveaxis(x, 1, 2) for x in more)
+        state = fold(state, keys, values, jnp.ones((B, 1, T, keys.shape[2]), bool))
+    _, total, out = state
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    empty = (total == 0)[..., None]
+    if semantics.fully_masked == "nan":
+        out = jnp.where(empty, jnp.nan, out)
+    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
+
+
+def _kernels(params: MHAParams) -> dict[str, Any]:
+    return {"params.key.kernel": params.key.kernel, "params.value.kernel": params.value.kernel}

@@ -1,0 +1,271 @@
+"""Decoding with a cache is full attention, token by token."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import KVCache, Mask, MHAParams, Semantics
+from tests import tolerance
+
+B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
+LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
+
+
+def make(dtype: Any = np.float32, *, use_bias_kv: bool = False) -> tuple[MHAParams, Any]:
+    params = jaxmha.init_params(
+        jax.random.key(0), num_heads=N, num_kv_heads=K, head_dim=H, value_head_dim=h, features=D,
+        use_bias_kv=use_bias_kv,
+    )  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    params = jax.tree.map(
+        lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype), params
+    )
+    x = jax.random.normal(jax.random.key(2), (B, T, D), np.float32)
+    cast: tuple[MHAParams, Any] = jax.tree.map(lambda a: a.astype(dtype), (params, x))
+    return cast
+
+
+def full(params: MHAParams, x: Any, **options: Any) -> Any:
+    mask = options.pop("mask", Mask())
+    return jaxmha.multi_head_attention(params, x, mask=mask, is_causal=True, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {
+        "mask": Mask.window(2, None),
+        "semantics": Semantics(logits_soft_cap=0.7, scale=0.9, add_zero_attn=True),
+    },
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_steps_are_full_attention(what: str) -> None:
+    params, x = make(use_bias_kv=what == "everything")
+    want = full(params, x, **CASES[what])
+    prompt = 4
+    out, cache = jaxmha.prefill(params, x[:, :prompt], KVCache.empty(params, B, T), **CASES[what])
+    tolerance.assert_close(out, np.asarray(want[:, :prompt]), "prompt", factor=2)
+    for t in range(prompt, T):
+        out, cache = jaxmha.decode_step(params, x[:, t : t + 1], cache, **CASES[what])
+        tolerance.assert_close(out[:, 0], np.asarray(want[:, t]), f"token {t}", factor=2)
+    assert cache.lengths.tolist() == [T] * B
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_dtypes(dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        params, x = make(jnp.dtype(dtype))
+        cache = KVCache.empty(params, B, T)
+        assert cache.key.dtype == dtype
+        out, cache = jaxmha.prefill(params, x[:, :5], cache)
+        out, cache = jaxmha.decode_step(params, x[:, 5:7], cache)
+        assert out.dtype == cache.value.dtype == dtype
+        with jax.enable_x64(True):
+            exact = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+            want = full(*exact)[:, 5:7]
+        tolerance.assert_close(out, np.asarray(want), factor=tolerance.LAYER)
+
+
+def test_sequences_of_different_lengths() -> None:
+    """Prompts padded on the right; every sequence goes on from its own end."""
+    params, x = make()
+    poisoned = x.at[np.arange(B)[:, None], np.arange(T)].set(
+        jnp.where((np.arange(T) < LENGTHS[:, None])[..., None], x, np.nan)
+    )
+    cache = KVCache.empty(params, B, T)
+    _, cache = jaxmha.prefill(params, poisoned[:, :5], cache, mask=Mask.lengths(key_value=LENGTHS))
+    assert cache.lengths.tolist() == LENGTHS.tolist()
+    for step in range(4):
+        rows = np.arange(B), LENGTHS + step
+        out, cache = jaxmha.decode_step(params, x[rows][:, None], cache)
+        want = full(params, x)[rows]
+        tolerance.assert_close(out[:, 0], np.asarray(want), f"step {step}", factor=2)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_window_goes_round(new: int) -> None:
+    """left + T slots hold all that a window sees, whatever the length."""
+    params, x = make()
+    left = 3
+    options: dict[str, Any] = {"mask": Mask.window(left, None)}
+    want = full(params, x, **options)
+    cache = KVCache.empty(params, B, left + new)
+    out, cache = jaxmha.prefill(params, x[:, :7], cache, **options)
+    tolerance.assert_close(out, np.asarray(want[:, :7]), factor=2)
+    for t in range(7, T - new + 1, new):
+        out, cache = jaxmha.decode_step(params, x[:, t : t + new], cache, **options)
+        tolerance.assert_close(out, np.asarray(want[:, t : t + new]), f"token {t}", factor=2)
+
+
+def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that do not divide S, of which the first ones are out of the window."""
+    from jaxmha import cache as module
+
+    monkeypatch.setattr(module, "BLOCK", 3)
+    clear: Any = jax.clear_caches
+    clear()
+    params, x = make()
+    for mask in (Mask(), Mask.window(2, None)):
+        want, cache = full(params, x, mask=mask), KVCache.empty(params, B, T)
+        for t in range(T):
+            out, cache = jaxmha.decode_step(params, x[:, t : t + 1], cache, mask=mask)
+            tolerance.assert_close(out[:, 0], np.asarray(want[:, t]), f"token {t}", factor=2)
+    clear()
+
+
+def test_blocks_beyond_the_length_are_not_read() -> None:
+    """What is there beyond the longest sequence costs nothing and says nothing."""
+    params, x = make()
+    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 4096))
+    step = jax.jit(jaxmha.decode_step)
+    program = step.lower(params, x[:, 5:6], cache).as_text()
+    assert "while" in program
+    assert f"tensor<{B}x{K}x4096x" in program
+    assert "x4096xi1>" not in program, "no condition over all slots"
+    key, value = jnp.asarray(cache.key), jnp.asarray(cache.value)
+    spoiled = cache._replace(key=key.at[:, :, 6:].set(np.nan), value=value.at[:, :, 6:].set(np.inf))
+    outs = [step(params, x[:, 5:6], c)[0] for c in (cache, spoiled)]
+    tolerance.assert_same(*outs)
+
+
+def test_scan_and_donation() -> None:
+    params, x = make()
+    want = full(params, x)
+
+    @partial(jax.jit, donate_argnums=0)
+    def decode(cache: KVCache, x: Any) -> Any:
+        def step(cache: KVCache, token: Any) -> Any:
+            out, cache = jaxmha.decode_step(params, token[:, None], cache)
+            return cache, out[:, 0]
+
+        return jax.lax.scan(step, cache, jnp.swapaxes(x, 0, 1))
+
+    first = KVCache.empty(params, B, T)
+    cache, outs = decode(first, x)
+    assert isinstance(first.key, jax.Array)
+    assert first.key.is_deleted()
+    tolerance.assert_close(jnp.swapaxes(outs, 0, 1), np.asarray(want), factor=2)
+    assert cache.lengths.tolist() == [T] * B
+
+
+def test_rollback() -> None:
+    """Tokens tried and taken back leave no trace."""
+    params, x = make()
+    _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T))
+    _, tried = jaxmha.decode_step(params, -x[:, 5:9], cache)
+    back = tried._replace(lengths=cache.lengths)
+    want, _ = jaxmha.decode_step(params, x[:, 4:5], cache)
+    got, _ = jaxmha.decode_step(params, x[:, 4:5], back)
+    tolerance.assert_same(got, want)
+
+
+def test_prompts_padded_on_the_left() -> None:
+    params, x = make()
+    there = np.arange(T) >= np.asarray([[2], [0], [3]])
+    padding = Mask.padding(key_value=there)
+    want = full(params, x, mask=padding)
+    _, cache = jaxmha.prefill(
+        params, x[:, :5], KVCache.empty(params, B, T), mask=Mask.padding(key_value=there[:, :5])
+    )
+    out, cache = jaxmha.decode_step(params, x[:, 5:6], cache, mask=padding)
+    tolerance.assert_close(out[:, 0], np.asarray(want[:, 5]), factor=2)
+    dense = Mask.dense(there[:, None, None])
+    out, _ = jaxmha.decode_step(params, x[:, 6:7], cache, mask=dense)
+    tolerance.assert_close(out[:, 0], np.asarray(want[:, 6]), factor=2)
+
+
+@pytest.mark.parametrize("policy", ["zero", "nan"])
+def test_nothing_left(policy: Any) -> None:
+    params, x = make()
+    semantics = Semantics(fully_masked=policy)
+    mask = Mask.padding(key_value=np.zeros((B, T), bool))
+    out, _ = jaxmha.decode_step(
+        params, x[:, :1], KVCache.empty(params, B, T), mask=mask, semantics=semantics
+    )
+    want = full(params, x[:, :1], mask=Mask.dense(np.zeros((1, 1), bool)), semantics=semantics)
+    tolerance.assert_close(out, np.asarray(want))
+
+
+def test_rotary_model() -> None:
+    params, x = make()
+    H = 6
+    params = jaxmha.init_params(jax.random.key(5), num_heads=N, head_dim=H, features=D)
+    rotate = partial(jaxmha.rope, base=100.0)
+    q, k, v = jaxmha.project(params, x)
+    places = jnp.arange(T)
+    heads = jaxmha.dot_product_attention(rotate(q, places), rotate(k, places), v, is_causal=True)
+    want = jaxmha.combine(params, heads)
+    out, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, T), rotate=rotate)
+    tolerance.assert_close(out, np.asarray(want[:, :5]), factor=2)
+    out, _ = jaxmha.decode_step(params, x[:, 5:8], cache, rotate=rotate)
+    tolerance.assert_close(out, np.asarray(want[:, 5:8]), factor=2)
+
+
+def test_no_room_is_never_silent() -> None:
+    params, x = make()
+    with pytest.raises(ValueError, match=r"T=11 tokens are more than the S=7 slots"):
+        jaxmha.prefill(params, x, KVCache.empty(params, B, 7))
+    _, cache = jaxmha.prefill(
+        params, x[:, :7], KVCache.empty(params, B, 7), mask=Mask.lengths(key_value=LENGTHS)
+    )
+    out, _ = jaxmha.decode_step(params, x[:, 7:11], cache)
+    assert np.isnan(np.asarray(out)).all((1, 2)).tolist() == [True, False, False]
+    with pytest.raises(ValueError, match=r"T=8 new tokens do not fit into the S=7 slots"):
+        jaxmha.decode_step(params, x[:, :8], cache)
+    with pytest.raises(ValueError, match=r"beside a window of 6: it needs 8"):
+        jaxmha.decode_step(params, x[:, :2], cache, mask=Mask.window(6, 0))
+
+
+def test_wrong_arguments() -> None:
+    params, x = make()
+    cache, ids = KVCache.empty(params, B, T), np.zeros((B, T), np.int32)
+    with pytest.raises(ValueError, match=r"mask: .* got causal_offset, segments"):
+        jaxmha.decode_step(params, x[:, :1], cache, mask=Mask.causal() & Mask.segments(ids, ids))
+    with pytest.raises(ValueError, match="'mean' is the mean over all keys"):
+        jaxmha.decode_step(params, x[:, :1], cache, semantics=Semantics(fully_masked="mean"))
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_wrong_shapes() -> None:
+    params, x = make()
+    cache = KVCache.empty(params, B, T)
+    with pytest.raises(ValueError, match=r"x: expected axes \(B, T, Dq\) with Dq=17, got"):
+        jaxmha.decode_step(params, x[:, 0], cache)
+    other = cache._replace(key=jnp.swapaxes(cache.key, 1, 2))
+    with pytest.raises(ValueError, match=r"cache.key: expected axes \(B, K, S, H\) with B=3, K=2"):
+        jaxmha.prefill(params, x, other)
+    cross = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6, key_features=5)
+    with pytest.raises(ValueError, match="Dq=6, Dk=5"):
+        jaxmha.prefill(cross, jnp.ones((B, 2, 6)), KVCache.empty(cross, B, 7))
+
+
+def test_greedy_generation() -> None:
+    """A tiny language model: the loop over a cache finds what the loop without one finds."""
+    params, _ = make()
+    vocabulary = jax.random.normal(jax.random.key(7), (23, D))
+
+    def next_token(out: Any) -> Any:
+        return jnp.argmax(out @ vocabulary.T, -1)
+
+    prompt = jnp.asarray([[3, 1, 4], [1, 5, 9], [2, 6, 5]])
+    tokens = prompt
+    for _ in range(6):
+        out = full(params, vocabulary[tokens])
+        tokens = jnp.concatenate([tokens, next_token(out[:, -1:])], 1)
+
+    out, cache = jaxmha.prefill(params, vocabulary[prompt], KVCache.empty(params, B, 16))
+    first = next_token(out[:, -1])
+
+    def step(carry: Any, _: Any) -> Any:
+        cache, token = carry
+        out, cache = jaxmha.decode_step(params, vocabulary[token][:, None], cache)
+        return (cache, next_token(out[:, 0])), token
+
+    _, generated = jax.lax.scan(step, (cache, first), length=6)
+    tolerance.assert_same(jnp.swapaxes(generated, 0, 1), tokens[:, 3:])
