@@ -2,7 +2,8 @@
 
 Sources: flax/linen/attention.py, flax/nnx/nn/attention.py. A mask with three axes is (N, T, S),
 so that a (B, T, S) one is refused by flax, or silently read per head where B = N. A row with
-nothing left is the mean of the values, NaN where a bias of -inf leaves it nothing.
+nothing left is the mean of the values. Where a bias of -inf excludes every key that the mask
+leaves, it is the mean of the values that the mask blocks, NaN if it blocks none.
 """
 
 from dataclasses import replace

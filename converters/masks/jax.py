@@ -1,7 +1,8 @@
 """Masks of jax.nn.dot_product_attention: Boolean, True means attend.
 
 Source: jax/_src/nn/functions.py. A row with nothing left is the mean of the values, 0 beyond a
-query length, NaN where a bias of -inf leaves it nothing.
+query length. Where a bias of -inf excludes every key that the masks leave, it is the mean of the
+values that they block, NaN if they block none.
 """
 
 from dataclasses import replace

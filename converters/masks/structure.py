@@ -9,7 +9,7 @@ import numpy as np
 from jaxmha import Mask
 from jaxmha.axes import bind
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, exclusions, read
+from jaxmha.converters.masks.argument import FIELDS, MaskArg, Masks, exclusions, read
 
 # Axes after the batch of every array field, so that each can have one batch axis.
 _TAIL = {
@@ -45,6 +45,11 @@ def read_all(
             continue
         lengths = argument.field.endswith("lengths")
         part, added = (_lengths if lengths else read)(argument, value, sizes)
+        field = "array" if part is None else argument.field
+        array: Any = added if part is None else getattr(part, field)
+        for letter, size in zip(FIELDS[field].split(), array.shape, strict=True):
+            if size != 1:  # `#B` has no size by itself
+                sizes.setdefault(letter, size)
         mask = mask if part is None else mask & part
         if added is not None:
             bias = added if bias is None else bias + added
