@@ -117,7 +117,7 @@ class Mask:
     def to_array(self, T: int, S: int, xp: Any = jnp) -> Bool[Array, "#B #N T S"]:
         """Materialises the mask, broadcastable to BNTS, by `jax.numpy` or by `numpy`."""
         i, j = xp.arange(T).reshape(1, 1, T, 1), xp.arange(S).reshape(1, 1, 1, S)
-        allowed = xp.ones((1, 1, T, S), bool)
+        allowed: Array = xp.ones((1, 1, T, S), bool)
         if self.causal_offset is not None:
             allowed = allowed & (j <= i + _over_rows(self.causal_offset, i, xp))
         left, right = self.window_size or (None, None)

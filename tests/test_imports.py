@@ -18,6 +18,22 @@ LIGHT = (
     "jaxmha.converters.flax",
     "jaxmha.converters.layout",
     "jaxmha.converters.engine",
+    "jaxmha.converters.blocks",
+    "jaxmha.converters.families",
+    *(
+        f"jaxmha.converters.masks.{name}"
+        for name in (
+            "torch",
+            "sdpa",
+            "nested",
+            "keras",
+            "flax",
+            "jax",
+            "huggingface",
+            "seeds",
+            "lint",
+        )
+    ),
 )
 
 

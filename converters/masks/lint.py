@@ -136,8 +136,8 @@ def _one_block(rows: NDArray) -> bool:
 
 def _paddings(slices: NDArray) -> NDArray | None:
     """Padding `(B, S)` of a batch of `(T, S)` slices that differ by it alone."""
-    rows = slices.any(1)
-    if not (slices == (slices.any(0)[None] & rows[:, None])).all():
+    rows = np.asarray(slices.any(1))
+    if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
         return None
     differ = not (rows == rows[:1]).all()
     batch = differ and rows.all(1).any() and rows.any(1).all() and _one_block(rows)
@@ -312,7 +312,7 @@ def _is_causal(
         return
     array = to_numpy(mask)
     blocked = array if array.dtype == np.bool_ else array == -np.inf
-    if (blocked == ~np.tri(*blocked.shape[-2:], dtype=bool)).all():
+    if (blocked == (np.tri(*blocked.shape[-2:]) == 0)).all():
         return
     dropped = arguments.get("need_weights", True) is False and (
         arguments.get("key_padding_mask") is None

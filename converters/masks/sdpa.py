@@ -113,7 +113,7 @@ def export_masks(
     top_left = type(mask.causal_offset) is int and mask.causal_offset == 0
     if bias is None and top_left and replace(mask, causal_offset=None).empty:
         return {"is_causal": True}
-    array = None if mask.empty else to_numpy(mask.to_array(query_length, key_length))
+    array = None if mask.empty else to_numpy(mask.to_array(query_length, key_length, np))
     if bias is not None:
         added = canonical_bias(bias, sizes)
         low = np.asarray(-np.inf, added.dtype)

@@ -153,9 +153,9 @@ def export_masks(
     pairs = replace(mask, key_value_lengths=None, key_value_padding=None)
     found: dict[str, NDArray] = {}
     if not pairs.empty:
-        found["attn_mask"] = to_numpy(pairs.to_array(T, S))
+        found["attn_mask"] = to_numpy(pairs.to_array(T, S, np))
     if not keys.empty:
-        found["key_padding_mask"] = to_numpy(keys.to_array(1, S))[:, 0, 0]
+        found["key_padding_mask"] = to_numpy(keys.to_array(1, S, np))[:, 0, 0]
     if bias is not None:
         bias = canonical_bias(_without_extras("bias", bias, S, extra), sizes)
         found = {name: _additive(array, bias.dtype) for name, array in found.items()}

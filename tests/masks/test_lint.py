@@ -203,7 +203,8 @@ def test_silent_on_correct_masks(framework: str) -> None:
     silent = 0
     for seed in range(400):
         rng = np.random.default_rng(seed)
-        sizes = tuple(int(x) for x in rng.integers(3, 6, 4))
+        B, N, T, S = (int(x) for x in rng.integers(3, 6, 4))
+        sizes = B, N, T, S
         known = dict(zip(lint.SIZES.values(), sizes, strict=True))
         mask = correct(rng, sizes)
         wanted = {k: v for k, v in known.items() if k in _parameters(verbs.export_masks)}
