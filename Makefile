@@ -5,13 +5,19 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo test weights lint wheel clean
+.PHONY: demo test bench bench-full weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
 
 test: weights lint wheel  ## linters, types, the test suite, and the built wheel on its own
 	$(RUN) python -m pytest -q -n 2
+
+bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
+	$(RUN) python -m experiments.benchmarks --write
+
+bench-full: $(VENV)/installed  ## every shape
+	$(RUN) python -m experiments.benchmarks --full --write
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy

@@ -1,0 +1,169 @@
+"""How fast is jaxmha on this CPU, beside every peer?
+
+Every peer works in a process of its own on the same arrays, in turns; each answer is checked
+against float64 before it is timed. Peers that are not installed are listed as such.
+"""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from datetime import UTC, datetime
+from typing import Any
+
+from experiments.benchmarks import machine, measure, report, sgemm
+from experiments.benchmarks import statistics as stats
+from experiments.benchmarks.cases import Case, select
+from experiments.benchmarks.peers import OURS, PEERS
+
+EXAMPLES = """examples:
+  python -m experiments.benchmarks                             some cases of every kind, minutes
+  python -m experiments.benchmarks --full --rounds 9           every case, hours
+  python -m experiments.benchmarks --case layer-*-causal --peer jaxmha --peer torch-sdpa
+  python -m experiments.benchmarks --case T4096 --json > results.json
+"""
+ROUNDS = {"quick": 5, "full": 7, "chosen": 7}
+
+
+def parsed(arguments: list[str] | None = None) -> Namespace:
+    """The command line; exits with 2 and one message where it is wrong."""
+    parser = ArgumentParser(
+        prog="python -m experiments.benchmarks",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="every case")
+    parser.add_argument(
+        "--case", action="append", default=[], help="part of a name; * is a wildcard"
+    )
+    parser.add_argument("--peer", action="append", default=[], help=f"of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--rounds", type=int, help=f"default {ROUNDS['quick']}, full {ROUNDS['full']}"
+    )
+    parser.add_argument("--threads", type=int, help="of every peer, default all cores")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--write", action="store_true", help="write the page, JSON and figure")
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.cases = select(chosen.case, quick=not chosen.full)
+        check(chosen)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    return chosen
+
+
+def check(chosen: Namespace) -> None:
+    """Raises ValueError that names the argument and what it may be."""
+    for peer in chosen.peer:
+        if peer not in PEERS:
+            raise ValueError(f"--peer {peer!r} is unknown: it may be {', '.join(PEERS)}")
+        if PEERS[peer].absent:
+            raise ValueError(f"--peer {peer}: {PEERS[peer].absent}")
+    for name, most in (("rounds", 1000), ("threads", machine.threads())):
+        value = getattr(chosen, name)
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"--{name} must be between 1 and {most}, got {value}")
+    if chosen.write and (chosen.case or chosen.peer):
+        raise ValueError("--write stores whole selections: leave --case and --peer out")
+
+
+def collect(chosen: Namespace, command: str) -> dict[str, Any]:
+    """Measures, with a bar on a terminal and a line per case elsewhere; adds what ran where."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    selection = "chosen" if chosen.case or chosen.peer else "full" if chosen.full else "quick"
+    full = selection != "quick"
+    rounds = chosen.rounds or ROUNDS[selection]
+    threads = chosen.threads or machine.threads()
+    peers = [peer for peer in PEERS if not chosen.peer or peer in chosen.peer]
+    console = Console(stderr=True)
+    start = time.perf_counter()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(chosen.cases))
+
+        def say(text: str) -> None:
+            progress.update(task, description=text)
+            if not console.is_terminal:
+                console.print(f"{time.perf_counter() - start:6.0f} s  {text}", highlight=False)
+
+        results = measure.measure(
+            chosen.cases,
+            [peer for peer in peers if not PEERS[peer].absent],
+            rounds=rounds,
+            threads=threads,
+            backends=[b for b in sgemm.BACKENDS if b == "xla" or not PEERS["torch-sdpa"].absent],
+            memory=lambda case: case.measures_memory and (full or case.direction == "backward"),
+            say=say,
+            done=lambda: progress.advance(task),
+        )
+    return {
+        "question": "How fast is attention on this CPU, beside every peer?",
+        "command": command,
+        "selection": selection,
+        "date": datetime.now(UTC).date().isoformat(),
+        "seconds": round(time.perf_counter() - start),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "threads": threads,
+        "rounds": rounds,
+        "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in peers},
+        **results,
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    """Our milliseconds, and every peer's time relative to the fastest."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(caption="median time relative to the fastest; ~: the machine was disturbed")
+    table.add_column("case", no_wrap=True)
+    for column in ("ms", *results["peers"]):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in results["cases"]:
+        best = stats.fastest(entry, results["peers"])
+        least = stats.time_of(entry, best) if best else None
+        cells = [entry["name"] + (" ~" if entry["noisy"] else "")]
+        own = stats.time_of(entry, OURS)
+        cells.append("–" if own is None else f"{1e3 * own:.3g}")
+        for peer in results["peers"]:
+            ours = stats.time_of(entry, peer)
+            cells.append("–" if ours is None or not least else f"{ours / least:.2f}")
+        table.add_row(*cells)
+    console = Console()
+    console.width = max(console.width, 160)  # the table needs it
+    console.print(table)
+
+
+def main() -> None:
+    """Measures, prints, and writes where asked."""
+    chosen = parsed()
+    if chosen.list:
+        print("\n".join(map(described, chosen.cases)))
+        return
+    command = " ".join(["python -m experiments.benchmarks", *sys.argv[1:]])
+    results = collect(chosen, command)
+    if chosen.json:
+        print(json.dumps(results, indent=1))
+    else:
+        show(results)
+    if chosen.write:
+        print(report.write(results), file=sys.stderr)
+
+
+def described(case: Case) -> str:
+    """A line of `--list`."""
+    return f"{case.name:48} {case.flop * 1e-9:9.3g} GFLOP{'  quick' if case.quick else ''}"
+
+
+if __name__ == "__main__":
+    main()

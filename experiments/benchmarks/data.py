@@ -1,0 +1,73 @@
+"""The same random arrays for every peer."""
+
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.benchmarks.cases import Case
+from jaxmha import MHAParams, Projection
+
+Array = NDArray[Any]  # float32
+# Rows that are compared with float64: of at most so many batch rows, so many queries each.
+BATCHES, ROWS = 2, 32
+
+
+class Data(NamedTuple):
+    """Inputs of one case.
+
+    Of a layer: `params`, and query `B T E`, key = value `B S E` (self-attention: the same object).
+    Of the core: params is None, query `B T N H`, key and value `B S K H`. `cotangent` has the
+    shape of the output.
+    """
+
+    params: MHAParams | None
+    query: Array
+    key: Array
+    value: Array
+    cotangent: Array
+
+    @property
+    def distinct(self) -> tuple[Array, ...]:
+        """The inputs, each once: what gradients are taken of."""
+        arrays: dict[int, Array] = {id(x): x for x in (self.query, self.key, self.value)}
+        return tuple(arrays.values())
+
+
+def make(case: Case) -> Data:
+    """Standard normal inputs; weights that keep their scale; biases that are not zero."""
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+
+    def draw(*shape: int, scale: float = 1.0) -> Array:
+        drawn = rng.standard_normal(shape, np.float32)
+        drawn *= np.float32(scale)
+        return drawn
+
+    B, T, S, N, K, H, E = case.B, case.T, case.S, case.N, case.K, case.H, case.E
+    if case.scope == "core":
+        return Data(None, draw(B, T, N, H), draw(B, S, K, H), draw(B, S, K, H), draw(B, T, N, H))
+    params = MHAParams(
+        query=Projection(draw(E, N, H, scale=E**-0.5), draw(N, H, scale=0.3)),
+        key=Projection(draw(E, K, H, scale=E**-0.5), draw(K, H, scale=0.3)),
+        value=Projection(draw(E, K, H, scale=E**-0.5), draw(K, H, scale=0.3)),
+        out=Projection(draw(N, H, E, scale=E**-0.5), draw(E, scale=0.3)),
+    )
+    query = draw(B, T, E)
+    key = draw(B, S, E) if case.kind == "cross" else query
+    return Data(params, query, key, key, draw(B, T, E))
+
+
+def compared(case: Case) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Batch rows and queries that are compared with float64, the first and the last among them."""
+    batches = np.unique(np.linspace(0, case.B - 1, min(case.B, BATCHES)).astype(np.intp))
+    queries = np.unique(np.linspace(0, case.T - 1, min(case.T, ROWS)).astype(np.intp))
+    return batches, queries
+
+
+def only_compared(case: Case, cotangent: Array) -> Array:
+    """The cotangent with zeros wherever nothing is compared."""
+    where = np.ix_(*compared(case))
+    kept = np.zeros_like(cotangent)
+    kept[where] = cotangent[where]
+    return kept

@@ -1,0 +1,122 @@
+"""Worker processes, kept warm; a dead one is started again when it is next asked."""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from experiments.benchmarks.peers import PEERS
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 600.0
+
+
+class Worker:
+    """A process that answers one request at a time."""
+
+    def __init__(self, peer: str, threads: int) -> None:
+        self.peer, self.threads = peer, threads
+        self.process: subprocess.Popen[str] | None = None
+        self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        """The answer, `{"failed": reason}` also where the process dies or is too slow."""
+        process = self._alive()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return self._dead()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(PATIENCE):
+                self.stop()
+                return {"failed": f"no answer within {PATIENCE:.0f} s"}
+        line = process.stdout.readline()
+        return json.loads(line) if line else self._dead()
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def _alive(self) -> subprocess.Popen[str]:
+        if self.process is None:
+            command = [sys.executable, "-m", "experiments.benchmarks.worker"]
+            self.process = subprocess.Popen(
+                [*command, self.peer, str(self.threads)],
+                cwd=ROOT,
+                env=environment(self.peer, self.threads),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.messages,
+                text=True,
+            )
+        return self.process
+
+    def _dead(self) -> dict[str, str]:
+        assert self.process is not None
+        code = self.process.wait()
+        self.stop()
+        self.messages.seek(0)
+        last = (self.messages.read().strip().splitlines() or ["no message"])[-1]
+        return {"failed": f"the process ended with code {code}: {last[:160]}"}
+
+
+class Fleet:
+    """Workers by name, started when first asked, all ended with the block."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.workers: dict[str, Worker] = {}
+
+    def __getitem__(self, peer: str) -> Worker:
+        if peer not in self.workers:
+            self.workers[peer] = Worker(peer, self.threads)
+        return self.workers[peer]
+
+    def fresh(self, peer: str, do: str, **request: Any) -> dict[str, Any]:
+        """The answer of a process of its own."""
+        worker = Worker(peer, self.threads)
+        try:
+            return worker.ask(do, **request)
+        finally:
+            worker.stop()
+            worker.messages.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for worker in self.workers.values():
+            worker.stop()
+            worker.messages.close()
+
+
+def environment(peer: str, threads: int) -> dict[str, str]:
+    """As it is, with everybody's threads pinned and everything on the CPU."""
+    names = ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    backend = PEERS[peer].keras_backend if peer in PEERS else "jax"
+    return {
+        **os.environ,
+        **dict.fromkeys(names, str(threads)),
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "KERAS_BACKEND": backend,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }

@@ -1,0 +1,55 @@
+"""What ran where: versions, processor, memory."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "keras", "torch", "tensorflow", "tensorflow-cpu")
+
+
+def threads() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, memory and system; no names of hosts or users."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": _processor(),
+        "instructions": [flag for flag in ("avx2", "avx512f", "amx_tile") if flag in _flags()],
+        "cores": threads(),
+        "memory_gib": round(memory / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that is installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpuinfo(field: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+
+
+def _processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or "unknown"
+
+
+def _flags() -> list[str]:
+    return _cpuinfo("flags").split()

@@ -1,0 +1,160 @@
+"""Rounds, interleaved: A B C A B C. Only one process works at a time."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks import sgemm
+from experiments.benchmarks.cases import Case
+from experiments.benchmarks.fleet import Fleet
+
+# A machine whose plain product is slower than its best by more than this was disturbed.
+DISTURBED = 1.3
+ATTEMPTS = 2
+# A call that takes so many seconds is repeated only so often: the table says how often.
+SLOW, FEWEST = 3.0, 3
+
+Say = Callable[[str], None]
+
+
+class Probe:
+    """Plain products: `best` of any shape is the ceiling, `quiet` of the square the measure of
+    how undisturbed the machine is."""
+
+    def __init__(self, fleet: Fleet, backends: Sequence[str]) -> None:
+        self.fleet, self.backends = fleet, backends
+        self.best = dict.fromkeys(backends, 0.0)
+        self.quiet = dict.fromkeys(backends, 0.0)
+
+    def rates(self, shape: sgemm.Shape) -> dict[str, float]:
+        """GFLOP/s of one product, by backend."""
+        found = {}
+        for backend in self.backends:
+            answer = self.fleet[f"sgemm-{backend}"].ask("sgemm", shape=shape)
+            if "failed" in answer:
+                raise RuntimeError(f"sgemm in {backend}: {answer['failed']}")
+            found[backend] = answer["rate"]
+            self.best[backend] = max(self.best[backend], answer["rate"])
+            if shape == sgemm.SQUARE:
+                self.quiet[backend] = max(self.quiet[backend], answer["rate"])
+        return found
+
+
+def measure(
+    cases: Sequence[Case],
+    peers: Sequence[str],
+    *,
+    rounds: int,
+    threads: int,
+    backends: Sequence[str],
+    memory: Callable[[Case], bool] = lambda case: False,
+    say: Say = lambda line: None,
+    done: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Everything about every case, of some also the memory, in processes of their own.
+
+    `say` hears what is going on, `done` is called after each case.
+    """
+    with Fleet(threads) as fleet, tempfile.TemporaryDirectory() as folder:
+        probe = Probe(fleet, backends)
+        say("machine")
+        probe.rates(sgemm.SQUARE)
+        measured = []
+        for case in cases:
+            say(case.name)
+            expected = Path(folder) / "expected.npz"
+            entry, live = _case(case, peers, fleet, probe, expected, rounds)
+            for peer in live if memory(case) else ():
+                grown = fleet.fresh(peer, "memory", case=case.as_dict())
+                entry["peers"][peer]["memory"] = grown.get("bytes", grown.get("failed"))
+            measured.append(entry)
+            done()
+    for entry in measured:  # against the best of the whole run
+        entry["noisy"] = max(_slowdown(probe, rates) for rates in entry["probes"]) > DISTURBED
+    return {"sgemm": _rounded(probe.best), "cases": measured}
+
+
+def _case(
+    case: Case,
+    peers: Sequence[str],
+    fleet: Fleet,
+    probe: Probe,
+    expected: Path,
+    rounds: int,
+) -> tuple[dict[str, Any], list[str]]:
+    """What was found, and the peers that answered."""
+    made = fleet["oracle"].ask("expect", case=case.as_dict(), path=str(expected))
+    if "failed" in made:
+        raise RuntimeError(f"{case.name}: the float64 answer failed: {made['failed']}")
+    ready = {
+        peer: fleet[peer].ask("prepare", case=case.as_dict(), expected=str(expected))
+        for peer in peers
+    }
+    results = {peer: answer for peer, answer in ready.items() if "failed" in answer}
+    live = {peer: answer for peer, answer in ready.items() if "failed" not in answer}
+    attempts = [_rounds(case, live, fleet, probe, rounds)]
+    while _worst(probe, attempts[-1]) > DISTURBED and len(attempts) < ATTEMPTS:
+        attempts.append(_rounds(case, live, fleet, probe, rounds))
+    chosen = min(attempts, key=lambda attempt: _worst(probe, attempt))
+    for peer, answer in live.items():
+        kept = {key: answer[key] for key in ("error", "gradient_error", "compile") if key in answer}
+        results[peer] = kept | chosen["peers"][peer]
+    for peer in live:
+        fleet[peer].ask("release")
+    entry = {
+        "name": case.name,
+        "case": case.as_dict(),
+        "gflop": case.flop * 1e-9,
+        "sgemm": {backend: max(rates) for backend, rates in chosen["sgemm"].items()},
+        "probes": chosen["probes"],
+        "attempts": len(attempts),
+        "peers": {peer: _rounded(results[peer]) for peer in peers},
+    }
+    return entry, list(live)
+
+
+def _rounds(
+    case: Case, live: dict[str, Any], fleet: Fleet, probe: Probe, rounds: int
+) -> dict[str, Any]:
+    """All rounds of one case, between two probes; the layer's plain product is one of the peers."""
+    seconds: dict[str, list[float]] = {peer: [] for peer in live}
+    failed: dict[str, str] = {}
+    products: dict[str, list[float]] = {}
+    probes = [probe.rates(sgemm.SQUARE)]
+    for number in range(rounds):
+        for peer, answer in live.items():
+            slow = answer["estimate"] > SLOW and number >= FEWEST
+            if peer in failed or slow:
+                continue
+            timed = fleet[peer].ask("round")
+            if "failed" in timed:
+                failed[peer] = timed["failed"]
+            else:
+                seconds[peer].append(timed["seconds"])
+        if case.scope == "layer":
+            for backend, rate in probe.rates(sgemm.projection(case)).items():
+                products.setdefault(backend, []).append(rate)
+    probes.append(probe.rates(sgemm.SQUARE))
+    return {
+        "peers": {
+            peer: {"failed": failed[peer]} if peer in failed else {"seconds": seconds[peer]}
+            for peer in live
+        },
+        "sgemm": products,
+        "probes": probes,
+    }
+
+
+def _worst(probe: Probe, attempt: dict[str, Any]) -> float:
+    return max(_slowdown(probe, rates) for rates in attempt["probes"])
+
+
+def _slowdown(probe: Probe, rates: dict[str, float]) -> float:
+    return max(probe.quiet[backend] / rate for backend, rate in rates.items())
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits are more than a clock is good for."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.4g}"))

@@ -1,0 +1,38 @@
+"""Peak and limits of a process's memory."""
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+# Of what is available: beyond it an allocation fails, before the machine begins to swap.
+SHARE = 0.8
+
+
+def peak() -> int:
+    """Largest resident size of this process so far, in bytes.
+
+    Where Linux offers it, its own count: that of getrusage starts at the size of the parent.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def limit() -> None:
+    """Lets an allocation fail where it would take the machine down."""
+    with contextlib.suppress(OSError, ValueError):
+        now = _kibibytes("/proc/self/status", "VmSize")
+        free = _kibibytes("/proc/meminfo", "MemAvailable")
+        soft = int((now + SHARE * free) * 1024)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
+
+
+def _kibibytes(path: str, field: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise ValueError(f"{path} has no {field}")

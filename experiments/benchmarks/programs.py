@@ -1,0 +1,37 @@
+"""From the name of a peer to its program; a peer's packages are imported when it is asked for."""
+
+from experiments.benchmarks.cases import Case
+from experiments.benchmarks.data import Data
+from experiments.benchmarks.program import Program
+
+
+def program(peer: str, case: Case, data: Data) -> Program:
+    """The case as the peer computes it.
+
+    Raises:
+      UnsupportedError: the peer has nothing that computes it.
+    """
+    if peer.startswith("torch"):
+        from experiments.benchmarks import torch_peers
+
+        match peer:
+            case "torch-sdpa":
+                return torch_peers.program(case, data, path="sdpa")
+            case "torch-native":
+                return torch_peers.program(case, data, path="native")
+            case _:
+                return torch_peers.program(case, data, path="weights")
+    if peer == "keras-tf":
+        from experiments.benchmarks import tensorflow_peers
+
+        return tensorflow_peers.program(case, data)
+    from experiments.benchmarks import jax_peers
+
+    on_jax = {
+        "jaxmha": jax_peers.jaxmha_program,
+        "keras-jax": jax_peers.keras_program,
+        "flax-linen": jax_peers.linen_program,
+        "flax-nnx": jax_peers.nnx_program,
+        "jax-nn": jax_peers.jax_nn_program,
+    }
+    return on_jax[peer](case, data)

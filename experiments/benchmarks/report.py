@@ -1,0 +1,271 @@
+"""Stored results as a page of Markdown with a figure: `python -m experiments.benchmarks.report`
+makes the pages and the README's part again from the stored JSON."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks import statistics as stats
+from experiments.benchmarks.peers import OURS, PEERS
+from experiments.benchmarks.statistics import Entry
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[2] / "README.md"
+ALT = "Time relative to the fastest peer, for every case"
+MARKS = ("<!-- benchmarks -->\n", "<!-- /benchmarks -->")
+
+
+# Title and reading aid of every part of the page.
+SUMMARY = "## Summary"
+TIME = """## Time
+
+jaxmha's median and the distance of its quartiles, its useful GFLOP/s and their share of the best
+plain product (sgemm) of XLA in this run; torch-sdpa's share of torch's. Then every peer's median
+relative to the fastest. `*`: a call is so slow that it was repeated less often; `~`: the machine
+was disturbed.
+
+`layer`: with its four projections, on features of width E; `core`: attention alone. `backward`:
+forward and backward together. `padded`: keys from all to a quarter along the batch; `cross`: S
+other keys; `decode`: one query on a cache. What is masked counts as no work."""
+GAP = """## Gap to torch where T < 512
+
+Time of jaxmha relative to torch's fastest way, as (rate of the layer's projections as one plain
+product, torch relative to XLA) times the rest."""
+COMPILATION = """## Compilation
+
+Seconds to trace and compile (torch does neither)."""
+MEMORY = """## Memory
+
+Growth of the process's peak in MiB over its value before the first call, compilation included; a
+fresh process for every number."""
+ERROR = """## Error
+
+Largest error against float64, relative to the largest value of the output; then of the slope of
+the loss along a random direction of the inputs, relative to the length of the gradient."""
+FAILURES = "## Without a time"
+
+
+def page(results: dict[str, Any], figure: str) -> str:
+    """Everything that was measured, in Markdown."""
+    compilation = per_peer(results, lambda found: _number(found.get("compile"), ".2f", least=1e-3))
+    large = per_peer(results, _memory, _has_memory)
+    parts = {
+        SUMMARY: summary(results),
+        TIME: times(results),
+        GAP: gaps(results),
+        COMPILATION: compilation,
+        MEMORY: large,
+        ERROR: per_peer(results, _error),
+        FAILURES: failures(results),
+    }
+    head = f"# {results['question']}\n\n{about(results)}\n\n![{ALT}]({figure})\n"
+    return head + "".join(f"\n{title}\n\n{part}\n" for title, part in parts.items() if part)
+
+
+def about(results: dict[str, Any]) -> str:
+    """Command, machine, versions and rules, in a few lines."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    peaks = ", ".join(f"{rate:.0f} in {name}" for name, rate in results["sgemm"].items())
+    noisy = sum(entry["noisy"] for entry in results["cases"])
+    peers = "\n".join(
+        f"- `{name}`: {peer['about']}" + (f" (**{peer['absent']}**)" if peer["absent"] else "")
+        for name, peer in results["peers"].items()
+    )
+    return (
+        f"`{results['command']}`, {results['date']}, {results['seconds'] / 60:.0f} minutes: "
+        f"{len(results['cases'])} cases, {results['rounds']} interleaved rounds, float32, "
+        f"{results['threads']} threads for every peer; one process each, one working at a time.\n\n"
+        f"{machine['processor']} ({machine['cores']} cores, {', '.join(machine['instructions'])}), "
+        f"{machine['memory_gib']} GiB, {machine['system']}; {versions}.\n\n"
+        f"Best plain product, GFLOP/s: {peaks}. Cases on a disturbed machine: {noisy}.\n\n{peers}"
+    )
+
+
+def summary(results: dict[str, Any]) -> str:
+    """One line per goal: geometric mean and worst case."""
+    rows = []
+    for goal in stats.GOALS:
+        ratios = {
+            entry["name"]: ratio
+            for entry in results["cases"]
+            if goal.of(stats.case_of(entry)) and (ratio := goal.ratio(entry)) is not None
+        }
+        if not ratios:
+            continue
+        worst = max(ratios, key=ratios.__getitem__)
+        mean = stats.mean(list(ratios.values()))
+        rows.append(
+            [
+                goal.what,
+                str(len(ratios)),
+                _aimed(mean, goal.mean),
+                _aimed(ratios[worst], goal.worst),
+                f"`{worst}`",
+            ]
+        )
+    return table(["jaxmha relative to", "cases", "mean", "worst", "worst case"], rows)
+
+
+def times(results: dict[str, Any]) -> str:
+    """One line per case."""
+    peers, peaks = _present(results), results["sgemm"]
+    head = ["case", "ms", "±", "GFLOP/s", "of sgemm", "torch of sgemm", *peers]
+    rows = []
+    for entry in results["cases"]:
+        best = stats.fastest(entry, peers)
+        own, spread = stats.time_of(entry, OURS), stats.spread_of(entry, OURS)
+        rate, torch = stats.speed_of(entry, OURS), stats.speed_of(entry, "torch-sdpa")
+        row = [
+            f"`{entry['name']}`" + (" ~" if entry["noisy"] else ""),
+            _number(None if own is None else 1e3 * own, ".3g"),
+            _number(spread, ".0%"),
+            _number(rate, ".3g"),
+            _number(_share(rate, peaks.get("xla")), ".0%"),
+            _number(_share(torch, peaks.get("torch")), ".0%"),
+        ]
+        for peer in peers:
+            time, fast = stats.time_of(entry, peer), stats.time_of(entry, best) if best else None
+            cell = _number(_share(time, fast), ".2f")
+            few = time is not None and len(entry["peers"][peer]["seconds"]) < results["rounds"]
+            row.append((f"**{cell}**" if peer == best else cell) + ("*" if few else ""))
+        rows.append(row)
+    return table(head, rows)
+
+
+def gaps(results: dict[str, Any]) -> str:
+    """One line per layer with T < 512."""
+    rows = []
+    for entry in results["cases"]:
+        case, gap = stats.case_of(entry), stats.gap_to_torch(entry)
+        if case.scope == "layer" and case.T < 512 and gap is not None:
+            rows.append([f"`{entry['name']}`", *(f"{part:.2f}" for part in gap)])
+    return table(["case", "jaxmha / torch", "= products", "x rest"], rows)
+
+
+def per_peer(
+    results: dict[str, Any],
+    cell: Callable[[dict[str, Any]], str],
+    chosen: Callable[[Entry], bool] = lambda entry: True,
+) -> str:
+    """One line per case, one column per peer."""
+    peers = _present(results)
+    rows = [
+        [f"`{entry['name']}`", *(cell(entry["peers"].get(peer, {})) for peer in peers)]
+        for entry in results["cases"]
+        if chosen(entry)
+    ]
+    return table(["case", *peers], rows)
+
+
+def failures(results: dict[str, Any]) -> str:
+    """Peer, reason, and the cases that it is given for."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, peer in results["peers"].items():
+        if peer["absent"]:
+            reasons[name, peer["absent"]] = ["all"]
+    for entry in results["cases"]:
+        for peer, found in entry["peers"].items():
+            if "failed" in found:
+                reasons.setdefault((peer, found["failed"]), []).append(f"`{entry['name']}`")
+    rows = [
+        [peer, reason.replace("|", "\\|"), ", ".join(cases)]
+        for (peer, reason), cases in reasons.items()
+    ]
+    return table(["peer", "reason", "cases"], rows)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, or "" where there are no rows.
+
+    >>> print(table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    if not rows:
+        return ""
+    lines = [head, ["---"] * len(head), *rows]
+    texts = ["| " + " | ".join(line) + " |" for line in lines]
+    texts[1] = "|" + "---|" * len(head)
+    return "\n".join(texts)
+
+
+def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
+    """Summary, versions and figure."""
+    machine, versions = results["machine"], results["versions"]
+    noisy = sum(entry["noisy"] for entry in results["cases"])
+    disturbed = f" {noisy} of {len(results['cases'])} cases ran on a disturbed machine." * bool(
+        noisy
+    )
+    named = ", ".join(f"{n} {v}" for n, v in versions.items() if n in ("jax", "torch", "flax"))
+    return (
+        f"{summary(results)}\n\nMedians of {results['rounds']} interleaved rounds, float32, "
+        f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {named})."
+        f"{disturbed}"
+        f" Bold: what is aimed at is not reached. [Every case]({page}).\n\n"
+        f"![{ALT}]({figure})"
+    )
+
+
+def filled(text: str, part: str) -> str:
+    """The README with the part between its marks."""
+    before, rest = text.split(MARKS[0])
+    return f"{before}{MARKS[0]}{part}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None = README) -> Path:
+    """Stores JSON, page and figure; of the quick selection also the README's part."""
+    from experiments.benchmarks import figure
+
+    name = results["selection"]
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(page(results, f"{name}.png"))
+    figure.draw(results, folder / f"{name}.png")
+    if readme is not None and name == "quick":
+        place = folder.relative_to(readme.parent).as_posix()
+        part = readme_part(results, f"{place}/quick.md", f"{place}/quick.png")
+        readme.write_text(filled(readme.read_text(), part))
+    return folder / f"{name}.md"
+
+
+def _present(results: dict[str, Any]) -> list[str]:
+    return [
+        peer for peer in PEERS if peer in results["peers"] and not results["peers"][peer]["absent"]
+    ]
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _number(value: float | None, form: str, *, least: float = 0.0) -> str:
+    return "–" if value is None or value < least else format(value, form)
+
+
+def _aimed(value: float, aim: float | None) -> str:
+    """Bold where the aim is missed."""
+    if aim is None:
+        return f"{value:.2f}"
+    return f"{value:.2f} (aim {aim:.2f})" if value <= aim else f"**{value:.2f}** (aim {aim:.2f})"
+
+
+def _has_memory(entry: Entry) -> bool:
+    return any("memory" in found for found in entry["peers"].values())
+
+
+def _memory(found: dict[str, Any]) -> str:
+    grown = found.get("memory")
+    return f"{grown / 2**20:.0f}" if isinstance(grown, int | float) else "–"
+
+
+def _error(found: dict[str, Any]) -> str:
+    errors = [found[key] for key in ("error", "gradient_error") if key in found]
+    return ", ".join(f"{error:.1e}" for error in errors) or "–"
+
+
+if __name__ == "__main__":
+    for stored in sorted(RESULTS.glob("*.json")):
+        write(json.loads(stored.read_text()))

@@ -1,0 +1,60 @@
+"""Plain matrix products in float32: the machine's ceiling, and a probe of its quiet."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from experiments.benchmarks.cases import Case
+
+Shape = tuple[int, int, int]
+SQUARE: Shape = (1024, 1024, 1024)
+BACKENDS = ("xla", "torch")
+REPEATS = 5
+
+
+def projection(case: Case) -> Shape:
+    """Rows, inner and columns of a layer's query, key and value projections as one product."""
+    return (case.B * case.T, case.E, case.E + 2 * case.K * case.H)
+
+
+def rate(backend: str, shape: Shape) -> float:
+    """Median GFLOP/s of some products of `(m, k)` and `(k, n)`."""
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    left, right = (rng.standard_normal(s, np.float32) for s in ((m, k), (k, n)))
+    run = _xla(left, right) if backend == "xla" else _torch(left, right)
+    run()
+    calls = max(1, int(2e8 / (m * k * n)))  # at least some milliseconds
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        seconds.append((time.perf_counter() - start) / calls)
+    return 2e-9 * m * k * n / median(seconds)
+
+
+def _xla(left: Any, right: Any) -> Callable[[], Any]:
+    import jax
+
+    left, right = jax.device_put(left), jax.device_put(right)
+    product = _jitted()
+    return lambda: product(left, right).block_until_ready()
+
+
+@cache
+def _jitted() -> Callable[..., Any]:
+    import jax
+
+    return jax.jit(lambda a, b: a @ b)
+
+
+def _torch(left: Any, right: Any) -> Callable[[], Any]:
+    import torch
+
+    a, b = torch.from_numpy(left), torch.from_numpy(right)
+    return lambda: a @ b

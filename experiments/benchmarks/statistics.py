@@ -1,0 +1,117 @@
+"""Medians, spreads and ratios of stored results; numbers only, no words."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from experiments.benchmarks.cases import Case
+from experiments.benchmarks.peers import ON_JAX, OURS, PEERS
+
+Entry = dict[str, Any]  # one of results["cases"]
+TORCH = tuple(peer for peer in PEERS if peer.startswith("torch"))
+OTHERS = tuple(peer for peer in PEERS if peer != OURS)
+
+
+def case_of(entry: Entry) -> Case:
+    """The case of an entry."""
+    return Case(**entry["case"])
+
+
+def time_of(entry: Entry, peer: str) -> float | None:
+    """Median seconds of a call, None where there is none."""
+    seconds = entry["peers"].get(peer, {}).get("seconds")
+    return median(seconds) if seconds else None
+
+
+def spread_of(entry: Entry, peer: str) -> float | None:
+    """Distance of the quartiles relative to the median."""
+    seconds = entry["peers"].get(peer, {}).get("seconds")
+    if not seconds or len(seconds) < 2:
+        return None
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return float((high - low) / median(seconds))
+
+
+def fastest(entry: Entry, peers: Iterable[str]) -> str | None:
+    """The peer with the smallest median."""
+    times = {peer: time for peer in peers if (time := time_of(entry, peer)) is not None}
+    return min(times, key=times.__getitem__) if times else None
+
+
+def speed_of(entry: Entry, peer: str) -> float | None:
+    """GFLOP/s of the work that is needed."""
+    time = time_of(entry, peer)
+    return None if time is None else float(entry["gflop"]) / time
+
+
+def relative(entry: Entry, peers: Iterable[str]) -> float | None:
+    """Our time relative to the fastest of these."""
+    ours, best = time_of(entry, OURS), fastest(entry, peers)
+    theirs = None if best is None else time_of(entry, best)
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def memory_of(entry: Entry, peer: str) -> float | None:
+    """Growth of the peak in MiB."""
+    grown = entry["peers"].get(peer, {}).get("memory")
+    return grown / 2**20 if isinstance(grown, int | float) else None
+
+
+def memory_relative(entry: Entry, peers: Iterable[str]) -> float | None:
+    """Our growth relative to the smallest of these."""
+    ours = memory_of(entry, OURS)
+    theirs = [m for peer in peers if (m := memory_of(entry, peer)) is not None]
+    return None if ours is None or not theirs else ours / max(min(theirs), 1.0)
+
+
+def gap_to_torch(entry: Entry) -> tuple[float, float, float] | None:
+    """Our time relative to torch's fastest way = rate of plain products, torch to XLA, times rest.
+
+    Both rates are of the layer's own query, key and value projections as one product.
+    """
+    gap, rates = relative(entry, TORCH), entry["sgemm"]
+    if gap is None or not {"xla", "torch"} <= rates.keys():
+        return None
+    products = rates["torch"] / rates["xla"]
+    return gap, products, gap / products
+
+
+def mean(values: Sequence[float]) -> float:
+    """The geometric one."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+class Goal(NamedTuple):
+    """A line of the summary: a ratio over some cases, and what it aims at (smaller is better)."""
+
+    what: str
+    of: Callable[[Case], bool]
+    ratio: Callable[[Entry], float | None]
+    mean: float | None = None
+    worst: float | None = None
+
+
+def _layer(direction: str, *kinds: str, least: int = 0, below: int = 1 << 30) -> Any:
+    def chosen(case: Case) -> bool:
+        right = case.scope == "layer" and case.direction == direction
+        return right and (not kinds or case.kind in kinds) and least <= case.T < below
+
+    return chosen
+
+
+def _to(peers: Iterable[str]) -> Callable[[Entry], float | None]:
+    return lambda entry: relative(entry, peers)
+
+
+GOALS: tuple[Goal, ...] = (
+    Goal("layer, forward, T >= 512 / fastest peer", _layer("forward", least=512), _to(OTHERS), 0.9, 1.05),
+    Goal("layer, forward, causal or padded / fastest peer", _layer("forward", "causal", "padded"), _to(OTHERS), 0.7),
+    Goal("layer, forward, T < 512 / fastest on JAX", _layer("forward", below=512), _to(ON_JAX), None, 1.0),
+    Goal("layer, forward + backward, T >= 512 / fastest peer", _layer("backward", least=512), _to(OTHERS), 0.9, 1.05),
+    Goal("forward + backward of one head / fastest of torch", lambda c: c.direction == "backward" and c.B * c.N == 1, _to(TORCH), None, 0.7),
+    Goal("everything / fastest on JAX", lambda c: True, _to(ON_JAX), None, 1 / 1.2),
+    Goal("T >= 2048 / fastest on JAX", lambda c: c.T >= 2048, _to(ON_JAX), None, 1 / 3),
+    Goal("T >= 4096 / fastest on JAX", lambda c: c.T >= 4096, _to(ON_JAX), None, 1 / 4),
+    Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5),
+)  # fmt: skip

@@ -1,0 +1,154 @@
+"""One process for one peer: a line of JSON in, a line of JSON out.
+
+    python -m experiments.benchmarks.worker PEER THREADS
+
+PEER is a name of `peers.PEERS`, `sgemm-xla`, `sgemm-torch` or `oracle`. A request is `{"do": ..., ...}`, see
+`REQUESTS`; its answer is an object, `{"failed": reason}` where something went wrong.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Nothing of the frameworks here: their threads are fixed first, and `sgemm` needs only one.
+from experiments.benchmarks import memory
+from experiments.benchmarks.cases import Case
+
+# A round lasts about this long, at most so many calls; a first call is not timed where it is short.
+ROUND_SECONDS, MOST_CALLS, SHORT = 0.05, 200, 0.25
+
+
+class State:
+    """What a worker keeps between requests."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.run: Callable[[], None] = lambda: None
+        self.calls, self.seconds = 1, 0.0
+
+
+def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]:
+    """Loads, compiles, checks against float64 and estimates the time of a call."""
+    from experiments.benchmarks import data, exact, programs
+
+    memory.limit()
+    this = Case(**case)
+    inputs = data.make(this)
+    program = programs.program(state.peer, this, inputs)
+    start = time.perf_counter()
+    program.compile()
+    compiled = time.perf_counter() - start
+    answer = program.answer(data.only_compared(this, inputs.cotangent))
+    found = exact.errors(this, inputs, Path(expected), *answer)
+    state.run = program.run
+    state.run()
+    state.seconds = timed(state.run, 1)
+    state.calls = min(MOST_CALLS, max(1, int(ROUND_SECONDS / state.seconds)))
+    return {"compile": compiled, "estimate": state.seconds, "calls": state.calls, **found}
+
+
+def round_(state: State) -> dict[str, Any]:
+    """Mean seconds of a call."""
+    if state.seconds < SHORT:
+        state.run()
+    return {"seconds": timed(state.run, state.calls)}
+
+
+def release(state: State) -> dict[str, Any]:
+    """Lets go of the case."""
+    state.run = lambda: None
+    return {}
+
+
+def grown(state: State, case: dict[str, Any]) -> dict[str, Any]:
+    """Growth of the peak of memory over its value before the first call, compilation included."""
+    from experiments.benchmarks import data, programs
+
+    memory.limit()
+    this = Case(**case)
+    program = programs.program(state.peer, this, data.make(this))
+    before = memory.peak()
+    program.compile()
+    for _ in range(2):
+        program.run()
+    return {"bytes": memory.peak() - before}
+
+
+def expect(state: State, case: dict[str, Any], path: str) -> dict[str, Any]:
+    """Writes the float64 answer."""
+    from experiments.benchmarks import exact
+
+    exact.write(Case(**case), Path(path))
+    return {}
+
+
+def sgemm(state: State, shape: list[int]) -> dict[str, Any]:
+    """GFLOP/s of one plain product."""
+    from experiments.benchmarks.sgemm import rate
+
+    m, k, n = shape
+    return {"rate": rate(state.peer.removeprefix("sgemm-"), (m, k, n))}
+
+
+REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "prepare": prepare,
+    "round": round_,
+    "release": release,
+    "memory": grown,
+    "expect": expect,
+    "sgemm": sgemm,
+}
+
+
+def timed(run: Callable[[], None], calls: int) -> float:
+    """Mean seconds of so many calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
+
+
+def pin(peer: str, threads: int) -> None:
+    """As many threads as every other peer has; what the environment cannot say is said here."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    if "torch" in peer:
+        import torch
+
+        torch.set_num_threads(threads)
+    if peer == "keras-tf":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def reason(error: Exception) -> str:
+    """The first line; with the type, unless it says no more."""
+    text = str(error).strip().splitlines() or ["no message"]
+    known = type(error).__name__ == "UnsupportedError"
+    return (text[0] if known else f"{type(error).__name__}: {text[0]}")[:200]
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    # Frameworks print: what they write to standard output goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    state = State(sys.argv[1])
+    pin(sys.argv[1], int(sys.argv[2]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = REQUESTS[request.pop("do")](state, **request)
+        except Exception as error:  # noqa: BLE001  whatever a framework raises is a result
+            answer = {"failed": reason(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

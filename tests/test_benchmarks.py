@@ -1,0 +1,454 @@
+"""The benchmark measures what it says: its cases, its checks, its rounds and its page."""
+
+import doctest
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.benchmarks import __main__ as command
+from experiments.benchmarks import cases, data, exact, fleet, measure, programs, report
+from experiments.benchmarks import statistics as stats
+from experiments.benchmarks.cases import CASES, Case, select
+from experiments.benchmarks.peers import OURS, PEERS
+from experiments.benchmarks.program import UnsupportedError
+
+TINY = {
+    "plain": Case("layer", "forward", "plain", 2, 5, 5, 2, 2, 4),
+    "causal": Case("layer", "forward", "causal", 2, 5, 5, 2, 2, 4),
+    "padded": Case("layer", "forward", "padded", 3, 5, 5, 2, 2, 4),
+    "gqa": Case("layer", "forward", "gqa", 2, 5, 5, 4, 2, 3),
+    "cross": Case("layer", "forward", "cross", 2, 5, 7, 2, 2, 4),
+    "decode": Case("core", "forward", "decode", 2, 1, 7, 4, 2, 3),
+}
+# Keras has one backend per process, and here it is JAX.
+HERE = [peer for peer in PEERS if peer != "keras-tf"]
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """JAX as users have it: the peers promote as they like."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# The cases.
+
+
+def test_names_are_unique_and_lead_back() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert Case(**json.loads(json.dumps(case.as_dict()))) == case
+        assert select([case.name]).count(case) == 1
+
+
+def test_cases_cover_what_is_promised() -> None:
+    layers = [case for case in CASES if case.scope == "layer"]
+    sizes = [case.B * case.T for case in layers if case.kind == "plain"]
+    assert (min(sizes), max(sizes)) == (64, 16384)
+    for direction in ("forward", "backward"):
+        there = [case for case in layers if case.direction == direction]
+        assert {case.kind for case in there} == {"plain", "causal", "padded", "gqa", "cross"}
+        assert {case.E for case in there} >= {256, 512, 1024}
+        assert {case.T for case in there} >= {77, 197, 333, 1023, 512, 2048, 4096, 16384}
+        assert {case.H for case in there} == {64, 80, 96}
+        assert any(case.B * case.N == 1 for case in there)
+    core = {case.kind for case in CASES if case.scope == "core"}
+    assert core == {"plain", "causal", "padded", "gqa", "cross", "decode"}
+    quick = select(quick=True)
+    assert {case.kind for case in quick} == core
+    assert {(case.scope, case.direction) for case in quick} >= {
+        ("layer", "forward"),
+        ("layer", "backward"),
+        ("core", "forward"),
+    }
+    assert len(quick) < len(CASES) / 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases_are_valid(case: Case) -> None:
+    assert case.N % case.K == 0
+    assert (case.kind == "gqa") <= (case.K < case.N)
+    assert case.kind in ("cross", "decode") or case.T == case.S
+    assert (case.kind == "decode") <= (case.T == 1)
+    assert (case.kind == "padded") <= (case.B > 1)
+    if case.lengths is not None:
+        assert len(case.lengths) == case.B
+        assert all(0 < length <= case.S for length in case.lengths)
+        assert max(case.lengths) > min(case.lengths) or case.kind == "decode"
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_work_is_counted_pair_by_pair(kind: str) -> None:
+    case = TINY[kind]
+    pairs = sum(
+        (kind != "causal" or s <= t) and (case.lengths is None or s < case.lengths[b])
+        for b in range(case.B)
+        for t in range(case.T)
+        for s in range(case.S)
+    )
+    core = 4 * case.N * case.H * pairs
+    assert replace(case, scope="core").flop == core
+    assert replace(case, scope="core", direction="backward").flop == 3.5 * core
+    rows = case.B * (case.T * 2 * case.N + case.S * 2 * case.K)  # through four kernels
+    layer = replace(case, scope="layer")
+    assert layer.flop == core + 2 * rows * case.E * case.H
+    assert replace(layer, direction="backward").flop == 3.5 * core + 6 * rows * case.E * case.H
+
+
+@pytest.mark.parametrize("module", [cases, report], ids=lambda module: module.__name__)
+def test_examples(module: Any) -> None:
+    assert doctest.testmod(module) == (0, 1 if module is report else 2)
+
+
+# The peers.
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_ours_and_torch_answer_every_kind(kind: str, tmp_path: Path, defaults: None) -> None:
+    direction: Any = "backward" if kind in ("causal", "padded") else "forward"
+    case = replace(TINY[kind], direction=direction)
+    for peer in (OURS, "torch-sdpa"):
+        found = errors(peer, case, tmp_path / "expected.npz")
+        assert found.keys() == {"error"} | (
+            {"gradient_error"} if direction == "backward" else set()
+        )
+        assert max(found.values()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["causal", "padded"])
+@pytest.mark.parametrize("peer", [peer for peer in HERE if peer not in (OURS, "torch-sdpa")])
+def test_every_peer_computes_the_same(peer: str, kind: str, tmp_path: Path, defaults: None) -> None:
+    both = kind == "padded" and peer != "torch-native"
+    direction: Any = "backward" if both else "forward"
+    case = replace(TINY[kind], direction=direction)
+    assert max(errors(peer, case, tmp_path / "expected.npz").values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("peer", "case", "reason"),
+    [
+        ("torch-native", replace(TINY["plain"], direction="backward"), "no gradient"),
+        ("torch-native", TINY["cross"], "does not take its native fast path"),
+        ("torch-weights", TINY["decode"], "see torch-sdpa"),
+        ("keras-tf", TINY["plain"], "runs on jax here"),
+    ],
+)
+def test_what_a_peer_cannot_is_said(
+    peer: str, case: Case, reason: str, tmp_path: Path, defaults: None
+) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        errors(peer, case, tmp_path / "expected.npz")
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"), [("rows", "error"), ("slope", "gradient_error"), ("nan", "error")]
+)
+def test_a_wrong_answer_is_not_timed(
+    changed: str, what: str, tmp_path: Path, defaults: None
+) -> None:
+    case, path = replace(TINY["causal"], direction="backward"), tmp_path / "expected.npz"
+    exact.write(case, path)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    if changed == "slope":
+        arrays["slope"] = arrays["slope"] * 1.01
+    else:
+        arrays["rows"][-1, -1, -1] += np.nan if changed == "nan" else 1e-2
+    np.savez(path, allow_pickle=False, **arrays)
+    inputs = data.make(case)
+    program = programs.program(OURS, case, inputs)
+    program.compile()
+    answer = program.answer(data.only_compared(case, inputs.cotangent))
+    with pytest.raises(ValueError, match=f"wrong answer: {what} "):
+        exact.errors(case, inputs, path, *answer)
+
+
+def errors(peer: str, case: Case, path: Path) -> dict[str, float]:
+    exact.write(case, path)
+    inputs = data.make(case)
+    program = programs.program(peer, case, inputs)
+    program.compile()
+    program.run()
+    answer = program.answer(data.only_compared(case, inputs.cotangent))
+    assert answer[0].shape == inputs.cotangent.shape
+    return exact.errors(case, inputs, path, *answer)
+
+
+# The processes.
+
+
+def test_a_worker_answers_and_its_end_is_a_result(tmp_path: Path) -> None:
+    case, path = TINY["padded"], tmp_path / "expected.npz"
+    exact.write(case, path)
+    with fleet.Fleet(threads=1) as workers:
+        worker = workers[OURS]
+        ready = worker.ask("prepare", case=case.as_dict(), expected=str(path))
+        assert 0 < ready["error"] < 1e-5
+        assert ready["calls"] >= 1
+        assert ready["compile"] > 0
+        assert worker.ask("round")["seconds"] > 0
+        assert worker.ask("memory", case=case.as_dict())["bytes"] >= 0
+        failed = worker.ask("prepare", case=case.as_dict(), expected="nowhere.npz")["failed"]
+        assert failed.startswith("FileNotFoundError")
+        assert worker.process is not None
+        worker.process.kill()
+        worker.process.wait()
+        assert "ended with code -9" in worker.ask("round")["failed"]
+        assert worker.ask("release") == {}
+
+
+def test_the_parent_is_light() -> None:
+    """Children inherit the size of their parent, and its threads would disturb them."""
+    heavy = "{'jax', 'torch', 'tensorflow', 'keras', 'flax', 'matplotlib'}"
+    code = f"import sys, experiments.benchmarks.__main__\nprint({heavy} & set(sys.modules))"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=fleet.ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+# The rounds.
+
+
+class Script:
+    """A fleet that writes down what it is asked, and answers from a script."""
+
+    def __init__(self, rates: list[float]) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.rates = rates
+
+    def __enter__(self) -> "Script":  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getitem__(self, peer: str) -> Any:
+        return _Actor(self, peer)
+
+    def answer(self, peer: str, do: str, request: dict[str, Any]) -> dict[str, Any]:
+        if do == "sgemm":
+            square = request["shape"] == (1024, 1024, 1024)
+            return {"rate": (self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]) * square}
+        self.asked.append((peer, do))
+        if peer == "broken" and do == "prepare":
+            return {"failed": "cannot"}
+        if peer == "dying" and do == "round":
+            return {"failed": "ended"}
+        slow = 100.0 if peer == "slow" else 0.1
+        return {"estimate": slow, "seconds": 1.0, "compile": 0.5, "error": 1e-7}
+
+
+class _Actor:
+    def __init__(self, script: Script, peer: str) -> None:
+        self.script, self.peer = script, peer
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        return self.script.answer(self.peer, do, request)
+
+
+def run_script(
+    monkeypatch: pytest.MonkeyPatch, peers: list[str], rates: list[float], case: Case
+) -> tuple[Script, dict[str, Any]]:
+    script = Script(rates)
+    monkeypatch.setattr(measure, "Fleet", lambda threads: script)
+    results = measure.measure([case], peers, rounds=4, threads=1, backends=["xla"])
+    return script, results["cases"][0]
+
+
+def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(TINY["plain"], scope="core")
+    peers = ["a", "broken", "b", "dying", "slow"]
+    script, entry = run_script(monkeypatch, peers, [100.0], case)
+    turns = [peer for peer, do in script.asked if do == "round"]
+    assert turns == ["a", "b", "dying", "slow", *["a", "b", "slow"] * 2, "a", "b"]
+    assert entry["peers"]["broken"] == {"failed": "cannot"}
+    assert entry["peers"]["dying"]["failed"] == "ended"
+    assert entry["peers"]["a"] == {"error": 1e-7, "compile": 0.5, "seconds": [1.0] * 4}
+    assert len(entry["peers"]["slow"]["seconds"]) == 3
+    assert list(entry["peers"]) == peers
+    assert not entry["noisy"]
+
+
+@pytest.mark.parametrize(
+    ("rates", "attempts", "noisy"),
+    [
+        ([100.0, 100.0, 80.0], 1, False),  # 1.25x
+        ([100.0, 100.0, 70.0, 100.0, 99.0], 2, False),
+        ([100.0, 100.0, 70.0, 100.0, 70.0], 2, True),
+        ([70.0, 70.0, 70.0, 100.0], 1, False),
+    ],
+)
+def test_a_disturbed_case_is_repeated_and_marked(
+    rates: list[float], attempts: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(TINY["plain"], scope="core")
+    _, entry = run_script(monkeypatch, ["a"], rates, case)
+    assert (entry["attempts"], entry["noisy"]) == (attempts, noisy)
+
+
+# The page.
+
+
+def stored() -> dict[str, Any]:
+    """Results of two cases: jaxmha twice as fast as torch, four times as fast as Flax."""
+
+    def entry(case: Case) -> dict[str, Any]:
+        found = {
+            OURS: {"seconds": [0.9, 1.0, 1.4], "compile": 0.5, "error": 1e-7, "memory": 2**20},
+            "torch-sdpa": {"seconds": [2.0, 2.0], "compile": 1e-6, "error": 2e-7},
+            "flax-nnx": {"seconds": [4.0, 4.0, 4.0], "error": 3e-7, "memory": 2**23},
+            "flax-linen": {"failed": "no | memory"},
+        }
+        return {
+            "name": case.name,
+            "case": case.as_dict(),
+            "gflop": 50.0,
+            "sgemm": {"xla": 100.0, "torch": 150.0},
+            "noisy": case.T < 512,
+            "peers": found,
+        }
+
+    present = (OURS, "torch-sdpa", "flax-nnx", "flax-linen", "keras-tf")
+    return {
+        "question": "How fast?",
+        "command": "bench",
+        "selection": "quick",
+        "date": "2026-01-02",
+        "seconds": 120,
+        "machine": {
+            "processor": "P",
+            "instructions": ["avx2"],
+            "cores": 2,
+            "memory_gib": 3,
+            "system": "S",
+        },
+        "versions": {"jax": "1", "torch": "2"},
+        "threads": 2,
+        "rounds": 3,
+        "sgemm": {"xla": 100.0, "torch": 200.0},
+        "peers": {
+            peer: {"about": "x", "absent": "not installed: keras" if peer == "keras-tf" else None}
+            for peer in present
+        },
+        "cases": [entry(c) for c in select(["layer-forward-plain-B1-T2048-E512", "B8-T128-E512"])],
+    }
+
+
+def test_numbers_of_the_page() -> None:
+    entry = stored()["cases"][0]
+    assert stats.time_of(entry, OURS) == 1.0
+    assert stats.spread_of(entry, OURS) == pytest.approx(0.25)
+    assert stats.relative(entry, stats.OTHERS) == 0.5
+    assert stats.relative(entry, ["flax-nnx", "flax-linen"]) == 0.25
+    assert stats.relative(entry, ["flax-linen", "keras-tf"]) is None
+    assert stats.speed_of(entry, "torch-sdpa") == 25.0
+    assert stats.memory_relative(entry, ["flax-nnx", "torch-sdpa"]) == 0.125
+    assert stats.gap_to_torch(entry) == (0.5, 1.5, 0.5 / 1.5)
+    assert stats.mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_page_holds_everything() -> None:
+    results = stored()
+    text = report.page(results, "quick.png")
+    times = report.times(results).splitlines()
+    assert times[0].endswith("| jaxmha | torch-sdpa | flax-linen | flax-nnx |")
+    large = next(line for line in times if "T2048" in line)
+    assert large.endswith("| 1e+03 | 25% | 50 | 50% | 12% | **1.00** | 2.00* | – | 4.00 |")
+    assert [("~" in line) for line in times[2:]] == [entry["noisy"] for entry in results["cases"]]
+    failures = report.failures(results)
+    assert "| keras-tf | not installed: keras | all |" in failures
+    assert "| flax-linen | no \\| memory |" in failures
+    assert "(**not installed: keras**)" in text
+    for title in (report.TIME, report.GAP, report.COMPILATION, report.MEMORY, report.ERROR):
+        assert title in text
+    assert (
+        "| layer, forward, T >= 512 / fastest peer | 1 | 0.50 (aim 0.90) | 0.50 (aim 1.05)" in text
+    )
+    results["cases"][0]["peers"][OURS]["seconds"] = [3.0] * 3
+    results["cases"][1]["peers"][OURS]["seconds"] = [3.0] * 3
+    assert "| **1.50** (aim 0.90) | **1.50** (aim 1.05) |" in report.summary(results)
+
+
+def test_writing_makes_four_things(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.MARKS[0]}old\n{report.MARKS[1]}\nafter\n")
+    report.write(stored(), tmp_path / "results", readme)
+    made = {path.name for path in (tmp_path / "results").iterdir()}
+    assert made == {"quick.json", "quick.md", "quick.png"}
+    assert json.loads((tmp_path / "results" / "quick.json").read_text()) == stored()
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- benchmarks -->\n| jaxmha relative to")
+    assert text.endswith("(results/quick.png)\n<!-- /benchmarks -->\nafter\n")
+
+
+@pytest.mark.parametrize(
+    "name", sorted({"quick", *(path.stem for path in report.RESULTS.glob("*.json"))})
+)
+def test_committed_pages_are_of_the_committed_numbers(name: str) -> None:
+    path = report.RESULTS / f"{name}.json"
+    results = json.loads(path.read_text())
+    assert path.with_suffix(".md").read_text() == report.page(results, f"{path.stem}.png")
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    if path.stem == "quick":
+        place = path.parent.relative_to(report.README.parent)
+        part = report.readme_part(results, f"{place}/quick.md", f"{place}/quick.png")
+        text = report.README.read_text()
+        assert report.filled(text, part) == text, "python -m experiments.benchmarks.report"
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--case nothing", "--case 'nothing' matches none of"),
+        ("--peer theano", "--peer 'theano' is unknown: it may be jaxmha, torch-sdpa,"),
+        ("--rounds 0", "--rounds must be between 1 and 1000, got 0"),
+        ("--threads 9999", "--threads must be between 1 and"),
+        ("--write --peer jaxmha", "--write stores whole selections"),
+    ],
+)
+def test_wrong_arguments_give_one_message(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.parsed(arguments.split())
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(message)
+    assert printed.err.count("\n") == 1
+
+
+def test_a_peer_that_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PEERS["torch-sdpa"]._replace(packages=("nowhere",))
+    assert gone.absent == "not installed: nowhere"
+    monkeypatch.setitem(PEERS, "torch-sdpa", gone)
+    asked: dict[str, Any] = {}
+
+    def pretend(cases: Any, peers: list[str], **options: Any) -> dict[str, Any]:
+        asked.update(options, peers=peers)
+        return {"sgemm": {}, "cases": []}
+
+    monkeypatch.setattr(measure, "measure", pretend)
+    results = command.collect(command.parsed(["--full"]), "bench")
+    assert results["peers"]["torch-sdpa"]["absent"] == "not installed: nowhere"
+    assert "torch-sdpa" not in asked["peers"]
+    assert asked["backends"] == ["xla"]
+    assert (results["selection"], results["rounds"]) == ("full", 7)
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.parsed(["--help"])
+    assert stopped.value.code == 0
+    assert "--case layer-*-causal --peer jaxmha" in capsys.readouterr().out
