@@ -89,11 +89,11 @@ def emptied_by_bias(actual: NDArray, made: list[Masks], value: NDArray) -> NDArr
     return actual
 
 
-def flat(array: NDArray) -> NDArray:
+def flat(array: NDArray) -> Any:
     """`(C, B, ...)` as `(C * B, ...)`: heads have one batch axis."""
     return np.reshape(array, (-1, *array.shape[2:]))
 
 
-def repeated(count: int, *arrays: NDArray) -> list[NDArray]:
+def repeated(count: int, *arrays: NDArray) -> list[Any]:
     """Each array as `(count, *shape)`."""
     return [np.broadcast_to(array, (count, *array.shape)) for array in arrays]

@@ -62,10 +62,10 @@ MASKS = (None, *(f"{name} {dtype}" for name in SHAPES for dtype in DTYPES))
 BIASES = (None, "TS", "NTS", "BNTS", "BNTS inf")
 QUERY, VALUE = numbers(B, T, D), numbers(B, S, D, seed=1)
 HEADS = [numbers(B, T, N, H), numbers(B, S, N, H, seed=1), numbers(B, S, N, H, seed=2)]
-PARAMS = MHAParams(
-    *[Projection(0.3 * numbers(D, N, H, seed=i), 0.3 * numbers(N, H, seed=i)) for i in range(3)],
-    out=Projection(0.3 * numbers(N, H, D), 0.3 * numbers(D)),
-)
+_PROJECTIONS: Any = [
+    Projection(0.3 * numbers(D, N, H, seed=i), 0.3 * numbers(N, H, seed=i)) for i in range(3)
+] + [Projection(0.3 * numbers(N, H, D), 0.3 * numbers(D))]
+PARAMS = MHAParams(*_PROJECTIONS)
 
 
 def mask_of(form: str | None) -> NDArray | None:
@@ -123,12 +123,12 @@ def compare(path: str, made: list[Masks], expected: list[Any], what: list[str]) 
     """Whole layers, or heads where the expected outputs have four axes."""
     semantics = Semantics.flax("fused" if path == "nnx fast" else "weights")
     if expected[0].ndim == 3:
-        inputs = repeated(len(made), QUERY, VALUE)
-        actual = multi_head_attention(PARAMS, *inputs, semantics=semantics, **stacked(made))
+        inputs: Any = repeated(len(made), QUERY, VALUE)
+        actual: Any = multi_head_attention(PARAMS, *inputs, semantics=semantics, **stacked(made))
         actual = np.asarray(actual)
     else:
         inputs = map(flat, repeated(len(made), *HEADS))
-        masks = {name: flat(array) for name, array in stacked(made).items()}
+        masks: Any = {name: flat(array) for name, array in stacked(made).items()}
         actual = dot_product_attention(*inputs, fully_masked=semantics.fully_masked, **masks)
         actual = np.reshape(actual, (len(made), *expected[0].shape))
         actual = emptied_by_bias(actual, made, HEADS[2])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ MASKS = (None, *SHAPES, "BNTS")
 BIASES = (None, "TS", "BNTS", "BNTS inf")
 WINDOWS = (None, 2, (1, 3))
 SIZES: Any = {"batch_size": B, "query_length": T, "key_length": S}
-INPUTS = [numbers(B, T, N, H), numbers(B, S, 1, H, seed=1), numbers(B, S, 1, H, seed=2)]
+INPUTS: Any = [numbers(B, T, N, H), numbers(B, S, 1, H, seed=1), numbers(B, S, 1, H, seed=2)]
 
 
 def boolean(form: str | None) -> NDArray | None:
@@ -69,9 +70,12 @@ def additive(form: str | None) -> NDArray | None:
 
 def live(arguments: dict[str, Any]) -> Any:
     """Not jitted: every combination would be a program of its own."""
-    arrays = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    arrays: dict[str, Any] = {
+        k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
+    }
+    run: Any = jax.nn.dot_product_attention
     with foreign():
-        return jax.nn.dot_product_attention(*map(jnp.asarray, INPUTS), **arrays)
+        return run(*map(jnp.asarray, INPUTS), **arrays)
 
 
 def compare(made: list[Masks], expected: list[Any], what: list[str]) -> None:
@@ -81,7 +85,8 @@ def compare(made: list[Masks], expected: list[Any], what: list[str]) -> None:
     lengths = [None if mask is None else mask.query_lengths for mask, _ in made]
     rows = np.stack([np.full(B, T) if x is None else np.asarray(x) for x in lengths])
     preset = Semantics.jax()
-    actual = dot_product_attention(
+    ours: Any = dot_product_attention
+    actual = ours(
         *inputs,
         **{name: flat(array) for name, array in stacked(made).items()},
         query_seq_lengths=flat(rows.astype(np.int32)),
@@ -136,16 +141,18 @@ def test_structure_is_kept() -> None:
 
 def test_unbatched_and_jit() -> None:
     """A mask of fewer axes means the same without a batch; imported masks pass through jit."""
-    inputs = [x[0] for x in INPUTS]
+    inputs: Any = [x[0] for x in INPUTS]
     for form in ("S", "TS", "NTS"):
         mask, _ = import_masks(mask=boolean(form), is_causal=True)
-        run = jax.jit(lambda *x, mask: dot_product_attention(*x, mask=mask, fully_masked="mean"))
+        ours: Any = dot_product_attention
+        run = jax.jit(partial(ours, fully_masked="mean"))
         with foreign():
             given = jnp.asarray(boolean(form))
-            expected = jax.nn.dot_product_attention(*inputs, mask=given, is_causal=True)
+            live_function: Any = jax.nn.dot_product_attention
+            expected = live_function(*inputs, mask=given, is_causal=True)
         for actual in (
             run(*inputs, mask=mask),
-            dot_product_attention(*inputs, mask=mask, fully_masked="mean"),
+            ours(*inputs, mask=mask, fully_masked="mean"),
         ):
             assert_close(np.asarray(actual), np.asarray(expected), form, factor=FACTOR)
 
