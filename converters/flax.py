@@ -12,6 +12,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.masks import flax as _masks
 from jaxmha.converters.refusals import refuse_sizes
 from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
@@ -44,6 +45,7 @@ _NNX_TIES = {
     "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")
 }
 import_params, export_params = verbs(LAYOUTS)
+import_masks, export_masks = _masks.import_masks, _masks.export_masks
 
 
 def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantics]:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.refusals import one_dtype
 from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
@@ -85,6 +86,8 @@ IN_FILE = {
     GROUPED.name: (GROUPED_FILE, "grouped_query_attention"),
 }
 import_params, export_params = verbs(LAYOUTS)
+import_masks, export_masks = _masks.import_masks, _masks.export_masks
+implicit_masks = _masks.implicit_masks
 
 
 def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantics]:

@@ -39,7 +39,8 @@ def interface(implementation: str, mask: NDArray | None) -> NDArray:
 
 def ours(mask: Mask | None, bias: NDArray | None, fully_masked: Any = "mean") -> NDArray:
     added = None if bias is None else bias.astype(np.float32)
-    out = dot_product_attention(*HEADS, mask=mask, bias=added, fully_masked=fully_masked)
+    query, key, value = HEADS
+    out = dot_product_attention(query, key, value, added, mask, fully_masked=fully_masked)
     return np.asarray(out)
 
 
