@@ -202,7 +202,7 @@ def test_a_worker_answers_and_its_end_is_a_result(tmp_path: Path) -> None:
         worker.process.kill()
         worker.process.wait()
         assert "ended with code -9" in worker.ask("round")["failed"]
-        assert worker.ask("release") == {}
+        assert "nothing is prepared" in worker.ask("round")["failed"]
 
 
 def test_the_parent_is_light() -> None:
@@ -219,6 +219,8 @@ def test_the_parent_is_light() -> None:
 
 class Script:
     """A fleet that writes down what it is asked, and answers from a script."""
+
+    blind = False
 
     def __init__(self, rates: list[float]) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -238,6 +240,8 @@ class Script:
             square = request["shape"] == (1024, 1024, 1024)
             return {"rate": (self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]) * square}
         self.asked.append((peer, do))
+        if peer == "oracle":
+            return {"failed": "no memory"} if self.blind else {}
         if peer == "broken" and do == "prepare":
             return {"failed": "cannot"}
         if peer == "dying" and do == "round":
@@ -259,7 +263,7 @@ def run_script(
 ) -> tuple[Script, dict[str, Any]]:
     script = Script(rates)
     monkeypatch.setattr(measure, "Fleet", lambda threads: script)
-    results = measure.measure([case], peers, rounds=4, threads=1, backends=["xla"])
+    results = measure.measure([case], peers, rounds=4, budget=60.0, threads=1, backends=["xla"])
     return script, results["cases"][0]
 
 
@@ -275,6 +279,23 @@ def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(entry["peers"]["slow"]["seconds"]) == 3
     assert list(entry["peers"]) == peers
     assert not entry["noisy"]
+
+
+def test_what_dies_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(TINY["plain"], scope="core")
+    rates = [100.0, 100.0, 70.0, 100.0, 100.0]
+    script, entry = run_script(monkeypatch, ["a", "dying"], rates, case)
+    assert script.asked.count(("a", "round")) == 8
+    assert script.asked.count(("dying", "round")) == 1
+    assert entry["peers"]["dying"] == {"failed": "ended"}
+    assert entry["attempts"] == 2
+
+
+def test_nothing_is_timed_without_a_float64_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Script, "blind", True)
+    script, entry = run_script(monkeypatch, ["a"], [100.0], replace(TINY["plain"], scope="core"))
+    assert entry["peers"]["a"]["failed"].startswith("no float64 answer to compare with: no memory")
+    assert script.asked == [("oracle", "expect")]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
 ROUNDS = {"quick": 5, "full": 7, "chosen": 7}
+BUDGET = {"quick": 4.0, "full": 60.0, "chosen": 60.0}
 
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
@@ -99,6 +100,7 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
             chosen.cases,
             [peer for peer in peers if not PEERS[peer].absent],
             rounds=rounds,
+            budget=BUDGET[selection],
             threads=threads,
             backends=[b for b in sgemm.BACKENDS if b == "xla" or not PEERS["torch-sdpa"].absent],
             memory=lambda case: case.measures_memory and (full or case.direction == "backward"),

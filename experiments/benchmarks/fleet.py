@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from experiments.benchmarks.peers import PEERS
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0
+# The line of a crash that says why; the last one is some frame of a stack.
+CAUSE = re.compile(r"^F\d{4}|terminate called|bad_alloc|[Oo]ut of memory|[Cc]annot allocate")
 
 
 class Worker:
@@ -68,8 +71,11 @@ class Worker:
         code = self.process.wait()
         self.stop()
         self.messages.seek(0)
-        last = (self.messages.read().strip().splitlines() or ["no message"])[-1]
-        return {"failed": f"the process ended with code {code}: {last[:160]}"}
+        lines = self.messages.read().strip().splitlines() or ["no message"]
+        line = next(filter(CAUSE.search, lines), lines[-1])
+        self.messages.seek(0)  # the position is the process's too
+        self.messages.truncate()
+        return {"failed": f"the process ended with code {code}: {line[:160]}"}
 
 
 class Fleet:

@@ -167,8 +167,10 @@ def failures(results: dict[str, Any]) -> str:
             reasons[name, peer["absent"]] = ["all"]
     for entry in results["cases"]:
         for peer, found in entry["peers"].items():
-            if "failed" in found:
-                reasons.setdefault((peer, found["failed"]), []).append(f"`{entry['name']}`")
+            for key, prefix in (("failed", ""), ("memory_failed", "memory: ")):
+                if key in found:
+                    reason = prefix + found[key]
+                    reasons.setdefault((peer, reason), []).append(f"`{entry['name']}`")
     rows = [
         [peer, reason.replace("|", "\\|"), ", ".join(cases)]
         for (peer, reason), cases in reasons.items()

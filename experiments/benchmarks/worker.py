@@ -27,7 +27,7 @@ class State:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self.run: Callable[[], None] = lambda: None
+        self.run: Callable[[], None] | None = None
         self.calls, self.seconds = 1, 0.0
 
 
@@ -44,15 +44,16 @@ def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]
     compiled = time.perf_counter() - start
     answer = program.answer(data.only_compared(this, inputs.cotangent))
     found = exact.errors(this, inputs, Path(expected), *answer)
-    state.run = program.run
-    state.run()
-    state.seconds = timed(state.run, 1)
+    program.run()
+    state.run, state.seconds = program.run, timed(program.run, 1)
     state.calls = min(MOST_CALLS, max(1, int(ROUND_SECONDS / state.seconds)))
     return {"compile": compiled, "estimate": state.seconds, "calls": state.calls, **found}
 
 
 def round_(state: State) -> dict[str, Any]:
     """Mean seconds of a call."""
+    if state.run is None:
+        raise RuntimeError("nothing is prepared")
     if state.seconds < SHORT:
         state.run()
     return {"seconds": timed(state.run, state.calls)}
@@ -60,7 +61,7 @@ def round_(state: State) -> dict[str, Any]:
 
 def release(state: State) -> dict[str, Any]:
     """Lets go of the case."""
-    state.run = lambda: None
+    state.run = None
     return {}
 
 
