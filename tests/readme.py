@@ -2,9 +2,11 @@
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 from jaxmha.converters import blocks
+from jaxmha.semantics import PATHS
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,9 +47,47 @@ def layouts() -> str:
     return "\n".join(lines)
 
 
+# Module of the masks, what it is in words, and its rows of semantics.PATHS.
+MASKS = (
+    ("torch", "torch `nn.MultiheadAttention`", "torch"),
+    ("sdpa", "torch SDPA", "torch_sdpa"),
+    ("keras", "Keras MHA, GQA", "keras"),
+    ("flax", "Flax linen, nnx", "flax"),
+    ("jax", "`jax.nn`", "jax"),
+    ("huggingface", "transformers", ""),
+)
+
+
+def masks() -> str:
+    """Every mask argument of every framework, from the tables of `converters/masks`."""
+    lines = [
+        "| framework | argument | True means | other dtypes | axes | row with nothing left |",
+        "|---|---|---|---|---|---|",
+    ]
+    for module, name, paths in MASKS:
+        answers = {path: row.fully_masked for path, row in PATHS.get(paths, {}).items()}
+        empty = ", ".join(f"{path}: {answer}" for path, answer in answers.items())
+        if len(set(answers.values())) == 1:
+            empty = next(iter(answers.values()))
+        for row in import_module(f"jaxmha.converters.masks.{module}").ARGUMENTS:
+            lengths = row.field.endswith("lengths")
+            means = "attend" if row.keep else "**blocked**"
+            means = "–" if lengths or row.name == "bias" else means
+            other = {
+                "nonzero": "nonzero is True",
+                "added": "floats are added",
+                "refused": "refused",
+            }
+            axes = "<br>".join(f"`{axes}`" for axes in row.axes)
+            cells = (means, "integers" if lengths else other[row.other], axes, empty or "mean, 0")
+            lines.append(f"| {name} | `{row.name}` | {' | '.join(cells)} |")
+            name = ""
+    return "\n".join(lines)
+
+
 def filled(text: str) -> str:
     """The README with every generated part as it should be."""
-    for name, part in (("demo", demo()), ("layouts", layouts())):
+    for name, part in (("demo", demo()), ("layouts", layouts()), ("masks", masks())):
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, rest = text.split(start)
         text = f"{before}{start}{part}\n{end}{rest.split(end)[1]}"
