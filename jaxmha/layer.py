@@ -15,7 +15,8 @@ from jaxmha.arrays import Array
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
 from jaxmha.implementations import forward_mode
-from jaxmha.implementations.request import accumulation_dtype, allowed_pairs
+from jaxmha.implementations.pairs import live_positions
+from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, check, leaves
 from jaxmha.products import matmul
@@ -121,7 +122,7 @@ def _multi_head_attention(
     structure = as_mask(mask) & (Mask.causal() if is_causal else Mask())
     mask = extra_positions.widen_mask(structure, extra, batch, sizes)
     bias = extra_positions.widen_bias(bias, extra, batch, sizes)
-    inputs = _drop_dead(inputs, mask, bias, sizes["S"], extra, semantics.fully_masked)
+    inputs = _drop_dead(inputs, mask, bias, sizes["N"], sizes["S"], extra, semantics.fully_masked)
     q, k, v = (jnp.asarray(x) for x in project(params, *inputs, semantics=semantics))
     result = attend(
         q,
@@ -245,18 +246,20 @@ def _drop_dead(
     inputs: Sequence[jax.Array],
     mask: Mask,
     bias: jax.Array | None,
+    N: int,
     S: int,
     extra: int,
     fully_masked: str,
 ) -> tuple[jax.Array, ...]:
     """Zeroes positions that no pair uses: 0 * NaN would reach the gradients of the kernels."""
     query, key, value = inputs
-    allowed = allowed_pairs(mask, bias, query.shape[1], S + extra)
-    if allowed is None:
-        return query, key, value
-    query_lives = allowed.any((1, 3))[..., None]
-    key_lives = allowed.any((1, 2))[:, :S, None]
-    query, key = jnp.where(query_lives, query, 0.0), jnp.where(key_lives, key, 0.0)
-    if fully_masked != "mean":  # the mean reads every value
-        value = jnp.where(key_lives, value, 0.0)
+    B, T, _ = query.shape
+    queries, keys = live_positions(mask, bias, B, N, T, S + extra)
+    if queries is not None:
+        query = jnp.where(queries[..., None], query, 0.0)
+    if keys is not None:
+        there = keys[:, :S, None]
+        key = jnp.where(there, key, 0.0)
+        if fully_masked != "mean":  # the mean reads every value
+            value = jnp.where(there, value, 0.0)
     return query, key, value

@@ -70,7 +70,7 @@ def attend(request: Request) -> Result:
     if 0 in (B, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
-        conditions = pairs.of_request(request)
+        conditions = pairs.of_mask(request.mask, T, S)
         below, above = pairs.bounds(conditions)
         plan = blocks.plan(
             B, K, N // K, T, S, below=below, above=above, itemsize=accumulate.itemsize,

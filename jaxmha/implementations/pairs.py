@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.implementations import blocks
 from jaxmha.implementations.blocks import Plan
-from jaxmha.implementations.request import Request
+from jaxmha.implementations.request import allowed_pairs
+from jaxmha.mask import Mask
 
 
 class Pairs(NamedTuple):
@@ -34,9 +36,8 @@ class Pairs(NamedTuple):
     array: jax.Array | None
 
 
-def of_request(request: Request) -> Pairs:
+def of_mask(mask: Mask, T: int, S: int) -> Pairs:
     """Collects the conditions; lengths become conditions on rows and keys alone."""
-    mask, T, S = request.mask, request.query.shape[1], request.key.shape[1]
     there: list[jax.Array | None] = []
     for lengths, padding, size in (
         (mask.query_lengths, mask.query_padding, T),
@@ -68,6 +69,18 @@ def bounds(pairs: Pairs) -> tuple[int | None, int | None]:
     return left, min(sides) if sides else None
 
 
+def live_positions(
+    mask: Mask, bias: jax.Array | None, B: int, N: int, T: int, S: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Queries `b T` and keys `b S` that some pair of some head uses; None: all of them."""
+    if not all(isinstance(size, int) and size for size in (B, T, S)):
+        found = allowed_pairs(mask, bias, T, S)
+        return (None, None) if found is None else (found.any((1, 3)), found.any((1, 2)))
+    plan = blocks.plan(B, N, 1, T, S, platform=jax.default_backend())
+    rows, keys = live(of_mask(mask, T, S), bias, plan)
+    return tuple(None if x is None else x.any(1) for x in (rows, keys))  # type: ignore[return-value]
+
+
 def live(
     pairs: Pairs, bias: jax.Array | None, plan: Plan
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -75,22 +88,30 @@ def live(
     if bias is None and pairs == Pairs(None, (None, None), None, None, None, None):
         return None, None
     if bias is None and pairs.segments is None and pairs.array is None:
-        return _live_intervals(pairs, plan)
+        rows, keys = _live_intervals(pairs, plan)
+        return _unless_all(rows), _unless_all(keys)
     return _live_blocks(pairs, bias, plan)
 
 
-def _live_intervals(pairs: Pairs, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Without ids and arrays a row sees an interval of the keys that are there, and vice versa."""
+def _live_intervals(pairs: Pairs, plan: Plan) -> tuple[Any, Any]:
+    """Without ids and arrays a row sees an interval of the keys that are there, and vice versa.
+
+    What is static stays NumPy.
+    """
     below, above = pairs.window
-    i, j = jnp.arange(plan.T).reshape(1, plan.T), jnp.arange(plan.S).reshape(1, plan.S)
-    start = jnp.zeros_like(i) if below is None else i - below
-    stop = jnp.full_like(i, plan.S) if above is None else i + above + 1
-    first = jnp.zeros_like(j) if above is None else j - above
-    last = jnp.full_like(j, plan.T) if below is None else j + below + 1
-    if pairs.above is not None:
-        offset = jnp.asarray(pairs.above, i.dtype).reshape(-1, 1)
-        stop = jnp.minimum(stop, i + offset + 1)
-        first = jnp.maximum(first, j - offset)
+    i, j = np.arange(plan.T).reshape(1, plan.T), np.arange(plan.S).reshape(1, plan.S)
+    start: Any = np.zeros_like(i) if below is None else i - below
+    stop: Any = np.full_like(i, plan.S) if above is None else i + above + 1
+    first: Any = np.zeros_like(j) if above is None else j - above
+    last: Any = np.full_like(j, plan.T) if below is None else j + below + 1
+    if isinstance(pairs.above, int):
+        stop = np.minimum(stop, i + pairs.above + 1)
+        first = np.maximum(first, j - pairs.above)
+    elif pairs.above is not None:
+        start, stop, first, last = (jnp.asarray(x) for x in (start, stop, first, last))
+        offset = jnp.asarray(pairs.above, stop.dtype).reshape(-1, 1)
+        stop = jnp.minimum(stop, jnp.asarray(i + 1) + offset)
+        first = jnp.maximum(first, jnp.asarray(j) - offset)
     rows = _any_between(pairs.keys, start, stop, plan.S)
     keys = _any_between(pairs.rows, first, last, plan.T)
     rows = rows if pairs.rows is None else rows & pairs.rows
@@ -98,13 +119,17 @@ def _live_intervals(pairs: Pairs, plan: Plan) -> tuple[jax.Array, jax.Array]:
     return rows[:, None], keys[:, None]
 
 
-def _any_between(
-    there: jax.Array | None, start: jax.Array, stop: jax.Array, size: int
-) -> jax.Array:
+def _unless_all(there: Any) -> jax.Array | None:
+    """None where it is known that all are there."""
+    return None if isinstance(there, np.ndarray) and there.all() else jnp.asarray(there)
+
+
+def _any_between(there: jax.Array | None, start: Any, stop: Any, size: int) -> Any:
     """Whether any position from `start` to `stop` is there."""
-    start, stop = jnp.clip(start, 0, size), jnp.clip(stop, 0, size)
+    start, stop = start.clip(0, size), stop.clip(0, size)
     if there is None:
         return stop > start
+    start, stop = jnp.asarray(start), jnp.asarray(stop)
     counts = jnp.pad(jnp.cumsum(there.astype(start.dtype), 1), ((0, 0), (1, 0)))
     b = max(counts.shape[0], start.shape[0])
     counts, start, stop = (jnp.broadcast_to(x, (b, x.shape[1])) for x in (counts, start, stop))
