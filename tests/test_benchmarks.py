@@ -373,6 +373,7 @@ def test_numbers_of_the_page() -> None:
     assert stats.speed_of(entry, "torch-sdpa") == 25.0
     assert stats.memory_relative(entry, ["flax-nnx", "torch-sdpa"]) == 0.125
     assert stats.gap_to_torch(entry) == (0.5, 1.5, 0.5 / 1.5)
+    assert stats.to_products(entry) == 2.0
     assert stats.mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
@@ -406,7 +407,7 @@ def test_writing_makes_four_things(tmp_path: Path) -> None:
     assert made == {"quick.json", "quick.md", "quick.png"}
     assert json.loads((tmp_path / "results" / "quick.json").read_text()) == stored()
     text = readme.read_text()
-    assert text.startswith("before\n<!-- benchmarks -->\n| jaxmha relative to")
+    assert text.startswith("before\n<!-- benchmarks -->\n| jaxmha / what")
     assert text.endswith("(results/quick.png)\n<!-- /benchmarks -->\nafter\n")
 
 

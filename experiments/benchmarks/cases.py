@@ -174,7 +174,7 @@ def select(patterns: Sequence[str] = (), *, quick: bool = False) -> list[Case]:
         if not any(_matches(case, pattern) for case in pool):
             raise ValueError(
                 f"--case {pattern!r} matches none of {len(pool)} cases: names look like "
-                f"{pool[0].name!r}; --list prints them all"
+                f"{pool[0].name!r}; --full --list prints them all"
             )
     return [case for case in pool if not patterns or any(_matches(case, p) for p in patterns)]
 

@@ -105,7 +105,7 @@ def summary(results: dict[str, Any]) -> str:
                 f"`{worst}`",
             ]
         )
-    return table(["jaxmha relative to", "cases", "mean", "worst", "worst case"], rows)
+    return table(["jaxmha / what", "cases", "mean", "worst", "worst case"], rows)
 
 
 def times(results: dict[str, Any]) -> str:
