@@ -1,0 +1,120 @@
+"""The benchmark's page says what the stored numbers say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.benchmarks import report
+from experiments.benchmarks import statistics as stats
+from experiments.benchmarks.cases import Case, select
+from experiments.benchmarks.peers import OURS
+
+
+def stored() -> dict[str, Any]:
+    """Results of two cases: jaxmha twice as fast as torch, four times as fast as Flax."""
+
+    def entry(case: Case) -> dict[str, Any]:
+        found = {
+            OURS: {"seconds": [0.9, 1.0, 1.4], "compile": 0.5, "error": 1e-7, "memory": 2**20},
+            "torch-sdpa": {"seconds": [2.0, 2.0], "compile": 1e-6, "error": 2e-7},
+            "flax-nnx": {"seconds": [4.0, 4.0, 4.0], "error": 3e-7, "memory": 2**23},
+            "flax-linen": {"failed": "no | memory"},
+        }
+        return {
+            "name": case.name,
+            "case": case.as_dict(),
+            "gflop": 50.0,
+            "sgemm": {"xla": 100.0, "torch": 150.0},
+            "noisy": case.T < 512,
+            "peers": found,
+        }
+
+    present = (OURS, "torch-sdpa", "flax-nnx", "flax-linen", "keras-tf")
+    return {
+        "question": "How fast?",
+        "command": "bench",
+        "selection": "quick",
+        "date": "2026-01-02",
+        "seconds": 120,
+        "machine": {
+            "processor": "P",
+            "instructions": ["avx2"],
+            "cores": 2,
+            "memory_gib": 3,
+            "system": "S",
+        },
+        "versions": {"jax": "1", "torch": "2"},
+        "threads": 2,
+        "rounds": 3,
+        "sgemm": {"xla": 100.0, "torch": 200.0},
+        "peers": {
+            peer: {"about": "x", "absent": "not installed: keras" if peer == "keras-tf" else None}
+            for peer in present
+        },
+        "cases": [entry(c) for c in select(["layer-forward-plain-B1-T2048-E512", "B8-T128-E512"])],
+    }
+
+
+def test_numbers_of_the_page() -> None:
+    entry = stored()["cases"][0]
+    assert stats.time_of(entry, OURS) == 1.0
+    assert stats.spread_of(entry, OURS) == pytest.approx(0.25)
+    assert stats.relative(entry, stats.OTHERS) == 0.5
+    assert stats.relative(entry, ["flax-nnx", "flax-linen"]) == 0.25
+    assert stats.relative(entry, ["flax-linen", "keras-tf"]) is None
+    assert stats.speed_of(entry, "torch-sdpa") == 25.0
+    assert stats.memory_relative(entry, ["flax-nnx", "torch-sdpa"]) == 0.125
+    assert stats.gap_to_torch(entry) == (0.5, 1.5, 0.5 / 1.5)
+    assert stats.to_products(entry) == 2.0
+    assert stats.mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_page_holds_everything() -> None:
+    results = stored()
+    text = report.page(results, "quick.png")
+    times = report.times(results).splitlines()
+    assert times[0].endswith("| jaxmha | torch-sdpa | flax-linen | flax-nnx |")
+    large = next(line for line in times if "T2048" in line)
+    assert large.endswith("| 1e+03 | 25% | 50 | 50% | 12% | **1.00** | 2.00* | – | 4.00 |")
+    assert [("~" in line) for line in times[2:]] == [entry["noisy"] for entry in results["cases"]]
+    failures = report.failures(results)
+    assert "| keras-tf | not installed: keras | all |" in failures
+    assert "| flax-linen | no \\| memory |" in failures
+    assert "(**not installed: keras**)" in text
+    for title in (report.TIME, report.GAP, report.COMPILATION, report.MEMORY, report.ERROR):
+        assert title in text
+    assert (
+        "| layer, forward, T >= 512 / fastest peer | 1 | 0.50 (aim 0.90) | 0.50 (aim 1.05)" in text
+    )
+    results["cases"][0]["peers"][OURS]["seconds"] = [3.0] * 3
+    results["cases"][1]["peers"][OURS]["seconds"] = [3.0] * 3
+    assert "| **1.50** (aim 0.90) | **1.50** (aim 1.05) |" in report.summary(results)
+
+
+def test_writing_makes_four_things(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.MARKS[0]}old\n{report.MARKS[1]}\nafter\n")
+    report.write(stored(), tmp_path / "results", readme)
+    made = {path.name for path in (tmp_path / "results").iterdir()}
+    assert made == {"quick.json", "quick.md", "quick.png"}
+    assert json.loads((tmp_path / "results" / "quick.json").read_text()) == stored()
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- benchmarks -->\n| jaxmha / what")
+    assert text.endswith("(results/quick.png)\n<!-- /benchmarks -->\nafter\n")
+
+
+@pytest.mark.parametrize(
+    "name", sorted({"quick", *(path.stem for path in report.RESULTS.glob("*.json"))})
+)
+def test_committed_pages_are_of_the_committed_numbers(name: str) -> None:
+    path = report.RESULTS / f"{name}.json"
+    results = json.loads(path.read_text())
+    assert path.with_suffix(".md").read_text() == report.page(results, f"{path.stem}.png")
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    if path.stem == "quick":
+        place = path.parent.relative_to(report.README.parent)
+        part = report.readme_part(results, f"{place}/quick.md", f"{place}/quick.png")
+        text = report.README.read_text()
+        assert report.filled(text, part) == text, "python -m experiments.benchmarks.report"
