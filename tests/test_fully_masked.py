@@ -1,5 +1,6 @@
 """One answer per policy, whatever else is asked: weights, dropout, dtype, jit, vmap, gradients."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,48 +24,73 @@ def expected(arrays: dict[str, Any], policy: str) -> Any:
     return np.full((2, CASE.N, CASE.h), VALUES[policy])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("weights", [False, "before_dropout"])
+@dataclass(frozen=True)
+class Asked:
+    """What is asked beside the policy."""
+
+    weights: bool
+    dropout: float
+
+
+ASKED = tuple(Asked(weights, dropout) for weights in (False, True) for dropout in (0.0, 0.5))
+POLICIES: tuple[FullyMasked, ...] = ("zero", "nan", "mean")
+
+
+def attend(arrays: dict[str, Any], implementation: str, policy: FullyMasked, asked: Asked) -> Any:
+    """Output, and weights where they are asked for."""
+    return jaxmha.dot_product_attention(
+        **arrays,
+        fully_masked=policy,
+        # What an implementation declines, the next one does.
+        implementation=tuple(dict.fromkeys((implementation, "reference"))),
+        return_weights=asked.weights,
+        dropout_key=jax.random.key(3),
+        dropout_rate=asked.dropout,
+    )
+
+
+def check(got: Any, arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -> None:
+    out, shown = got if asked.weights else (got, None)
+    if policy == "mean" and asked.dropout:  # of the values that are kept
+        assert np.isfinite(np.asarray(out, np.float64)).all()
+    else:
+        tolerance.assert_close(out[:, 0], expected(arrays, policy), f"{policy} {asked}")
+    if shown is not None:
+        row = {"zero": 0.0, "nan": np.nan, "mean": 1 / CASE.S}[policy]
+        tolerance.assert_close(shown[:, :, 0], np.full((2, CASE.N, CASE.S), row))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
-@pytest.mark.parametrize("policy", ["zero", "nan", "mean"])
-def test_policy(
-    policy: FullyMasked, implementation: str, dtype: str, weights: Any, dropout: float
-) -> None:
-    # What an implementation declines, the next one does.
-    names = tuple(dict.fromkeys((implementation, "reference")))
+def test_policies(implementation: str, dtype: str) -> None:
+    """Under jit, vmap and grad, in one program."""
 
-    def attend(arrays: dict[str, Any]) -> Any:
-        return jaxmha.dot_product_attention(
-            **arrays,
-            fully_masked=policy,
-            implementation=names,
-            return_weights=weights,
-            dropout_key=jax.random.key(3),
-            dropout_rate=dropout,
-        )
+    def everything(arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -> Any:
+        def loss(inside: dict[str, Any]) -> Any:
+            answer = attend(inside | {"mask": arrays["mask"]}, implementation, policy, asked)
+            return jax.tree.leaves(answer)[0][:, 1:].sum()  # leaves the empty rows out
 
-    def loss(inside: dict[str, Any], mask: Any) -> Any:
-        out = jax.tree.leaves(attend(inside | {"mask": mask}))[0]
-        return out[:, 1:].sum()  # leaves the empty rows out
+        def one(arrays: dict[str, Any]) -> Any:
+            return attend(arrays, implementation, policy, asked)
 
-    def everything(arrays: dict[str, Any]) -> Any:
-        batched = jax.vmap(attend)(jax.tree.map(lambda x: x[None], arrays))
-        inside = {name: arrays[name] for name in ("query", "key", "value")}
-        slopes = jax.grad(loss)(inside, arrays["mask"])
-        return attend(arrays), jax.tree.map(lambda x: x[0], batched), slopes
+        slopes = jax.grad(loss)({name: arrays[name] for name in ("query", "key", "value")})
+        batched = jax.vmap(one)(jax.tree.map(lambda x: x[None], arrays))
+        return one(arrays), jax.tree.map(lambda x: x[0], batched), slopes
 
     with jax.enable_x64(dtype == "float64"):
         arrays = cases.arrays(CASE, dtype)
-        jitted, batched, slopes = jax.jit(everything)(arrays)
-        for got in (attend(arrays), jitted, batched):
-            out, shown = got if weights else (got, None)
-            if policy == "mean" and dropout:  # of the values that are kept
-                assert np.isfinite(np.asarray(out, np.float64)).all()
-            else:
-                tolerance.assert_close(out[:, 0], expected(arrays, policy))
-            if shown is not None:
-                row = {"zero": 0.0, "nan": np.nan, "mean": 1 / CASE.S}[policy]
-                tolerance.assert_close(shown[:, :, 0], np.full((2, CASE.N, CASE.S), row))
-        for slope in slopes.values():
-            assert np.isfinite(np.asarray(slope, np.float64)).all()
+        calls = [(policy, asked) for policy in POLICIES for asked in ASKED]
+        answers = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
+        for call, (jitted, batched, slopes) in zip(calls, answers, strict=True):
+            check(jitted, arrays, *call)
+            check(batched, arrays, *call)
+            for slope in slopes.values():
+                assert np.isfinite(np.asarray(slope, np.float64)).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+def test_eager(implementation: str, policy: FullyMasked) -> None:
+    arrays = cases.arrays(CASE)
+    for asked in ASKED[::2]:
+        check(attend(arrays, implementation, policy, asked), arrays, policy, asked)
