@@ -1,0 +1,8 @@
+"""jaxmha for flax: modules for linen and nnx, and an `attention_fn` for flax's own.
+
+Change one line: `from jaxmha.flax import linen as nn_attention`, or pass `attention_fn`.
+"""
+
+from jaxmha.flax import linen as linen
+from jaxmha.flax import nnx as nnx
+from jaxmha.flax.function import attention_fn as attention_fn

@@ -1,0 +1,134 @@
+"""jaxmha's attention as `attention_fn` of flax's own modules."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jaxtyping import Float
+
+from jaxmha import checks
+from jaxmha.arrays import Array, DTypeLike
+from jaxmha.flax.heads import How, Implementation, attend_heads
+from jaxmha.flax.settings import behaviour, cast, read_mask, refuse
+from jaxmha.mask import Mask
+from jaxmha.semantics import Precision, Semantics
+
+
+def attention_fn(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    promote_dtype: Any = None,
+    is_causal: bool = False,
+    *,
+    semantics: Semantics | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """What `flax.linen` and `flax.nnx` call `dot_product_attention`, with the same arguments.
+
+    `nn.MultiHeadDotProductAttention(..., attention_fn=attention_fn)` and
+    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)` use it. It means what flax's own
+    means but for what is left open there: fully masked rows are 0 (in flax the mean of the
+    values: `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at
+    least in float32, float32 products are float32 on every platform, and dropout makes other
+    draws from the same key.
+
+    Args:
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`; N is a multiple of K.
+      value: `(*B, S, K, h)`.
+      bias: added to the logits, broadcastable to `(*B, N, T, S)`.
+      mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
+      broadcast_dropout: one draw for all batch rows and heads.
+      dropout_rng: a PRNG key; needed where dropout acts.
+      dropout_rate: of the weights; acts unless `deterministic`.
+      deterministic: no dropout.
+      dtype: of the computation; None: the promoted one.
+      precision: of the products.
+      module: sows the weights before dropout as `attention_weights`.
+      force_fp32_for_softmax: the softmax is in float32, also for float64.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: must
+        be left out.
+      is_causal: query i attends keys j <= i.
+      semantics: what flax has no argument for (scale, soft cap, fully masked rows).
+      implementation: as in `jaxmha.dot_product_attention`.
+
+    Returns:
+      `(*B, T, N, h)` in `dtype`, or in the promoted dtype.
+
+    Raises:
+      ValueError: a shape does not fit, a hook is given, dropout has no key, or semantics ask for
+        something that only a layer has.
+      TypeError: a dtype does not fit.
+
+    Source: flax/linen/attention.py and flax/nnx/nn/attention.py of flax 0.12.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn)
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((3, 5, 6)))[0].shape
+    (3, 5, 6)
+    """
+    refuse(
+        dtypes.promote_dtype,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        promote_dtype=promote_dtype,
+    )
+    read = behaviour(
+        semantics,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        force_fp32_for_softmax=force_fp32_for_softmax,
+    )
+    if read.add_zero_attn or read.qk_norm is not None:
+        raise ValueError(
+            "semantics: add_zero_attn and qk_norm belong to a layer; use "
+            "jaxmha.flax.linen.MultiHeadDotProductAttention or jaxmha.flax.nnx.MultiHeadAttention"
+        )
+    drops = read.dropout_rate > 0 and not deterministic
+    if drops and dropout_rng is None:
+        raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
+    checks.are_arrays(query=query, key=key, value=value, bias=bias)
+    checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
+    if not query.ndim == key.ndim == value.ndim >= 3 or not (
+        query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
+    ):
+        raise ValueError(
+            "expected query (*B, T, N, H), key (*B, S, K, H) and value (*B, S, K, h) with the same "
+            f"*B, got shapes {query.shape}, {key.shape}, {value.shape}"
+        )
+    if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "expected query (*B, T, N, H), key (*B, S, K, H) and value (*B, S, K, h), got shapes "
+            f"{query.shape}, {key.shape}, {value.shape}"
+        )
+    query, key, value = (jnp.asarray(cast(x, dtype)) for x in (query, key, value))
+    pairs = read_mask(mask, Mask.causal() if is_causal else Mask())
+    how = How(read, dropout_rng if drops else None, module is not None, implementation)
+    out, weights = attend_heads(query, key, value, bias, pairs, how)
+    if module is not None:
+        sow(module, weights)
+    return out
+
+
+def sow(module: Any, weights: Any) -> None:
+    """Leaves the weights in a module for inspection, where flax leaves them."""
+    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    module.sow(collection, "attention_weights", weights)

@@ -1,0 +1,277 @@
+"""Attention with something between projection and attention: rotations, or a cache."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import checks, extra_positions
+from jaxmha.attention import attend, hashable
+from jaxmha.implementations import forward_mode
+from jaxmha.implementations.request import allowed_pairs
+from jaxmha.layer import combine, multi_head_attention, project
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, check
+from jaxmha.semantics import ReturnWeights, Semantics
+
+Rotate: TypeAlias = Callable[[Any, Any], Any]
+Implementation: TypeAlias = str | Sequence[str] | None
+
+
+class How(NamedTuple):
+    """What every call says beside its arrays; `dropout_key` None: no dropout."""
+
+    semantics: Semantics
+    dropout_key: Any = None
+    return_weights: bool = False  # those before dropout
+    implementation: Implementation = None
+
+
+def attend_heads(
+    query: Any, key: Any, value: Any, bias: Any, mask: Mask, how: How
+) -> tuple[Any, Any]:
+    """`*B T N H`, `*B S K H`, `*B S K h` with any batch axes: out `*B T N h`, and the weights."""
+    with forward_mode():
+        return _attend_heads(query, key, value, bias, mask, *_split(how))
+
+
+def attend_layer(
+    params: MHAParams,
+    inputs: tuple[Any, Any, Any],
+    bias: Any,
+    mask: Mask,
+    rotate: Rotate | None,
+    how: How,
+) -> tuple[Any, Any]:
+    """A layer over query, key and value features; `rotate(heads, positions)` stands inside."""
+    if rotate is None:
+        semantics, dropout_key, kind, implementation = how
+        result = multi_head_attention(
+            params,
+            *inputs,
+            bias=bias,
+            mask=mask,
+            semantics=semantics,
+            dropout_key=dropout_key,
+            return_weights=kind,
+            implementation=implementation,
+        )
+        return result if kind else (result, None)
+    _checked(params, inputs, bias)
+    with forward_mode():
+        return _attend_layer(params, inputs, bias, mask, *_split(how), rotate=rotate)
+
+
+def attend_cached(
+    params: MHAParams,
+    inputs: tuple[Any, Any, Any],
+    cached: tuple[Any, Any, Any],
+    bias: Any,
+    mask: Mask,
+    rotate: Rotate | None,
+    how: How,
+) -> tuple[Any, Any, tuple[Any, Any, Any]]:
+    """T tokens after those that flax's cache holds: keys `*B S K H`, values `*B S K h`, an index.
+
+    `mask` and `bias` are over the S slots; a window is counted in tokens. Where there is no room
+    left the outputs are NaN, since a compiled program cannot raise.
+
+    Returns:
+      out `*B T Do`, weights, and the cache after the tokens.
+    """
+    refused = [
+        name
+        for name in ("query_lengths", "key_value_lengths", "query_padding", "query_segments")
+        if getattr(mask, name) is not None
+    ]
+    offset = mask.causal_offset
+    if refused or not (offset is None or (isinstance(offset, int) and offset == 0)):
+        raise ValueError(
+            f"mask: a decoding step is causal and knows its lengths, got "
+            f"{', '.join(refused) or 'causal with an offset'}: give window, key/value padding or an "
+            "array over the slots of the cache"
+        )
+    _checked(params, inputs, bias)
+    with forward_mode():
+        return _attend_cached(params, inputs, cached, bias, mask, *_split(how), rotate=rotate)
+
+
+def _split(how: How) -> tuple[Semantics, Any, bool, Any]:
+    return how._replace(implementation=hashable(how.implementation))
+
+
+def _checked(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
+    names = dict(zip(("query", "key", "value"), inputs, strict=True))
+    checks.are_arrays(bias=bias, **names)
+    checks.no_silent_rounding(params=params, bias=bias, **names)
+
+
+@partial(jax.jit, static_argnums=(7, 8))
+def _attend_heads(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Mask,
+    semantics: Semantics,
+    dropout_key: Any,
+    return_weights: bool,
+    implementation: Any,
+) -> tuple[Any, Any]:
+    how = How(semantics, dropout_key, return_weights, implementation)
+    batch, sizes = query.shape[:-3], _sizes(query, key)
+    wide = _widen(None, bias, mask, batch, sizes, semantics)
+    return _between(None, query, key, value, wide, how)
+
+
+@partial(jax.jit, static_argnums=(6, 7), static_argnames="rotate")
+def _attend_layer(
+    params: MHAParams,
+    inputs: tuple[Any, Any, Any],
+    bias: Any,
+    mask: Mask,
+    semantics: Semantics,
+    dropout_key: Any,
+    return_weights: bool,
+    implementation: Any,
+    *,
+    rotate: Rotate,
+) -> tuple[Any, Any]:
+    batch = inputs[0].shape[:-2]
+    T, S = inputs[0].shape[-2], inputs[1].shape[-2]
+    sizes = {**check(params), "T": T, "S": S}
+    wide = _widen(params, bias, mask, batch, sizes, semantics)
+    extra = extra_positions.count(params, semantics)
+    inputs = _only_live(inputs, wide, sizes, extra, semantics)
+    query, key, value = project(params, *inputs, semantics=semantics)
+    query = rotate(query, _positions(batch, T))
+    key = rotate(key, _positions(batch, S))
+    how = How(semantics, dropout_key, return_weights, implementation)
+    out, weights = _between(params, query, key, value, wide, how)
+    return combine(params, out, semantics=semantics), weights
+
+
+@partial(jax.jit, static_argnums=(7, 8), static_argnames="rotate")
+def _attend_cached(
+    params: MHAParams,
+    inputs: tuple[Any, Any, Any],
+    cached: tuple[Any, Any, Any],
+    bias: Any,
+    mask: Mask,
+    semantics: Semantics,
+    dropout_key: Any,
+    return_weights: bool,
+    implementation: Any,
+    *,
+    rotate: Rotate | None,
+) -> tuple[Any, Any, tuple[Any, Any, Any]]:
+    query, key, value = project(params, *inputs, semantics=semantics)
+    keys, values, index = cached
+    *batch, T, _, _ = query.shape
+    S = keys.shape[-3]
+    for name, new, old in (("key", key, keys), ("value", value, values)):
+        expected = (*old.shape[:-3], T, *old.shape[-2:])
+        if new.shape != expected:
+            raise ValueError(
+                f"cached_{name} has room for {old.shape} (*B, S, K, H): expected {expected} of "
+                f"{T} new tokens, got {new.shape}"
+            )
+    if T > S:
+        raise ValueError(f"T={T} new tokens are more than the S={S} slots of the cache")
+    tokens = index + jnp.arange(T, dtype=index.dtype)
+    if rotate is not None:
+        places = jnp.broadcast_to(tokens, (*batch, T))
+        query, key = rotate(query, places), rotate(key, places)
+    start = (jnp.zeros_like(index),) * len(batch) + (index,) + (jnp.zeros_like(index),) * 2
+    keys, values = (
+        jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+        for old, new in ((keys, key), (values, value))
+    )
+    slots, rows = jnp.arange(S, dtype=index.dtype).reshape(1, S), tokens.reshape(T, 1)
+    there = slots <= rows
+    left, _ = mask.window_size or (None, None)
+    if left is not None:
+        there &= slots >= rows - left
+    mask = replace(mask, window_size=None, causal_offset=None) & Mask(array=there)
+    how = How(semantics, dropout_key, return_weights, implementation)
+    wide = _widen(params, bias, mask, batch, _sizes(query, keys), semantics)
+    heads = keys.astype(query.dtype), values.astype(query.dtype)
+    out, weights = _between(params, query, *heads, wide, how)
+    out = jnp.where(index + T > S, jnp.nan, out)
+    return combine(params, out, semantics=semantics), weights, (keys, values, index + T)
+
+
+def _positions(batch: Sequence[int], size: int) -> Any:
+    return jnp.broadcast_to(jnp.arange(size, dtype=np.int32), (*batch, size))
+
+
+def _sizes(query: Any, key: Any) -> dict[str, int]:
+    return {"T": query.shape[-3], "N": query.shape[-2], "S": key.shape[-3]}
+
+
+def _widen(
+    params: MHAParams | None,
+    bias: Any,
+    mask: Mask,
+    batch: Sequence[int],
+    sizes: dict[str, int],
+    semantics: Semantics,
+) -> tuple[Any, Mask]:
+    """Bias and mask with one batch axis, over S and the extra positions."""
+    extra = 0 if params is None else extra_positions.count(params, semantics)
+    return (
+        extra_positions.widen_bias(bias, extra, batch, sizes),
+        extra_positions.widen_mask(mask, extra, batch, sizes),
+    )
+
+
+def _between(
+    params: MHAParams | None, query: Any, key: Any, value: Any, wide: tuple[Any, Mask], how: How
+) -> tuple[Any, Any]:
+    """Extra positions, one batch axis, attention, and the batch axes again."""
+    batch = query.shape[:-3]
+    dtype = checks.promoted(query=query, key=key, value=value)
+    query, key, value = (
+        x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)
+    )
+    if params is not None:
+        key = extra_positions.append(key, params.bias_k, how.semantics)
+        value = extra_positions.append(value, params.bias_v, how.semantics)
+    semantics, dropout_key, wanted, implementation = how
+    kind: ReturnWeights = "before_dropout" if wanted else False
+    result = attend(query, key, value, *wide, semantics, dropout_key, kind, implementation)
+    out, weights = result.out, result.weights
+    if weights is not None:
+        weights = weights.reshape(*batch, *weights.shape[1:])
+    return out.reshape(*batch, *out.shape[1:]), weights
+
+
+def _only_live(
+    inputs: tuple[Any, Any, Any],
+    wide: tuple[Any, Mask],
+    sizes: dict[str, int],
+    extra: int,
+    semantics: Semantics,
+) -> tuple[Any, Any, Any]:
+    """Zeroes features that no pair uses: 0 * NaN would reach the gradients of the kernels."""
+    query, key, value = inputs
+    bias, mask = wide
+    T, S = sizes["T"], sizes["S"]
+    pairs = allowed_pairs(mask, bias, T, S + extra)
+    if pairs is None:
+        return inputs
+
+    def keep(x: Any, live: Any) -> Any:
+        full = jnp.broadcast_to(live, (math.prod(x.shape[:-2]), x.shape[-2]))
+        return jnp.where(full.reshape(*x.shape[:-1], 1), x, 0.0)
+
+    live = pairs.any((1, 2))[:, :S]
+    query, key = keep(query, pairs.any((1, 3))), keep(key, live)
+    if semantics.fully_masked != "mean":  # the mean reads every value
+        value = keep(value, live)
+    return query, key, value

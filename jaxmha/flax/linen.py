@@ -1,0 +1,389 @@
+"""Multi-head attention as a `flax.linen` module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import meta
+
+from jaxmha.cache import KVCache, decode_step, prefill
+from jaxmha.checks import no_silent_rounding, promoted
+from jaxmha.flax.function import attention_fn as own_attention_fn
+from jaxmha.flax.function import sow
+from jaxmha.flax.heads import How, Implementation, Rotate, attend_cached, attend_layer
+from jaxmha.flax.settings import (
+    Initializer,
+    UseBias,
+    Window,
+    behaviour,
+    bias_kv_init,
+    biased,
+    cast,
+    flat_init,
+    head_sizes,
+    read_mask,
+    refuse,
+    settings_of,
+    window_mask,
+)
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, Projection
+from jaxmha.semantics import Precision, Semantics
+
+
+class Arrays(nn.Module):  # type: ignore[misc]
+    """Parameters under one name: `entries` are (name, initialiser, shape)."""
+
+    entries: tuple[tuple[str, Initializer, tuple[int, ...]], ...]
+    param_dtype: Any
+
+    @nn.compact  # type: ignore[untyped-decorator]
+    def __call__(self) -> dict[str, Any]:
+        return {
+            name: self.param(name, init, shape, self.param_dtype)
+            for name, init, shape in self.entries
+        }
+
+
+class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
+    """`flax.linen.MultiHeadDotProductAttention` by jaxmha: same arguments, names and shapes.
+
+    Its variables are those of flax, so that checkpoints load unchanged, both ways. It means what
+    flax's means, with these differences: fully masked rows are 0 (the mean of the values, as in
+    flax, with `semantics=Semantics.flax()`); the softmax is at least in float32, and half
+    precision is rounded less often; float32 products are float32 on every platform; dropout makes
+    other draws of the same distribution; a decoding step may have several tokens, and is NaN
+    where the cache has no room.
+
+    Attributes:
+      num_heads: N.
+      dtype: of the computation; None: the promoted one of inputs and parameters.
+      param_dtype: of the parameters.
+      qkv_features: N * H, default the features of the queries.
+      out_features: Do, default the features of the queries.
+      broadcast_dropout: one draw for all batch rows and heads; None: as `semantics` says where it
+        is given, else True.
+      dropout_rate: of the weights.
+      deterministic: no dropout; may be given in the call instead.
+      precision: of matrix products.
+      kernel_init, out_kernel_init, bias_init, out_bias_init: as in flax; kernels are drawn as
+        matrices. `nn.with_partitioning` is kept.
+      use_bias: of the four projections; or the names of those that have one.
+      attention_fn: must be left out, or be flax's or jaxmha's own.
+      decode: keeps `cached_key`, `cached_value` and `cache_index` in the collection `cache`.
+      normalize_qk: normalises queries and keys, with scales in `query_ln` and `key_ln`.
+      force_fp32_for_softmax: the softmax is in float32, also for float64.
+      qkv_dot_general to attn_weights_value_einsum_cls: hooks of flax that must be left out.
+      num_kv_heads: K, default N; fewer are grouped-query attention.
+      value_head_dim: h, default H.
+      use_out: False: heads are concatenated, and there is no output layer.
+      use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
+      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; what flax has
+        an argument for is said by either.
+      local_window_size: w or (left, right): `i - left <= j <= i + right`.
+      rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
+      implementation: as in `jaxmha.multi_head_attention`.
+
+    Raises:
+      ValueError: sizes do not fit, or an argument cannot be honoured.
+
+    Source: flax/linen/attention.py of flax 0.12.
+
+    >>> layer = MultiHeadDotProductAttention(num_heads=4, num_kv_heads=2, qkv_features=12)
+    >>> x = jnp.ones((3, 5, 6))
+    >>> variables = layer.init(jax.random.key(0), x)
+    >>> layer.apply(variables, x, mask=Mask.causal()).shape
+    (3, 5, 6)
+    """
+
+    num_heads: int
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    qkv_features: int | None = None
+    out_features: int | None = None
+    broadcast_dropout: bool | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    precision: Precision = None
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    out_bias_init: Initializer | None = None
+    use_bias: UseBias = True
+    attention_fn: Any = None
+    decode: bool = False
+    normalize_qk: bool = False
+    force_fp32_for_softmax: bool = False
+    qkv_dot_general: Any = None
+    out_dot_general: Any = None
+    qkv_dot_general_cls: Any = None
+    out_dot_general_cls: Any = None
+    qk_attn_weights_einsum_cls: Any = None
+    attn_weights_value_einsum_cls: Any = None
+    num_kv_heads: int | None = None
+    value_head_dim: int | None = None
+    use_out: bool = True
+    use_bias_kv: bool = False
+    semantics: Semantics | None = None
+    local_window_size: Window = None
+    rotate: Rotate | None = None
+    implementation: Implementation = None
+
+    @nn.compact  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_k: Any = None,
+        inputs_v: Any = None,
+        *,
+        inputs_kv: Any = None,
+        mask: Any = None,
+        bias: Any = None,
+        is_causal: bool = False,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
+    ) -> Any:
+        """Attends from `inputs_q` to `inputs_k`.
+
+        Args:
+          inputs_q: `(*B, T, Dq)`.
+          inputs_k: `(*B, S, Dk)`, default `inputs_q`.
+          inputs_v: `(*B, S, Dv)`, default `inputs_k`.
+          inputs_kv: both of them; flax's older name.
+          mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
+          bias: added to the logits, broadcastable to `(*B, N, T, S)`.
+          is_causal: query i attends keys j <= i.
+          deterministic: no dropout.
+          dropout_rng: a PRNG key, default that of the collection `dropout`.
+          sow_weights: leaves the weights before dropout in `intermediates/attention_weights`.
+
+        Returns:
+          `(*B, T, Do)`, in `dtype` where it is given.
+
+        Raises:
+          ValueError: a shape does not fit; names the argument, the axes and the shape received.
+        """
+        if inputs_kv is not None:
+            if inputs_k is not None or inputs_v is not None:
+                raise ValueError("inputs_kv is inputs_k and inputs_v at once: give it or them")
+            inputs_k = inputs_kv
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        inputs = cast((inputs_q, inputs_k, inputs_v), self.dtype)
+        semantics = self._semantics()
+        params = cast(self._declare(inputs, semantics), self.dtype)
+
+        drops = False
+        if semantics.dropout_rate > 0:
+            drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
+        if drops and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        pairs = read_mask(mask, window_mask(self.local_window_size))
+        if is_causal:
+            pairs &= Mask.causal()
+        how = How(semantics, dropout_rng if drops else None, sow_weights, self.implementation)
+        if self.decode:
+            out, weights = self._decode(params, inputs, bias, pairs, how)
+        else:
+            out, weights = attend_layer(params, inputs, bias, pairs, self.rotate, how)
+        if sow_weights:
+            sow(self, weights)
+        return out
+
+    def _semantics(self) -> Semantics:
+        refuse(nn.dot_product_attention, own_attention_fn, attention_fn=self.attention_fn)
+        refuse(
+            qkv_dot_general=self.qkv_dot_general,
+            out_dot_general=self.out_dot_general,
+            qkv_dot_general_cls=self.qkv_dot_general_cls,
+            out_dot_general_cls=self.out_dot_general_cls,
+            qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
+            attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls,
+        )
+        return behaviour(
+            self.semantics,
+            dropout_rate=self.dropout_rate,
+            broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision,
+            normalize_qk=self.normalize_qk,
+            force_fp32_for_softmax=self.force_fp32_for_softmax,
+        )
+
+    def _declare(self, inputs: tuple[Any, Any, Any], semantics: Semantics) -> MHAParams:
+        """The parameters, drawn where there are none yet, in the order and under the names of flax."""
+        Dq, Dk, Dv = (x.shape[-1] for x in inputs)
+        N = self.num_heads
+        features = self.qkv_features or Dq
+        K, H, h = head_sizes(N, features, self.num_kv_heads, self.value_head_dim)
+        Do = self.out_features or Dq
+
+        def projection(name: str, shape: tuple[int, ...], contracted: int = 1) -> Projection:
+            kernel_init, bias_init = self.kernel_init, self.bias_init
+            if name == "out":
+                kernel_init = self.out_kernel_init or kernel_init
+                bias_init = self.out_bias_init or bias_init
+            entries = [("kernel", flat_init(kernel_init, contracted), shape)]
+            if biased(self.use_bias, name):
+                entries.append(("bias", flat_init(bias_init, 0), shape[contracted:]))
+            return Projection(**Arrays(tuple(entries), self.param_dtype, name=name)())
+
+        def scale(name: str) -> Any:
+            if semantics.qk_norm is None:
+                return None
+            entry = ("scale", nn.initializers.ones_init(), (H,))
+            return Arrays((entry,), self.param_dtype, name=name)()["scale"]
+
+        def learned(name: str, size: int) -> Any:
+            if not self.use_bias_kv:
+                return None
+            return self.param(name, bias_kv_init, (K, size), self.param_dtype)
+
+        return MHAParams(
+            query=projection("query", (Dq, N, H)),
+            key=projection("key", (Dk, K, H)),
+            value=projection("value", (Dv, K, h)),
+            query_norm=scale("query_ln"),
+            key_norm=scale("key_ln"),
+            out=projection("out", (N, h, Do), 2) if self.use_out else None,
+            bias_k=learned("bias_k", H),
+            bias_v=learned("bias_v", h),
+        )
+
+    def _decode(
+        self, params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any, pairs: Mask, how: How
+    ) -> tuple[Any, Any]:
+        there = self.has_variable("cache", "cached_key")
+        arrays = jax.tree.leaves((params, inputs))
+        dtype = promoted(**{f"array {i}": x for i, x in enumerate(arrays)})
+        batch, S = inputs[1].shape[:-2], inputs[1].shape[-2]
+        sides = (params.key, params.value)
+        keys, values = (
+            self.variable("cache", name, jnp.zeros, (*batch, S, *side.kernel.shape[1:]), dtype)
+            for name, side in zip(("cached_key", "cached_value"), sides, strict=True)
+        )
+        index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
+        if not there:  # what initialises the cache is not decoded
+            return attend_layer(params, inputs, bias, pairs, self.rotate, how)
+        cached = keys.value, values.value, index.value
+        out, weights, cached = attend_cached(params, inputs, cached, bias, pairs, self.rotate, how)
+        keys.value, values.value, index.value = cached
+        return out, weights
+
+    def prefill(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+        """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`.
+
+        >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> cache = KVCache.empty(layer.to_params(variables)[0], 3, 8)
+        >>> out, cache = layer.apply(variables, x, cache, method="prefill")
+        >>> out, cache = layer.apply(variables, x[:, :1], cache, method="decode_step")
+        >>> out.shape, cache.lengths.tolist()
+        ((3, 1, 6), [6, 6, 6])
+        """
+        return self._with_cache(prefill, inputs, cache, mask)
+
+    def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+        """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`."""
+        return self._with_cache(decode_step, inputs, cache, mask)
+
+    def _with_cache(self, step: Any, inputs: Any, cache: KVCache, mask: Any) -> Any:
+        params, semantics = self.to_params()
+        return step(
+            cast(params, self.dtype),
+            cast(inputs, self.dtype),
+            cache,
+            semantics=semantics,
+            mask=read_mask(mask, window_mask(self.local_window_size)),
+            rotate=self.rotate,
+        )
+
+    def to_params(self, variables: Any = None) -> tuple[MHAParams, Semantics]:
+        """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
+
+        Args:
+          variables: `{"params": ...}`, default those that the module is bound to.
+
+        Raises:
+          ValueError: there are no variables.
+
+        `rotate` and `local_window_size` are in neither.
+
+        >>> layer = MultiHeadDotProductAttention(num_heads=2)
+        >>> params, semantics = layer.to_params(layer.init(jax.random.key(0), jnp.ones((5, 6))))
+        >>> params.query.kernel.shape
+        (6, 2, 3)
+        """
+        if variables is None:
+            variables = self.variables if self.scope is not None else {}
+        if "params" not in variables:
+            raise ValueError(
+                "a linen module holds no parameters: pass variables with 'params', or bind it"
+            )
+        tree = meta.unbox(variables["params"])
+
+        def projection(name: str) -> Projection:
+            return Projection(tree[name]["kernel"], tree[name].get("bias"))
+
+        params = MHAParams(
+            query=projection("query"),
+            key=projection("key"),
+            value=projection("value"),
+            out=projection("out") if self.use_out else None,
+            bias_k=tree.get("bias_k"),
+            bias_v=tree.get("bias_v"),
+            query_norm=tree.get("query_ln", {}).get("scale"),
+            key_norm=tree.get("key_ln", {}).get("scale"),
+        )
+        return params, self._semantics()
+
+    @classmethod
+    def from_params(
+        cls, params: MHAParams, semantics: Semantics = Semantics(), **settings: Any
+    ) -> tuple["MultiHeadDotProductAttention", dict[str, Any]]:
+        """A module and its variables that are these parameters and this behaviour.
+
+        `MultiHeadAttention.from_params(*jaxmha.converters.torch.from_module(m))` is an import.
+
+        Args:
+          params: of one layer.
+          semantics: its behaviour.
+          settings: further attributes, such as `implementation`, `dtype`, `deterministic`.
+
+        Raises:
+          ValueError: shapes do not fit each other, or `semantics`.
+          TypeError: float64 would be rounded because x64 is off.
+
+        >>> from jaxmha import init_params
+        >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+        >>> layer, variables = MultiHeadDotProductAttention.from_params(params)
+        >>> layer.apply(variables, jnp.ones((3, 5, 6))).shape
+        (3, 5, 6)
+        """
+        no_silent_rounding(params=params)
+        module = cls(**{**settings_of(params, semantics), **settings})
+        params = jax.tree.map(jnp.asarray, params)
+        tree: dict[str, Any] = {}
+        for name in ("query", "key", "value", "out"):
+            side = getattr(params, name)
+            if side is not None:
+                tree[name] = {k: x for k, x in side._asdict().items() if x is not None}
+        for name, scale in (("query_ln", params.query_norm), ("key_ln", params.key_norm)):
+            if scale is not None:
+                tree[name] = {"scale": scale}
+        for name in ("bias_k", "bias_v"):
+            if getattr(params, name) is not None:
+                tree[name] = getattr(params, name)
+        return module, {"params": tree}
+
+
+class MultiHeadAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` under flax's second name, which names submodules.
+
+    >>> MultiHeadAttention(num_heads=2).init_with_output(
+    ...     jax.random.key(0), jnp.ones((3, 5, 6)))[0].shape
+    (3, 5, 6)
+    """

@@ -1,0 +1,433 @@
+"""Multi-head attention as a `flax.nnx` module."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jaxmha.cache import KVCache, decode_step, prefill
+from jaxmha.checks import no_silent_rounding
+from jaxmha.flax.function import attention_fn as own_attention_fn
+from jaxmha.flax.function import sow
+from jaxmha.flax.heads import How, Implementation, Rotate, attend_cached, attend_layer
+from jaxmha.flax.settings import (
+    Initializer,
+    UseBias,
+    Window,
+    behaviour,
+    bias_kv_init,
+    biased,
+    cast,
+    head_sizes,
+    read_mask,
+    refuse,
+    settings_of,
+    window_mask,
+)
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, Projection, check, leaves
+from jaxmha.semantics import Precision, Semantics
+
+Metadata = Mapping[str, Any]
+_NONE: Metadata = MappingProxyType({})
+
+
+class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
+    """`flax.nnx.MultiHeadAttention` by jaxmha: same arguments, names and shapes.
+
+    Its state is that of flax, so that checkpoints load unchanged, both ways. It means what flax's
+    means, with these differences: fully masked rows are 0 (the mean of the values, as in flax,
+    with `semantics=Semantics.flax()`); the softmax is at least in float32, and half precision is
+    rounded less often; float32 products are float32 on every platform; dropout makes other draws
+    of the same distribution; `decode` may be left out; a decoding step may have several tokens,
+    attends all earlier ones with `is_causal` too, and is NaN where the cache has no room.
+
+    Args:
+      num_heads: N.
+      in_features: Dq.
+      qkv_features: N * H, default Dq.
+      out_features: Do, default Dq.
+      num_kv_heads: K, default N; fewer are grouped-query attention.
+      in_kv_features: Dk and Dv, or the pair of both; default Dq.
+      dtype: of the computation; None: the promoted one of inputs and parameters.
+      param_dtype: of the parameters.
+      broadcast_dropout: one draw for all batch rows and heads; None: as `semantics` says where it
+        is given, else True.
+      dropout_rate: of the weights.
+      deterministic: no dropout; the argument of the call takes precedence.
+      precision: of matrix products.
+      kernel_init, out_kernel_init, bias_init, out_bias_init: as in flax.
+      use_bias: of the four projections; or the names of those that have one.
+      attention_fn: must be left out, or be flax's or jaxmha's own.
+      decode: keeps keys and values (`init_cache`); the argument of the call takes precedence.
+      normalize_qk: normalises queries and keys, with scales in `query_ln` and `key_ln`.
+      qkv_promote_dtype to out_dot_general_cls: hooks of flax that must be left out.
+      rngs: for parameters, and for dropout.
+      keep_rngs: keeps a stream for dropout in the module.
+      kernel_metadata to key_ln_scale_metadata: metadata of the parameters, such as sharding.
+      value_head_dim: h, default H.
+      use_out: False: heads are concatenated, and there is no output layer.
+      use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
+      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; what flax has
+        an argument for is said by either.
+      local_window_size: w or (left, right): `i - left <= j <= i + right`.
+      rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
+      implementation: as in `jaxmha.multi_head_attention`.
+
+    Raises:
+      ValueError: sizes do not fit, or an argument cannot be honoured.
+
+    Source: flax/nnx/nn/attention.py of flax 0.12.
+
+    >>> layer = MultiHeadAttention(4, 6, qkv_features=12, num_kv_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((3, 5, 6)), mask=Mask.causal()).shape
+    (3, 5, 6)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | tuple[int, int] | None = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        broadcast_dropout: bool | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: Precision = None,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        out_bias_init: Initializer | None = None,
+        use_bias: UseBias = True,
+        attention_fn: Any = None,
+        decode: bool | None = None,
+        normalize_qk: bool = False,
+        qkv_promote_dtype: Any = None,
+        out_promote_dtype: Any = None,
+        ln_promote_dtype: Any = None,
+        qkv_dot_general: Any = None,
+        out_dot_general: Any = None,
+        qkv_dot_general_cls: Any = None,
+        out_dot_general_cls: Any = None,
+        rngs: Any,
+        keep_rngs: bool = True,
+        kernel_metadata: Metadata = _NONE,
+        out_kernel_metadata: Metadata = _NONE,
+        bias_metadata: Metadata = _NONE,
+        out_bias_metadata: Metadata = _NONE,
+        query_ln_scale_metadata: Metadata = _NONE,
+        key_ln_scale_metadata: Metadata = _NONE,
+        value_head_dim: int | None = None,
+        use_out: bool = True,
+        use_bias_kv: bool = False,
+        semantics: Semantics | None = None,
+        local_window_size: Window = None,
+        rotate: Rotate | None = None,
+        implementation: Implementation = None,
+    ) -> None:
+        refuse(nnx.dot_product_attention, own_attention_fn, attention_fn=attention_fn)
+        refuse(
+            dtypes.promote_dtype,
+            qkv_promote_dtype=qkv_promote_dtype,
+            out_promote_dtype=out_promote_dtype,
+            ln_promote_dtype=ln_promote_dtype,
+            qkv_dot_general=qkv_dot_general,
+            out_dot_general=out_dot_general,
+            qkv_dot_general_cls=qkv_dot_general_cls,
+            out_dot_general_cls=out_dot_general_cls,
+        )
+        self.semantics = behaviour(
+            semantics,
+            dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
+            precision=precision,
+            normalize_qk=normalize_qk,
+        )
+        features = in_features if qkv_features is None else qkv_features
+        K, H, h = head_sizes(num_heads, features, num_kv_heads, value_head_dim)
+        kv = in_features if in_kv_features is None else in_kv_features
+        Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
+        self.num_heads, self.num_kv_heads = num_heads, K
+        self.head_dim, self.value_head_dim = H, h
+        self.in_features, self.in_kv_features, self.qkv_features = in_features, kv, features
+        self.out_features = in_features if out_features is None else out_features
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.dropout_rate, self.deterministic = self.semantics.dropout_rate, deterministic
+        self.decode = decode
+        self.local_window_size, self.rotate = local_window_size, rotate
+        self.implementation = (
+            implementation
+            if implementation is None or isinstance(implementation, str)
+            else tuple(implementation)
+        )
+
+        # flax's own layers hold the parameters under its names, drawn in its order; they are
+        # not called.
+        linear = partial(
+            nnx.LinearGeneral,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            rngs=rngs,
+        )
+        heads = {"query": (in_features, num_heads, H), "key": (Dk, K, H), "value": (Dv, K, h)}
+        for name, (width, count, size) in heads.items():
+            layer = linear(width, (count, size), use_bias=biased(use_bias, name))
+            setattr(self, name, layer)
+        norms = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
+        for name, metadata in norms.items():
+            normed = self.semantics.qk_norm is not None
+            scale = partial(nnx.LayerNorm, H, use_bias=False, param_dtype=param_dtype, rngs=rngs)
+            setattr(self, name, scale(scale_metadata=metadata) if normed else nnx.data(None))
+        self.out = nnx.data(None)
+        if use_out:
+            self.out = linear(
+                (num_heads, h),
+                self.out_features,
+                axis=(-2, -1),
+                use_bias=biased(use_bias, "out"),
+                kernel_init=out_kernel_init or kernel_init,
+                bias_init=out_bias_init or bias_init,
+                kernel_metadata=out_kernel_metadata or kernel_metadata,
+                bias_metadata=out_bias_metadata or bias_metadata,
+            )
+        self.bias_k, self.bias_v = nnx.data(None), nnx.data(None)
+        if use_bias_kv:
+            self.bias_k, self.bias_v = (
+                nnx.Param(bias_kv_init(rngs.params(), (K, size), param_dtype)) for size in (H, h)
+            )
+        keeps = keep_rngs and self.dropout_rate > 0
+        self.rngs = rngs.dropout.fork() if keeps else None
+        self.cached_key = nnx.data(None)
+        self.cached_value = nnx.data(None)
+        self.cache_index = nnx.data(None)
+
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_k: Any = None,
+        inputs_v: Any = None,
+        *,
+        mask: Any = None,
+        bias: Any = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> Any:
+        """Attends from `inputs_q` to `inputs_k`.
+
+        Args:
+          inputs_q: `(*B, T, Dq)`.
+          inputs_k: `(*B, S, Dk)`, default `inputs_q`.
+          inputs_v: `(*B, S, Dv)`, default `inputs_k`.
+          mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
+          bias: added to the logits, broadcastable to `(*B, N, T, S)`.
+          deterministic: no dropout.
+          rngs: `Rngs` or a stream for dropout, instead of the module's own.
+          sow_weights: leaves the weights before dropout in `attention_weights`.
+          decode: appends to the cache of `init_cache`, and attends to all of it.
+          is_causal: query i attends keys j <= i.
+          out_sharding, qkv_sharding: must be left out.
+
+        Returns:
+          `(*B, T, Do)`, in `dtype` where it is given.
+
+        Raises:
+          ValueError: a shape does not fit, dropout has no rngs, or decoding no cache.
+        """
+        for name, sharding in (("out_sharding", out_sharding), ("qkv_sharding", qkv_sharding)):
+            if sharding is not None:
+                raise ValueError(
+                    f"{name}: shard the inputs and parameters (kernel_metadata), or constrain the "
+                    "output with jax.lax.with_sharding_constraint"
+                )
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        inputs = cast((inputs_q, inputs_k, inputs_v), self.dtype)
+        params = cast(self._params(), self.dtype)
+        pairs = read_mask(mask, window_mask(self.local_window_size))
+        if is_causal:
+            pairs &= Mask.causal()
+        dropout_key = self._dropout_key(deterministic, rngs)
+        how = How(self.semantics, dropout_key, sow_weights, self.implementation)
+        if self.decode if decode is None else decode:
+            if self.cached_key is None:
+                raise ValueError("there is no cache to decode with: call init_cache first")
+            cached = tuple(x[...] for x in (self.cached_key, self.cached_value, self.cache_index))
+            out, weights, cached = attend_cached(
+                params, inputs, cached, bias, pairs, self.rotate, how
+            )
+            self.cached_key[...], self.cached_value[...], self.cache_index[...] = cached
+        else:
+            out, weights = attend_layer(params, inputs, bias, pairs, self.rotate, how)
+        if sow_weights:
+            sow(self, weights)
+        return out
+
+    def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Any:
+        if not self.semantics.dropout_rate:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                "deterministic: say in the constructor or in the call whether dropout acts"
+            )
+        if deterministic:
+            return None
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        stream = self.rngs if stream is None else stream
+        if stream is None:
+            raise ValueError("rngs: dropout needs them in the call where keep_rngs=False")
+        return stream()
+
+    def _params(self) -> MHAParams:
+        def value(variable: Any) -> Any:
+            return None if variable is None else variable[...]
+
+        def projection(layer: Any) -> Projection:
+            return Projection(value(layer.kernel), value(layer.bias))
+
+        return MHAParams(
+            projection(self.query),
+            projection(self.key),
+            projection(self.value),
+            None if self.out is None else projection(self.out),
+            value(self.bias_k),
+            value(self.bias_v),
+            None if self.query_ln is None else value(self.query_ln.scale),
+            None if self.key_ln is None else value(self.key_ln.scale),
+        )
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
+        """Room for the keys and values of inputs `(*B, S, Dq)`; what was there is forgotten.
+
+        >>> layer = MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
+        >>> layer.init_cache((3, 5, 6))
+        >>> layer(jnp.ones((3, 1, 6))).shape, int(layer.cache_index[...])
+        ((3, 1, 6), 1)
+        """
+        shape = (*input_shape[:-1], self.num_kv_heads)
+        self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), dtype))
+        self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), dtype))
+        self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` calls: it makes a cache where there is none and both sizes are given."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is None or max_length is None or not decode:
+            return
+        if self.cached_key is None:
+            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
+
+    def prefill(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+        """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
+
+        >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
+        >>> out, cache = layer.prefill(x, KVCache.empty(layer.to_params()[0], 3, 8))
+        >>> out, cache = layer.decode_step(x[:, :1], cache)
+        >>> out.shape, cache.lengths.tolist()
+        ((3, 1, 6), [6, 6, 6])
+        """
+        return self._with_cache(prefill, inputs, cache, mask)
+
+    def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+        """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there."""
+        return self._with_cache(decode_step, inputs, cache, mask)
+
+    def _with_cache(self, step: Any, inputs: Any, cache: KVCache, mask: Any) -> Any:
+        return step(
+            cast(self._params(), self.dtype),
+            cast(inputs, self.dtype),
+            cache,
+            semantics=self.semantics,
+            mask=read_mask(mask, window_mask(self.local_window_size)),
+            rotate=self.rotate,
+        )
+
+    def to_params(self) -> tuple[MHAParams, Semantics]:
+        """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
+
+        `rotate` and `local_window_size` are in neither.
+
+        >>> MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)).to_params()[0].query.kernel.shape
+        (6, 2, 3)
+        """
+        return self._params(), self.semantics
+
+    @classmethod
+    def from_params(
+        cls,
+        params: MHAParams,
+        semantics: Semantics = Semantics(),
+        *,
+        rngs: Any = None,
+        **settings: Any,
+    ) -> "MultiHeadAttention":
+        """A module that is these parameters and this behaviour.
+
+        `MultiHeadAttention.from_params(*jaxmha.converters.torch.from_module(m))` is an import.
+
+        Args:
+          params: of one layer.
+          semantics: its behaviour.
+          rngs: for dropout; default `nnx.Rngs(0)`.
+          settings: further arguments, such as `implementation`, `dtype`, `deterministic`.
+
+        Raises:
+          ValueError: shapes do not fit each other, or `semantics`.
+          TypeError: float64 would be rounded because x64 is off.
+
+        >>> import jax
+        >>> from jaxmha import init_params
+        >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+        >>> MultiHeadAttention.from_params(params)(jnp.ones((3, 5, 6))).shape
+        (3, 5, 6)
+        """
+        no_silent_rounding(params=params)
+        sizes = check(params)
+        module = cls(
+            in_features=sizes["Dq"],
+            in_kv_features=(sizes["Dk"], sizes["Dv"]),
+            rngs=nnx.Rngs(0) if rngs is None else rngs,
+            kernel_init=nnx.initializers.zeros_init(),
+            **{**settings_of(params, semantics), **settings},
+        )
+        for name, array in leaves(params).items():
+            module._variable(name).set_value(jnp.asarray(array))
+        return module
+
+    def _variable(self, name: str) -> Any:
+        """The variable that holds a leaf of `MHAParams`, by the name that `leaves` gives it."""
+        head, _, tail = name.partition(".")
+        if tail:
+            return getattr(getattr(self, head), tail)
+        if head.endswith("_norm"):
+            return getattr(self, head.replace("_norm", "_ln")).scale
+        return getattr(self, head)

@@ -1,0 +1,178 @@
+"""What the modules of linen and nnx share: their arguments, read."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.arrays import DTypeLike
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, check
+from jaxmha.semantics import Precision, Semantics
+
+Initializer: TypeAlias = Callable[..., Any]
+UseBias: TypeAlias = bool | tuple[str, ...]
+Window: TypeAlias = int | tuple[int | None, int | None] | None
+
+
+def behaviour(
+    semantics: Semantics | None,
+    *,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool | None = None,
+    precision: Precision = None,
+    normalize_qk: bool = False,
+    force_fp32_for_softmax: bool = False,
+) -> Semantics:
+    """Flax's arguments and `semantics` as one value; what flax leaves open, `semantics` says.
+
+    Raises:
+      ValueError: both say it, and not the same.
+
+    >>> behaviour(None, dropout_rate=0.1).dropout_broadcast
+    ('B', 'N')
+    """
+    asked = Semantics() if semantics is None else semantics
+    shared = {None: asked.dropout_broadcast, True: ("B", "N"), False: ()}[broadcast_dropout]
+    if semantics is None and broadcast_dropout is None:
+        shared = ("B", "N")  # as flax
+    said: dict[str, tuple[Any, Any]] = {
+        "dropout_rate": (dropout_rate, asked.dropout_rate),
+        "precision": (precision, asked.precision),
+    }
+    for name, (own, other) in said.items():
+        if own and other and own != other:
+            raise ValueError(f"{name}={own!r} and semantics.{name}={other!r} differ: give one")
+    softmax = np.dtype(np.float32) if force_fp32_for_softmax else asked.softmax_dtype
+    return replace(
+        asked,
+        dropout_rate=dropout_rate or asked.dropout_rate,
+        dropout_broadcast=shared,
+        precision=precision or asked.precision,
+        qk_norm=asked.qk_norm or ("layer" if normalize_qk else None),
+        softmax_dtype=softmax,
+    )
+
+
+def refuse(*accepted: Any, **hooks: Any) -> None:
+    """Raises ValueError for a hook into products that jaxmha computes itself."""
+    for name, hook in hooks.items():
+        if hook is not None and not any(hook is known for known in accepted):
+            called = getattr(hook, "__qualname__", repr(hook))
+            raise ValueError(
+                f"{name}={called}: jaxmha computes this itself and cannot call another function; "
+                "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
+            )
+
+
+def read_mask(mask: Any, *more: Mask) -> Mask:
+    """A mask argument of flax as a `Mask`: in an array what is not zero attends."""
+    if isinstance(mask, Mask):
+        read = mask
+    elif mask is None:
+        read = Mask()
+    elif not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
+        raise TypeError(f"mask must be an array or a jaxmha.Mask, got {type(mask).__name__}")
+    else:
+        array = jnp.asarray(mask)
+        read = Mask(array=array if array.dtype == np.bool_ else array != 0)
+    for other in more:
+        read &= other
+    return read
+
+
+def window_mask(window: Window) -> Mask:
+    """`local_window_size` as a mask: w or (left, right)."""
+    if window is None:
+        return Mask()
+    left, right = window if isinstance(window, tuple) else (window, window)
+    return Mask.window(left, right)
+
+
+def cast(tree: Any, dtype: DTypeLike | None) -> Any:
+    """Every array of a tree in the compute dtype, if there is one."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), tree)
+
+
+def biased(use_bias: UseBias, name: str) -> bool:
+    """Whether the projection `query`, `key`, `value` or `out` has a bias."""
+    if isinstance(use_bias, bool):
+        return use_bias
+    unknown = set(use_bias) - {"query", "key", "value", "out"}
+    if unknown:
+        raise ValueError(
+            f"use_bias must be a bool or names among query, key, value, out, got {use_bias}"
+        )
+    return name in use_bias
+
+
+def head_sizes(
+    num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
+) -> tuple[int, int, int]:
+    """K, H and h of a module. Raises ValueError where heads do not divide."""
+    K = num_heads if num_kv_heads is None else num_kv_heads
+    if qkv_features % num_heads:
+        raise ValueError(
+            f"qkv_features={qkv_features} must be a multiple of num_heads N={num_heads}"
+        )
+    if K < 1 or num_heads % K:
+        raise ValueError(f"num_heads N={num_heads} must be a multiple of num_kv_heads K={K}")
+    H = qkv_features // num_heads
+    return K, H, H if value_head_dim is None else value_head_dim
+
+
+def flat_init(init: Initializer, contracted: int) -> Initializer:
+    """Draws an array whose first `contracted` axes are inputs as a matrix, or as a vector if 0.
+
+    So flax draws its kernels; an initialiser that looks at fans sees those of the whole map.
+    """
+
+    def draw(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        sides = shape[:contracted], shape[contracted:]
+        flat = tuple(math.prod(side) for side in sides[contracted == 0 :])
+        # A box of partitioning metadata is a pytree of one array.
+        return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
+
+    return draw
+
+
+def bias_kv_init(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Xavier-normal on `(1, 1, K * H)`, of which both fans are `K * H`, as torch draws bias_k."""
+    return jax.nn.initializers.normal(math.prod(shape) ** -0.5)(key, shape, dtype)
+
+
+def settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
+    """Constructor arguments, common to linen and nnx, of a module that holds these parameters."""
+    sizes = check(params)
+    there = tuple(
+        name
+        for name in ("query", "key", "value", "out")
+        if getattr(params, name) is not None and getattr(params, name).bias is not None
+    )
+    every = 3 + (params.out is not None)
+    if (semantics.qk_norm is None) != (params.query_norm is None):
+        raise ValueError(
+            f"semantics.qk_norm is {semantics.qk_norm!r}, and params has "
+            f"{'no ' if params.query_norm is None else ''}query_norm and key_norm: one needs the "
+            "other"
+        )
+    return {
+        "num_heads": sizes["N"],
+        "num_kv_heads": sizes["K"],
+        "qkv_features": sizes["N"] * sizes["H"],
+        "value_head_dim": sizes["h"],
+        "out_features": None if params.out is None else sizes["Do"],
+        "use_bias": bool(there) if len(there) in (0, every) else there,
+        "use_out": params.out is not None,
+        "use_bias_kv": params.bias_k is not None,
+        "normalize_qk": params.query_norm is not None,
+        "dropout_rate": semantics.dropout_rate,
+        "semantics": semantics,
+        "param_dtype": np.dtype(params.query.kernel.dtype),
+    }
