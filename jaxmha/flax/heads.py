@@ -37,7 +37,8 @@ def attend_heads(
 ) -> tuple[Any, Any]:
     """`*B T N H`, `*B S K H`, `*B S K h` with any batch axes: out `*B T N h`, and the weights."""
     with forward_mode():
-        return _attend_heads(query, key, value, bias, mask, *_split(how))
+        out, weights = _attend_heads(query, key, value, bias, mask, *_split(how))
+    return out, weights
 
 
 def attend_layer(
@@ -64,7 +65,8 @@ def attend_layer(
         return result if kind else (result, None)
     _checked(params, inputs, bias)
     with forward_mode():
-        return _attend_layer(params, inputs, bias, mask, *_split(how), rotate=rotate)
+        out, weights = _attend_layer(params, inputs, bias, mask, *_split(how), rotate=rotate)
+    return out, weights
 
 
 def attend_cached(
@@ -98,7 +100,10 @@ def attend_cached(
         )
     _checked(params, inputs, bias)
     with forward_mode():
-        return _attend_cached(params, inputs, cached, bias, mask, *_split(how), rotate=rotate)
+        out, weights, cached = _attend_cached(
+            params, inputs, cached, bias, mask, *_split(how), rotate=rotate
+        )
+    return out, weights, cached
 
 
 def _split(how: How) -> tuple[Semantics, Any, bool, Any]:

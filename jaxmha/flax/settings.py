@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.arrays import DTypeLike
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Precision, Semantics
@@ -93,7 +92,7 @@ def window_mask(window: Window) -> Mask:
     return Mask.window(left, right)
 
 
-def cast(tree: Any, dtype: DTypeLike | None) -> Any:
+def cast(tree: Any, dtype: Any) -> Any:
     """Every array of a tree in the compute dtype, if there is one."""
     if dtype is None:
         return tree
