@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Float
@@ -60,7 +61,8 @@ def attention_fn(
       dtype: of the computation; None: the promoted one.
       precision: of the products.
       module: sows the weights before dropout as `attention_weights`.
-      force_fp32_for_softmax: the softmax is in float32, also for float64.
+      force_fp32_for_softmax: the softmax is in float32, also for float64, and so are weights and
+        output for half precision.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: must
         be left out.
       is_causal: query i attends keys j <= i.
@@ -120,6 +122,8 @@ def attention_fn(
             f"{query.shape}, {key.shape}, {value.shape}"
         )
     query, key, value = (jnp.asarray(cast(x, dtype)) for x in (query, key, value))
+    if force_fp32_for_softmax and query.dtype != np.float64:  # flax's weights stay in it
+        query, key, value = cast((query, key, value), np.float32)
     pairs = read_mask(mask, Mask.causal() if is_causal else Mask())
     how = How(read, dropout_rng if drops else None, module is not None, implementation)
     out, weights = attend_heads(query, key, value, bias, pairs, how)

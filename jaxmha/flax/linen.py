@@ -190,6 +190,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             out, weights = self._decode(params, inputs, bias, pairs, how)
         else:
             out, weights = attend_layer(params, inputs, bias, pairs, self.rotate, how)
+        if self.force_fp32_for_softmax and self.dtype is None and out.dtype.itemsize == 2:
+            out = out.astype(jnp.float32)  # as in flax, whose weights stay in it
         if sow_weights:
             sow(self, weights)
         return out
