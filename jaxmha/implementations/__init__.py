@@ -23,8 +23,8 @@ __all__ = [
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blocked": blocked}
 # In order of preference, by platform; "" is every other.
 ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("reference", "blocked"),
-    "": ("reference", "blocked"),
+    "cpu": ("blocked", "reference"),
+    "": ("blocked", "reference"),
 }
 
 
