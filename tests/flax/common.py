@@ -26,16 +26,15 @@ class Row(NamedTuple):
 def normal(name: str, shape: tuple[int, ...], dtype: Any = np.float32, scale: float = 1.0) -> Any:
     """A draw that belongs to a name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return jnp.asarray(rng.standard_normal(shape) * scale).astype(dtype)
+    return jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype))
 
 
 def randomise(tree: Any) -> Any:
-    """Every leaf drawn anew, biases and scales of norms too; kernels keep variances."""
+    """Every leaf drawn anew, biases and scales of norms too; leaves may be shapes alone."""
 
     def draw(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        drawn = normal(name, x.shape, x.dtype, 0.2 if "kernel" in name else 1.0)
-        return drawn + jnp.ones((), x.dtype) if "scale" in name else drawn
+        return normal(name, x.shape, x.dtype, 0.2 if "kernel" in name else 1.0)
 
     return jax.tree_util.tree_map_with_path(draw, tree)
 
@@ -66,6 +65,12 @@ def state_of(module: Any, *kinds: Any) -> dict[str, Any]:
     """The arrays of an nnx module by path."""
     state = nnx.to_flat_state(nnx.state(module, *kinds))
     return {"/".join(map(str, path)): np.asarray(value(v)) for path, v in state}
+
+
+def shapes(tree: Any) -> list[tuple[str, Any, Any]]:
+    """Names, shapes and dtypes of a tree."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), x.shape, x.dtype) for path, x in flat]
 
 
 def value(variable: Any) -> Any:

@@ -36,14 +36,15 @@ def test_arguments(arguments: dict[str, Any]) -> None:
     expected = theirs(nn.dot_product_attention, *heads(), **arguments)
     actual = attention_fn(*heads(), **arguments)
     assert actual.dtype == expected.dtype
-    assert_close(actual, expected, factor=1.0 if actual.dtype == jnp.float32 else LAYER)
+    dtype = arguments.get("dtype", actual.dtype)
+    factor = LAYER if "dtype" in arguments else 1.0
+    assert_close(actual.astype(dtype), np.asarray(expected), factor=factor)
 
 
 def test_arguments_of_nnx() -> None:
-    for K, lead in ((1, (B,)), (N, (2, 3))):
-        q, k, v = heads(K, lead, H)
-        expected = theirs(nnx.dot_product_attention, q, k, v, is_causal=True)
-        assert_close(attention_fn(q, k, v, is_causal=True), expected)
+    q, k, v = heads(1, (2, 3), H)
+    expected = theirs(nnx.dot_product_attention, q, k, v, is_causal=True)
+    assert_close(attention_fn(q, k, v, is_causal=True), expected)
 
 
 def test_signature_has_every_argument_of_flax() -> None:
@@ -64,7 +65,12 @@ def test_in_linen(dropout: bool) -> None:
     flax = nn.MultiHeadDotProductAttention(**settings, deterministic=not dropout)
     swapped = flax.clone(attention_fn=attention_fn)
     variables = randomise(
-        theirs(flax.init, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+        theirs(
+            jax.eval_shape,
+            flax.init,
+            {"params": jax.random.key(0), "dropout": jax.random.key(1)},
+            x,
+        )
     )
     call = {"mask": pairs(T), "sow_weights": True, "mutable": ["intermediates"]}
     rngs = {"dropout": jax.random.key(5)}

@@ -1,0 +1,151 @@
+"""Decoding with flax's own cache: same trees, same outputs, and what flax cannot."""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmha import Mask, MHAParams, Semantics, multi_head_attention, rope
+from jaxmha.flax import linen as ours_linen
+from jaxmha.flax import nnx as ours_nnx
+from tests.flax.common import DQ, B, H, N, T, normal, plain, randomise, shapes, state_of, theirs
+from tests.flax.test_extras import SMALL, replace_widths
+from tests.tolerance import assert_close, assert_same
+
+X = normal("decoded", (B, T, DQ))
+WIDE: dict[str, Any] = {"num_heads": N, "qkv_features": N * H}
+# Over slots; the second one leaves row 0 nothing at first, and the mean of all slots in flax.
+MASK = np.ones((B, 1, 1, T), bool)
+MASK[0, ..., :2] = False
+SELF: MHAParams = replace_widths(SMALL)
+EXTRA = SELF._replace(bias_k=normal("bias_k", (3, 10)), bias_v=normal("bias_v", (3, 13)))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_linen(normalize: bool) -> None:
+    settings = {**WIDE, "normalize_qk": normalize, "decode": True}
+    flax = nn.MultiHeadDotProductAttention(**settings)
+    ours = ours_linen.MultiHeadDotProductAttention(**settings, semantics=Semantics.flax())
+    expected = theirs(jax.eval_shape, flax.init, jax.random.key(0), X)
+    actual = jax.eval_shape(ours.init, jax.random.key(0), X)
+    assert shapes(actual) == shapes(expected)
+    params = {"params": randomise(expected["params"])}
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), expected["cache"])
+    steps = [jax.jit(partial(module.apply, mutable=["cache"])) for module in (flax, ours)]
+    caches = [cache, cache]
+    for t in range(T):
+        token = X[:, t : t + 1]
+        (out, left), (mine, right) = (
+            theirs(step, {**params, "cache": cache}, token, mask=MASK)
+            for step, cache in zip(steps, caches, strict=True)
+        )
+        caches = [left["cache"], right["cache"]]
+        assert_close(mine, out, f"step {t}")
+        for (name, a), e in zip(plain(right).items(), plain(left).values(), strict=True):
+            assert_close(a, e, name) if a.dtype == np.float32 else assert_same(a, e, name)
+    whole = ours_linen.MultiHeadDotProductAttention(
+        **{**settings, "decode": False}, semantics=Semantics.flax()
+    )
+    causal = whole.apply(params, X, mask=MASK, is_causal=True)
+    assert_close(mine, causal[:, -1:])
+
+
+def test_nnx() -> None:
+    settings = {**WIDE, "in_features": DQ, "decode": True, "num_kv_heads": 1}
+    flax, ours = (
+        theirs(nnx.eval_shape, lambda: module.MultiHeadAttention(rngs=nnx.Rngs(3), **settings))  # noqa: B023
+        for module in (nnx, ours_nnx)
+    )
+    state = randomise(nnx.state(flax, nnx.Param))
+    for module in (flax, ours):
+        nnx.update(module, state)
+        module.init_cache(X.shape)
+    assert shapes(nnx.state(ours)) == shapes(nnx.state(flax))
+    for t in range(3):
+        out = theirs(flax, X[:, t : t + 1])
+        assert_close(ours(X[:, t : t + 1]), out, f"step {t}")
+    for name, array in state_of(flax, nnx.Cache).items():
+        mine = state_of(ours, nnx.Cache)[name]
+        assert_close(mine, array, name) if mine.dtype == np.float32 else assert_same(mine, array)
+    before = ours(X[:, 3:4], decode=False)
+    assert_close(before, theirs(flax, X[:, 3:4], decode=False))
+    # Unlike flax's, a causal step sees what came before it.
+    again = nnx.clone(ours)
+    assert_same(again(X[:, 3:4], is_causal=True), ours(X[:, 3:4]))
+
+
+def modules(params: MHAParams, semantics: Semantics = Semantics(), **settings: Any) -> Any:
+    return ours_nnx.MultiHeadAttention.from_params(params, semantics, decode=True, **settings)
+
+
+@pytest.mark.parametrize("chunks", [(5,), (2, 2, 1)], ids=str)
+def test_many_tokens_windows_rotations_and_extras(chunks: tuple[int, ...]) -> None:
+    semantics = Semantics(add_zero_attn=True, logits_soft_cap=2.0)
+    settings = {"local_window_size": (2, 0), "rotate": partial(rope, base=50.0)}
+    layer = modules(EXTRA, semantics, **settings)
+    layer.init_cache((B, 7, DQ))
+    bias = normal("bias", (B, 6, T, 7))
+    expected = layer(X, decode=False, is_causal=True, bias=bias[..., :T])
+    outs, start = [], 0
+    for size in chunks:
+        rows = slice(start, start + size)
+        outs.append(layer(X[:, rows], bias=bias[:, :, rows]))
+        start += size
+    assert_close(jnp.concatenate(outs, 1), expected)
+    assert int(layer.cache_index[...]) == T
+
+
+def test_half_precision_cache() -> None:
+    layer = modules(SELF, dtype=jnp.bfloat16)
+    layer.init_cache((B, T, DQ), jnp.bfloat16)
+    out = layer(X)
+    assert out.dtype == layer.cached_value[...].dtype == jnp.bfloat16
+    assert layer.cached_value[...].shape == (B, T, 3, 13)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), SELF)
+    expected = multi_head_attention(params, X.astype(jnp.bfloat16), is_causal=True)
+    assert_close(out, np.asarray(expected, np.float32))
+
+
+def test_no_room_is_nan_and_no_cache_an_error() -> None:
+    layer = modules(SELF)
+    with pytest.raises(ValueError, match="init_cache"):
+        layer(X)
+    layer.init_cache((B, 3, DQ))
+    with pytest.raises(ValueError, match="more than the S=3 slots"):
+        layer(X)
+    assert bool(jnp.isfinite(layer(X[:, :2])).all())
+    assert bool(jnp.isnan(layer(X[:, :2])).all())
+    with pytest.raises(ValueError, match="cached_key has room"):
+        layer(X[:1, :1])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.causal(offset=1),
+        Mask.lengths(query=jnp.ones(B, int)),
+        Mask.lengths(key_value=jnp.ones(B, int)),
+        Mask.padding(query=jnp.ones((B, 1), bool)),
+        Mask.segments(jnp.ones((B, 1), int), jnp.ones((B, 3), int)),
+    ],
+    ids=repr,
+)
+def test_structure_without_meaning_is_refused(mask: Mask) -> None:
+    layer = modules(SELF)
+    layer.init_cache((B, 3, DQ))
+    with pytest.raises(ValueError, match="a decoding step is causal and knows its lengths"):
+        layer(X[:, :1], mask=mask)
+
+
+def test_view_makes_a_cache() -> None:
+    layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), dropout_rate=0.1)
+    view = nnx.view(layer, decode=True, deterministic=True, batch_size=B, max_length=3)
+    x = normal("view", (B, 1, 21))
+    assert_close(view(x), view(x, decode=False))
+    assert view.cached_key[...].shape == (B, 3, N, 7)
+    assert layer.cached_key is None

@@ -1,0 +1,272 @@
+"""What the modules have beyond flax is what jaxmha computes; both modules hold any parameters."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import jaxmha.converters.torch as torch_converter
+from jaxmha import (
+    KVCache,
+    Mask,
+    MHAParams,
+    Projection,
+    Semantics,
+    combine,
+    decode_step,
+    dot_product_attention,
+    multi_head_attention,
+    project,
+    rope,
+)
+from jaxmha.flax import linen
+from jaxmha.flax import nnx as modules
+from jaxmha.params import CANONICAL, from_leaves, leaves
+from tests import reference
+from tests.flax.common import normal, plain
+from tests.tolerance import assert_close, assert_same
+
+SIZES = {"Dq": 17, "Dk": 19, "Dv": 23, "Do": 29, "N": 6, "K": 3, "H": 10, "h": 13}
+B, T, S = 2, 5, 7
+EVERYTHING = Semantics(
+    scale=0.4, logits_soft_cap=1.3, add_zero_attn=True, qk_norm="rms", qk_norm_epsilon=0.01
+)
+
+
+def parameters(sizes: dict[str, int] = SIZES, *, without: tuple[str, ...] = ()) -> MHAParams:
+    return from_leaves(
+        {
+            name: normal(name, tuple(sizes[a] for a in axes.split()), scale=0.4)
+            for name, axes in CANONICAL.items()
+            if name not in without
+        }
+    )
+
+
+SELF = parameters({**SIZES, "Dk": 17, "Dv": 17})
+BARE = ("bias_k", "bias_v", "query_norm", "key_norm")
+SMALL = parameters({**SIZES, "Dk": 17, "Dv": 17}, without=BARE)
+
+
+def features(*names: str, sizes: dict[str, int] = SIZES) -> list[Any]:
+    length = {"Dq": T, "Dk": S, "Dv": S}
+    return [normal(name, (B, length[name], sizes[name])) for name in names]
+
+
+def layers(params: MHAParams, semantics: Semantics = Semantics(), **settings: Any) -> list[Any]:
+    """Both modules as functions of inputs."""
+    module, variables = linen.MultiHeadAttention.from_params(params, semantics, **settings)
+    return [
+        partial(module.apply, variables),
+        modules.MultiHeadAttention.from_params(params, semantics, **settings),
+    ]
+
+
+def test_everything_at_once() -> None:
+    params, x = parameters(), features("Dq", "Dk", "Dv")
+    mask = Mask.causal(offset=1) & Mask.lengths(key_value=jnp.array([2, 6]))
+    bias = normal("bias", (B, 6, T, S))
+    expected, _ = reference.multi_head_attention(
+        params, *map(np.asarray, x), semantics=EVERYTHING, bias=np.asarray(bias), causal_offset=1,
+        key_value_seq_lengths=np.array([2, 6]),
+    )  # fmt: skip
+    same = multi_head_attention(params, *x, bias=bias, mask=mask, semantics=EVERYTHING)
+    for layer in layers(params, EVERYTHING):
+        actual = layer(*x, mask=mask, bias=bias)
+        assert_close(actual, expected)
+        assert_same(actual, same)
+
+
+@pytest.mark.parametrize("window", [2, (1, 0), (None, 2)])
+def test_window(window: Any) -> None:
+    (x,) = features("Dq")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    expected = multi_head_attention(SMALL, x, mask=Mask.window(left, right) & Mask.causal())
+    for layer in layers(SMALL, local_window_size=window):
+        assert_same(layer(x, is_causal=True), expected)
+
+
+def test_implementation_and_fully_masked_rows() -> None:
+    (x,) = features("Dq")
+    mask = jnp.ones((B, 1, T, T), bool).at[1, 0, 2].set(False)
+    policies: tuple[Any, ...] = ("zero", "nan", "mean")
+    for policy, names in zip(policies, ("blocked", "reference", ["blocked"]), strict=True):
+        semantics = Semantics(fully_masked=policy)
+        expected = multi_head_attention(
+            SMALL, x, mask=mask, semantics=semantics, implementation=names
+        )
+        for layer in layers(SMALL, semantics, implementation=names):
+            assert_same(layer(x, mask=mask), expected)
+    for wrong in layers(SMALL, implementation="flash"):
+        with pytest.raises(ValueError, match="implementation must be among"):
+            wrong(x)
+
+
+def test_dropout_is_that_of_semantics() -> None:
+    (x,), key = features("Dq"), jax.random.key(5)
+    semantics = Semantics(dropout_rate=0.4, dropout_broadcast=("N",))
+    expected = multi_head_attention(SMALL, x, semantics=semantics, dropout_key=key)
+    layer = layers(SMALL, semantics, deterministic=False)[0]
+    assert_same(layer(x, dropout_rng=key), expected)
+    stream = nnx.Rngs(dropout=key)
+    first = stream.dropout()
+    module = modules.MultiHeadAttention.from_params(SMALL, semantics, deterministic=False)
+    expected = multi_head_attention(SMALL, x, semantics=semantics, dropout_key=first)
+    assert_same(module(x, rngs=nnx.Rngs(dropout=key)), expected)
+
+
+def test_rotations_stand_between_projection_and_attention() -> None:
+    (x,) = features("Dq")
+    rotate = partial(rope, base=100.0)
+    q, k, v = project(SMALL, x)
+    positions = jnp.arange(T)
+    heads = dot_product_attention(rotate(q, positions), rotate(k, positions), v, is_causal=True)
+    expected = combine(SMALL, heads)
+    for layer in layers(SMALL, rotate=rotate):
+        assert_close(layer(x, is_causal=True), expected)
+    # The identity leaves everything as it is: extras, bias, empty rows and all.
+    params, inputs = parameters(), features("Dq", "Dk", "Dv")
+    bias = normal("bias", (B, 1, T, S + 2)).at[0, 0, 2].set(-jnp.inf)
+    mask = Mask.lengths(query=jnp.array([4, 5]))
+    expected = multi_head_attention(params, *inputs, bias=bias, mask=mask, semantics=EVERYTHING)
+    for layer in layers(params, EVERYTHING, rotate=unturned):
+        assert_close(layer(*inputs, mask=mask, bias=bias), expected)
+
+
+def unturned(heads: Any, positions: Any) -> Any:
+    assert positions.shape == heads.shape[:-2]
+    return heads
+
+
+def test_rotated_layer_ignores_what_nothing_attends() -> None:
+    x = features("Dq", "Dk", "Dv")
+    params = parameters(without=BARE)
+    mask = Mask.lengths(query=jnp.array([3, 5]), key_value=jnp.array([4, 7]))
+    poisoned = [x[0].at[0, 3:].set(jnp.nan), *(y.at[0, 4:].set(jnp.nan) for y in x[1:])]
+
+    def loss(params: MHAParams, x: Any) -> Any:
+        (module, _) = linen.MultiHeadAttention.from_params(SMALL, rotate=unturned)
+        tree = {name: getattr(params, name)._asdict() for name in ("query", "key", "value", "out")}
+        return jnp.square(module.apply({"params": tree}, *x, mask=mask)).sum()
+
+    slopes = jax.jit(jax.grad(loss))
+    clean, dirty = slopes(params, x), slopes(params, poisoned)
+    for actual, expected in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        assert bool(jnp.isfinite(actual).all())
+        assert_same(actual, expected)
+
+
+CASES: tuple[tuple[str, ...], ...] = (
+    (),
+    BARE,
+    (*BARE, "query.bias", "key.bias", "value.bias", "out.bias"),
+    (*BARE, "key.bias"),
+    (*BARE, "out.kernel", "out.bias"),
+)
+
+
+@pytest.mark.parametrize("without", CASES, ids=str)
+def test_parameters_come_back(without: tuple[str, ...]) -> None:
+    params = parameters(without=without)
+    norm: Any = None if "query_norm" in without else "layer"
+    semantics = Semantics(
+        fully_masked="nan", qk_norm=norm, dropout_rate=0.2, dropout_broadcast=("B",)
+    )
+    module, variables = linen.MultiHeadAttention.from_params(params, semantics, deterministic=True)
+    other = modules.MultiHeadAttention.from_params(params, semantics, deterministic=True)
+    for back in (
+        module.to_params(variables),
+        module.bind(variables).to_params(),
+        other.to_params(),
+    ):
+        assert back[1] == semantics
+        assert list(leaves(back[0])) == list(leaves(params))
+        for name, array in leaves(params).items():
+            assert_same(leaves(back[0])[name], array, name)
+    x = features("Dq", "Dk", "Dv")
+    declared = jax.eval_shape(module.init, jax.random.key(0), *x)
+    assert jax.tree.structure(declared) == jax.tree.structure(variables)
+    assert plain(declared).keys() == plain(variables).keys()
+
+
+def test_an_import_from_torch_is_one_line() -> None:
+    layer = torch.nn.MultiheadAttention(12, 3, add_bias_kv=True, add_zero_attn=True, dropout=0.1)
+    layer = layer.eval()
+    x = normal("torch", (B, T, 12))
+    with torch.no_grad():
+        moved = torch.from_numpy(np.array(x)).transpose(0, 1)
+        expected = layer(moved, moved, moved)[0].transpose(0, 1).numpy()
+    settings = {"deterministic": True}
+    module, variables = linen.MultiHeadAttention.from_params(
+        *torch_converter.from_module(layer), **settings
+    )
+    assert_close(module.apply(variables, x), expected)
+    other = modules.MultiHeadAttention.from_params(*torch_converter.from_module(layer), **settings)
+    assert_close(other(x), expected)
+    back = torch_converter.to_module(*other.to_params())
+    for name, array in layer.state_dict().items():
+        assert_same(back.state_dict()[name], array.numpy(), name)
+
+
+def test_what_does_not_fit_is_refused(x64: None) -> None:
+    with pytest.raises(ValueError, match="one needs the other"):
+        linen.MultiHeadAttention.from_params(SMALL, Semantics(qk_norm="rms"))
+    with pytest.raises(ValueError, match="pass variables"):
+        linen.MultiHeadAttention(2).to_params()
+    with pytest.raises(ValueError, match="use_bias must be"):
+        modules.MultiHeadAttention(2, 4, use_bias=("q",), rngs=nnx.Rngs(0))
+    for K in (0, 4):
+        with pytest.raises(ValueError, match="multiple of num_kv_heads"):
+            modules.MultiHeadAttention(6, 12, num_kv_heads=K, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="multiple of num_heads"):
+        linen.MultiHeadAttention(5).init(jax.random.key(0), jnp.ones((T, 12)))
+    double = jax.tree.map(lambda x: np.asarray(x, np.float64), SMALL)
+    with jax.enable_x64(False):
+        for cls in (linen.MultiHeadAttention, modules.MultiHeadAttention):
+            with pytest.raises(TypeError, match="float64"):
+                cls.from_params(double)
+
+
+def test_cache_methods_are_those_of_the_core() -> None:
+    (x,) = features("Dq")
+    rotate, window = partial(rope, base=100.0), (3, 0)
+    params = replace_widths(SMALL)
+    cache = KVCache.empty(params, B, 8)
+    module, variables = linen.MultiHeadAttention.from_params(
+        params, rotate=rotate, local_window_size=window
+    )
+    other = modules.MultiHeadAttention.from_params(params, rotate=rotate, local_window_size=window)
+    whole = other(x, is_causal=True)
+    out, kept = module.apply(variables, x[:, :4], cache, method="prefill")
+    assert_close(out, whole[:, :4])
+    step = x[:, 4:]
+    out, after = module.apply(variables, step, kept, method="decode_step")
+    expected, last = decode_step(params, step, kept, mask=Mask.window(3, 0), rotate=rotate)
+    assert_same(out, expected)
+    assert_close(out, whole[:, 4:])
+    for ours in (after, other.decode_step(step, other.prefill(x[:, :4], cache)[1])[1]):
+        for a, e in zip(ours, last, strict=True):
+            assert_same(a, e)
+
+
+def replace_widths(params: MHAParams) -> MHAParams:
+    """Output features as input features."""
+    out = Projection(params.out.kernel[..., :17], params.out.bias[:17]) if params.out else None
+    return params._replace(out=out)
+
+
+def test_settings_that_say_the_same_twice() -> None:
+    (x,) = features("Dq")
+    expected = multi_head_attention(SMALL, x, semantics=Semantics(scale=0.3))
+    for layer in layers(SMALL, replace(Semantics(precision="highest"), scale=0.3)):
+        assert_same(layer(x), expected)
+    for settings in ({"precision": "default"}, {"dropout_rate": 0.1}):
+        semantics = Semantics(precision="highest", dropout_rate=0.2)
+        with pytest.raises(ValueError, match="differ: give one"):
+            modules.MultiHeadAttention(2, 4, semantics=semantics, rngs=nnx.Rngs(0), **settings)

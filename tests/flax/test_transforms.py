@@ -1,0 +1,186 @@
+"""Partitioning metadata, mixed precision, and the transformations of linen, nnx and jax."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxmha import Mask
+from jaxmha.flax import linen as ours_linen
+from jaxmha.flax import nnx as ours_nnx
+from tests.flax.common import normal, plain, randomise, shapes, state_of, theirs
+from tests.tolerance import LAYER, assert_close, assert_same
+
+B, T, D, LAYERS = 2, 5, 6, 3
+X = normal("x", (B, T, D))
+MASK = Mask.causal() & Mask.lengths(key_value=jnp.array([3, 5]))
+
+
+def boxed(init: Any) -> dict[str, Any]:
+    names = ("embed", "heads", "kv")
+    return {
+        "kernel_init": nn.with_partitioning(init, names),
+        "out_kernel_init": nn.with_partitioning(init, names[::-1]),
+        "bias_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "kv")),
+    }
+
+
+def test_partitioning_of_linen() -> None:
+    settings = {"num_heads": 2, **boxed(nn.initializers.lecun_normal())}
+    flax, ours = (module.MultiHeadAttention(**settings) for module in (nn, ours_linen))
+    expected = theirs(jax.eval_shape, flax.init, jax.random.key(0), X)
+    variables = jax.eval_shape(ours.init, jax.random.key(0), X)
+    assert jax.tree.structure(variables) == jax.tree.structure(expected)
+    assert nn.get_partition_spec(variables) == nn.get_partition_spec(expected)
+    assert nn.get_partition_spec(variables)["params"]["query"]["kernel"] == jax.P(
+        "embed", "heads", "kv"
+    )
+    variables = randomise(variables)
+    out = ours.apply(variables, X)
+    assert_same(ours.apply(nn.meta.unbox(variables), X), out)
+    assert_same(
+        ours.to_params(variables)[0].query.kernel, variables["params"]["query"]["kernel"].value
+    )
+
+
+def test_metadata_of_nnx() -> None:
+    metadata = {
+        "kernel_metadata": {"name": "k"},
+        "bias_metadata": {"name": "b"},
+        "out_kernel_metadata": {"name": "ok"},
+        "out_bias_metadata": {"name": "ob"},
+        "query_ln_scale_metadata": {"name": "q"},
+        "key_ln_scale_metadata": {"name": "kk"},
+    }
+    settings = {"num_heads": 2, "in_features": D, "normalize_qk": True, **metadata}
+    found = []
+    for module in (nnx, ours_nnx):
+        layer = theirs(
+            nnx.eval_shape,
+            lambda: module.MultiHeadAttention(rngs=nnx.Rngs(0), **settings),  # noqa: B023
+        )
+        flat = nnx.to_flat_state(nnx.state(layer, nnx.Param))
+        found.append({path: variable.get_metadata() for path, variable in flat})
+    assert found[0] == found[1]
+    assert found[1]["out", "kernel"]["name"] == "ok"
+
+
+def test_mixed_precision() -> None:
+    layer = ours_linen.MultiHeadAttention(num_heads=2, dtype=jnp.bfloat16)
+    exact = ours_linen.MultiHeadAttention(num_heads=2)
+    variables = randomise(jax.eval_shape(layer.init, jax.random.key(0), X))
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
+
+    def loss(layer: Any) -> Any:
+        return jax.grad(lambda v: jnp.square(layer.apply(v, X).astype(jnp.float32)).sum())
+
+    assert layer.apply(variables, X).dtype == jnp.bfloat16
+    for (name, a), e in zip(
+        plain(loss(layer)(variables)).items(), plain(loss(exact)(variables)).values(), strict=True
+    ):
+        assert a.dtype == jnp.float32
+        if "key" not in name or "bias" not in name:  # whose slope is 0 but for noise
+            assert_close(a.astype(jnp.bfloat16), e, name, factor=4 * LAYER)
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """One step of a scan over layers."""
+
+    module: Any
+
+    @nn.compact  # type: ignore[untyped-decorator]
+    def __call__(self, x: Any, mask: Any) -> Any:
+        layer = self.module.MultiHeadAttention(
+            num_heads=2, dropout_rate=0.5, deterministic=True, name="attention"
+        )
+        return x + layer(x, mask=mask, sow_weights=True), None
+
+
+def test_scan_and_remat_of_linen() -> None:
+    def stack(module: Any, wrap: Any = lambda block: block) -> Any:
+        return nn.scan(
+            wrap(Block),
+            variable_axes={"params": 0, "intermediates": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=LAYERS,
+            in_axes=nn.broadcast,
+        )(module)
+
+    mask = MASK.to_array(T, T)
+    flax, ours, remat = stack(nn), stack(ours_linen), stack(ours_linen, nn.remat)
+    expected = theirs(jax.eval_shape, flax.init, jax.random.key(0), X, mask)
+    for module in (ours, remat):
+        assert shapes(jax.eval_shape(module.init, jax.random.key(0), X, mask)) == shapes(expected)
+    variables = {"params": randomise(expected["params"])}
+    out, sown = theirs(flax.apply, variables, X, mask, mutable=["intermediates"])
+    for module, given in ((ours, MASK), (remat, MASK)):
+        (mine, _), weights = module.apply(variables, X, given, mutable=["intermediates"])
+        assert_close(mine, out[0])
+        for a, e in zip(jax.tree.leaves(weights), jax.tree.leaves(sown), strict=True):
+            assert_close(a, e)
+    slopes = [
+        jax.grad(lambda v: jnp.square(module.apply(v, X, MASK)[0]).sum())(variables)  # noqa: B023
+        for module in (ours, remat)
+    ]
+    for a, e in zip(*(jax.tree.leaves(x) for x in slopes), strict=True):
+        assert_close(a, e, factor=2)
+
+
+def stacked() -> Any:
+    @nnx.vmap(in_axes=0, out_axes=0)  # type: ignore[untyped-decorator]
+    def create(rngs: Any) -> Any:
+        return ours_nnx.MultiHeadAttention(2, D, dropout_rate=0.5, deterministic=True, rngs=rngs)
+
+    return create(nnx.Rngs(0).split(LAYERS))
+
+
+def test_vmap_and_scan_of_nnx() -> None:
+    layers = stacked()
+    state = state_of(layers, nnx.Param)
+    assert {x.shape[0] for x in state.values()} == {LAYERS}
+    assert not (state["query/kernel"][0] == state["query/kernel"][1]).any()
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)  # type: ignore[untyped-decorator]
+    def forward(x: Any, layer: Any) -> Any:
+        return x + layer(x, mask=MASK)
+
+    @nnx.vmap(in_axes=(0, None), out_axes=0)  # type: ignore[untyped-decorator]
+    def each(layer: Any, x: Any) -> Any:
+        return layer(x, mask=MASK)
+
+    expected, singles = X, []
+    graph, parts = nnx.split(layers)
+    for i in range(LAYERS):
+        single = nnx.merge(graph, jax.tree.map(lambda x: x[i], parts))  # noqa: B023
+        expected = expected + single(expected, mask=MASK)
+        singles.append(single(X, mask=MASK))
+    assert_close(forward(X, layers), expected)
+    assert_close(each(layers, X), jnp.stack(singles))
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat], ids=["jit", "remat"])
+def test_training_step_of_nnx(wrap: Any) -> None:
+    layer = ours_nnx.MultiHeadAttention(
+        2, D, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0)
+    )
+    other = nnx.clone(layer)
+
+    def loss(layer: Any) -> Any:
+        return jnp.square(layer(X, mask=MASK)).sum()
+
+    expected = nnx.grad(loss)(layer)
+    actual = nnx.grad(wrap(loss))(other)
+    for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
+        assert_close(a, e, name, factor=4)
+    assert int(other.rngs.count[...]) == int(layer.rngs.count[...]) == 1
+
+
+def test_vmap_of_jax_over_a_module() -> None:
+    layer = ours_linen.MultiHeadAttention(num_heads=2)
+    variables = randomise(jax.eval_shape(layer.init, jax.random.key(0), X))
+    many = jnp.stack([X, 2 * X, X + 1])
+    out = jax.vmap(lambda x: layer.apply(variables, x, is_causal=True))(many)
+    assert_close(out, layer.apply(variables, many, is_causal=True))
