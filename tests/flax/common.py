@@ -73,6 +73,11 @@ def shapes(tree: Any) -> list[tuple[str, Any, Any]]:
     return [(jax.tree_util.keystr(path), x.shape, x.dtype) for path, x in flat]
 
 
+def structure(tree: Any) -> Any:
+    """The definition of a tree."""
+    return jax.tree.structure(tree)
+
+
 def value(variable: Any) -> Any:
     """The array in an nnx variable; keys of streams as numbers."""
     array = variable.get_value()

@@ -29,7 +29,7 @@ from jaxmha.flax import linen
 from jaxmha.flax import nnx as modules
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from tests import reference
-from tests.flax.common import normal, plain
+from tests.flax.common import normal, plain, structure
 from tests.tolerance import assert_close, assert_same
 
 SIZES = {"Dq": 17, "Dk": 19, "Dv": 23, "Do": 29, "N": 6, "K": 3, "H": 10, "h": 13}
@@ -68,22 +68,26 @@ def layers(params: MHAParams, semantics: Semantics = Semantics(), **settings: An
     ]
 
 
-def test_everything_at_once() -> None:
+def unturned(heads: Any, positions: Any) -> Any:
+    assert positions.shape == heads.shape[:-2]
+    return heads
+
+
+@pytest.mark.parametrize("rotate", [None, unturned], ids=["plain", "rotated by nothing"])
+def test_everything_at_once(rotate: Any) -> None:
     params, x = parameters(), features("Dq", "Dk", "Dv")
-    mask = Mask.causal(offset=1) & Mask.lengths(key_value=jnp.array([2, 6]))
-    bias = normal("bias", (B, 6, T, S))
+    lengths = np.array([2, 6])
+    mask = Mask.causal(offset=1) & Mask.lengths(key_value=jnp.array(lengths))
+    bias = normal("bias", (B, 6, T, S + 2)).at[0, 0, 2].set(-jnp.inf)
     expected, _ = reference.multi_head_attention(
         params, *map(np.asarray, x), semantics=EVERYTHING, bias=np.asarray(bias), causal_offset=1,
-        key_value_seq_lengths=np.array([2, 6]),
+        key_value_seq_lengths=lengths,
     )  # fmt: skip
-    same = multi_head_attention(params, *x, bias=bias, mask=mask, semantics=EVERYTHING)
-    for layer in layers(params, EVERYTHING):
-        actual = layer(*x, mask=mask, bias=bias)
-        assert_close(actual, expected)
-        assert_same(actual, same)
+    for layer in layers(params, EVERYTHING, rotate=rotate):
+        assert_close(layer(*x, mask=mask, bias=bias), expected)
 
 
-@pytest.mark.parametrize("window", [2, (1, 0), (None, 2)])
+@pytest.mark.parametrize("window", [2, (None, 1)])
 def test_window(window: Any) -> None:
     (x,) = features("Dq")
     left, right = window if isinstance(window, tuple) else (window, window)
@@ -95,8 +99,8 @@ def test_window(window: Any) -> None:
 def test_implementation_and_fully_masked_rows() -> None:
     (x,) = features("Dq")
     mask = jnp.ones((B, 1, T, T), bool).at[1, 0, 2].set(False)
-    policies: tuple[Any, ...] = ("zero", "nan", "mean")
-    for policy, names in zip(policies, ("blocked", "reference", ["blocked"]), strict=True):
+    policies: tuple[Any, ...] = ("zero", "nan")
+    for policy, names in zip(policies, ("reference", ["blocked"]), strict=True):
         semantics = Semantics(fully_masked=policy)
         expected = multi_head_attention(
             SMALL, x, mask=mask, semantics=semantics, implementation=names
@@ -124,24 +128,17 @@ def test_dropout_is_that_of_semantics() -> None:
 def test_rotations_stand_between_projection_and_attention() -> None:
     (x,) = features("Dq")
     rotate = partial(rope, base=100.0)
-    q, k, v = project(SMALL, x)
     positions = jnp.arange(T)
-    heads = dot_product_attention(rotate(q, positions), rotate(k, positions), v, is_causal=True)
-    expected = combine(SMALL, heads)
+
+    @jax.jit
+    def by_hand(x: Any) -> Any:
+        q, k, v = project(SMALL, x)
+        q, k = rotate(q, positions), rotate(k, positions)
+        return combine(SMALL, dot_product_attention(q, k, v, is_causal=True))
+
+    expected = by_hand(x)
     for layer in layers(SMALL, rotate=rotate):
         assert_close(layer(x, is_causal=True), expected)
-    # The identity leaves everything as it is: extras, bias, empty rows and all.
-    params, inputs = parameters(), features("Dq", "Dk", "Dv")
-    bias = normal("bias", (B, 1, T, S + 2)).at[0, 0, 2].set(-jnp.inf)
-    mask = Mask.lengths(query=jnp.array([4, 5]))
-    expected = multi_head_attention(params, *inputs, bias=bias, mask=mask, semantics=EVERYTHING)
-    for layer in layers(params, EVERYTHING, rotate=unturned):
-        assert_close(layer(*inputs, mask=mask, bias=bias), expected)
-
-
-def unturned(heads: Any, positions: Any) -> Any:
-    assert positions.shape == heads.shape[:-2]
-    return heads
 
 
 def test_rotated_layer_ignores_what_nothing_attends() -> None:
@@ -191,7 +188,7 @@ def test_parameters_come_back(without: tuple[str, ...]) -> None:
             assert_same(leaves(back[0])[name], array, name)
     x = features("Dq", "Dk", "Dv")
     declared = jax.eval_shape(module.init, jax.random.key(0), *x)
-    assert jax.tree.structure(declared) == jax.tree.structure(variables)
+    assert structure(declared) == structure(variables)
     assert plain(declared).keys() == plain(variables).keys()
 
 
@@ -202,7 +199,7 @@ def test_an_import_from_torch_is_one_line() -> None:
     with torch.no_grad():
         moved = torch.from_numpy(np.array(x)).transpose(0, 1)
         expected = layer(moved, moved, moved)[0].transpose(0, 1).numpy()
-    settings = {"deterministic": True}
+    settings: dict[str, Any] = {"deterministic": True}
     module, variables = linen.MultiHeadAttention.from_params(
         *torch_converter.from_module(layer), **settings
     )
@@ -257,8 +254,9 @@ def test_cache_methods_are_those_of_the_core() -> None:
 
 def replace_widths(params: MHAParams) -> MHAParams:
     """Output features as input features."""
-    out = Projection(params.out.kernel[..., :17], params.out.bias[:17]) if params.out else None
-    return params._replace(out=out)
+    assert params.out is not None
+    assert params.out.bias is not None
+    return params._replace(out=Projection(params.out.kernel[..., :17], params.out.bias[:17]))
 
 
 def test_settings_that_say_the_same_twice() -> None:

@@ -5,13 +5,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import pytest
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxmha import Mask
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.flax.common import normal, plain, randomise, shapes, state_of, theirs
+from tests.flax.common import normal, plain, randomise, shapes, state_of, structure, theirs
 from tests.tolerance import LAYER, assert_close, assert_same
 
 B, T, D, LAYERS = 2, 5, 6, 3
@@ -33,10 +34,10 @@ def test_partitioning_of_linen() -> None:
     flax, ours = (module.MultiHeadAttention(**settings) for module in (nn, ours_linen))
     expected = theirs(jax.eval_shape, flax.init, jax.random.key(0), X)
     variables = jax.eval_shape(ours.init, jax.random.key(0), X)
-    assert jax.tree.structure(variables) == jax.tree.structure(expected)
+    assert structure(variables) == structure(expected)
     assert nn.get_partition_spec(variables) == nn.get_partition_spec(expected)
-    assert nn.get_partition_spec(variables)["params"]["query"]["kernel"] == jax.P(
-        "embed", "heads", "kv"
+    assert nn.get_partition_spec(variables)["params"]["query"]["kernel"] == (
+        PartitionSpec("embed", "heads", "kv")  # type: ignore[no-untyped-call]
     )
     variables = randomise(variables)
     out = ours.apply(variables, X)
@@ -110,23 +111,23 @@ def test_scan_and_remat_of_linen() -> None:
         )(module)
 
     mask = MASK.to_array(T, T)
-    flax, ours, remat = stack(nn), stack(ours_linen), stack(ours_linen, nn.remat)
+    flax, ours = stack(nn), stack(ours_linen, nn.remat)
     expected = theirs(jax.eval_shape, flax.init, jax.random.key(0), X, mask)
-    for module in (ours, remat):
-        assert shapes(jax.eval_shape(module.init, jax.random.key(0), X, mask)) == shapes(expected)
+    assert shapes(jax.eval_shape(ours.init, jax.random.key(0), X, MASK)) == shapes(expected)
     variables = {"params": randomise(expected["params"])}
-    out, sown = theirs(flax.apply, variables, X, mask, mutable=["intermediates"])
-    for module, given in ((ours, MASK), (remat, MASK)):
-        (mine, _), weights = module.apply(variables, X, given, mutable=["intermediates"])
-        assert_close(mine, out[0])
-        for a, e in zip(jax.tree.leaves(weights), jax.tree.leaves(sown), strict=True):
-            assert_close(a, e)
-    slopes = [
-        jax.grad(lambda v: jnp.square(module.apply(v, X, MASK)[0]).sum())(variables)  # noqa: B023
-        for module in (ours, remat)
-    ]
-    for a, e in zip(*(jax.tree.leaves(x) for x in slopes), strict=True):
-        assert_close(a, e, factor=2)
+
+    def run(module: Any, mask: Any) -> Any:
+        def loss(v: Any) -> Any:
+            (out, _), sown = module.apply(v, X, mask, mutable=["intermediates"])
+            return jnp.square(out).sum(), (out, sown)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(variables)
+
+    wanted, actual = theirs(run, flax, mask), run(ours, MASK)
+    assert structure(actual) == structure(wanted)
+    for (name, a), e in zip(plain(actual).items(), plain(wanted).values(), strict=True):
+        if "key" not in name or "bias" not in name:  # whose slope is 0 but for noise
+            assert_close(a, e, name, factor=2 * LAYERS)
 
 
 def stacked() -> Any:
@@ -158,11 +159,10 @@ def test_vmap_and_scan_of_nnx() -> None:
         expected = expected + single(expected, mask=MASK)
         singles.append(single(X, mask=MASK))
     assert_close(forward(X, layers), expected)
-    assert_close(each(layers, X), jnp.stack(singles))
+    assert_close(each(layers, X), np.stack(singles))
 
 
-@pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat], ids=["jit", "remat"])
-def test_training_step_of_nnx(wrap: Any) -> None:
+def test_training_step_of_nnx() -> None:
     layer = ours_nnx.MultiHeadAttention(
         2, D, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0)
     )
@@ -172,10 +172,11 @@ def test_training_step_of_nnx(wrap: Any) -> None:
         return jnp.square(layer(X, mask=MASK)).sum()
 
     expected = nnx.grad(loss)(layer)
-    actual = nnx.grad(wrap(loss))(other)
+    actual = nnx.jit(nnx.grad(nnx.remat(loss)))(other)
     for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
         assert_close(a, e, name, factor=4)
-    assert int(other.rngs.count[...]) == int(layer.rngs.count[...]) == 1
+    counts = [state_of(module, nnx.RngCount) for module in (other, layer)]
+    assert [[int(x) for x in count.values()] for count in counts] == [[1], [1]]
 
 
 def test_vmap_of_jax_over_a_module() -> None:
