@@ -199,13 +199,19 @@ def decode_step(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
             "use 'zero' or 'nan'"
         )
-    out, longer = _decode_step(params, x, cache, mask, semantics, rotate)
+    out, longer = _decode_step(params, x, cache, mask, semantics, rotate, BLOCK)
     return out, longer
 
 
-@partial(jax.jit, static_argnames="rotate")
+@partial(jax.jit, static_argnames=("rotate", "block"))
 def _decode_step(
-    params: MHAParams, x: Any, cache: KVCache, mask: Mask, semantics: Semantics, rotate: Any
+    params: MHAParams,
+    x: Any,
+    cache: KVCache,
+    mask: Mask,
+    semantics: Semantics,
+    rotate: Any,
+    block: int,
 ) -> Any:
     B, T, S = _sizes(params, x, cache)
     left, _ = mask.window_size or (None, None)
@@ -221,7 +227,7 @@ def _decode_step(
     query, key, value = _heads(params, x, semantics, positions, rotate)
     cache = _write(cache, key, value, jnp.full(B, T, np.int32))
     mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
-    out = _attend(params, query, cache, positions, mask, semantics)
+    out = _attend(params, query, cache, positions, mask, semantics, block)
     if not rings:
         out = jnp.where((jnp.asarray(cache.lengths) > S).reshape(B, 1, 1, 1), jnp.nan, out)
     return combine(params, out, semantics=semantics), cache
@@ -279,6 +285,7 @@ def _attend(
     positions: jax.Array,
     mask: Mask,
     semantics: Semantics,
+    block: int,
 ) -> jax.Array:
     """Attention of `B T N H` queries at `positions` over the cache and the extra positions."""
     (B, T, N, H), (_, K, S, h) = query.shape, cache.value.shape
@@ -290,7 +297,7 @@ def _attend(
     rows = rows.reshape(B, K, G * T, H)
     last = jnp.asarray(cache.lengths)[:, None] - 1
     left, _ = mask.window_size or (None, None)
-    size = min(BLOCK, S)
+    size = min(block, S)
 
     def allowed(slots: jax.Array) -> jax.Array:
         """`B, n, T, slots`: slots whose token is not later than the query, nor too early."""
