@@ -13,7 +13,7 @@ import numpy as np
 from jaxmha import checks, extra_positions
 from jaxmha.attention import attend, hashable
 from jaxmha.implementations import forward_mode
-from jaxmha.implementations.request import allowed_pairs
+from jaxmha.implementations.pairs import live_positions
 from jaxmha.layer import combine, multi_head_attention, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
@@ -267,16 +267,16 @@ def _only_live(
     query, key, value = inputs
     bias, mask = wide
     T, S = sizes["T"], sizes["S"]
-    pairs = allowed_pairs(mask, bias, T, S + extra)
-    if pairs is None:
-        return inputs
+    B = math.prod(query.shape[:-2])
+    queries, keys = live_positions(mask, bias, B, sizes["N"], T, S + extra)
 
     def keep(x: Any, live: Any) -> Any:
-        full = jnp.broadcast_to(live, (math.prod(x.shape[:-2]), x.shape[-2]))
+        if live is None:
+            return x
+        full = jnp.broadcast_to(live[:, : x.shape[-2]], (B, x.shape[-2]))
         return jnp.where(full.reshape(*x.shape[:-1], 1), x, 0.0)
 
-    live = pairs.any((1, 2))[:, :S]
-    query, key = keep(query, pairs.any((1, 3))), keep(key, live)
+    query, key = keep(query, queries), keep(key, keys)
     if semantics.fully_masked != "mean":  # the mean reads every value
-        value = keep(value, live)
+        value = keep(value, keys)
     return query, key, value
