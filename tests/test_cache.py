@@ -1,6 +1,6 @@
 """Decoding with a cache is full attention, token by token."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -9,25 +9,32 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import KVCache, Mask, MHAParams, Semantics
+from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
 from tests import tolerance
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
 LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
 
 
-def make(dtype: Any = np.float32, *, use_bias_kv: bool = False) -> tuple[MHAParams, Any]:
-    params = jaxmha.init_params(
-        jax.random.key(0), num_heads=N, num_kv_heads=K, head_dim=H, value_head_dim=h, features=D,
-        use_bias_kv=use_bias_kv,
-    )  # fmt: skip
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    params = jax.tree.map(
-        lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype), params
+@cache
+def make(dtype: str = "float32", *, use_bias_kv: bool = False) -> tuple[MHAParams, Any]:
+    """Parameters and inputs from NumPy, so that nothing is compiled for them."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype)) / 2)
+
+    def projection(*kernel: int, bias: tuple[int, ...]) -> Projection:
+        return Projection(normal(*kernel), normal(*bias))
+
+    params = MHAParams(
+        projection(D, N, H, bias=(N, H)),
+        projection(D, K, H, bias=(K, H)),
+        projection(D, K, h, bias=(K, h)),
+        projection(N, h, D, bias=(D,)),
+        *((normal(K, H), normal(K, h)) if use_bias_kv else ()),
     )
-    x = jax.random.normal(jax.random.key(2), (B, T, D), np.float32)
-    cast: tuple[MHAParams, Any] = jax.tree.map(lambda a: a.astype(dtype), (params, x))
-    return cast
+    return params, normal(B, T, D)
 
 
 def full(params: MHAParams, x: Any, **options: Any) -> Any:
@@ -60,7 +67,7 @@ def test_steps_are_full_attention(what: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_dtypes(dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        params, x = make(jnp.dtype(dtype))
+        params, x = make(dtype)
         cache = KVCache.empty(params, B, T)
         assert cache.key.dtype == dtype
         out, cache = jaxmha.prefill(params, x[:, :5], cache)
