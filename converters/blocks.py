@@ -82,7 +82,8 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     """
     found: dict[str, list[Block]] = {}
     for variant in (v for candidate in layouts for v in _variants(candidate)):
-        for prefix in _prefixes(variant, shapes):
+        first = next(entry.key for entry in variant.entries if not entry.group)
+        for prefix in _prefixes(variant, shapes, first):
             keys = {
                 entry.key: full
                 for entry in variant.entries
@@ -114,27 +115,49 @@ def _decide(candidates: Sequence[Block]) -> Block:
 def damaged(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> list[str]:
-    """Prefixes that have half of the arrays of a layout and still are no block, with the reason."""
-    whole, reasons = {block.prefix for block in found}, {}
+    """Prefixes that have most arrays of a layout and still are no block, with the reason."""
+    whole = {block.prefix for block in found}
+    reasons: dict[str, str] = {}
     for candidate in layouts:
-        required = [entry for entry in candidate.entries if not entry.group]
-        for prefix in _prefixes(candidate, shapes):
-            there = [e for e in required if candidate.path(prefix, e.key) in shapes]
-            if prefix in whole or 2 * len(there) < len(required):
+        usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
+        required = [entry for entry in usual if not entry.group]
+        prefixes = {p: None for entry in usual for p in _prefixes(candidate, shapes, entry.key)}
+        for prefix in prefixes:
+            there = [e for e in usual if candidate.path(prefix, e.key) in shapes]
+            first = required[0] in there and 2 * sum(not e.group for e in there) >= len(required)
+            kernels = 2 * sum(not e.group for e in there) > len(required)
+            if prefix in whole or not (first or kernels or 2 * len(there) > len(usual)):
                 continue
             missing = [e.key for e in required if e not in there]
-            what = (
-                f"lacks {', '.join(missing)}"
-                if missing
-                else "has arrays of another rank: "
-                + ", ".join(
-                    f"{e.key} expected axes ({e.axes}), got shape "
-                    f"{tuple(shapes[candidate.path(prefix, e.key)])}"
-                    for e in required
-                )
+            what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
+            reasons.setdefault(
+                prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
-            reasons[prefix] = f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
     return list(reasons.values())
+
+
+def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    """The array that does not fit the ones before it, with both shapes."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for entry in candidate.entries:
+        if (shape := shapes.get(candidate.path(prefix, entry.key))) is None:
+            continue
+        groups, shown = parse(entry.axes), f"{entry.key} of shape {tuple(shape)}"
+        if len(shape) < len(groups):
+            return (
+                f"has arrays of another rank: {entry.key} expected axes ({entry.axes}), got shape "
+                f"{tuple(shape)}"
+            )
+        for group, n in zip(groups, shape[len(shape) - len(groups) :], strict=True):
+            if len(group) > 1:
+                continue
+            letter = group[0]
+            other = sizes.setdefault(letter, (n, shown))
+            if other[0] != n:
+                return f"{shown} has {letter}={n}, while {other[1]} has {letter}={other[0]}"
+    return "its sizes contradict each other: " + ", ".join(
+        f"{letter}={n} ({shown})" for letter, (n, shown) in sizes.items()
+    )
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -149,17 +172,18 @@ def _unknown(
     """Names under a prefix that are neither of the layout nor known to stand beside it."""
     if not prefix:
         return ()
-    known = {*keys.values(), *(layout.path(prefix, key) for key in layout.beside)}
+    # What stands beside attention in one model stays there when its layout changes.
+    beside = {key for other in LAYOUTS for key in other.beside}
+    known = {*keys.values(), *(layout.path(prefix, key) for key in beside)}
     start = prefix + layout.separator
     return tuple(name for name in shapes if name.startswith(start) and name not in known)
 
 
-def _prefixes(candidate: Layout, names: Iterable[str]) -> Iterator[str]:
-    """Where the layout's first required key stands."""
-    first = next(entry.key for entry in candidate.entries if not entry.group)
+def _prefixes(candidate: Layout, names: Iterable[str], key: str) -> Iterator[str]:
+    """Where a key of the layout stands."""
     for name in names:
-        if name == first or name.endswith(candidate.separator + first):
-            yield name.removesuffix(first).removesuffix(candidate.separator)
+        if name == key or name.endswith(candidate.separator + key):
+            yield name.removesuffix(key).removesuffix(candidate.separator)
 
 
 def _variants(candidate: Layout) -> list[Layout]:

@@ -24,17 +24,29 @@ def find(
     """The head count of a block and where it is from: stored, asked for, or configured.
 
     `configured` is what `in_config` says of the file, which is read once and not per block.
+
+    Raises:
+      ValueError: the one given contradicts the file.
     """
     stored = in_shapes(block, shapes)
     if stored is not None and given in (None, stored):
         return stored, "shape"
-    if given is not None:
-        return given, "given"
-    for key in (f"{METADATA}.{block.prefix}", METADATA):
-        kept = (metadata or {}).get(key, "")
-        if kept.isascii() and kept.isdigit():
-            return int(kept), "metadata"
-    return configured or (None, "not stored: pass --num-heads")
+    kept = next(
+        (
+            (int(text), "metadata")
+            for key in (f"{METADATA}.{block.prefix}", METADATA)
+            if (text := (metadata or {}).get(key, "")).isascii() and text.isdigit()
+        ),
+        configured,
+    )
+    if given is None:
+        return kept or (None, "not stored: pass --num-heads")
+    if kept is not None and kept[0] != given and stored is None:
+        raise ValueError(
+            f"num_heads={given} is given, and {kept[1]} says {kept[0]}: leave it out, or correct the "
+            "one that is wrong"
+        )
+    return given, "given"
 
 
 def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:

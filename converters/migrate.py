@@ -204,6 +204,7 @@ def convert(
         metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
     if not target.stores_num_heads:
         metadata |= heads.to_metadata(counts, whole=from_ is None)
+    _refuse_unreadable(written, {prefix for *_, prefix, _ in moves}, target)
     settings: dict[str, Any] = {"force": force}
     if str(destination).endswith(".safetensors"):
         settings["metadata"] = metadata
@@ -258,6 +259,19 @@ def _add(written: dict[str, NDArray], arrays: Mapping[str, NDArray]) -> None:
     if clash := sorted(written.keys() & arrays.keys()):
         raise ValueError(f"two tensors would be written as {clash[0]!r}: rename one in the source")
     written |= arrays
+
+
+def _refuse_unreadable(written: Mapping[str, NDArray], prefixes: set[str], target: Layout) -> None:
+    """Raises ValueError where a carried tensor would make a block of the destination unreadable."""
+    found = blocks.find({name: array.shape for name, array in written.items()}, [target])
+    for block in found:
+        if block.prefix in prefixes and block.unknown:
+            raise ValueError(
+                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
+                f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
+            )
+    if missing := prefixes - {block.prefix for block in found}:
+        raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
 def _cast(written: dict[str, NDArray], dtype: str) -> dict[str, float]:

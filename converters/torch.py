@@ -70,6 +70,7 @@ def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semanti
 
     Raises:
       TypeError: it is not one.
+      ValueError: it computes more than its parameters say: a forward of its own, or hooks.
 
     >>> import torch
     >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
@@ -82,6 +83,15 @@ def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semanti
         raise TypeError(
             f"expected a torch.nn.MultiheadAttention, got {type(module).__name__}: for the layers "
             "inside a model take model.named_modules(), for a state dict import_params"
+        )
+    if type(module).forward is not torch.nn.MultiheadAttention.forward:
+        raise ValueError(
+            f"{type(module).__name__} has a forward of its own, so that its parameters do not say what "
+            "it computes: take them by import_params(module.state_dict(), num_heads=...)"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            "the module has forward hooks, whose effect is not known: remove them first"
         )
     params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
     return params, replace(

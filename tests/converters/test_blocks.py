@@ -215,7 +215,9 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
     config = (6, "config.json: n_head")
     assert heads.find(a, shapes, None, metadata, config) == (3, "metadata")
     assert heads.find(b, shapes, None, metadata, config) == (2, "metadata")
-    assert heads.find(b, shapes, 4, metadata, config) == (4, "given")
+    assert heads.find(b, shapes, 2, metadata, config) == (2, "given")
+    with pytest.raises(ValueError, match="num_heads=4 is given, and metadata says 2"):
+        heads.find(b, shapes, 4, metadata, config)
     assert heads.find(b, shapes, None, {heads.METADATA: "x"}, config) == config
     assert heads.find(b, shapes)[0] is None
 
