@@ -53,12 +53,33 @@ def init_params(
 
     Raises:
       ValueError: a size does not fit.
+      TypeError: the dtype is not floating, or float64 without x64.
 
     >>> import jax
     >>> init_params(jax.random.key(0), num_heads=2, features=6).out.kernel.shape
     (2, 3, 6)
     """
     one_of("scheme", scheme, ("torch", "keras", "flax"))
+    sizes = {
+        "num_heads": num_heads,
+        "features": features,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "value_head_dim": value_head_dim,
+        "key_features": key_features,
+        "value_features": value_features,
+        "out_features": out_features,
+    }
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not size >= 1):
+            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+    dtype = np.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {dtype}")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(
+            f"dtype={dtype} would be rounded to float32: call jax.config.update('jax_enable_x64', True)"
+        )
     if head_dim is None and features % num_heads:
         raise ValueError(
             f"features Dq={features} is not a multiple of num_heads N={num_heads}: give head_dim"
@@ -75,7 +96,6 @@ def init_params(
         for name, shape in shapes.items()
     }
     packed = Dq == Dk == Dv == N * H and K == N and h == H
-    dtype = np.dtype(dtype)
     compute = accumulation_dtype(dtype)
     keys = jax.random.split(key, 6)
 

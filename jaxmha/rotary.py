@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array
-from jaxmha.checks import no_silent_rounding
+from jaxmha.checks import are_arrays, no_silent_rounding, promoted
 from jaxmha.implementations.request import accumulation_dtype
 
 
@@ -22,7 +22,7 @@ def rope(
 
     Args:
       x: projected queries or keys, `(*B, T, N, H)`; H is even.
-      positions: `(*B, T)`, or `(T,)` for all batch rows.
+      positions: `(*B, T)`, any axis of the batch 1, or `(T,)` for all batch rows.
       base: wave length of the slowest pair over 2 pi, roughly.
       interleaved: which components are a pair: `(2p, 2p + 1)` (GPT-J, Meta's Llama files), or by
         default `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights made for one convention
@@ -32,7 +32,7 @@ def rope(
       The rotated array in the dtype of `x`; angles are float32 (float64 for float64).
 
     Raises:
-      ValueError: H is odd, or positions do not fit.
+      ValueError: H is odd, or positions do not fit. TypeError: x is not floating.
 
     Source: Su et al., "RoFormer" (2021), section 3.2.
 
@@ -40,18 +40,26 @@ def rope(
     >>> rope(jnp.ones((2, 3, 5, 4)), jnp.arange(3)).shape
     (2, 3, 5, 4)
     """
+    are_arrays(x=x, positions=positions)
     no_silent_rounding(x=x)
-    *batch, T, _, H = x.shape
-    if H % 2:
+    promoted(x=x)
+    if not base > 0:
+        raise ValueError(f"base must be positive, got {base}")
+    if x.ndim < 3 or x.shape[-1] % 2:
         raise ValueError(f"x: expected axes (*B, T, N, H) with an even H, got shape {x.shape}")
-    if positions.shape not in ((T,), (*batch, T)):
+    *batch, T, _, H = x.shape
+    lead = (1,) * (len(batch) - positions.ndim + 1) + positions.shape[:-1]
+    broadcasts = len(lead) == len(batch) and all(
+        size in (1, b) for size, b in zip(lead, batch, strict=True)
+    )
+    if positions.shape[-1:] != (T,) or not broadcasts:
         raise ValueError(
-            f"positions: expected axes (T) or (*B, T) with *B={tuple(batch)}, T={T}, got shape "
+            f"positions: expected axes (T) or (*#B, T) with *B={tuple(batch)}, T={T}, got shape "
             f"{positions.shape}"
         )
     dtype = accumulation_dtype(x.dtype)
     frequency = jnp.asarray(base, dtype) ** (-jnp.arange(0, H, 2, dtype=dtype) / H)
-    places = jnp.asarray(positions).astype(dtype).reshape(*positions.shape, 1, 1)
+    places = jnp.asarray(positions).astype(dtype).reshape(*lead, T, 1, 1)
     angle = places * frequency.reshape((1,) * (places.ndim - 1) + frequency.shape)
     angle = jnp.broadcast_to(angle, (*batch, T, 1, H // 2))
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -181,3 +181,17 @@ def test_dtype_and_biases() -> None:
 def test_bad_sizes_are_named(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         init_params(jax.random.key(0), **sizes)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "features", "num_kv_heads", "head_dim"])
+@pytest.mark.parametrize("size", [0, -2, True])
+def test_sizes_are_at_least_one(name: str, size: int) -> None:
+    sizes: dict[str, Any] = {"num_heads": 2, "features": 6, name: size}
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {size}"):
+        init_params(jax.random.key(0), **sizes)
+
+
+def test_dtypes_are_not_rounded() -> None:
+    for dtype, message in (("float64", "jax_enable_x64"), ("int32", "must be floating, got int32")):
+        with pytest.raises(TypeError, match=message):
+            init_params(jax.random.key(0), num_heads=2, features=6, dtype=dtype)

@@ -53,6 +53,7 @@ def test_positions_for_all_rows_or_for_each() -> None:
     x = np.random.default_rng(2).normal(size=(B, T, N, H)).astype(np.float32)
     each = np.broadcast_to(np.arange(T), (B, T)).copy()
     np.testing.assert_array_equal(rope(x, np.arange(T)), rope(x, each))
+    np.testing.assert_array_equal(rope(x, np.arange(T)[None]), rope(x, each))
 
 
 @pytest.mark.usefixtures("no_shape_hook")
@@ -61,6 +62,9 @@ def test_positions_for_all_rows_or_for_each() -> None:
     [
         ((B, T, N, 5), (T,), r"even H, got shape \(2, 7, 3, 5\)"),
         ((B, T, N, H), (T + 1,), r"positions: expected axes \(T\) or .* got shape \(8,\)"),
+        ((B, T, N, H), (B + 1, T), r"positions: expected axes \(T\) or .* got shape"),
+        ((B, T, N, H), (1, 1, T), r"positions: expected axes \(T\) or .* got shape"),
+        ((T, H), (T,), r"expected axes \(\*B, T, N, H\)"),
     ],
 )
 def test_bad_shapes_are_named(
@@ -68,3 +72,14 @@ def test_bad_shapes_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         rope(np.zeros(shape, np.float32), np.zeros(positions, np.int32))
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_bad_arguments_are_named() -> None:
+    x, places = np.zeros((T, N, H), np.float32), np.arange(T)
+    with pytest.raises(ValueError, match="base must be positive, got 0"):
+        rope(x, places, base=0)
+    with pytest.raises(TypeError, match="positions must be an array, got list"):
+        rope(x, places.tolist())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="x must be a floating array, got int32"):
+        rope(x.astype(np.int32), places)
