@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo test bench bench-full weights lint wheel clean
+.PHONY: demo test test-slow bench bench-full weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -18,6 +18,9 @@ bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 min
 
 bench-full: $(VENV)/installed  ## every shape
 	$(RUN) python -m experiments.benchmarks --full --write
+
+test-slow: weights  ## what every run does not need: more examples, other backends
+	$(RUN) python -m pytest -q -n 2 -m slow
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy

@@ -30,6 +30,7 @@ def run(backend: str, choice: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_keras_on_tensorflow() -> None:
     pytest.importorskip("tensorflow")
     # Bits of other dtypes do not depend on the backend.

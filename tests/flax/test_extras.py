@@ -32,6 +32,8 @@ from tests import reference
 from tests.flax.common import normal, plain, structure
 from tests.tolerance import assert_close, assert_same
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"Dq": 17, "Dk": 19, "Dv": 23, "Do": 29, "N": 6, "K": 3, "H": 10, "h": 13}
 B, T, S = 2, 5, 7
 EVERYTHING = Semantics(

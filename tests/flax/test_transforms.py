@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -15,6 +16,7 @@ from jaxmha.flax import nnx as ours_nnx
 from tests.flax.common import normal, plain, randomise, shapes, state_of, structure, theirs
 from tests.tolerance import LAYER, assert_close, assert_same
 
+pytestmark = pytest.mark.slow
 B, T, D, LAYERS = 2, 5, 6, 3
 X = normal("x", (B, T, D))
 MASK = Mask.causal() & Mask.lengths(key_value=jnp.array([3, 5]))
