@@ -1,5 +1,6 @@
 """Masks joined from several arguments, and taken apart again for them."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -96,12 +97,24 @@ def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray |
     if mask.array is not None and mask.array.ndim > 4:
         raise ValueError(f"mask: expected axes (B, N, T, S), got shape {mask.array.shape}")
     rows: dict[str, Any] = {
-        name: np.reshape(value, (-1, *np.shape(value)[np.ndim(value) - tail :]))
-        for name, tail in _TAIL.items()
-        for value in [getattr(mask, name)]
-        if value is not None and type(value) is not int
+        name: _one_batch(name, getattr(mask, name))
+        for name in _TAIL
+        if not isinstance(getattr(mask, name), int | None)
     }
     return narrowed(to_numpy(replace(mask, **rows).to_array(T, S)))
+
+
+def _one_batch(name: str, value: Any) -> NDArray:
+    """A field of a Mask with one batch axis, `(B,)` or `(B, length)`, its dtype checked."""
+    array = to_numpy(value)
+    wanted = np.bool_ if name.endswith("padding") else np.integer
+    if not np.issubdtype(array.dtype, wanted):
+        kind, instead = (
+            ("Boolean", "pass `padding != 0`") if wanted is np.bool_ else ("integers", "cast it")
+        )
+        raise TypeError(f"mask: {name} must be {kind}, got {array.dtype}; {instead}")
+    lead = array.ndim - _TAIL[name]
+    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
 
 
 def narrowed(array: NDArray) -> NDArray:
@@ -123,12 +136,20 @@ def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
     >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
     [[1, 0], [1, 1]]
     """
-    padding, lengths = getattr(mask, f"{side}_padding"), getattr(mask, f"{side}_lengths")
-    there = None if padding is None else np.reshape(to_numpy(padding), (-1, length))
+    names = (f"{side}_padding", f"{side}_lengths")
+    padding, lengths = (
+        None if value is None else _one_batch(name, value)
+        for name in names
+        for value in [getattr(mask, name)]
+    )
+    if padding is not None and padding.shape[1:] != (length,):
+        raise ValueError(
+            f"mask: {side}_padding must end in an axis of {length}, got shape {padding.shape}"
+        )
     if lengths is None:
-        return there
-    within = np.arange(length).reshape(1, -1) < np.reshape(to_numpy(lengths), (-1, 1))
-    return within if there is None else np.logical_and(there, within)
+        return padding
+    within = np.arange(length).reshape(1, -1) < lengths.reshape(-1, 1)
+    return within if padding is None else np.logical_and(padding, within)
 
 
 def is_top_left(mask: Mask) -> bool:
