@@ -16,6 +16,7 @@ from jaxmha.axes import bind, parse
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.refusals import (
+    refuse_added,
     refuse_keys,
     refuse_leaves,
     refuse_semantics,
@@ -40,10 +41,10 @@ def import_params(
     """
     chosen = choose(layouts, [_strip(k, prefix, layouts) for k in state], layout, prefix)
     arrays = {
-        key: state[name]
-        for name in state
-        if (key := _strip(name, prefix, layouts)) is not None and key not in chosen.beside
+        key: state[name] for name in state if (key := _strip(name, prefix, layouts)) is not None
     }
+    refuse_added(chosen, arrays, prefix)
+    arrays = {key: array for key, array in arrays.items() if key not in chosen.beside}
     refuse_keys(chosen, arrays, prefix)
     sizes = _bind_all(chosen, arrays, prefix, num_heads)
     found: dict[str, Any] = {}

@@ -102,7 +102,8 @@ T5 = Layout(
     semantics=Semantics(scale=1.0),
     holds=_DROPOUT,
     beside=("relative_attention_bias.weight",),
-    about="T5 without biases and without scale: keys under `SelfAttention`, `EncDecAttention`",
+    about="T5 without biases and without scale: keys under `SelfAttention`, `EncDecAttention` "
+    "(the relative position bias goes to the call; a whole file is converted with it beside)",
 )
 LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5)
 import_params, export_params = verbs(LAYOUTS)

@@ -6,14 +6,14 @@ other's, bit by bit, it is the explanation.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from einops import rearrange
 
 from jaxmha import MHAParams
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.params import leaves
+from jaxmha.params import CANONICAL, leaves
 
 Leaves = Mapping[str, NDArray]
 
@@ -45,15 +45,39 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
     query and key exchanged: call or pack them as (query, key, value)
     """
     x, y = ({n: to_numpy(leaf) for n, leaf in leaves(side).items()} for side in (a, b))
-    if _equal(x, y):
-        return None
-    for exchange in EXCHANGES:
-        if any(_equal(rewritten, y) for rewritten in exchange.rewrite(x)):
-            return f"{exchange.name}: {exchange.remedy}"
-    for mistake in MISTAKES:
-        if found := _leaves_hit(mistake, x, y):
-            return f"{mistake.name} in {', '.join(found)}: {mistake.remedy}"
+    zero = [n for n in {**x, **y} if harmless(n, x.get(n), y.get(n))]
+    x, y = ({n: leaf for n, leaf in side.items() if n not in zero} for side in (x, y))
+    for one, other in _of_one_dtype(x, y):
+        if _equal(one, other):
+            return None
+        for exchange in EXCHANGES:
+            if any(_equal(rewritten, other) for rewritten in exchange.rewrite(one)):
+                return f"{exchange.name}: {exchange.remedy}"
+        for mistake in MISTAKES:
+            if found := _leaves_hit(mistake, one, other):
+                return f"{mistake.name} in {', '.join(found)}: {mistake.remedy}"
     return None
+
+
+def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
+    """Whether a leaf is a bias of zeros on either side, or of zeros and absent: nothing changes."""
+    return name.endswith(".bias") and all(side is None or not side.any() for side in (x, y))
+
+
+def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
+    """Both sides as they are, then each rounded to the dtype of the other, where it has one."""
+    yield x, y
+    kinds = [{leaf.dtype for leaf in side.values()} for side in (x, y)]
+    if kinds[0] != kinds[1]:
+        if len(kinds[1]) == 1:
+            yield _rounded(x, *kinds[1]), y
+        if len(kinds[0]) == 1:
+            yield x, _rounded(y, *kinds[0])
+
+
+def _rounded(side: Leaves, dtype: np.dtype[Any]) -> Leaves:
+    with np.errstate(over="ignore"):
+        return {name: leaf.astype(dtype) for name, leaf in side.items()}
 
 
 def _leaves_hit(mistake: Mistake, x: Leaves, y: Leaves) -> list[str]:
@@ -134,7 +158,7 @@ def _rotary_order(name: str, array: NDArray) -> Iterator[NDArray]:
 
 
 def _dropped(name: str, x: NDArray, y: NDArray) -> bool:
-    return name.endswith("bias") and (not x.any() or not y.any())
+    return name.endswith(".bias") and bool(x.any()) != bool(y.any())
 
 
 def _permuted(name: str, x: NDArray, y: NDArray) -> bool:
@@ -160,44 +184,41 @@ def _exchange(one: str, other: str) -> Callable[[Leaves], Iterator[dict[str, NDA
 
 def _packing(wrote: str, read: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
     def rewrite(x: Leaves) -> Iterator[dict[str, NDArray]]:
-        both = dict(x)
-        for part in ("kernel", "bias"):
-            names = [
-                f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x
-            ]
-            if len(names) < 3 or len({x[name].shape for name in names}) > 1:
-                continue
-            like = x[names[0]]
-            stack = np.stack([x[name] if like.ndim == 3 else x[name][None] for name in names])
-            rows = rearrange(stack, f"qkv D N H -> D ({wrote})")
-            sizes = {"qkv": 3, "N": stack.shape[2], "H": stack.shape[3]}
-            parts = rearrange(rows, f"D ({read}) -> qkv D N H", **sizes)
-            for name, array in zip(names, parts, strict=True):
-                both[name] = np.ascontiguousarray(array.reshape(like.shape))
-        yield both
+        packed = {part: _repacked(x, part, wrote, read) for part in ("kernel", "bias")}
+        for parts in (("kernel", "bias"), ("kernel",), ("bias",)):
+            yield dict(x) | {k: leaf for part in parts for k, leaf in packed[part].items()}
 
     return rewrite
 
 
-def _other_head_count(x: Leaves) -> Iterator[dict[str, NDArray]]:
-    """Every other way of splitting the merged axis."""
-    if "query.kernel" not in x or len({x[n].shape[-2:] for n in _ROLES[:3] if n in x}) > 1:
-        return
-    _, N, H = x["query.kernel"].shape
-    for heads in (n for n in range(1, N * H + 1) if N * H % n == 0 and n != N):
-        split = (heads, N * H // heads)
-        shapes = {
-            name: (
-                (*split, array.shape[2])
-                if name == "out.kernel"
-                else array.shape
-                if name == "out.bias"
-                else (*array.shape[:-2], *split)
-            )
-            for name, array in x.items()
-            if name in (*_ROLES, "out.bias")
-        }
-        if shapes.keys() == x.keys():
+def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]:
+    """The kernels or biases of query, key and value packed in one order and read in another."""
+    names = [f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x]
+    if len(names) < 3 or len({x[name].shape for name in names}) > 1:
+        return {}
+    like = x[names[0]]
+    stack = np.stack([x[name] if like.ndim == 3 else x[name][None] for name in names])
+    rows = rearrange(stack, f"qkv D N H -> D ({wrote})")
+    sizes = {"qkv": 3, "N": stack.shape[2], "H": stack.shape[3]}
+    parts = rearrange(rows, f"D ({read}) -> qkv D N H", **sizes)
+    return {
+        name: np.ascontiguousarray(array.reshape(like.shape))
+        for name, array in zip(names, parts, strict=True)
+    }
+
+
+def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
+    """Every other way of splitting the merged axes: heads by the head size, or any other count."""
+    sizes: dict[str, int] = {}
+    for name, array in x.items():
+        sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))
+    N, K, H, h = (sizes[letter] for letter in "NKHh")
+    for heads in (n for n in range(1, N * H + 1) if n != N and (n == H) == swap):
+        if any(product % heads for product in (N * H, N * h)) or K * heads % N:
+            continue
+        new = sizes | {"N": heads, "K": K * heads // N, "H": N * H // heads, "h": N * h // heads}
+        shapes = {name: [new[letter] for letter in CANONICAL[name].split()] for name in x}
+        if all(x[name].size == np.prod(shape) for name, shape in shapes.items()):
             yield {name: array.reshape(shapes[name]) for name, array in x.items()}
 
 
@@ -223,7 +244,14 @@ EXCHANGES: tuple[Exchange, ...] = (
         _packing("N qkv H", "qkv N H"),
     ),
     Exchange(
-        "wrong head count", "give num_heads from the model's configuration", _other_head_count
+        "heads and head_dim exchanged",
+        "one side has N heads of size H, the other H heads of size N: give num_heads=N, head_dim=H",
+        lambda x: _split_as(x, swap=True),
+    ),
+    Exchange(
+        "wrong head count",
+        "give num_heads from the model's configuration",
+        lambda x: _split_as(x, swap=False),
     ),
 )
 MISTAKES: tuple[Mistake, ...] = (

@@ -1,5 +1,6 @@
 """What a layout cannot hold, and why: every check of an import or export before it is done."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -75,10 +76,32 @@ def refuse_semantics(
         ours, theirs = getattr(semantics, field.name), getattr(layout.semantics, field.name)
         if field.name == "scale":
             ours, theirs = (default if s is None else s for s in (ours, theirs))
-        if field.name not in ignored and ours != theirs:
+        # 1 / math.sqrt(H) and H**-0.5 may differ in their last bit.
+        equal = ours == theirs or (
+            field.name == "scale" and math.isclose(ours, theirs, rel_tol=1e-12)
+        )
+        if field.name not in ignored and not equal:
             raise ValueError(
                 f"layout {layout.name} cannot hold semantics.{field.name}={ours!r}: its layer "
                 f"always has {theirs!r}"
+            )
+
+
+# Learned arrays beside attention that change its function, and what to do with them.
+_ADDED = {
+    "relative_attention_bias.weight": "take the key out, look the bias of every distance up in it "
+    "and give it to multi_head_attention(bias=) of every layer (a whole file is converted with the "
+    "array carried over under its own name)",
+}
+
+
+def refuse_added(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
+    """Raises ValueError for arrays beside attention without which it is another function."""
+    for key, remedy in _ADDED.items():
+        if key in arrays and key in layout.beside:
+            raise ValueError(
+                f"{layout.path(prefix, key)} adds to the logits, and MHAParams has no place for "
+                f"it: {remedy}"
             )
 
 

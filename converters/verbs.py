@@ -63,15 +63,18 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
         layout: str | None = None,
         prefix: str = "",
     ) -> dict[str, NDArray]:
+        if layout is not None:
+            chosen = engine.choose(layouts, [], layout, prefix)
+            return engine.export_params(chosen, params, semantics, prefix=prefix)
         refusals = []
-        for candidate in (
-            layouts if layout is None else [engine.choose(layouts, [], layout, prefix)]
-        ):
+        for candidate in layouts:
             try:
                 return engine.export_params(candidate, params, semantics, prefix=prefix)
             except ValueError as refusal:
                 refusals.append(refusal)
-        raise refusals[0]
+        if len(refusals) == 1 or len(set(map(str, refusals))) == 1:
+            raise refusals[0]
+        raise ValueError("\n".join(["no layout holds this:", *map(str, refusals)]))
 
     importer.__doc__ = f"""Parameters from a flat dict of arrays by one of the layouts {names}.
 
@@ -92,7 +95,7 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
       prefix: goes before every key.
 
     Raises:
-      ValueError: the layout cannot hold the parameters or the behaviour, with the reason.
+      ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
     """
     importer.__name__, exporter.__name__ = "import_params", "export_params"
     return importer, exporter

@@ -5,35 +5,30 @@ do not prove that a layer applies its mask: both are always compared.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from jaxmha.converters import mistakes, oracle, sides
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters import forward, mistakes, oracle, sides
+from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check, leaves
 
-# Sizes of the inputs of the forward comparison: different primes; ragged lengths of S.
-B, T, S = 5, 19, 23
-LENGTHS = (23, 17, 11, 5, 1)
-# Below this many rounding floors two errors count as alike, whatever their ratio.
-SMALL = 4.0
-RATIO = 2.0
-# An output within this many floors of what a mistake gives is that mistake: others are far off.
-_EXPLAINED = 1000.0
-# Errors that add up to this many floors are not of rounding: something else is computed.
-OTHER = 1e5
+# What of two errors counts as alike, for those who compare reports.
+RATIO = forward.RATIO
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a leaf differs: absent on one side, or its first differing element."""
+    """Where a leaf differs: absent on one side, or its first differing element.
+
+    `harmless`: a bias of zeros, which is written otherwise or not at all on the other side.
+    """
 
     leaf: str
     what: str
@@ -42,6 +37,7 @@ class Difference:
     b: float | None = None
     count: int = 0
     size: int = 0
+    harmless: bool = False
 
     def __str__(self) -> str:
         if self.index is None:
@@ -66,7 +62,7 @@ class BlockReport:
         side's weights, in units of the rounding floor of the output.
       departs: the first stage at which the two sides part, or None.
       explanation: the single mistake that makes one side of the other, where there is one.
-      same: weights and behaviour are identical, and no side's error stands out.
+      same: weights (but for biases of zeros) and behaviour are identical, and no side's error stands out.
     """
 
     a: str
@@ -88,9 +84,10 @@ class BlockReport:
             else f"{self.a or self.layouts[0]} / {self.b or self.layouts[1]}"
         )
         lines = [f"{printable(name) or 'layer'}: {'same' if self.same else 'DIFFERENT'}"]
-        lines.append(
-            "  weights: identical (0 ULP)" if not self.differences else "  weights differ:"
-        )
+        weights = ": identical (0 ULP)" if not self.differences else " differ:"
+        if self.differences and all(difference.harmless for difference in self.differences):
+            weights = ": the same, but for zeros that change nothing:"
+        lines.append(f"  weights{weights}")
         lines += [f"    {difference}" for difference in self.differences]
         lines += [f"  behaviour: {text}" for text in self.behaviour]
         lines += [
@@ -168,51 +165,71 @@ def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
     differences = tuple(weight_differences(a, b))
-    behaviour = tuple(
-        f"{name} is {x!r} and {y!r}"
-        for name in ("scale", "logits_soft_cap", "add_zero_attn", "qk_norm", "qk_norm_epsilon")
-        for x, y in [(getattr(a.semantics, name), getattr(b.semantics, name))]
-        if x != y
-    )
+    behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
     if comparable := _sizes(a) == _sizes(b):
-        errors = {
-            name: (_error(a, seed, mask), _error(b, seed, mask)) for name, mask in masks().items()
-        }
-    alike = all(_alike(*pair) for pair in errors.values())
+        errors = forward.errors(a, b, seed)
+    counted = [difference for difference in differences if not difference.harmless]
+    alike = forward.alike(a, b, seed, errors) if errors and not counted else True
     departs, explanation = None, mistakes.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
-    elif differences or behaviour:
+    elif counted or behaviour:
         departs = first_departure(a, b, seed)
+        explanation = explanation or _missing_scale(a, b)
     elif not alike:
         departs = "output: the weights agree, so a live layer computes something else"
-        explanation = explain_forward(a, seed) or explain_forward(b, seed)
+        explanation = forward.explain_forward(a, seed) or forward.explain_forward(b, seed)
     return BlockReport(
         a.name,
         b.name,
         (a.layout, b.layout),
         check(a.params)["N"],
-        (_dtype(a).name, _dtype(b).name),
+        (forward.dtype_of(a).name, forward.dtype_of(b).name),
         differences,
         behaviour,
         errors,
         departs,
         explanation,
-        same=comparable and not differences and not behaviour and alike,
+        same=comparable and not counted and not behaviour and alike,
     )
+
+
+def _behaviour(a: BlockSide, b: BlockSide) -> Iterator[str]:
+    """Fields of the semantics in which two sides differ."""
+    for name in ("scale", "logits_soft_cap", "add_zero_attn", "qk_norm", "qk_norm_epsilon"):
+        x, y = (getattr(side.semantics, name) for side in (a, b))
+        if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
+            yield f"{name} is {x!r} and {y!r}"
+
+
+def _scale(side: BlockSide) -> float:
+    scale, H = side.semantics.scale, check(side.params)["H"]
+    return float(H**-0.5 if scale is None else scale)
+
+
+def _missing_scale(a: BlockSide, b: BlockSide) -> str | None:
+    """One side divides the logits by the square root of H, and the other does not."""
+    low, high = sorted((_scale(a), _scale(b)))
+    usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
+    return forward.MISSING_SCALE if usual and low < high == 1 else None
 
 
 def weight_differences(a: BlockSide, b: BlockSide) -> list[Difference]:
     """Every leaf that is not bit-identical."""
     found = []
-    ours, theirs = leaves(a.params), leaves(b.params)
+    ours, theirs = (
+        {name: to_numpy(leaf) for name, leaf in leaves(side.params).items()} for side in (a, b)
+    )
     for leaf in {**ours, **theirs}:
         if leaf not in ours or leaf not in theirs:
             where = "second" if leaf not in ours else "first"
-            found.append(Difference(leaf, f"only in the {where}"))
+            what = f"only in the {where}"
+            if harmless := mistakes.harmless(leaf, ours.get(leaf), theirs.get(leaf)):
+                what += ", and zero: it changes nothing"
+            found.append(Difference(leaf, what, harmless=harmless))
             continue
-        x, y = np.asarray(ours[leaf]), np.asarray(theirs[leaf])
+        x, y = ours[leaf], theirs[leaf]
         if x.shape != y.shape or x.dtype != y.dtype:
             what = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
             if x.shape == y.shape and np.array_equal(x.astype(y.dtype), y):
@@ -228,7 +245,10 @@ def weight_differences(a: BlockSide, b: BlockSide) -> list[Difference]:
         if len(where_differs):
             index = tuple(int(i) for i in where_differs[0])
             values = float(x[index]), float(y[index])
-            found.append(Difference(leaf, "differs", index, *values, len(where_differs), x.size))
+            harmless = mistakes.harmless(leaf, x, y)
+            found.append(
+                Difference(leaf, "differs", index, *values, len(where_differs), x.size, harmless)
+            )
     return found
 
 
@@ -237,10 +257,8 @@ def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
 
     None: the difference leaves every stage as it is, up to float64 rounding.
     """
-    inputs = _inputs(a, seed)
-    stages = [
-        oracle.run(side.params, side.semantics, *inputs, mask=masks()["padding"]) for side in (a, b)
-    ]
+    inputs, mask = forward.inputs(a, seed), forward.masks()["padding"]
+    stages = [oracle.run(side.params, side.semantics, *inputs, mask=mask) for side in (a, b)]
     first = None
     for name, x, y in zip(oracle.Stages._fields, *stages, strict=True):
         if x.shape != y.shape:
@@ -255,60 +273,6 @@ def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
         elif name == "output" and first is not None:
             return f"{first}; the output does not show it"
     return first
-
-
-def explain_forward(side: BlockSide, seed: int) -> str | None:
-    """What a live layer does other than its weights say, where one of the usual mistakes is it."""
-    inputs, mask = _inputs(side, seed), masks()["padding"]
-    assert mask is not None
-    out = np.asarray(side.forward(*inputs, mask), np.float64)
-    unscaled = replace(side.semantics, scale=1.0)
-    for name, semantics, other in (
-        ("inverted mask: True means attend on one side and blocked on the other", None, ~mask),
-        ("mask ignored", None, None),
-        ("missing scale: logits are not divided by the square root of H", unscaled, mask),
-    ):
-        run = oracle.run(side.params, semantics or side.semantics, *inputs, mask=other)
-        floor = oracle.rounding_floor(run.output, _dtype(side))
-        if np.sqrt(np.mean(np.square(out - run.output))) <= _EXPLAINED * floor:
-            return name
-    return None
-
-
-def masks() -> dict[str, NDArray | None]:
-    """The masks of the forward comparison, `(B, 1, T or 1, S)`."""
-    padding = np.arange(S) < np.array(LENGTHS)[:, None]
-    return {
-        "no mask": None,
-        "padding": padding[:, None, None],
-        "causal": np.broadcast_to(np.tri(T, S, dtype=bool), (B, 1, T, S)),
-    }
-
-
-def _alike(a: float, b: float) -> bool:
-    """Both errors are those of rounding, and neither stands out; NaN never is."""
-    return math.isfinite(a + b) and a + b < OTHER and max(a, b) <= RATIO * max(min(a, b), SMALL)
-
-
-def _error(side: BlockSide, seed: int, mask: NDArray | None) -> float:
-    inputs = _inputs(side, seed)
-    exact = oracle.run(side.params, side.semantics, *inputs, mask=mask).output
-    out = np.asarray(side.forward(*inputs, mask), np.float64)
-    floor = oracle.rounding_floor(exact, _dtype(side))
-    return float(np.sqrt(np.mean(np.square(out - exact)))) / floor
-
-
-def _inputs(side: BlockSide, seed: int) -> tuple[NDArray, NDArray, NDArray]:
-    rng, sizes = np.random.default_rng(seed), check(side.params)
-    query, key, value = (
-        rng.normal(size=(B, length, sizes[width])).astype(_dtype(side))
-        for length, width in ((T, "Dq"), (S, "Dk"), (S, "Dv"))
-    )
-    return query, key, value
-
-
-def _dtype(side: BlockSide) -> np.dtype[Any]:
-    return np.asarray(side.params.query.kernel).dtype
 
 
 def _sizes(side: BlockSide) -> dict[str, int]:

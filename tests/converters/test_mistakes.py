@@ -1,15 +1,19 @@
 """Mistakes that no shape check sees are named, and correct conversions are never accused."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import keras, mistakes, sides, torch, verify
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import flax, forward, keras, mistakes, oracle, sides, torch, verify
 from jaxmha.converters.arrays import NDArray
-from jaxmha.params import from_leaves, leaves
+from jaxmha.params import CANONICAL, from_leaves, leaves
+from tests.converters import layers
 
 DRAWS = 100
 Leaves = dict[str, NDArray]
@@ -58,9 +62,22 @@ def heads_as_sizes(x: Leaves, rng: np.random.Generator) -> Leaves:
 
 def other_count(x: Leaves, rng: np.random.Generator) -> Leaves:
     N, H = x["query.bias"].shape
-    counts = [n for n in range(1, N * H + 1) if N * H % n == 0 and n != N]
+    counts = [n for n in range(1, N * H + 1) if N * H % n == 0 and n not in (N, H)]
     state = torch.export_params(from_leaves(dict(x)))
     return dict(leaves(torch.import_params(state, num_heads=int(rng.choice(counts)))[0]))  # type: ignore[arg-type]
+
+
+def sizes_exchanged(x: Leaves, rng: np.random.Generator) -> Leaves:
+    """H heads of size N instead of N heads of size H."""
+    H = x["query.bias"].shape[1]
+    state = torch.export_params(from_leaves(dict(x)))
+    return dict(leaves(torch.import_params(state, num_heads=H)[0]))  # type: ignore[arg-type]
+
+
+def interleaved_kernels(x: Leaves, rng: np.random.Generator) -> Leaves:
+    """The biases are packed as they are read."""
+    found = interleaved(x, rng)
+    return {k: found[k] if k.endswith("kernel") else x[k] for k in x}
 
 
 def interleaved(x: Leaves, rng: np.random.Generator) -> Leaves:
@@ -91,18 +108,24 @@ INJECTED: dict[str, Callable[[Leaves, np.random.Generator], Leaves]] = {
     "wrong head count": other_count,
     "interleaved packing": interleaved,
     "dropped bias": dropped,
+    "heads and head_dim exchanged": sizes_exchanged,
+    "interleaved packing, in kernels": interleaved_kernels,
 }
 
 
 @pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize("cast", [None, np.float16, ml_dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("reverse", [False, True], ids=["a to b", "b to a"])
-def test_is_named(name: str, reverse: bool) -> None:
+def test_is_named(name: str, reverse: bool, cast: Any) -> None:
     rng, named = np.random.default_rng(0), 0
     for _ in range(DRAWS):
         right, _, _ = draw(rng)
-        pair = [from_leaves(dict(x)) for x in (right, INJECTED[name](right, rng))]
+        wrong = INJECTED[name](right, rng)
+        if cast is not None:
+            wrong = {k: v.astype(cast) for k, v in wrong.items()}
+        pair = [from_leaves(dict(x)) for x in (right, wrong)]
         found = mistakes.explain(*(pair[::-1] if reverse else pair))
-        named += found is not None and found.startswith(name)
+        named += found is not None and found.startswith(name.split(",")[0])
     assert named >= 0.99 * DRAWS
 
 
@@ -139,35 +162,158 @@ def test_other_weights_are_not_explained() -> None:
         assert mistakes.explain(from_leaves(dict(x)), from_leaves(dict(noise))) is None
 
 
-def live(forward: Callable[..., NDArray], params: MHAParams) -> sides.BlockSide:
-    """A side whose layer computes something of its own."""
-    return sides.BlockSide("", "a layer", params, Semantics(), forward, live=True)
+@pytest.mark.parametrize("extra", ["grouped", "bias_kv"])
+def test_wrong_head_count_of_other_layers(extra: str) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(DRAWS):
+        x, N, H = draw(rng)
+        sizes = {"Dq": 7, "Dk": 11, "Dv": 13, "Do": 17, "N": 4 * N, "H": 2 * H, "h": 2 * H}
+        sizes["K"] = 4 * N if extra == "bias_kv" else 2 * N
+        names = [*x, "bias_k", "bias_v"] if extra == "bias_kv" else list(x)
+        other = sizes | {"N": 2 * N, "K": sizes["K"] // 2, "H": 4 * H, "h": 4 * H}
+        right, wrong = (
+            {k: [s[letter] for letter in CANONICAL[k].split()] for k in names}
+            for s in (sizes, other)
+        )
+        drawn = {k: rng.normal(size=shape).astype(np.float32) for k, shape in right.items()}
+        one = from_leaves(dict(drawn))
+        two = from_leaves({k: drawn[k].reshape(shape) for k, shape in wrong.items()})
+        for pair in ((one, two), (two, one)):
+            found = mistakes.explain(*pair)
+            assert found is not None
+            assert found.startswith("wrong head count")
+
+
+@pytest.mark.parametrize("name", ["query.bias", "key.bias", "value.bias", "out.bias"])
+@pytest.mark.parametrize("zero", [0.0, -0.0, None], ids=str)
+def test_a_bias_of_zeros_is_no_mistake(name: str, zero: float | None) -> None:
+    x, _, _ = draw(np.random.default_rng(6))
+    x[name] = np.zeros_like(x[name])
+    other = {k: v for k, v in x.items() if k != name}
+    if zero is not None:
+        other[name] = np.full_like(x[name], zero)
+    for pair in ((x, other), (other, x)):
+        a, b = (from_leaves(dict(side)) for side in pair)
+        found = verify.compare(a, b).blocks[0]
+        assert (found.same, found.explanation) == (True, None), str(found)
+        if zero is None:
+            assert f"{name}: only in the " in str(found)
+            assert "zero: it changes nothing" in str(found)
+
+
+def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> sides.BlockSide:
+    """A side whose layer computes something of its own, in float64 rounded to its dtype."""
+
+    def forward(query: NDArray, key: NDArray, value: NDArray, mask: Any = None) -> NDArray:
+        if wrong == "inverted mask" and mask is not None:
+            mask = ~mask
+        if wrong == "mask ignored":
+            mask = None
+        if wrong == "key and value exchanged":
+            key, value = value, key
+        run = replace(semantics, scale=1.0) if wrong == "missing scale" else semantics
+        out = oracle.run(params, run, query, key, value, mask=mask).output
+        if wrong == "noise":
+            out = out + 0.3 * out.std() * np.random.default_rng(0).normal(size=out.shape)
+        if mask is not None:  # as frameworks do where nothing is left
+            dead = ~np.broadcast_to(mask.any(-1)[:, 0], out.shape[:2])
+            out[dead] = np.nan if semantics.add_zero_attn else value.astype(np.float64).mean()
+        return out.astype(query.dtype)
+
+    return sides.BlockSide("", "a layer", params, semantics, forward, live=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("inverted mask", lambda mask: {"mask": None if mask is None else ~mask}),
-        ("mask ignored", lambda mask: {}),
-        ("missing scale", lambda mask: {"mask": mask, "semantics": Semantics(scale=1.0)}),
-    ],
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda d: d.__name__
 )
-def test_what_a_live_layer_does_is_named(name: str, wrong: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["inverted mask", "mask ignored", "missing scale", "key and value exchanged", "noise", "right"],
+)
+def test_what_a_live_layer_does_is_named(name: str, dtype: Any) -> None:
     rng, named = np.random.default_rng(3), 0
-    for seed in range(20):
-        x, _, _ = draw(np.random.default_rng(seed % 3))  # few shapes: each is compiled
-        x = {k: rng.normal(size=v.shape).astype(v.dtype) for k, v in x.items()}
+    for seed in range(DRAWS):
+        x, _, _ = draw(np.random.default_rng(seed % 3))  # few shapes
+        x = {
+            k: (rng.normal(size=v.shape) * (v.shape[0] ** -0.5 if v.ndim > 2 else 1)).astype(dtype)
+            for k, v in x.items()
+        }
         params = from_leaves(dict(x))
+        found = forward.explain_forward(live(name, params), seed)
+        named += found is not None and found.startswith(name)
+        assert found is None or name not in ("noise", "right")
+        if seed < 5:
+            report = verify.compare_blocks(live(name, params), live("right", params), seed)
+            assert report.same == (name == "right")
+            assert report.explanation == found
+    assert named == 0 if name in ("noise", "right") else named >= 0.99 * DRAWS
 
-        def forward(
-            query: NDArray, key: NDArray, value: NDArray, mask: Any, params: MHAParams = params
-        ) -> NDArray:
-            return np.asarray(multi_head_attention(params, query, key, value, **wrong(mask)))
 
-        report = verify.compare_blocks(live(forward, params), sides.read(params)[0], seed)
+@pytest.mark.parametrize("spread", [0.1, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_correct_layers_in_half_precision_are_not_accused(dtype: str, spread: float) -> None:
+    import torch as framework
+
+    layer = framework.nn.MultiheadAttention(
+        64, 4, dtype=getattr(framework, dtype), batch_first=True
+    ).eval()
+    for seed in range(DRAWS):
+        framework.manual_seed(seed)
+        with framework.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(framework.randn(parameter.shape) * spread)
+        report = verify.compare(layer, torch.from_module(layer), seed=seed).blocks[0]
+        assert report.same, f"{seed}: {report}"
+
+
+@pytest.mark.parametrize("framework", ["keras", "nnx", "linen"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_frameworks_in_half_precision_are_not_accused(framework: str, dtype: str) -> None:
+    config = layers.configs(framework)[0]
+    built = layers.build(config, dtype)
+    converter = keras if framework == "keras" else flax
+    params = converter.from_module(*(built if isinstance(built, tuple) else (built,)))
+    for seed in range(5):
+        report = verify.compare(built, params, seed=seed).blocks[0]
+        assert report.same, f"{seed}: {report}"
+
+
+def test_inverted_masks_of_real_layers_are_named() -> None:
+    """Where the inverted mask leaves nothing torch answers NaN, Keras and nnx the mean."""
+    import keras as keras_library
+    import torch as torch_library
+    from flax import nnx
+
+    class Torch(torch_library.nn.MultiheadAttention):
+        def forward(self, *arguments: Any, attn_mask: Any = None, **options: Any) -> Any:
+            inverted = None if attn_mask is None else ~attn_mask
+            return super().forward(
+                *arguments, **options | {"attn_mask": inverted, "need_weights": True}
+            )
+
+    class Keras(keras_library.layers.MultiHeadAttention):  # type: ignore[misc]
+        def call(self, *arguments: Any, attention_mask: Any = None, **options: Any) -> Any:
+            inverted = None if attention_mask is None else ~attention_mask
+            return super().call(*arguments, attention_mask=inverted, **options)
+
+    class Nnx(nnx.MultiHeadAttention):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, mask: Any = None, **options: Any) -> Any:
+            inverted = None if mask is None else ~mask.astype(bool)
+            return super().__call__(*arguments, mask=inverted, **options)
+
+    with layers.foreign():
+        keras_layer = Keras(3, 5)
+        keras_layer.build((None, None, 15), (None, None, 15), (None, None, 15))
+        wrong = [
+            Torch(15, 3, batch_first=True).eval(),
+            keras_layer,
+            Nnx(3, 15, decode=False, rngs=nnx.Rngs(0)),
+        ]
+    for layer, converter in zip(wrong, (torch, keras, flax), strict=True):
+        report = verify.compare(layer, converter.from_module(layer)).blocks[0]
         assert not report.same
-        named += report.explanation is not None and report.explanation.startswith(name)
-    assert named == 20
+        assert report.explanation is not None
+        assert report.explanation.startswith("inverted mask"), converter.__name__
 
 
 def test_scale_of_parameters_is_behaviour() -> None:
@@ -176,3 +322,8 @@ def test_scale_of_parameters_is_behaviour() -> None:
     report = verify.compare((params, Semantics()), (params, Semantics(scale=1.0)))
     assert not report
     assert "scale is None and 1.0" in str(report)
+    explanation = report.blocks[0].explanation
+    assert explanation is not None
+    assert explanation.startswith("missing scale")
+    H = params.query.kernel.shape[-1]
+    assert verify.compare((params, Semantics()), (params, Semantics(scale=1 / math.sqrt(H))))
