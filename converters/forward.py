@@ -110,7 +110,7 @@ def explain_forward(side: BlockSide, seed: int) -> str | None:
     out = np.asarray(side.forward(*given, mask), np.float64)
     own = oracle.run(side.params, side.semantics, *given, mask=mask).output
     for name, other, reading in _readings(side, given, mask):
-        left = (mask if other is None else other).any(axis=-1, keepdims=True)[:, 0, :, 0]
+        left = np.asarray((mask if other is None else other).any(axis=-1))[:, 0]
         rows = np.broadcast_to(left, (B, T))
         away = _rms((out - reading)[rows])
         if away <= CLOSE * _rms(reading[rows]) and CLOSER * away <= _rms((out - own)[rows]):
