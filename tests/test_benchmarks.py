@@ -31,6 +31,16 @@ TINY = {
 HERE = [peer for peer in PEERS if peer != "keras-tf"]
 
 
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A peer chooses torch's path for its whole process, which here other tests share."""
+    import torch
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
 @pytest.fixture
 def defaults() -> Iterator[None]:
     """JAX as users have it: the peers promote as they like."""
