@@ -235,7 +235,7 @@ def test_what_a_live_layer_does_is_named(name: str, dtype: Any) -> None:
     for seed in range(DRAWS):
         x, _, _ = draw(np.random.default_rng(seed % 3))  # few shapes
         x = {
-            k: rng.normal(0, v.shape[0] ** -0.5 if v.ndim > 2 else 1, v.shape).astype(dtype)
+            k: np.asarray(rng.normal(0, v.shape[0] ** -0.5 if v.ndim > 2 else 1, v.shape), dtype)
             for k, v in x.items()
         }
         params = from_leaves(dict(x))
