@@ -156,9 +156,9 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
             "layer or model of torch, keras or flax, or a linen pair (module, variables)"
         )
     for name, layer in framework.attention_layers(side):
-        params, semantics = framework.from_module(
-            *(layer if isinstance(layer, tuple) else (layer,))
-        )
+        # A layer that does something else is what a comparison is for.
+        read = getattr(framework, "weights_of", framework.from_module)
+        params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
         if (lead := np.shape(params.query.kernel)[:-3]) != ():
             raise ValueError(
                 f"{name or _shown(module)} has stacked layers (leading axes {lead}), which one live "

@@ -93,6 +93,11 @@ def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semanti
         raise ValueError(
             "the module has forward hooks, whose effect is not known: remove them first"
         )
+    return weights_of(module)
+
+
+def weights_of(module: Any) -> tuple[MHAParams, Semantics]:
+    """What the parameters of a layer say, whatever its forward does with them."""
     params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
     return params, replace(
         semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
