@@ -21,6 +21,7 @@ from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
+from jaxmha.products import resolved
 from jaxmha.semantics import Semantics
 
 BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
@@ -291,7 +292,7 @@ def _attend(
     (B, T, N, H), (_, K, S, h) = query.shape, cache.value.shape
     G, dtype = N // K, query.dtype
     accumulate = accumulation_dtype(dtype)
-    precision = semantics.precision or jax.config.jax_default_matmul_precision or "highest"  # type: ignore[attr-defined]
+    precision = resolved(semantics.precision)
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
     rows = rows.reshape(B, K, G * T, H)

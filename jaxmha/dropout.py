@@ -29,21 +29,24 @@ def keep(
     B, N, T, S = (
         1 if axis in broadcast else size for axis, size in zip("BNTS", shape, strict=True)
     )
-    key = _threefry(key)
-    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B * N * T))
-    entries = jax.vmap(
-        lambda row_key: jax.vmap(lambda s: jax.random.fold_in(row_key, s))(jnp.arange(S))
-    )(rows)
-    bits = jax.random.key_data(entries)[..., 0].reshape(B, N, T, S)
+    return draw(threefry(key), rate, jnp.arange(B * N * T), jnp.arange(S)).reshape(B, N, T, S)
+
+
+def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """The draws of some entries, `(rows, columns)`; entry (b, n, t, s) is in row
+    `(b * N + n) * T + t` and column s, where sizes of shared axes are 1."""
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+    entries = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(columns))(row_keys)
+    bits = jax.random.key_data(entries)[..., 0]
     kept: jax.Array = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     return kept
 
 
-def _threefry(key: Array) -> jax.Array:
+def threefry(key: Array) -> jax.Array:
     """The key for threefry: other generators may not tell keys apart when vectorised."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     words = jnp.asarray(jax.random.key_data(key) if typed else key)
-    threefry: jax.Array = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    plain: jax.Array = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
     for i in range(2, words.shape[0]):
-        threefry = jax.random.fold_in(threefry, words[i])
-    return threefry
+        plain = jax.random.fold_in(plain, words[i])
+    return plain

@@ -122,7 +122,7 @@ def _multi_head_attention(
     structure = as_mask(mask) & (Mask.causal() if is_causal else Mask())
     mask = extra_positions.widen_mask(structure, extra, batch, sizes)
     bias = extra_positions.widen_bias(bias, extra, batch, sizes)
-    inputs = _drop_dead(inputs, mask, bias, sizes["N"], sizes["S"], extra, semantics.fully_masked)
+    inputs = only_live(inputs, bias, mask, sizes, extra, semantics.fully_masked)
     q, k, v = (jnp.asarray(x) for x in project(params, *inputs, semantics=semantics))
     result = attend(
         q,
@@ -242,24 +242,28 @@ def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Arra
     return x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon) * scale
 
 
-def _drop_dead(
-    inputs: Sequence[jax.Array],
-    mask: Mask,
+def only_live(
+    inputs: tuple[Any, ...],
     bias: jax.Array | None,
-    N: int,
-    S: int,
+    mask: Mask,
+    sizes: dict[str, int],
     extra: int,
     fully_masked: str,
-) -> tuple[jax.Array, ...]:
-    """Zeroes positions that no pair uses: 0 * NaN would reach the gradients of the kernels."""
+) -> tuple[Any, ...]:
+    """Zeroes features `*B T D`, `*B S D` that no pair uses: 0 * NaN would reach the gradients of
+    the kernels. Mask and bias have one batch axis, and cover S and the `extra` positions."""
     query, key, value = inputs
-    B, T, _ = query.shape
-    queries, keys = live_positions(mask, bias, B, N, T, S + extra)
-    if queries is not None:
-        query = jnp.where(queries[..., None], query, 0.0)
-    if keys is not None:
-        there = keys[:, :S, None]
-        key = jnp.where(there, key, 0.0)
-        if fully_masked != "mean":  # the mean reads every value
-            value = jnp.where(there, value, 0.0)
+    B = math.prod(query.shape[:-2])
+    T, S = sizes["T"], sizes["S"]
+    queries, keys = live_positions(mask, bias, B, sizes["N"], T, S + extra)
+
+    def keep(x: Any, live: jax.Array | None) -> Any:
+        if live is None:
+            return x
+        full = jnp.broadcast_to(live[:, : x.shape[-2]], (B, x.shape[-2]))
+        return jnp.where(full.reshape(*x.shape[:-1], 1), x, 0.0)
+
+    query, key = keep(query, queries), keep(key, keys)
+    if fully_masked != "mean":  # the mean reads every value
+        value = keep(value, keys)
     return query, key, value

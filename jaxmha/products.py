@@ -25,7 +25,7 @@ def matmul(
     >>> matmul(jnp.ones((2, 3, 5)), jnp.ones((2, 5, 7))).shape
     (2, 3, 7)
     """
-    precision = precision or jax.config.jax_default_matmul_precision or "highest"  # type: ignore[attr-defined]
+    precision = resolved(precision)
     *lead, m, k = a.shape
     n = b.shape[-1]
     blocks = -(-k // BLOCK) if isinstance(k, int) else 0
@@ -45,6 +45,11 @@ def matmul(
         precision=precision,
     )
     return pairwise_sum(parts)[..., 0]
+
+
+def resolved(precision: Any) -> Any:
+    """The precision asked for, else that of JAX's configuration, else the highest."""
+    return precision or jax.config.jax_default_matmul_precision or "highest"  # type: ignore[attr-defined]
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:

@@ -15,7 +15,13 @@ from jaxmha import Mask
 from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.masks.argument import MaskArg, Masks, write
-from jaxmha.converters.masks.structure import array_of, is_top_left, only_mask, read_all
+from jaxmha.converters.masks.structure import (
+    array_of,
+    floating,
+    is_top_left,
+    only_mask,
+    read_all,
+)
 from jaxmha.semantics import one_of
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
@@ -56,18 +62,12 @@ def import_masks(
             "decode=True: flax masks the cache by its own index, and with is_causal every step "
             "attends key 0 only; export masks of whole sequences, or mask by lengths"
         )
-    bias = _floating("bias", bias)
+    bias = floating("bias", bias)
     sizes = {} if num_heads is None else {"N": num_heads}
     read, added = read_all(ARGUMENTS, {"mask": mask, "bias": bias}, sizes)
     structure = Mask.causal() if is_causal else Mask()
     joined = structure if read is None else structure & read
     return (None if joined.empty else joined), added
-
-
-def _floating(name: str, value: Any) -> Any:
-    if value is not None and to_numpy(value).dtype == np.bool_:
-        raise TypeError(f"{name} is added to the logits and must be floating, got bool: pass mask=")
-    return value
 
 
 def export_masks(

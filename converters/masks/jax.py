@@ -14,8 +14,7 @@ from jaxmha import Mask
 from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.masks.argument import MaskArg, Masks, write
-from jaxmha.converters.masks.flax import _floating
-from jaxmha.converters.masks.structure import array_of, is_top_left, read_all
+from jaxmha.converters.masks.structure import array_of, floating, is_top_left, read_all
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
 ARGUMENTS = (
@@ -55,7 +54,7 @@ def import_masks(
     Mask(window_size=(2, 2), key_value_lengths=int64[2])
     """
     values = {
-        "bias": _floating("bias", bias),
+        "bias": floating("bias", bias),
         "mask": mask,
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,

@@ -23,6 +23,7 @@ from jaxmha.converters.masks.argument import (
     read,
     write,
 )
+from jaxmha.converters.masks.structure import is_top_left
 from jaxmha.semantics import one_of
 
 ATTN_MASK = MaskArg("attn_mask", ("#T #S", "#N #T #S", "#B #N #T #S"), other="added")
@@ -110,8 +111,7 @@ def export_masks(
     mask = flatten_mask(as_mask(mask), batch, sizes)
     if bias is None and mask.empty:
         return {}
-    top_left = type(mask.causal_offset) is int and mask.causal_offset == 0
-    if bias is None and top_left and replace(mask, causal_offset=None).empty:
+    if bias is None and is_top_left(mask) and replace(mask, causal_offset=None).empty:
         return {"is_causal": True}
     array = None if mask.empty else to_numpy(mask.to_array(query_length, key_length, np))
     if bias is not None:

@@ -155,3 +155,10 @@ def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
 def is_top_left(mask: Mask) -> bool:
     """Whether it is causal with offset 0 for every row, known without looking at arrays."""
     return type(mask.causal_offset) is int and mask.causal_offset == 0
+
+
+def floating(name: str, value: Any) -> Any:
+    """The value of an argument that is added to the logits; TypeError for Booleans."""
+    if value is not None and to_numpy(value).dtype == np.bool_:
+        raise TypeError(f"{name} is added to the logits and must be floating, got bool: pass mask=")
+    return value

@@ -24,6 +24,7 @@ from jaxmha.converters.masks.argument import (
     read,
     write,
 )
+from jaxmha.converters.masks.structure import is_top_left
 from jaxmha.semantics import one_of
 
 Path: TypeAlias = Literal["weights", "sdpa", "native"]
@@ -168,7 +169,8 @@ def export_masks(
         for argument in (ATTN_MASK, padding)
         if argument.name in found
     }
-    if list(arguments) == ["attn_mask"] and _is_top_left(pairs) and bias is None and not extra:
+    alone = list(arguments) == ["attn_mask"] and bias is None and not extra
+    if alone and is_top_left(pairs) and replace(pairs, causal_offset=None).empty:
         arguments["is_causal"] = True
     return arguments
 
@@ -252,11 +254,6 @@ def _as_causal(mask: Mask | None, T: int, S: int) -> Mask | None:
         if mask is not None and np.all(mask.array == np.tri(T, S, offset, dtype=bool)):
             return Mask.causal(offset)
     return mask
-
-
-def _is_top_left(mask: Mask) -> bool:
-    offset = mask.causal_offset
-    return type(offset) is int and offset == 0 and replace(mask, causal_offset=None).empty
 
 
 def _is_triangle(mask: Mask, T: int, S: int) -> bool:

@@ -1,7 +1,7 @@
 """Attention with something between projection and attention: rotations, or a cache."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -12,14 +12,13 @@ import numpy as np
 
 from jaxmha import checks, extra_positions
 from jaxmha.attention import attend, hashable
+from jaxmha.cache import Rotate
 from jaxmha.implementations import forward_mode
-from jaxmha.implementations.pairs import live_positions
-from jaxmha.layer import combine, multi_head_attention, project
+from jaxmha.layer import combine, multi_head_attention, only_live, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import ReturnWeights, Semantics
 
-Rotate: TypeAlias = Callable[[Any, Any], Any]
 Implementation: TypeAlias = str | Sequence[str] | None
 
 
@@ -152,7 +151,7 @@ def _attend_layer(
     sizes = {**check(params), "T": T, "S": S}
     wide = _widen(params, bias, mask, batch, sizes, semantics)
     extra = extra_positions.count(params, semantics)
-    inputs = _only_live(inputs, wide, sizes, extra, semantics)
+    inputs = only_live(inputs, *wide, sizes, extra, semantics.fully_masked)
     query, key, value = project(params, *inputs, semantics=semantics)
     query = rotate(query, _positions(batch, T))
     key = rotate(key, _positions(batch, S))
@@ -254,29 +253,3 @@ def _between(
     if weights is not None:
         weights = weights.reshape(*batch, *weights.shape[1:])
     return out.reshape(*batch, *out.shape[1:]), weights
-
-
-def _only_live(
-    inputs: tuple[Any, Any, Any],
-    wide: tuple[Any, Mask],
-    sizes: dict[str, int],
-    extra: int,
-    semantics: Semantics,
-) -> tuple[Any, Any, Any]:
-    """Zeroes features that no pair uses: 0 * NaN would reach the gradients of the kernels."""
-    query, key, value = inputs
-    bias, mask = wide
-    T, S = sizes["T"], sizes["S"]
-    B = math.prod(query.shape[:-2])
-    queries, keys = live_positions(mask, bias, B, sizes["N"], T, S + extra)
-
-    def keep(x: Any, live: Any) -> Any:
-        if live is None:
-            return x
-        full = jnp.broadcast_to(live[:, : x.shape[-2]], (B, x.shape[-2]))
-        return jnp.where(full.reshape(*x.shape[:-1], 1), x, 0.0)
-
-    query, key = keep(query, queries), keep(key, keys)
-    if semantics.fully_masked != "mean":  # the mean reads every value
-        value = keep(value, keys)
-    return query, key, value

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from jaxmha.cache import KVCache, decode_step, prefill
+from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding, promoted
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
-from jaxmha.flax.heads import How, Implementation, Rotate, attend_cached, attend_layer
+from jaxmha.flax.heads import How, Implementation, attend_cached, attend_layer
 from jaxmha.flax.settings import (
     Initializer,
     UseBias,

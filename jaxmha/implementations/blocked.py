@@ -97,7 +97,7 @@ def attend(request: Request) -> Result:
         )
         words = None
         if request.dropout_key is not None and _drops(request):
-            words = jax.random.key_data(dropout._threefry(request.dropout_key))
+            words = jax.random.key_data(dropout.threefry(request.dropout_key))
         out, lse = core(plan, rules, query, key, value, bias, traced, words)
         there = conditions.rows
         if there is not None:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxmha import dropout
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import Place
 
@@ -27,8 +28,5 @@ def kept(
     N, T = (1 if a in broadcast else n for a, n in zip("NT", full[1:3], strict=True))
     b, n, t = at[0][:, None, None], at[1][None, :, None], at[2][None, None, :]
     rows = ((b * N + n) * T + t).reshape(-1)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-    entries = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(at[3]))(keys)
-    bits = jax.random.key_data(entries)[..., 0].reshape([x.shape[0] for x in at])
-    drawn = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    drawn = dropout.draw(key, rate, rows, at[3]).reshape([x.shape[0] for x in at])
     return jnp.broadcast_to(drawn, sizes).reshape(plan.cells, plan.G * plan.rows, sizes[3])
