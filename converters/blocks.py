@@ -18,7 +18,8 @@ from jaxmha.converters import (
     linear,
     torch,
 )
-from jaxmha.converters.layout import Layout
+from jaxmha.converters.families import Family
+from jaxmha.converters.layout import Layout, choose
 
 LAYOUTS: tuple[Layout, ...] = (
     *torch.LAYOUTS,
@@ -38,12 +39,27 @@ class Block(NamedTuple):
     layout: Layout
     keys: dict[str, str]  # key of the layout -> name in the file
     unknown: tuple[str, ...] = ()  # other names under the prefix that the layout does not know
+    place: tuple[Family, str] | None = None  # the family that has such blocks there, its pattern
     also: tuple[str, ...] = ()  # other layouts with these keys, where no family decides
 
     @property
     def family(self) -> tuple[str, str] | None:
-        """The family of models that keeps such blocks at such a prefix, and its pattern."""
-        return families.match(self.layout.name, self.prefix)
+        """Name of the family of models that keeps such blocks at such a prefix, and its pattern."""
+        return (self.place[0].name, self.place[1]) if self.place else None
+
+    @property
+    def refused(self) -> str:
+        """Why the family's blocks are not what the layout says; empty: they are."""
+        if self.place is None or not self.place[0].refused:
+            return ""
+        return f"{self.prefix} is of {self.place[0].name}: {self.place[0].refused}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether every array under the prefix is of the layout, and no group lacks one."""
+        lacking = {entry.group for entry in self.layout.entries if entry.key not in self.keys}
+        there = {entry.group for entry in self.layout.entries if entry.key in self.keys}
+        return not self.unknown and not lacking & there
 
     @property
     def why(self) -> str:
@@ -55,7 +71,11 @@ class Block(NamedTuple):
     def read(
         self, tensors: Mapping[str, Any], num_heads: int | None = None
     ) -> tuple[MHAParams, Semantics]:
-        """Imports the block. Raises ValueError as `import_params` does, and for unknown keys."""
+        """Imports the block. Raises ValueError as `import_params` does, for unknown keys, and for
+        families that keep in their configuration what the block computes.
+        """
+        if self.refused:
+            raise ValueError(self.refused)
         if self.unknown:
             raise ValueError(
                 f"unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
@@ -67,7 +87,7 @@ class Block(NamedTuple):
 
 def named(name: str) -> Layout:
     """The layout of that name. Raises ValueError with the known names."""
-    return engine.choose(LAYOUTS, [], name, "")
+    return choose(LAYOUTS, [], name)
 
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
@@ -90,14 +110,23 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
             if _fits(variant, keys, shapes):
-                block = Block(prefix, variant, keys, _unknown(variant, prefix, keys, shapes))
-                found.setdefault(prefix, []).append(block)
+                unknown = _unknown(variant, prefix, keys, shapes)
+                place = families.match(variant.name, prefix, shapes)
+                found.setdefault(prefix, []).append(Block(prefix, variant, keys, unknown, place))
     chosen = [_decide(candidates) for candidates in found.values()]
     return sorted(chosen, key=lambda block: natural(block.prefix))
 
 
 def _decide(candidates: Sequence[Block]) -> Block:
-    """One block of those at a prefix: by the place of a family, else the first with these keys."""
+    """One block of those at a prefix: by the place of a family, else the first with these keys.
+
+    One that is whole goes before one that is not, and before one that has fewer keys.
+    """
+    candidates = [block for block in candidates if block.whole] or candidates
+    names = [frozenset(block.keys.values()) for block in candidates]
+    candidates = [
+        c for c, own in zip(candidates, names, strict=True) if not any(own < n for n in names)
+    ]
     placed = [block for block in candidates if block.family]
     if len({block.layout.name for block in placed}) == 1:
         return placed[0]
@@ -108,16 +137,17 @@ def _decide(candidates: Sequence[Block]) -> Block:
                 f"prefix {first.prefix!r} fits two layouts, {first.layout.name} and "
                 f"{other.layout.name}: name one"
             )
-    names = dict.fromkeys(b.layout.name for b in others if b.layout.name != first.layout.name)
-    return first._replace(also=tuple(names))
+    also = dict.fromkeys(b.layout.name for b in others if b.layout.name != first.layout.name)
+    return first._replace(also=tuple(also))
 
 
 def damaged(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> list[str]:
-    """Prefixes that have most arrays of a layout and still are no block, with the reason."""
+    """Prefixes that have most arrays of a layout and still are no block, or one of a family that
+    cannot be read, with the reason."""
     whole = {block.prefix for block in found}
-    reasons: dict[str, str] = {}
+    reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]

@@ -180,6 +180,8 @@ def convert(
         if done.largest_rounding:
             name, change = max(done.largest_rounding.items(), key=lambda item: item[1])
             out.print(f"largest rounding: {change:.3g} in {escape(name)}", highlight=False)
+        for note in done.notes:
+            out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
 
 
 @app.command(
@@ -211,7 +213,9 @@ def _print_report(report: verify.Report) -> None:
     for column in ("block", "layouts", "heads", "weights", "error, no mask", "padding", "causal"):
         table.add_column(column, overflow="fold")
     for block in report.blocks:
-        weights = "identical (0 ULP)" if not block.differences else "[red]differ[/red]"
+        weights = "identical (0 ULP)" if not block.differences else "the same but for zeros"
+        if not all(difference.harmless for difference in block.differences):
+            weights = "[red]differ[/red]"
         errors = (" / ".join(f"{e:.3g}" for e in pair) for pair in block.errors.values())
         layouts = " / ".join(dict.fromkeys(block.layouts))
         name = escape(block.a or block.b or "(top)")
@@ -231,7 +235,7 @@ def _print_report(report: verify.Report) -> None:
 
 def _print_layouts(as_json: bool) -> None:
     rows = {
-        layout.name: {entry.key: entry.axes for entry in layout.entries}
+        layout.name: {e.key: {"axes": e.axes, "leaves": e.leaves} for e in layout.entries}
         for layout in blocks.LAYOUTS
     }
     if as_json:

@@ -14,11 +14,18 @@ from einops import rearrange
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import bind, parse
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.layout import Entry, Layout, choose
 from jaxmha.converters.refusals import (
+    Named,
+    leaf_shapes,
     refuse_added,
+    refuse_apart,
+    refuse_arrays,
+    refuse_heads,
     refuse_keys,
+    refuse_leading,
     refuse_leaves,
+    refuse_mixed,
     refuse_semantics,
     refuse_sizes,
 )
@@ -39,14 +46,15 @@ def import_params(
       ValueError: an unknown layout; a key that is unknown or missing; a shape that does not fit,
         with the axes expected; a head count that is needed, or contradicts a shape.
     """
-    chosen = choose(layouts, [_strip(k, prefix, layouts) for k in state], layout, prefix)
-    arrays = {
-        key: state[name] for name in state if (key := _strip(name, prefix, layouts)) is not None
-    }
+    keys = {name: layouts[0].key(prefix, name) for name in state}
+    arrays = {key: state[name] for name, key in keys.items() if key is not None}
+    chosen = choose(layouts, list(arrays), layout, prefix)
     refuse_added(chosen, arrays, prefix)
     arrays = {key: array for key, array in arrays.items() if key not in chosen.beside}
     refuse_keys(chosen, arrays, prefix)
-    sizes = _bind_all(chosen, arrays, prefix, num_heads)
+    refuse_arrays(chosen, arrays, prefix)
+    shapes = {key: tuple(array.shape) for key, array in arrays.items()}
+    sizes = bind_shapes(chosen, shapes, num_heads, prefix)
     found: dict[str, Any] = {}
     for entry in chosen.entries:
         if entry.key in arrays:
@@ -66,9 +74,9 @@ def export_params(
       ValueError: the layout cannot hold the parameters or the behaviour; says which and why.
     """
     arrays = {name: to_numpy(array) for name, array in leaves(params).items()}
-    leading = arrays["query.kernel"].ndim - 3
-    sizes = check(params, leading)
-    refuse_sizes(layout, sizes, exporting=True)
+    sizes = check(params, leading=arrays["query.kernel"].ndim - 3)
+    refuse_sizes(layout, sizes, leaf_shapes(params))
+    refuse_apart(layout, sizes)
     refuse_leaves(layout, arrays)
     refuse_semantics(layout, params, semantics, sizes)
     return {
@@ -78,67 +86,32 @@ def export_params(
     }
 
 
-def choose(
-    layouts: Sequence[Layout], keys: Sequence[str | None], name: str | None, prefix: str
-) -> Layout:
-    """The layout named, or the only one whose required keys are all there."""
-    names = [layout.name for layout in layouts]
-    if name is not None:
-        if name not in names:
-            raise ValueError(f"unknown layout {name!r}: known are {', '.join(names)}")
-        return layouts[names.index(name)]
-    missing = {
-        layout.name: [e.key for e in layout.entries if not e.group and e.key not in keys]
-        for layout in layouts
-    }
-    for layout in layouts:
-        if not missing[layout.name]:
-            return layout
-    where = f" under prefix {prefix!r}" if prefix else ""
-    lacks = "; ".join(f"{n} lacks {', '.join(keys)}" for n, keys in missing.items())
-    raise ValueError(f"no known layout has all its keys{where}: {lacks}")
-
-
-def _strip(name: str, prefix: str, layouts: Sequence[Layout]) -> str | None:
-    if not prefix:
-        return name
-    start = prefix + layouts[0].separator
-    return name.removeprefix(start) if name.startswith(start) else None
-
-
-def _bind_all(
-    layout: Layout, arrays: Mapping[str, Any], prefix: str, num_heads: int | None
+def bind_shapes(
+    layout: Layout,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_heads: int | None = None,
+    prefix: str = "",
 ) -> dict[str, int]:
-    if num_heads is None and not layout.stores_num_heads:
-        raise ValueError(
-            f"layout {layout.name} does not store the head count: pass num_heads= or "
-            "--num-heads (it is in the model's configuration, and in none of these shapes)"
-        )
-    if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
-        raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+    """The size of every letter, from the shapes by key; leading axes are the same everywhere.
+
+    Raises:
+      ValueError: a shape does not fit, or the head count is needed.
+    """
+    refuse_heads(layout, num_heads)
     sizes = {} if num_heads is None else {"N": num_heads}
-    lead: tuple[str, tuple[int, ...]] | None = None
+    named: list[Named] = []
     for entry in layout.entries:
-        if entry.key not in arrays:
+        if (shape := shapes.get(entry.key)) is None:
             continue
         name = layout.path(prefix, entry.key)
-        array = arrays[entry.key]
-        if not hasattr(array, "shape") or "float" not in str(array.dtype):
-            kind = getattr(array, "dtype", type(array).__name__)
-            raise ValueError(f"{name}: expected a floating array, got {kind}")
-        shape = tuple(array.shape)
         split = max(len(shape) - len(parse(entry.axes)), 0)
-        lead = lead or (name, shape[:split])
-        if shape[:split] != lead[1]:
-            raise ValueError(
-                f"{name}: expected leading axes {lead[1]} as in {lead[0]}, then ({entry.axes}), "
-                f"got shape {shape}"
-            )
-        packed = {"qkv": len(entry.leaves), "kv": len(entry.leaves)}
+        named.append((name, entry.axes, shape))
+        refuse_leading(named, split)
+        packed = {_pack_axis(entry): len(entry.leaves)}
         bound = sizes | packed
         bind(name, shape[split:], entry.axes, bound)
-        sizes |= {k: v for k, v in bound.items() if k not in packed}
-    refuse_sizes(layout, sizes)
+        sizes |= {letter: n for letter, n in bound.items() if letter not in packed}
+    refuse_sizes(layout, sizes, named)
     return sizes
 
 
@@ -156,9 +129,7 @@ def _unpack(
 
 def _pack(layout: Layout, entry: Entry, arrays: Mapping[str, NDArray]) -> NDArray:
     parts = [arrays[leaf] for leaf in entry.leaves]
-    if len({part.dtype for part in parts}) > 1:
-        shown = ", ".join(f"{k} {p.dtype}" for k, p in zip(entry.leaves, parts, strict=True))
-        raise ValueError(f"{entry.key} packs arrays of one dtype, got {shown}: cast them first")
+    refuse_mixed(entry, parts)
     axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     stacked = np.stack(parts)
     return to_numpy(rearrange(stacked, f"{_pack_axis(entry)} ... {source} -> ... {axes}"))

@@ -5,18 +5,52 @@ for a number, a space separates alternatives, and any path may go before.
 """
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+Shapes = Mapping[str, Sequence[int]]
 
 
 class Family(NamedTuple):
-    """Models whose blocks stand under the same prefix, in one layout."""
+    """Models whose blocks stand under the same prefix, in one layout.
+
+    `told_by` tells them from others at the same place, by the prefix and all shapes; `refused`
+    says why their blocks cannot be read by the layout, and what to do.
+    """
 
     name: str
     layout: str
     prefixes: str
+    told_by: Callable[[str, Shapes], bool] = lambda prefix, shapes: True
+    refused: str = ""
+
+
+def _normalised_twice(prefix: str, shapes: Shapes) -> bool:
+    """Gemma 2 has a norm before and one after every sublayer, Llama one before."""
+    return f"{prefix.rpartition('.')[0]}.pre_feedforward_layernorm.weight" in shapes
+
+
+def _unevenly_packed(prefix: str, shapes: Shapes) -> bool:
+    """There are fewer keys and values than queries in the packed rows."""
+    rows, (_, queries) = (
+        shapes[f"{prefix}.{name}.weight"][-2:] for name in ("query_key_value", "dense")
+    )
+    return rows[0] != 3 * queries
 
 
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "Gemma 2", "llama", "layers.{i}.self_attn", _normalised_twice,
+        "its scale (query_pre_attn_scalar ** -0.5) and soft cap (attn_logit_softcapping) are in "
+        "config.json and in no array: take its arrays by linear.import_params(layout='llama') and "
+        "give multi_head_attention Semantics(scale=, logits_soft_cap=)",
+    ),
+    Family(
+        "Falcon", "gpt-neox", "h.{i}.self_attention", _unevenly_packed,
+        "query_key_value packs G queries, one key and one value for each of K groups, which no "
+        "layout holds: write weight.reshape(K, G + 2, H, Dq) as q_proj, k_proj and v_proj, and "
+        "dense as o_proj, of layout llama",
+    ),
     Family("BERT", "bert", "encoder.layer.{i}.attention encoder.layer.{i}.crossattention"),
     Family("ViT (transformers 4)", "vit", "encoder.layer.{i}.attention"),
     Family("ViT (transformers 5)", "llama", "layers.{i}.attention"),
@@ -30,6 +64,7 @@ FAMILIES: tuple[Family, ...] = (
         "CLIP", "linear", "text_model.encoder.layers.{i}.self_attn "
         "vision_model.encoder.layers.{i}.self_attn"
     ),
+    Family("Whisper", "whisper", "layers.{i}.self_attn layers.{i}.encoder_attn"),
     Family("BART, OPT", "linear", "layers.{i}.self_attn layers.{i}.encoder_attn"),
     Family("nn.Transformer", "torch", "layers.{i}.self_attn layers.{i}.multihead_attn"),
     Family("torchvision ViT", "torch", "encoder_layer_{i}.self_attention"),
@@ -46,12 +81,13 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-def match(layout: str, prefix: str) -> tuple[str, str] | None:
+def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None:
     """The family of a layout whose pattern the end of a prefix has, and the pattern.
 
-    >>> match("gpt2", "transformer.h.11.attn")
+    >>> family, pattern = match("gpt2", "transformer.h.11.attn", {})
+    >>> family.name, pattern
     ('GPT-2', 'h.{i}.attn')
-    >>> match("gpt2", "my.attn")
+    >>> match("gpt2", "my.attn", {})
     """
     path = prefix.replace("/", ".")
     for family in FAMILIES:
@@ -59,6 +95,6 @@ def match(layout: str, prefix: str) -> tuple[str, str] | None:
             continue
         for pattern in family.prefixes.split():
             numbered = re.escape(pattern).replace(r"\{i\}", r"\d+")
-            if re.search(rf"(^|\.){numbered}$", path):
-                return family.name, pattern
+            if re.search(rf"(^|\.){numbered}$", path) and family.told_by(prefix, shapes):
+                return family, pattern
     return None

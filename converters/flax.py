@@ -13,24 +13,25 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import flax as _masks
-from jaxmha.converters.refusals import refuse_sizes
+from jaxmha.converters.refusals import leaf_shapes, refuse_sizes
 from jaxmha.converters.verbs import verbs
 from jaxmha.params import check
 
+_LINEN = (
+    Entry("query/kernel", "Dq N H", ("query.kernel",)),
+    Entry("query/bias", "N H", ("query.bias",), "bias"),
+    Entry("key/kernel", "Dk K H", ("key.kernel",)),
+    Entry("key/bias", "K H", ("key.bias",), "bias"),
+    Entry("value/kernel", "Dv K H", ("value.kernel",)),
+    Entry("value/bias", "K H", ("value.bias",), "bias"),
+    Entry("out/kernel", "N H Do", ("out.kernel",)),
+    Entry("out/bias", "Do", ("out.bias",), "bias"),
+    Entry("query_ln/scale", "H", ("query_norm",), "norm"),
+    Entry("key_ln/scale", "H", ("key_norm",), "norm"),
+)
 LINEN = Layout(
     "flax",
-    (
-        Entry("query/kernel", "Dq N H", ("query.kernel",)),
-        Entry("query/bias", "N H", ("query.bias",), "bias"),
-        Entry("key/kernel", "Dk K H", ("key.kernel",)),
-        Entry("key/bias", "K H", ("key.bias",), "bias"),
-        Entry("value/kernel", "Dv K H", ("value.kernel",)),
-        Entry("value/bias", "K H", ("value.bias",), "bias"),
-        Entry("out/kernel", "N H Do", ("out.kernel",)),
-        Entry("out/bias", "Do", ("out.bias",), "bias"),
-        Entry("query_ln/scale", "H", ("query_norm",), "norm"),
-        Entry("key_ln/scale", "H", ("key_norm",), "norm"),
-    ),
+    _LINEN,
     ties={"h": ("H", "flax attention has value heads as wide as query heads")},
     separator="/",
     semantics=Semantics(qk_norm="layer"),
@@ -116,7 +117,7 @@ def to_module(
     ties = _LINEN_TIES if kind == "linen" else _NNX_TIES
     own = replace(LINEN, name=f"flax {kind or 'nnx'}", ties={**LINEN.ties, **ties})
     sizes = check(params)
-    refuse_sizes(own, sizes)
+    refuse_sizes(own, sizes, leaf_shapes(params))
     if semantics.dropout_rate and semantics.dropout_broadcast not in ((), ("B", "N")):
         raise ValueError(
             "flax shares dropout over batch and heads or over nothing, and cannot hold "

@@ -7,18 +7,19 @@ from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.linear import TIES
 from jaxmha.converters.verbs import verbs
 
+_HAIKU = (
+    Entry("query/w", "Dq (N H)", ("query.kernel",)),
+    Entry("key/w", "Dk (N H)", ("key.kernel",)),
+    Entry("value/w", "Dv (N h)", ("value.kernel",)),
+    Entry("linear/w", "(N h) Do", ("out.kernel",)),
+    Entry("query/b", "(N H)", ("query.bias",), "bias"),
+    Entry("key/b", "(N H)", ("key.bias",), "bias"),
+    Entry("value/b", "(N h)", ("value.bias",), "bias"),
+    Entry("linear/b", "Do", ("out.bias",), "bias"),
+)
 HAIKU = Layout(
     "haiku",
-    (
-        Entry("query/w", "Dq (N H)", ("query.kernel",)),
-        Entry("key/w", "Dk (N H)", ("key.kernel",)),
-        Entry("value/w", "Dv (N h)", ("value.kernel",)),
-        Entry("linear/w", "(N h) Do", ("out.kernel",)),
-        Entry("query/b", "(N H)", ("query.bias",), "bias"),
-        Entry("key/b", "(N H)", ("key.bias",), "bias"),
-        Entry("value/b", "(N h)", ("value.bias",), "bias"),
-        Entry("linear/b", "Do", ("out.bias",), "bias"),
-    ),
+    _HAIKU,
     ties={"K": TIES["K"]},
     separator="/",
     about="haiku.MultiHeadAttention",

@@ -14,18 +14,23 @@ CONFIG_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead")
 METADATA = "jaxmha.num_heads"
 
 
+class UnusableConfigError(ValueError):
+    """The head count is needed, and the config.json beside the file does not give one."""
+
+
 def find(
     block: Block,
     shapes: Mapping[str, Sequence[int]],
     given: int | None = None,
     metadata: Mapping[str, str] | None = None,
-    configured: tuple[int, str] | None = None,
+    configured: tuple[int | None, str] | None = None,
 ) -> tuple[int | None, str]:
     """The head count of a block and where it is from: stored, asked for, or configured.
 
     `configured` is what `in_config` says of the file, which is read once and not per block.
 
     Raises:
+      UnusableConfigError: only the configuration could say it, and does not.
       ValueError: the one given contradicts the file.
     """
     stored = in_shapes(block, shapes)
@@ -39,9 +44,11 @@ def find(
         ),
         configured,
     )
+    if given is None and kept is not None and kept[0] is None:
+        raise UnusableConfigError(f"{kept[1]}: correct it, or pass num_heads= or --num-heads")
     if given is None:
         return kept or (None, "not stored: pass --num-heads")
-    if kept is not None and kept[0] != given and stored is None:
+    if kept is not None and kept[0] not in (None, given) and stored is None:
         raise ValueError(
             f"num_heads={given} is given, and {kept[1]} says {kept[0]}: leave it out, or correct the "
             "one that is wrong"
@@ -63,20 +70,25 @@ def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
     return {f"{METADATA}.{prefix}": str(count) for prefix, count in heads.items()}
 
 
-def in_config(path: Path) -> tuple[int, str] | None:
+def in_config(path: Path) -> tuple[int | None, str] | None:
     """The head count in the config.json beside a checkpoint, with where it stands.
 
-    None where there is no such file, no such key, or more than one answer.
+    None where there is no such file or key; a count of None comes with what is wrong.
     """
     config = path.parent / "config.json"
     try:
         content = json.loads(config.read_text())
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, RecursionError) as error:
+        return None, f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
     found = list(_search(content, "config.json"))
-    if len({heads for _, heads in found}) != 1 or found[0][1] < 1:
-        return None
-    return found[0][1], found[0][0]
+    shown = ", ".join(f"{where} is {heads}" for where, heads in found)
+    if len({heads for _, heads in found}) > 1:
+        return None, f"{config} has several head counts ({shown})"
+    if found and found[0][1] < 1:
+        return None, f"{config} has an impossible head count ({shown})"
+    return (found[0][1], found[0][0]) if found else None
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

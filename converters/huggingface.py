@@ -19,35 +19,37 @@ _QKV_KERNEL = ("query.kernel", "key.kernel", "value.kernel")
 _QKV_BIAS = ("query.bias", "key.bias", "value.bias")
 _DROPOUT = frozenset({"dropout_rate"})
 
+_BERT = (
+    Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
+    Entry("self.query.bias", "(N H)", ("query.bias",)),
+    Entry("self.key.weight", "(N H) Dk", ("key.kernel",)),
+    Entry("self.key.bias", "(N H)", ("key.bias",)),
+    Entry("self.value.weight", "(N h) Dv", ("value.kernel",)),
+    Entry("self.value.bias", "(N h)", ("value.bias",)),
+    Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
+    Entry("output.dense.bias", "Do", ("out.bias",)),
+)
 BERT = Layout(
     "bert",
-    (
-        Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("self.query.bias", "(N H)", ("query.bias",)),
-        Entry("self.key.weight", "(N H) Dk", ("key.kernel",)),
-        Entry("self.key.bias", "(N H)", ("key.bias",)),
-        Entry("self.value.weight", "(N h) Dv", ("value.kernel",)),
-        Entry("self.value.bias", "(N h)", ("value.bias",)),
-        Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
-        Entry("output.dense.bias", "Do", ("out.bias",)),
-    ),
+    _BERT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
     beside=("output.LayerNorm.weight", "output.LayerNorm.bias"),
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
+_VIT = (
+    Entry("attention.query.weight", "(N H) Dq", ("query.kernel",)),
+    Entry("attention.query.bias", "(N H)", ("query.bias",), "qkv bias"),
+    Entry("attention.key.weight", "(N H) Dk", ("key.kernel",)),
+    Entry("attention.key.bias", "(N H)", ("key.bias",), "qkv bias"),
+    Entry("attention.value.weight", "(N h) Dv", ("value.kernel",)),
+    Entry("attention.value.bias", "(N h)", ("value.bias",), "qkv bias"),
+    Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
+    Entry("output.dense.bias", "Do", ("out.bias",)),
+)
 VIT = Layout(
     "vit",
-    (
-        Entry("attention.query.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("attention.query.bias", "(N H)", ("query.bias",), "qkv bias"),
-        Entry("attention.key.weight", "(N H) Dk", ("key.kernel",)),
-        Entry("attention.key.bias", "(N H)", ("key.bias",), "qkv bias"),
-        Entry("attention.value.weight", "(N h) Dv", ("value.kernel",)),
-        Entry("attention.value.bias", "(N h)", ("value.bias",), "qkv bias"),
-        Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
-        Entry("output.dense.bias", "Do", ("out.bias",)),
-    ),
+    _VIT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
     about="ViT, DeiT: keys under `encoder.layer.0.attention`",
@@ -105,5 +107,20 @@ T5 = Layout(
     about="T5 without biases and without scale: keys under `SelfAttention`, `EncDecAttention` "
     "(the relative position bias goes to the call; a whole file is converted with it beside)",
 )
-LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5)
+WHISPER = Layout(
+    "whisper",
+    (
+        Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
+        Entry("q_proj.bias", "(N H)", ("query.bias",)),
+        Entry("k_proj.weight", "(N H) Dk", ("key.kernel",)),
+        Entry("v_proj.weight", "(N h) Dv", ("value.kernel",)),
+        Entry("v_proj.bias", "(N h)", ("value.bias",)),
+        Entry("out_proj.weight", "Do (N h)", ("out.kernel",)),
+        Entry("out_proj.bias", "Do", ("out.bias",)),
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
+)
+LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5, WHISPER)
 import_params, export_params = verbs(LAYOUTS)

@@ -21,18 +21,19 @@ from jaxmha.params import check
 _TIES = {"K": ("N", "keras MultiHeadAttention has as many key/value heads as query heads")}
 _HOLDS = frozenset({"dropout_rate"})
 
+_VARIABLES = (
+    Entry("query/kernel", "Dq N H", ("query.kernel",)),
+    Entry("query/bias", "N H", ("query.bias",), "bias"),
+    Entry("key/kernel", "Dk N H", ("key.kernel",)),
+    Entry("key/bias", "N H", ("key.bias",), "bias"),
+    Entry("value/kernel", "Dv N h", ("value.kernel",)),
+    Entry("value/bias", "N h", ("value.bias",), "bias"),
+    Entry("attention_output/kernel", "N h Do", ("out.kernel",)),
+    Entry("attention_output/bias", "Do", ("out.bias",), "bias"),
+)
 VARIABLES = Layout(
     "keras",
-    (
-        Entry("query/kernel", "Dq N H", ("query.kernel",)),
-        Entry("query/bias", "N H", ("query.bias",), "bias"),
-        Entry("key/kernel", "Dk N H", ("key.kernel",)),
-        Entry("key/bias", "N H", ("key.bias",), "bias"),
-        Entry("value/kernel", "Dv N h", ("value.kernel",)),
-        Entry("value/bias", "N h", ("value.bias",), "bias"),
-        Entry("attention_output/kernel", "N h Do", ("out.kernel",)),
-        Entry("attention_output/bias", "Do", ("out.bias",), "bias"),
-    ),
+    _VARIABLES,
     ties=_TIES,
     separator="/",
     holds=_HOLDS,

@@ -4,7 +4,7 @@ An array of a framework is three facts: its key, its axes, and the canonical lea
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,10 +62,40 @@ class Layout:
         return any(("N",) in parse(entry.axes) for entry in self.entries)
 
     def path(self, prefix: str, key: str) -> str:
-        """A key under a prefix."""
-        return f"{prefix}{self.separator}{key}" if prefix else key
+        """A key under a prefix, which may end in the separator."""
+        return f"{prefix.removesuffix(self.separator)}{self.separator}{key}" if prefix else key
+
+    def key(self, prefix: str, path: str) -> str | None:
+        """The inverse of `path`; None for what is not under the prefix."""
+        start = self.path(prefix, "")
+        return path.removeprefix(start) if path.startswith(start) else None
 
     def tied(self, axes: str) -> str:
         """Axes with letters that the layout ties to another letter replaced by that one."""
         single = {a: b for a, (b, _) in self.ties.items() if " " not in b}
         return re.sub(r"\w+", lambda word: single.get(word[0], word[0]), axes)
+
+
+def choose(
+    layouts: Sequence[Layout], keys: Sequence[str], name: str | None = None, prefix: str = ""
+) -> Layout:
+    """The layout named, or the first whose required keys are all there.
+
+    Raises:
+      ValueError: there is none, with what each of them lacks.
+    """
+    names = [layout.name for layout in layouts]
+    if name is not None:
+        if name not in names:
+            raise ValueError(f"unknown layout {name!r}: known are {', '.join(names)}")
+        return layouts[names.index(name)]
+    missing = {
+        layout.name: [e.key for e in layout.entries if not e.group and e.key not in keys]
+        for layout in layouts
+    }
+    for layout in layouts:
+        if not missing[layout.name]:
+            return layout
+    where = f" under prefix {prefix!r}" if prefix else ""
+    lacks = "; ".join(f"{n} lacks {', '.join(keys)}" for n, keys in missing.items())
+    raise ValueError(f"no known layout has all its keys{where}: {lacks}")

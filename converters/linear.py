@@ -21,34 +21,36 @@ LINEAR = Layout(
     ties=TIES,
     about="four torch.nn.Linear q_proj, k_proj, v_proj, out_proj (also CLIP, BART, OPT)",
 )
+_LLAMA = (
+    Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
+    Entry("k_proj.weight", "(K H) Dk", ("key.kernel",)),
+    Entry("v_proj.weight", "(K h) Dv", ("value.kernel",)),
+    Entry("o_proj.weight", "Do (N h)", ("out.kernel",)),
+    Entry("q_proj.bias", "(N H)", ("query.bias",), "qkv bias"),
+    Entry("k_proj.bias", "(K H)", ("key.bias",), "qkv bias"),
+    Entry("v_proj.bias", "(K h)", ("value.bias",), "qkv bias"),
+    Entry("o_proj.bias", "Do", ("out.bias",), "out bias"),
+)
 LLAMA = Layout(
     "llama",
-    (
-        Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("k_proj.weight", "(K H) Dk", ("key.kernel",)),
-        Entry("v_proj.weight", "(K h) Dv", ("value.kernel",)),
-        Entry("o_proj.weight", "Do (N h)", ("out.kernel",)),
-        Entry("q_proj.bias", "(N H)", ("query.bias",), "qkv bias"),
-        Entry("k_proj.bias", "(K H)", ("key.bias",), "qkv bias"),
-        Entry("v_proj.bias", "(K h)", ("value.bias",), "qkv bias"),
-        Entry("o_proj.bias", "Do", ("out.bias",), "out bias"),
-    ),
+    _LLAMA,
     ties={"h": ("H", "Llama attention has value heads as wide as query heads")},
     beside=("rotary_emb.inv_freq",),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )
+_DENSE = (
+    Entry("q_proj/kernel", "Dq (N H)", ("query.kernel",)),
+    Entry("k_proj/kernel", "Dk (N H)", ("key.kernel",)),
+    Entry("v_proj/kernel", "Dv (N h)", ("value.kernel",)),
+    Entry("out_proj/kernel", "(N h) Do", ("out.kernel",)),
+    Entry("q_proj/bias", "(N H)", ("query.bias",), "bias"),
+    Entry("k_proj/bias", "(N H)", ("key.bias",), "bias"),
+    Entry("v_proj/bias", "(N h)", ("value.bias",), "bias"),
+    Entry("out_proj/bias", "Do", ("out.bias",), "bias"),
+)
 DENSE = Layout(
     "dense",
-    (
-        Entry("q_proj/kernel", "Dq (N H)", ("query.kernel",)),
-        Entry("k_proj/kernel", "Dk (N H)", ("key.kernel",)),
-        Entry("v_proj/kernel", "Dv (N h)", ("value.kernel",)),
-        Entry("out_proj/kernel", "(N h) Do", ("out.kernel",)),
-        Entry("q_proj/bias", "(N H)", ("query.bias",), "bias"),
-        Entry("k_proj/bias", "(N H)", ("key.bias",), "bias"),
-        Entry("v_proj/bias", "(N h)", ("value.bias",), "bias"),
-        Entry("out_proj/bias", "Do", ("out.bias",), "bias"),
-    ),
+    _DENSE,
     ties=TIES,
     separator="/",
     about="four Keras or Flax Dense q_proj, k_proj, v_proj, out_proj",

@@ -15,8 +15,9 @@ from jaxmha.converters import blocks, checkpoint, heads, keras
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
-from jaxmha.converters.engine import export_params
+from jaxmha.converters.engine import bind_shapes, export_params
 from jaxmha.converters.layout import Layout
+from jaxmha.converters.refusals import several_dtypes
 from jaxmha.converters.sides import shapes
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -76,6 +77,7 @@ class Conversion:
       blocks: (prefix in the source, layout there, prefix in the destination, layout there).
       carried: names of tensors that are not attention, taken over as they are.
       largest_rounding: tensor name -> largest absolute change by `dtype`, where there was one.
+      notes: what to know of single blocks.
     """
 
     source: str
@@ -83,6 +85,7 @@ class Conversion:
     blocks: tuple[tuple[str, str, str, str], ...]
     carried: tuple[str, ...]
     largest_rounding: dict[str, float]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -93,7 +96,8 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     """Lists the attention blocks of a checkpoint and everything else in it.
 
     Raises:
-      CheckpointError: the file cannot be read. ValueError: its blocks are ambiguous.
+      CheckpointError: the file cannot be read.
+      ValueError: its blocks are ambiguous, or the head count given does not fit them.
     """
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
@@ -101,7 +105,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         configured = heads.in_config(file.path)
         infos = []
         for block in found:
-            count, where = heads.find(block, all_shapes, num_heads, file.metadata, configured)
+            count, where = _heads(file, block, all_shapes, num_heads, configured)
             family, pattern = block.family or (None, None)
             infos.append(
                 BlockInfo(
@@ -123,6 +127,29 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         dtypes = Counter(str(info.dtype) for info in file.info.values())
         damaged = tuple(blocks.damaged(all_shapes, found))
         return FileInfo(str(path), file.format, tuple(infos), others, dict(dtypes), damaged)
+
+
+def _heads(
+    file: checkpoint.Checkpoint,
+    block: Block,
+    all_shapes: Mapping[str, tuple[int, ...]],
+    given: int | None,
+    configured: tuple[int | None, str] | None,
+) -> tuple[int | None, str]:
+    """The head count of a block where it fits the shapes, and where it is from or what is wrong."""
+    try:
+        count, where = heads.find(block, all_shapes, given, file.metadata, configured)
+    except heads.UnusableConfigError as error:
+        return None, str(error)
+    own = {key: all_shapes[name] for key, name in block.keys.items()}
+    try:
+        if count is not None and not block.refused:
+            bind_shapes(block.layout, own, count, block.prefix)
+    except ValueError as error:
+        if given is not None:
+            raise ValueError(printable(f"{file.path}: {error}")) from error
+        return None, printable(f"{where} says {count}, which does not fit: {error}")
+    return count, where
 
 
 def convert(
@@ -177,6 +204,7 @@ def convert(
         written: dict[str, NDArray] = {}
         names: dict[str, str] = {}
         moves = []
+        notes = []
         counts: dict[str, int] = {}
         configured = heads.in_config(file.path)
         old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
@@ -191,6 +219,8 @@ def convert(
             except ValueError as error:
                 where = f"{source}, block {block.prefix or '(top)'}"
                 raise ValueError(printable(f"{where}: {error}")) from error
+            if dtype is None and (mixed := several_dtypes(params)):
+                notes.append(f"{prefix or '(top)'} keeps several dtypes: {mixed}")
             counts[prefix] = params.query.kernel.shape[-2]
             names[prefix] = file.names.get(block.prefix, block.prefix)
             moves.append((block.prefix, block.layout.name, prefix, target.name))
@@ -211,7 +241,9 @@ def convert(
     if in_file:
         settings["names"] = names
     checkpoint.write(destination, written, source=source, **settings)
-    return Conversion(str(source), str(destination), tuple(moves), tuple(others), rounding)
+    return Conversion(
+        str(source), str(destination), tuple(moves), tuple(others), rounding, tuple(notes)
+    )
 
 
 def _target(named: Layout, in_file: bool) -> Layout:

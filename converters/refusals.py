@@ -1,39 +1,102 @@
 """What a layout cannot hold, and why: every check of an import or export before it is done."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.layout import Layout
-from jaxmha.params import leaves
+from jaxmha.axes import parse
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.params import CANONICAL, leaves
+
+Named = tuple[str, str, tuple[int, ...]]  # what to call an array, its axes, its shape
 
 
-def refuse_sizes(layout: Layout, sizes: Mapping[str, int], exporting: bool = False) -> None:
-    """Raises ValueError for sizes that the layout ties together, and says why it does."""
+def leaf_shapes(params: MHAParams) -> list[Named]:
+    """Every leaf with its axes and its shape."""
+    return [
+        (f"params.{name}", CANONICAL[name], tuple(array.shape))
+        for name, array in leaves(params).items()
+    ]
+
+
+def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named]) -> None:
+    """Raises ValueError for sizes that the layout ties together: why, and where they are from."""
     for letter, (tied, reason) in layout.ties.items():
-        if letter not in sizes or not all(a in sizes for a in tied.split()):
+        letters = tied.split()
+        if letter not in sizes or not all(a in sizes for a in letters):
             continue
-        product = int(np.prod([sizes[a] for a in tied.split()]))
-        if sizes[letter] != product:
-            shown = " * ".join(f"{a}={sizes[a]}" for a in tied.split())
+        if sizes[letter] != math.prod(sizes[a] for a in letters):
+            shown = " * ".join(f"{a}={sizes[a]}" for a in letters)
+            first = {a: (n, s) for n, axes, s in reversed(named) for a in re.findall(r"\w+", axes)}
+            places = dict.fromkeys(first[a] for a in (letter, *letters) if a in first)
+            got = " and ".join(f"{name} of shape {shape}" for name, shape in places)
             raise ValueError(
-                f"layout {layout.name} cannot hold {letter}={sizes[letter]} with {shown}: {reason}"
+                f"layout {layout.name} cannot hold {letter}={sizes[letter]} with {shown}: {reason}; "
+                f"got {got}"
             )
+
+
+def refuse_apart(layout: Layout, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError for sizes that another layout of the framework holds."""
     letters, reason = layout.apart
-    if exporting and letters and len({sizes[a] for a in letters.split()}) == 1:
+    if letters and len({sizes[a] for a in letters.split()}) == 1:
         shown = " = ".join(letters.split())
         raise ValueError(f"layout {layout.name} does not hold {shown}: {reason}")
 
 
+def refuse_heads(layout: Layout, num_heads: int | None) -> None:
+    """Raises ValueError for a head count that is needed and not given, or is none."""
+    if num_heads is None and not layout.stores_num_heads:
+        raise ValueError(
+            f"layout {layout.name} does not store the head count: pass num_heads= or "
+            "--num-heads (it is in the model's configuration, and in none of these shapes)"
+        )
+    if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
+        raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+
+
+def refuse_leading(named: Sequence[Named], split: int) -> None:
+    """Raises ValueError where the last array has other leading axes (`split` of them)."""
+    first, axes, shape = named[0]
+    lead = shape[: max(len(shape) - len(parse(axes)), 0)]
+    name, axes, shape = named[-1]
+    if shape[:split] != lead:
+        raise ValueError(
+            f"{name}: expected leading axes {lead} as in {first}, then ({axes}), got shape {shape}"
+        )
+
+
+def refuse_arrays(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
+    """Raises ValueError for what is no floating array."""
+    for key, array in arrays.items():
+        if not hasattr(array, "shape") or "float" not in str(array.dtype):
+            kind = getattr(array, "dtype", type(array).__name__)
+            name = layout.path(prefix, key)
+            raise ValueError(f"{name}: expected a floating array, got {kind}")
+
+
+def refuse_mixed(entry: Entry, parts: Sequence[NDArray]) -> None:
+    """Raises ValueError for leaves of several dtypes that would be one array."""
+    if len({part.dtype for part in parts}) > 1:
+        shown = ", ".join(f"{k} {p.dtype}" for k, p in zip(entry.leaves, parts, strict=True))
+        raise ValueError(f"{entry.key} packs arrays of one dtype, got {shown}: cast them first")
+
+
+def several_dtypes(params: MHAParams) -> str:
+    """An example leaf of every dtype, in words; empty where all leaves have one."""
+    found = {str(np.asarray(array).dtype): name for name, array in leaves(params).items()}
+    return ", ".join(f"{name} is {dtype}" for dtype, name in found.items()) * (len(found) > 1)
+
+
 def one_dtype(params: MHAParams) -> None:
     """Raises ValueError for leaves of several dtypes, which one live layer would round."""
-    found = {str(np.asarray(array).dtype): name for name, array in leaves(params).items()}
-    if len(found) > 1:
-        shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+    if shown := several_dtypes(params):
         raise ValueError(f"a live layer holds arrays of one dtype: {shown}; cast them first")
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import engine
 from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.layout import Layout
+from jaxmha.converters.layout import Layout, choose
 
 
 @runtime_checkable
@@ -52,6 +52,11 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
         num_heads: int | None = None,
         prefix: str = "",
     ) -> tuple[MHAParams, Semantics]:
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"state: expected a flat dict of arrays by key, got {type(state).__name__}: for a "
+                "live layer call from_module(layer) of jaxmha.converters.torch, .keras or .flax"
+            )
         return engine.import_params(
             layouts, state, layout=layout, num_heads=num_heads, prefix=prefix
         )
@@ -64,7 +69,7 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
         prefix: str = "",
     ) -> dict[str, NDArray]:
         if layout is not None:
-            chosen = engine.choose(layouts, [], layout, prefix)
+            chosen = choose(layouts, [], layout)
             return engine.export_params(chosen, params, semantics, prefix=prefix)
         refusals = []
         for candidate in layouts:
@@ -85,6 +90,7 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
       prefix: takes only the keys below it.
 
     Raises:
+      TypeError: the state is no dict, but a live layer, for example.
       ValueError: a key, shape or head count does not fit; names the key and the axes.
     """
     exporter.__doc__ = f"""A flat dict of NumPy arrays in one of the layouts {names}.

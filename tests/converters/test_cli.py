@@ -150,7 +150,10 @@ def test_help(command: list[str]) -> None:
 def test_layouts_are_listed() -> None:
     listed = json.loads(cli("inspect", "--layouts", "--json").stdout)
     assert {"torch", "torch-separate", "keras", "keras-file", "flax", "bert"} <= listed.keys()
-    assert listed["torch"]["in_proj_weight"] == "(qkv N H) Dq"
+    assert listed["torch"]["in_proj_weight"] == {
+        "axes": "(qkv N H) Dq",
+        "leaves": ["query.kernel", "key.kernel", "value.kernel"],
+    }
 
 
 def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path, encoder: Any) -> None:

@@ -4,6 +4,8 @@ A row of a table that nobody thought of when writing a test is tested all the sa
 all ties, leaves, groups and settings of all layouts.
 """
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -14,7 +16,7 @@ import pytest
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import parse
-from jaxmha.converters import blocks, engine
+from jaxmha.converters import blocks, engine, refusals
 from jaxmha.converters.layout import Layout
 from jaxmha.params import CANONICAL, check, from_leaves, leaves
 from tests.converters.test_every_layout import params_of
@@ -75,13 +77,25 @@ def ties(layout: Layout) -> Iterator[tuple[str, Case]]:
         product = r" \* ".join(rf"{a}=\d+" for a in tied.split())
         # What is tied to this letter in turn breaks as well and may be said first.
         turned = {x for x, (to, _) in layout.ties.items() if letter in to.split()}
-        words = [rf"cannot hold {letter}={other} with {product}: {re.escape(reason)}"]
+        got = places(shape, letter, *tied.split())
+        words = [rf"cannot hold {letter}={other} with {product}: {re.escape(reason)}; got {got}"]
         words += [
-            rf"cannot hold {x}=\d+ with {letter}={other}: {re.escape(layout.ties[x][1])}"
+            rf"cannot hold {x}=\d+ with {letter}={other}: {re.escape(layout.ties[x][1])}; "
+            f"got {places(shape, x, letter)}"
             for x in turned
         ]
         message = rf"^layout {layout.name} ({'|'.join(words)})$"
         yield f"{letter} is not {tied}", Case(layout, shape, layout.semantics, message)
+
+
+def places(params: MHAParams, *letters: str) -> str:
+    """The first leaf with each of the letters, and its shape."""
+    found = leaves(params)
+    names = [next(leaf for leaf in found if a in CANONICAL[leaf].split()) for a in letters]
+    return " and ".join(
+        re.escape(f"params.{name} of shape {tuple(found[name].shape)}")
+        for name in dict.fromkeys(names)
+    )
 
 
 def absent(layout: Layout) -> Iterator[tuple[str, Case]]:
@@ -189,11 +203,104 @@ CASES = {
 }
 
 
+PARAMS = params_of(blocks.named("torch"))
+TORCH = engine.export_params(blocks.named("torch"), PARAMS)
+T5 = engine.export_params(blocks.named("t5"), params_of(blocks.named("t5")), Semantics(scale=1.0))
+POSITIONS = {"relative_attention_bias.weight": np.ones((32, 6), np.float32)}
+
+
+class Import(NamedTuple):
+    """What is imported, and the message."""
+
+    layout: str
+    state: dict[str, Any]
+    num_heads: int | None
+    message: str
+
+
+IMPORTS = {
+    "added": Import("t5", T5 | POSITIONS, 6, r"^a\.relative_attention_bias\.weight adds to the logits"),
+    "unknown": Import("torch", TORCH | {"gate": TORCH["bias_k"]}, 6, r"^unknown key 'gate' under"),
+    "missing": Import(
+        "torch", {k: x for k, x in TORCH.items() if k != "bias_k"}, 6, r"^missing key 'bias_k'"
+    ),
+    "no heads": Import("torch", TORCH, None, r"does not store the head count: pass num_heads="),
+    "bad heads": Import("torch", TORCH, 0, r"^num_heads must be a positive integer, got 0$"),
+    "no array": Import("torch", TORCH | {"bias_k": 3}, 6, r"^a\.bias_k: expected a floating array"),
+    "leading": Import(
+        "torch", TORCH | {"bias_k": np.ones((2, 1, 1, 24), np.float32)}, 6,
+        r"^a\.bias_k: expected leading axes \(\) as in a\.in_proj_weight, then \(1 1 \(N H\)\), "
+        r"got shape \(2, 1, 1, 24\)$",
+    ),
+    "sizes": Import(
+        "torch",
+        TORCH | {"out_proj.weight": np.ones((23, 24), "f"), "out_proj.bias": np.ones(23, "f")}, 6,
+        r"^layout torch cannot hold Do=23 with Dq=24: out_proj of nn\.MultiheadAttention is square; "
+        r"got a\.out_proj\.weight of shape \(23, 24\) and a\.in_proj_weight of shape \(72, 24\)$",
+    ),
+}  # fmt: skip
+
+
+def refused_import(name: str) -> pytest.ExceptionInfo[ValueError]:
+    """Imports a case under the prefix `a`, which the messages name."""
+    case = IMPORTS[name]
+    state = {f"a.{key}": array for key, array in case.state.items()}
+    with pytest.raises(ValueError, match=case.message) as found:
+        engine.import_params(
+            [blocks.named(case.layout)], state, num_heads=case.num_heads, prefix="a"
+        )
+    return found
+
+
+def refused_export(name: str) -> pytest.ExceptionInfo[ValueError]:
+    """Exports a case."""
+    case = CASES[name]
+    with pytest.raises(ValueError, match=case.message) as found:
+        engine.export_params(case.layout, case.params, case.semantics)
+    return found
+
+
+def refused_layer() -> pytest.ExceptionInfo[ValueError]:
+    """A live layer of several dtypes."""
+    mixed: dict[str, Any] = dict(leaves(PARAMS)) | {"bias_k": np.ones((6, 4), np.float16)}
+    message = r"^a live layer holds arrays of one dtype: .* is float32, .* is float16; cast them"
+    with pytest.raises(ValueError, match=message) as found:
+        refusals.one_dtype(from_leaves(mixed))
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_export_is_refused(name: str) -> None:
-    case = CASES[name]
-    with pytest.raises(ValueError, match=case.message):
-        engine.export_params(case.layout, case.params, case.semantics)
+    refused_export(name)
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_import_is_refused(name: str) -> None:
+    refused_import(name)
+
+
+def test_every_refusal_is_among_them() -> None:
+    """A `raise` in refusals.py that no case reaches fails here: its message would be unread."""
+    source = ast.parse(inspect.getsource(refusals))
+    raises = {node.lineno for node in ast.walk(source) if isinstance(node, ast.Raise)}
+    refused = [refused_export(name) for name in CASES] + [refused_import(name) for name in IMPORTS]
+    reached = {found.traceback[-1].lineno + 1 for found in [*refused, refused_layer()]}
+    assert reached == raises
+
+
+@pytest.mark.parametrize("layout", blocks.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("factor", [1 + 1e-15, 1 - 1e-13])
+def test_a_scale_of_another_last_bit_is_held(layout: Layout, factor: float) -> None:
+    """1 / math.sqrt(H) and H**-0.5 may differ; a scale that differs by more is refused."""
+    params = params_of(layout)
+    scale = layout.semantics.scale or check(params)["H"] ** -0.5
+    held = replace(layout.semantics, scale=scale * factor)
+    assert engine.export_params(layout, params, held)
+    other = replace(layout.semantics, scale=scale * (1 + 1e-9))
+    shown = re.escape(repr(scale * (1 + 1e-9)))
+    message = rf"^layout {layout.name} cannot hold semantics.scale={shown}: its layer always has "
+    with pytest.raises(ValueError, match=message + re.escape(repr(scale))):
+        engine.export_params(layout, params, other)
 
 
 @pytest.mark.parametrize("layout", blocks.LAYOUTS, ids=lambda layout: layout.name)

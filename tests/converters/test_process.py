@@ -1,5 +1,6 @@
 """The command as a process: one message, exit codes, and no traceback whatever goes wrong."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, cli, migrate
+from jaxmha.converters import blocks, checkpoint, cli, engine, migrate
+from tests.converters.test_every_layout import params_of
 
 # Replaces an import by something that goes wrong, then starts the command line.
 START = """
@@ -112,3 +114,39 @@ def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(cli.app, ["inspect", str(tmp_path / "a.npz")])
     assert done.exit_code == 130
     assert "Traceback" not in done.output
+
+
+def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
+    layout = blocks.named("flax")
+    state = engine.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    for name, zero in (("plus.npz", 0.0), ("minus.npz", -0.0)):
+        state["a/out/bias"] = np.full_like(state["a/out/bias"], zero)
+        checkpoint.write(tmp_path / name, state)
+    done = CliRunner().invoke(
+        cli.app, ["verify", str(tmp_path / "plus.npz"), str(tmp_path / "minus.npz")]
+    )
+    assert done.exit_code == 0, done.output
+    table = done.stdout.split("error: RMS")[0]
+    assert "zeros" in table
+    assert "differ" not in table
+
+
+def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
+    layout = blocks.named("linear")
+    state = engine.export_params(layout, params_of(layout), prefix="a")
+    state["a.k_proj.bias"] = state["a.k_proj.bias"].astype(np.float16)
+    checkpoint.write(tmp_path / "mixed.npz", state)
+    arguments = [
+        "convert",
+        str(tmp_path / "mixed.npz"),
+        str(tmp_path / "x.npz"),
+        "--to",
+        "dense",
+        "--num-heads=6",
+    ]
+    note = "a keeps several dtypes: out.bias is float32, key.bias is float16"
+    run = CliRunner().invoke
+    assert json.loads(run(cli.app, [*arguments, "--json"]).stdout)["notes"] == [note]
+    assert f"note: {note}\n" in run(cli.app, [*arguments, "--force"]).stdout
+    cast = run(cli.app, [*arguments, "--force", "--dtype", "float32", "--json"])
+    assert json.loads(cast.stdout)["notes"] == []

@@ -241,6 +241,26 @@ def test_what_is_spoiled_above_was_good() -> None:
         assert found.query.kernel.shape == (Dq, N, H)
 
 
+@pytest.mark.parametrize("converter", [torch, keras, flax], ids=["torch", "keras", "flax"])
+def test_a_prefix_may_end_in_its_separator(converter: Any) -> None:
+    end = converter.LAYOUTS[0].separator
+    arrays = state(converter, prefix="a")
+    layers.assert_identical(arrays, state(converter, prefix=f"a{end}"))
+    for prefix in ("a", f"a{end}"):
+        found, _ = converter.import_params(arrays, num_heads=N, prefix=prefix)
+        layers.assert_identical(found, params())
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("framework", ["torch", "keras", "nnx"])
+def test_a_live_layer_is_no_state(framework: str) -> None:
+    layer = layers.build(layers.configs(framework)[0])
+    converter = {"torch": torch, "keras": keras, "nnx": flax}[framework]
+    message = rf"state: expected a flat dict .*got {type(layer).__name__}: .* from_module\(layer\)"
+    with pytest.raises(TypeError, match=message):
+        converter.import_params(layer, num_heads=N)
+
+
 P, Change = params(), Callable[[MHAParams], MHAParams]
 EXPORTS: dict[str, tuple[Any, MHAParams, Semantics, dict[str, Any], str]] = {}
 
