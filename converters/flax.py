@@ -108,6 +108,7 @@ def to_module(
     Raises:
       ValueError: the layer cannot hold the parameters or the behaviour, with the reason.
     """
+    import jax
     import jax.numpy as jnp
     from flax import linen, nnx
     from flax.traverse_util import unflatten_dict
@@ -143,11 +144,12 @@ def to_module(
     if kind == "linen":
         return linen.MultiHeadDotProductAttention(**settings), {"params": unflatten_dict(state)}
     kv_heads = None if sizes["K"] == sizes["N"] else sizes["K"]
+    fresh = jax.random.key(0, impl="rbg")  # what it draws is replaced, and compiled in no time
     module = nnx.MultiHeadAttention(
         in_features=sizes["Dq"],
         in_kv_features=sizes["Dk"],
         num_kv_heads=kv_heads,
-        rngs=nnx.Rngs(0),
+        rngs=nnx.Rngs(0, params=fresh),
         **settings,
     )
     there = nnx.to_flat_state(nnx.state(module, nnx.Param))

@@ -233,6 +233,7 @@ def _nnx(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
         in_kv_features=config.Dk,
         num_kv_heads=None if config.K == config.N else config.K,
         rngs=nnx.Rngs(0),
+        kernel_init=nnx.initializers.zeros,
         **_flax_settings(config, dtype),
     )
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
