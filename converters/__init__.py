@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmha.converters.layout import Layout
-    from jaxmha.converters.masks.lint import Finding
+    from jaxmha.converters.masks.suspicions import Finding
 
 
 def layouts() -> "dict[str, Layout]":

@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 
 from jaxmha.converters import blocks
-from jaxmha.semantics import PATHS
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,15 +46,18 @@ def layouts() -> str:
     return "\n".join(lines)
 
 
-# Module of the masks, what it is in words, and its rows of semantics.PATHS.
-MASKS = (
-    ("torch", "torch `nn.MultiheadAttention`", "torch"),
-    ("sdpa", "torch SDPA", "torch_sdpa"),
-    ("keras", "Keras MHA, GQA", "keras"),
-    ("flax", "Flax linen, nnx", "flax"),
-    ("jax", "`jax.nn`", "jax"),
-    ("huggingface", "transformers", ""),
-)
+# Module of the masks, and what it is in words.
+MASKS = {
+    "torch": "torch `nn.MultiheadAttention`",
+    "sdpa": "torch SDPA",
+    "keras": "Keras MHA, GQA",
+    "flax": "Flax linen, nnx",
+    "jax": "`jax.nn`",
+    "huggingface": "transformers",
+    "seeds": "hand-written layers",
+}
+ANSWERS = {"nan": "NaN", "zero": "0"}
+OTHER = {"nonzero": "nonzero is True", "added": "floats are added", "refused": "refused"}
 
 
 def masks() -> str:
@@ -64,22 +66,19 @@ def masks() -> str:
         "| framework | argument | True means | other dtypes | axes | row with nothing left |",
         "|---|---|---|---|---|---|",
     ]
-    for module, name, paths in MASKS:
-        answers = {path: row.fully_masked for path, row in PATHS.get(paths, {}).items()}
-        empty = ", ".join(f"{path}: {answer}" for path, answer in answers.items())
-        if len(set(answers.values())) == 1:
-            empty = next(iter(answers.values()))
+    for module, name in MASKS.items():
         for row in import_module(f"jaxmha.converters.masks.{module}").ARGUMENTS:
             lengths = row.field.endswith("lengths")
-            means = "attend" if row.keep else "**blocked**"
-            means = "–" if lengths or row.name == "bias" else means
-            other = {
-                "nonzero": "nonzero is True",
-                "added": "floats are added",
-                "refused": "refused",
-            }
-            axes = "<br>".join(f"`{axes}`" for axes in row.axes)
-            cells = (means, "integers" if lengths else other[row.other], axes, empty or "mean, 0")
+            polarity = "attend" if row.keep else "**blocked**"
+            cells = (
+                "–" if lengths or row.name == "bias" else polarity,
+                "integers" if lengths else OTHER[row.other],
+                "<br>".join(f"`{axes}`" for axes in row.axes),
+                ", ".join(
+                    f"{path}: {ANSWERS.get(answer, answer)}".removeprefix(": ")
+                    for path, answer in row.empty
+                ),
+            )
             lines.append(f"| {name} | `{row.name}` | {' | '.join(cells)} |")
             name = ""
     return "\n".join(lines)

@@ -32,6 +32,7 @@ LIGHT = (
             "huggingface",
             "seeds",
             "lint",
+            "suspicions",
         )
     ),
 )

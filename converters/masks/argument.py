@@ -39,6 +39,8 @@ class MaskArg(NamedTuple):
       field: of `Mask`, what it says.
       other: what values that are not Boolean mean: `refused`, floats are `added` to the logits
         (integers refused), or `nonzero` is True.
+      empty: what the framework answers a row to which this argument leaves nothing, by the path
+        through it ("" where all agree).
     """
 
     name: str
@@ -46,6 +48,7 @@ class MaskArg(NamedTuple):
     keep: bool = True
     field: str = "array"
     other: Literal["refused", "added", "nonzero"] = "refused"
+    empty: tuple[tuple[str, str], ...] = ()
 
 
 def read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:

@@ -1,9 +1,9 @@
 """Masks of flax.linen and flax.nnx attention: True (or nonzero) means attend.
 
 Sources: flax/linen/attention.py, flax/nnx/nn/attention.py. A mask with three axes is (N, T, S),
-so that a (B, T, S) one is refused by flax, or silently read per head where B = N. A row with
-nothing left is the mean of the values. Where a bias of -inf excludes every key that the mask
-leaves, it is the mean of the values that the mask blocks, NaN if it blocks none.
+so that a (B, T, S) one is refused by flax, or silently read per head where B = N. A row to which
+the mask leaves nothing is the mean of the values. Where a bias of -inf excludes every key that
+the mask leaves, it is the mean of the values that the mask blocks, NaN if it blocks none.
 """
 
 from dataclasses import replace
@@ -12,22 +12,24 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, write
+from jaxmha.converters.masks.argument import MaskArg, Masks, canonical_bias, write
 from jaxmha.converters.masks.structure import (
     array_of,
+    checked,
     floating,
     is_top_left,
     only_mask,
     read_all,
+    refuse_emptied,
+    without_query_lengths,
 )
 from jaxmha.semantics import one_of
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
 ARGUMENTS = (
-    MaskArg("mask", _AXES, other="nonzero"),
-    MaskArg("bias", _AXES, other="added"),
+    MaskArg("mask", _AXES, other="nonzero", empty=(("", "mean"),)),
+    MaskArg("bias", _AXES, other="added", empty=(("", "nan"),)),
 )
 
 
@@ -38,6 +40,8 @@ def import_masks(
     is_causal: bool = False,
     decode: bool = False,
     num_heads: int | None = None,
+    query_length: int | None = None,
+    emptied_by_bias: Literal["refused", "empty"] = "refused",
 ) -> Masks:
     """What the mask arguments of flax attention mean.
 
@@ -49,9 +53,13 @@ def import_masks(
       is_causal: of nnx, query i attends keys j <= i.
       decode: must be off: a cache has masks of its own.
       num_heads: N, checked against the shapes where given.
+      query_length: T, likewise; where no array shows it all rows that there may be count.
+      emptied_by_bias: `"empty"`: a row whose every key is excluded by the mask or the bias has
+        nothing left, whichever it was; `"refused"`, since flax answers it otherwise.
 
     Raises:
-      ValueError: a shape is none of those, or `decode`.
+      ValueError: a shape is none of those, or `decode`; or a bias of -inf excludes every key that
+        the mask leaves to a row.
       TypeError: the bias is not floating.
 
     >>> import_masks(mask=np.ones((2, 1, 3, 5)), is_causal=True)
@@ -62,11 +70,15 @@ def import_masks(
             "decode=True: flax masks the cache by its own index, and with is_causal every step "
             "attends key 0 only; export masks of whole sequences, or mask by lengths"
         )
+    one_of("emptied_by_bias", emptied_by_bias, ("refused", "empty"))
     bias = floating("bias", bias)
-    sizes = {} if num_heads is None else {"N": num_heads}
+    known = {"N": num_heads, "T": query_length}
+    sizes = {letter: size for letter, size in known.items() if size is not None}
     read, added = read_all(ARGUMENTS, {"mask": mask, "bias": bias}, sizes)
     structure = Mask.causal() if is_causal else Mask()
     joined = structure if read is None else structure & read
+    if emptied_by_bias == "refused":
+        refuse_emptied(joined, added, sizes)
     return (None if joined.empty else joined), added
 
 
@@ -90,20 +102,22 @@ def export_masks(
       function: for `dot_product_attention`, which has `bias`; layers have not.
 
     Raises:
-      ValueError: additive values for a layer.
+      ValueError: a shape does not fit, rows beyond a query length, additive values for a layer.
 
     >>> export_masks(Mask.causal(), query_length=3, key_length=5)
     {'is_causal': True}
     """
     one_of("kind", kind, ("nnx", "linen"))
     T, S = query_length, key_length
-    mask = as_mask(mask)
+    sizes = {"T": T, "S": S}
+    mask = without_query_lengths(checked(mask, sizes), T, "flax")
     arguments: dict[str, Any] = {}
     if function and bias is not None:
+        canonical_bias(bias, sizes)
         arguments["bias"] = to_numpy(bias)
     else:
         instead = "export with function=True, and use attention_fn=partial(dot_product_attention, bias=bias)"
-        mask = only_mask(mask, bias, f"a flax {kind} layer", instead)
+        mask = only_mask(mask, bias, f"a flax {kind} layer", instead, sizes)
     if kind == "nnx" and is_top_left(mask):
         arguments["is_causal"] = True
         mask = replace(mask, causal_offset=None)

@@ -15,14 +15,35 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, exclusions, read
-from jaxmha.converters.masks.structure import array_of, padding_of
+from jaxmha.converters.masks.argument import (
+    MaskArg,
+    Masks,
+    canonical_bias,
+    exclusions,
+    read,
+)
+from jaxmha.converters.masks.structure import (
+    array_of,
+    checked,
+    padding_of,
+    without_query_lengths,
+)
 from jaxmha.semantics import one_of
 
-PADDING = MaskArg("attention_mask", ("#B S",), field="key_value_padding", other="nonzero")
-SCORES = MaskArg("attention_mask", ("#B #N #T #S",), other="added")
+PADDING = MaskArg(
+    "attention_mask",
+    ("#B S",),
+    field="key_value_padding",
+    other="nonzero",
+    empty=(("eager", "mean"), ("sdpa", "zero")),
+)
+SCORES = MaskArg(
+    "attention_mask",
+    ("#B #N #T #S",),
+    other="added",
+    empty=(("floats", "mean"), ("Booleans under sdpa", "zero")),
+)
 ARGUMENTS = (PADDING, SCORES)
 
 # What masks are filled with: the smallest finite number of a dtype, also after a cast to another.
@@ -37,6 +58,7 @@ def import_masks(
     attention_mask: Any = None,
     is_causal: bool = False,
     query_length: int | None = None,
+    key_length: int | None = None,
     attn_implementation: Literal["eager", "sdpa"] | None = None,
     num_heads: int | None = None,
 ) -> Masks:
@@ -48,6 +70,8 @@ def import_masks(
       is_causal: the model is causal (a decoder) and adds that to a mask of two axes, the last
         query aligned to the last key. It leaves one of four axes as it is.
       query_length: T, where the model is causal and the keys begin with a cache; default S.
+      key_length: S, cached keys included; needed beside query_length where there is no mask, and
+        checked against one that there is.
       attn_implementation: of the model's config.
       num_heads: N, checked against the shape where given.
 
@@ -58,13 +82,15 @@ def import_masks(
       that transformers averages only over the largest, everything stays bias.
 
     Raises:
-      ValueError: a shape is none of those, or a (B, S) mask holds other numbers than 0 and 1.
+      ValueError: a shape is none of those; a (B, S) mask holds other numbers than 0 and 1; or the
+        model is causal and T is given without S.
       TypeError: integers in four axes, or Booleans unless under `"sdpa"`.
 
     >>> import_masks(attention_mask=np.array([[1, 1, 0]]), is_causal=True)[0]
     Mask(causal_offset=0, key_value_padding=bool[1, 3])
     """
-    sizes = {} if num_heads is None else {"N": num_heads}
+    given = {"N": num_heads, "T": query_length, "S": key_length}
+    sizes = {letter: size for letter, size in given.items() if size is not None}
     array = None if attention_mask is None else to_numpy(attention_mask)
     if array is not None and array.ndim != 2:
         if array.dtype == np.bool_ and array.ndim == 4 and attn_implementation != "sdpa":
@@ -77,9 +103,14 @@ def import_masks(
         return (mask, None) if bias is None else _additive(bias)
     structure = Mask()
     if is_causal:
-        ends = (query_length, None if array is None else array.shape[1])
-        T, S = (next((n for n in (end, *ends) if n is not None), 0) for end in ends)
-        structure = Mask.causal(offset=S - T)
+        S = key_length if array is None else array.shape[1]
+        if S is None and query_length is not None:
+            raise ValueError(
+                f"a causal model with query_length={query_length} and no attention_mask: without "
+                "key_length=, the number of keys with those in the cache, the offset of the "
+                "triangle is unknown; give key_length (query_length again if there is no cache)"
+            )
+        structure = Mask.causal(0 if S is None or query_length is None else S - query_length)
     if array is not None:
         if not np.all((array == 0) | (array == 1)):
             raise ValueError(
@@ -122,14 +153,16 @@ def export_masks(
       batch_size: B.
       query_length: T.
       key_length: S.
-      is_causal: the model is causal and adds that to a mask of two axes.
+      is_causal: the model is causal and adds that to a mask of two axes; import what comes out
+        with the same query_length and key_length.
       form: `"padding"` for `(B, S)` integers, `"scores"` for `(B, #N, T, S)` of 0 and the smallest
         number of the dtype plus the bias, `"auto"` for the first that holds the mask.
       dtype: of the model.
 
     Raises:
       ValueError: `"padding"`, and the mask is more than padding; a causal model, and the mask of
-        two axes is not causal; a bias outside the range of the dtype.
+        two axes is not causal; rows beyond a query length; a finite bias outside the range of the
+        dtype (-inf is an exclusion, and becomes its smallest number).
 
     >>> mask = Mask.lengths(key_value=np.array([1, 3]))
     >>> export_masks(mask, batch_size=2, query_length=3, key_length=3)["attention_mask"].tolist()
@@ -137,11 +170,13 @@ def export_masks(
     """
     one_of("form", form, ("auto", "padding", "scores"))
     B, T, S = batch_size, query_length, key_length
-    mask = as_mask(mask)
-    added = None if bias is None else np.asarray(to_numpy(bias), dtype)
-    kept = None if bias is None else exclusions(to_numpy(bias))
+    sizes = {"B": B, "T": T, "S": S}
+    mask = without_query_lengths(checked(mask, sizes), T, "transformers")
+    wide = None if bias is None else canonical_bias(bias, sizes)
+    kept = None if wide is None else exclusions(wide)
     if kept is not None:
-        mask, added = mask & Mask(array=kept), None
+        mask, wide = mask & Mask(array=kept), None
+    added = None if wide is None else _narrow(wide, np.dtype(dtype))
     causal = (
         (type(mask.causal_offset) is int and mask.causal_offset == S - T) if is_causal else True
     )
@@ -164,10 +199,23 @@ def export_masks(
         )
     array = array_of(mask, T, S)
     scores = np.zeros((1, 1, 1, 1), dtype) if added is None else added
-    scores = scores.reshape((1,) * (4 - scores.ndim) + scores.shape)
     lowest = np.asarray(ml_dtypes.finfo(dtype).min, dtype)  # type: ignore[no-untyped-call]
     scores = np.where(np.isneginf(scores), lowest, scores)
     if array is not None:
         scores = np.where(array, scores, lowest)
     N = scores.shape[1]
     return {"attention_mask": np.array(np.broadcast_to(scores, (B, N, T, S)))}
+
+
+def _narrow(bias: NDArray, dtype: np.dtype[Any]) -> NDArray:
+    """The bias in the dtype of the model, -inf as it is; ValueError for what it cannot hold."""
+    with np.errstate(over="ignore"):
+        narrow: NDArray = bias.astype(dtype)
+    lost = np.isfinite(bias) & ~np.isfinite(narrow)
+    if lost.any():
+        low, high = (float(end(bias[lost])) for end in (np.min, np.max))
+        raise ValueError(
+            f"bias holds finite values that {dtype} cannot, from {low:.3g} to {high:.3g}: if they "
+            "stand for exclusion pass them as -inf or a Boolean mask, else export in a wider dtype"
+        )
+    return narrow

@@ -1,27 +1,34 @@
 """Masks of jax.nn.dot_product_attention: Boolean, True means attend.
 
-Source: jax/_src/nn/functions.py. A row with nothing left is the mean of the values, 0 beyond a
-query length. Where a bias of -inf excludes every key that the masks leave, it is the mean of the
+Source: jax/_src/nn/functions.py. A row to which masks leave nothing is the mean of the values, 0
+beyond a query length. Where a bias of -inf excludes every key that the masks leave, it is the mean of the
 values that they block, NaN if they block none.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, write
-from jaxmha.converters.masks.structure import array_of, floating, is_top_left, read_all
+from jaxmha.converters.masks.argument import MaskArg, Masks, canonical_bias, write
+from jaxmha.converters.masks.structure import (
+    array_of,
+    checked,
+    floating,
+    is_top_left,
+    read_all,
+    refuse_emptied,
+)
+from jaxmha.semantics import one_of
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
 ARGUMENTS = (
-    MaskArg("bias", _AXES, other="added"),
-    MaskArg("mask", _AXES),
-    MaskArg("query_seq_lengths", ("B",), field="query_lengths"),
-    MaskArg("key_value_seq_lengths", ("B",), field="key_value_lengths"),
+    MaskArg("bias", _AXES, other="added", empty=(("", "nan"),)),
+    MaskArg("mask", _AXES, empty=(("", "mean"),)),
+    MaskArg("query_seq_lengths", ("B",), field="query_lengths", empty=(("", "zero"),)),
+    MaskArg("key_value_seq_lengths", ("B",), field="key_value_lengths", empty=(("", "mean"),)),
 )
 
 
@@ -34,6 +41,8 @@ def import_masks(
     key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
     num_heads: int | None = None,
+    query_length: int | None = None,
+    emptied_by_bias: Literal["refused", "empty"] = "refused",
 ) -> Masks:
     """What the mask arguments of `jax.nn.dot_product_attention` mean.
 
@@ -45,14 +54,19 @@ def import_masks(
       key_value_seq_lengths: `(B,)`.
       local_window_size: w or (left, right), both inclusive.
       num_heads: N, checked against the shapes where given.
+      query_length: T, likewise; where no array shows it all rows that there may be count.
+      emptied_by_bias: `"empty"`: a row whose every key is excluded by masks or the bias has
+        nothing left, whichever it was; `"refused"`, since jax.nn answers it otherwise.
 
     Raises:
-      ValueError: a shape is none of those.
+      ValueError: a shape is none of those, or a bias of -inf excludes every key that masks leave
+        to a row.
       TypeError: the mask is not Boolean, the bias not floating, lengths are not integers.
 
     >>> import_masks(key_value_seq_lengths=np.array([3, 1]), local_window_size=2)[0]
     Mask(window_size=(2, 2), key_value_lengths=int64[2])
     """
+    one_of("emptied_by_bias", emptied_by_bias, ("refused", "empty"))
     values = {
         "bias": floating("bias", bias),
         "mask": mask,
@@ -63,8 +77,12 @@ def import_masks(
     if local_window_size is not None:
         window = local_window_size
         structure &= Mask.window(*(window if isinstance(window, tuple) else (window, window)))
-    read, added = read_all(ARGUMENTS, values, {} if num_heads is None else {"N": num_heads})
+    known = {"N": num_heads, "T": query_length}
+    sizes = {letter: size for letter, size in known.items() if size is not None}
+    read, added = read_all(ARGUMENTS, values, sizes)
     joined = structure if read is None else structure & read
+    if emptied_by_bias == "refused":
+        refuse_emptied(joined, added, sizes)
     return (None if joined.empty else joined), added
 
 
@@ -73,8 +91,8 @@ def export_masks(
 ) -> dict[str, Any]:
     """Keyword arguments of `jax.nn.dot_product_attention` that mean the mask and the bias.
 
-    Causal, window and lengths keep their arguments; padding and all else become `mask`. Nothing
-    is refused.
+    Causal, window and lengths keep their arguments; padding and all else become `mask`. All that
+    fits the sizes is expressed.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
@@ -83,12 +101,18 @@ def export_masks(
       query_length: T.
       key_length: S.
 
+    Raises:
+      ValueError, TypeError: a mask or bias does not fit the sizes or is of another dtype.
+
     >>> mask = Mask.causal() & Mask.window(2, None)
     >>> export_masks(mask, batch_size=2, query_length=3, key_length=5)
     {'is_causal': True, 'local_window_size': (2, 5)}
     """
     B, T, S = batch_size, query_length, key_length
-    mask = as_mask(mask)
+    sizes = {"B": B, "T": T, "S": S}
+    mask = checked(mask, sizes)
+    if bias is not None:
+        canonical_bias(bias, sizes)
     arguments: dict[str, Any] = {} if bias is None else {"bias": to_numpy(bias)}
     if is_top_left(mask):
         arguments["is_causal"] = True
@@ -104,8 +128,7 @@ def export_masks(
     for side in ("query", "key_value"):
         lengths = getattr(mask, f"{side}_lengths")
         if lengths is not None:
-            full = np.broadcast_to(np.reshape(to_numpy(lengths), -1), (B,))
-            arguments[f"{side}_seq_lengths"] = full.astype(np.int32)
+            arguments[f"{side}_seq_lengths"] = np.broadcast_to(lengths, (B,)).astype(np.int32)
             apart.append(f"{side}_lengths")
     array = array_of(mask, T, S, apart)
     if array is not None:

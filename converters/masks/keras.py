@@ -15,28 +15,34 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.argument import MaskArg, Masks, write
 from jaxmha.converters.masks.structure import (
     array_of,
+    checked,
     is_top_left,
     only_mask,
     padding_of,
     read_all,
+    without_query_lengths,
 )
 from jaxmha.semantics import one_of
 
 Kind = Literal["mha", "gqa"]
 
 # A mask with three axes is (B, T, S) here, not (N, T, S) as in flax.
-ARGUMENTS = (
-    MaskArg("attention_mask", ("#S", "#T #S", "#B #T #S", "#B #N #T #S"), other="nonzero"),
-    MaskArg("query_mask", ("#B T",), field="query_padding", other="nonzero"),
-    MaskArg("value_mask", ("#B S",), field="key_value_padding", other="nonzero"),
-    MaskArg("key_mask", ("#B S",), field="key_value_padding", other="nonzero"),
+_EMPTY = (("fused", "mean"), ("scores", "zero"))
+ARGUMENTS = tuple(
+    MaskArg(name, axes, field=field, other="nonzero", empty=_EMPTY)
+    for name, axes, field in (
+        ("attention_mask", ("#S", "#T #S", "#B #T #S", "#B #N #T #S"), "array"),
+        ("query_mask", ("#B T",), "query_padding"),
+        ("value_mask", ("#B S",), "key_value_padding"),
+        ("key_mask", ("#B S",), "key_value_padding"),
+    )
 )
 _POSITIONS: tuple[MaskArg, ...] = ARGUMENTS[1:]
+_WRITTEN = ARGUMENTS[0]._replace(axes=ARGUMENTS[0].axes[1:])  # (S) alone is no mask in Keras
 
 
 def import_masks(
@@ -148,7 +154,7 @@ def export_masks(
 ) -> dict[str, Any]:
     """Keyword arguments of a Keras attention layer that mean the mask.
 
-    Causal becomes `use_causal_mask`, padding and lengths of keys `value_mask`, of queries
+    Causal becomes `use_causal_mask`, padding and lengths of keys `value_mask`, padding of queries
     `query_mask` (GroupedQueryAttention) or part of `attention_mask`, all else the latter.
 
     Args:
@@ -161,7 +167,8 @@ def export_masks(
         as long as no tensor carries a mask.
 
     Raises:
-      ValueError: additive values, or a mask per head without `per_head`.
+      ValueError: a shape does not fit, rows beyond a query length, additive values, or a mask per
+        head without `per_head`.
 
     >>> sorted(export_masks(Mask.causal() & Mask.lengths(key_value=np.array([1, 3])),
     ...                     query_length=2, key_length=3))
@@ -169,11 +176,13 @@ def export_masks(
     """
     one_of("kind", kind, ("mha", "gqa"))
     T, S = query_length, key_length
-    mask = only_mask(
-        as_mask(mask), bias, "keras", "use jax.nn, flax's function or torch, or leave it out"
-    )
-    arguments: dict[str, Any] = {"use_causal_mask": True} if is_top_left(mask) else {}
-    if arguments:
+    sizes = {"T": T, "S": S}
+    mask = without_query_lengths(checked(mask, sizes), T, "keras")
+    instead = "use jax.nn, flax's function or torch, or leave it out"
+    mask = only_mask(mask, bias, "keras", instead, sizes)
+    whole, arguments = mask, dict[str, Any]()
+    if is_top_left(mask):
+        arguments["use_causal_mask"] = True
         mask = replace(mask, causal_offset=None)
     sides = {"value_mask": ("key_value", S)} | (
         {"query_mask": ("query", T)} if kind == "gqa" else {}
@@ -181,6 +190,9 @@ def export_masks(
     apart = [f"{side}_{what}" for side, _ in sides.values() for what in ("padding", "lengths")]
     rest = array_of(mask, T, S, apart)
     if rest is not None and rest.shape[1] > 1:
+        joined = array_of(whole, T, S)
+        if joined is not None and joined.shape[1] == 1:  # where heads differ, all else hides it
+            return {"attention_mask": write(_WRITTEN, joined, {})}
         if not per_head:
             raise ValueError(
                 f"keras documents attention_mask as (B, T, S), and this mask varies over "
@@ -194,9 +206,7 @@ def export_masks(
             if padding is not None:
                 arguments[name] = padding
     if rest is not None:
-        arguments["attention_mask"] = write(
-            ARGUMENTS[0]._replace(axes=ARGUMENTS[0].axes[1:]), rest, {}
-        )
+        arguments["attention_mask"] = write(_WRITTEN, rest, {})
     return arguments
 
 

@@ -45,8 +45,8 @@ def import_nested(
       mask. Rows beyond a length are 0.
 
     Raises:
-      ValueError: key and value, or query and key, do not have as many rows, or key and value not
-        the same lengths.
+      ValueError: there are no rows, or a row has other axes or sizes than the first; key and value,
+        or query and key, do not have as many rows, or key and value not the same lengths.
 
     >>> query, key, value, mask = import_nested([np.ones((2, 4)), np.ones((3, 4))])
     >>> query.shape, mask.query_lengths.tolist()
@@ -56,9 +56,9 @@ def import_nested(
     ((1, 5, 4), [[0, 0, 1, 1, 1]])
     """
     one_of("axes", axes, tuple(ROWS))
-    queries = _rows(query, axes)
-    keys = queries if key is None else _rows(key, axes)
-    values = keys if value is None else _rows(value, axes)
+    queries = _rows("query", query, axes)
+    keys = queries if key is None else _rows("key", key, axes)
+    values = keys if value is None else _rows("value", value, axes)
     lengths = [np.array([len(row) for row in rows], np.int32) for rows in (queries, keys, values)]
     if len(queries) != len(keys) or not np.array_equal(lengths[1], lengths[2]):
         raise ValueError(
@@ -87,7 +87,7 @@ def export_nested(
       jagged: torch.jagged in place of torch.strided.
 
     Raises:
-      ValueError: the array has neither a row for each length, nor all in one.
+      ValueError: the array has neither a row for each length, nor all in one; there are no lengths.
 
     >>> import warnings
     >>> with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
@@ -98,13 +98,18 @@ def export_nested(
 
     one_of("axes", axes, tuple(ROWS))
     array, lengths = to_numpy(array), [int(n) for n in lengths]
-    if array.shape[0] == len(lengths) and max(lengths, default=0) <= array.shape[1]:
+    if not lengths or min(lengths) < 0:
+        raise ValueError(f"lengths must be one or more integers >= 0, got {lengths}")
+    if array.ndim != len(axes.split()):
+        ours = axes.replace("N T", "T N")
+        raise ValueError(f"array: expected axes ({ours}), got shape {array.shape}")
+    if array.shape[0] == len(lengths) and max(lengths) <= array.shape[1]:
         rows = [row[:n] for row, n in zip(array, lengths, strict=True)]
     elif array.shape[:2] == (1, sum(lengths)):
         rows = np.split(array[0], np.cumsum(lengths)[:-1])
     else:
         raise ValueError(
-            f"expected axes (B, T, ...) with B={len(lengths)}, T >= {max(lengths, default=0)}, or "
+            f"expected axes (B, T, ...) with B={len(lengths)}, T >= {max(lengths)}, or "
             f"packed (1, {sum(lengths)}, ...), got shape {array.shape}"
         )
     theirs, ours = ROWS[axes]
@@ -115,14 +120,29 @@ def export_nested(
     return torch.nested.nested_tensor(turned)
 
 
-def _rows(tensor: Any, axes: Axes) -> list[NDArray]:
+def _rows(name: str, tensor: Any, axes: Axes) -> list[NDArray]:
+    """The sequences, heads after the length; those without positions too."""
     theirs, ours = ROWS[axes]
-    rows = tensor.unbind() if hasattr(tensor, "unbind") else tensor
-    return [to_numpy(rearrange(to_numpy(row), f"{theirs} -> {ours}")) for row in rows]
+    rows = [to_numpy(row) for row in (tensor.unbind() if hasattr(tensor, "unbind") else tensor)]
+    if not rows:
+        raise ValueError(f"{name} has no rows: expected axes ({axes}) with B >= 1")
+    length = theirs.split().index("T")
+    for b, row in enumerate(rows):
+        same = row.ndim == len(theirs.split()) and all(
+            n == first or axis == length
+            for axis, (n, first) in enumerate(zip(row.shape, rows[0].shape, strict=False))
+        )
+        if not same:
+            raise ValueError(
+                f"{name}: expected rows of axes ({theirs}) that differ in T alone, got shape "
+                f"{row.shape} in row {b}{f' beside {rows[0].shape} in row 0' if b else ''}: say "
+                "axes= as the tensor has them"
+            )
+    return [to_numpy(rearrange(row, f"{theirs} -> {ours}")) for row in rows]
 
 
 def _padded(rows: list[NDArray]) -> NDArray:
-    longest = max((len(row) for row in rows), default=0)
+    longest = max(len(row) for row in rows)
     return np.stack(
         [np.pad(row, ((0, longest - len(row)), *((0, 0),) * (row.ndim - 1))) for row in rows]
     )

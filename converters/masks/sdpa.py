@@ -12,8 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
-from jaxmha.checks import flatten_mask
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.masks.argument import (
     MaskArg,
@@ -23,10 +21,12 @@ from jaxmha.converters.masks.argument import (
     read,
     write,
 )
-from jaxmha.converters.masks.structure import is_top_left
+from jaxmha.converters.masks.structure import checked, is_top_left
 from jaxmha.semantics import one_of
 
-ATTN_MASK = MaskArg("attn_mask", ("#T #S", "#N #T #S", "#B #N #T #S"), other="added")
+ATTN_MASK = MaskArg(
+    "attn_mask", ("#T #S", "#N #T #S", "#B #N #T #S"), other="added", empty=(("", "zero"),)
+)
 ARGUMENTS = (ATTN_MASK,)
 
 
@@ -108,7 +108,7 @@ def export_masks(
     """
     batch = () if batch_size is None else (batch_size,)
     sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
-    mask = flatten_mask(as_mask(mask), batch, sizes)
+    mask = checked(mask, sizes)
     if bias is None and mask.empty:
         return {}
     if bias is None and is_top_left(mask) and replace(mask, causal_offset=None).empty:

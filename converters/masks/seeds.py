@@ -10,18 +10,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmha.attention import as_mask
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.masks.argument import MaskArg, Masks, read, write
-from jaxmha.converters.masks.structure import array_of, only_mask
+from jaxmha.converters.masks.structure import (
+    array_of,
+    checked,
+    only_mask,
+    without_query_lengths,
+)
 from jaxmha.semantics import one_of
 
 Style = Literal["filled", "added"]
 
 # The inserted axis is the heads' (three axes), or the head axis is missing (two).
 _AXES = ("#N #S", "#B #T #S")
-FILLED = MaskArg("mask", _AXES, other="nonzero")
-ADDED = MaskArg("mask", _AXES, keep=False, other="nonzero")
+FILLED = MaskArg("mask", _AXES, other="nonzero", empty=(("", "mean"),))
+ADDED = MaskArg("mask", _AXES, keep=False, other="nonzero", empty=(("", "as if unmasked"),))
 ARGUMENTS = (FILLED, ADDED)
 CONSTANT = -1e9
 
@@ -76,8 +80,8 @@ def export_masks(
       key_length: S.
 
     Raises:
-      ValueError: additive values; a mask per head that varies over batch or queries; for
-        `added` a row with nothing left.
+      ValueError: a shape does not fit; rows beyond a query length; additive values; a mask per
+        head that varies over batch or queries; for `added` a row with nothing left.
 
     >>> from jaxmha import Mask
     >>> mask = Mask.padding(key_value=np.array([[True, False]]))
@@ -87,7 +91,9 @@ def export_masks(
     one_of("style", style, ("filled", "added"))
     argument = FILLED if style == "filled" else ADDED
     instead = "add the bias to the logits in the layer itself"
-    mask = only_mask(as_mask(mask), bias, "a mask of -1e9", instead)
+    sizes = {"T": query_length, "S": key_length}
+    mask = without_query_lengths(checked(mask, sizes), query_length, "a mask of -1e9")
+    mask = only_mask(mask, bias, "a mask of -1e9", instead, sizes)
     array = array_of(mask, query_length, key_length)
     if array is None:
         return {}

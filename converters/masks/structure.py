@@ -8,19 +8,28 @@ from typing import Any
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.axes import bind
+from jaxmha.attention import as_mask
+from jaxmha.axes import bind, parse
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.argument import FIELDS, MaskArg, Masks, exclusions, read
+from jaxmha.converters.masks.argument import (
+    FIELDS,
+    MaskArg,
+    Masks,
+    canonical_bias,
+    exclusions,
+    read,
+)
 
-# Axes after the batch of every array field, so that each can have one batch axis.
-_TAIL = {
-    "causal_offset": 0,
-    "query_lengths": 0,
-    "key_value_lengths": 0,
-    "query_padding": 1,
-    "key_value_padding": 1,
-    "query_segments": 1,
-    "key_value_segments": 1,
+# Axes of every array field of a `Mask` on its way out.
+_AXES = {
+    "causal_offset": "#B",
+    "query_lengths": "#B",
+    "key_value_lengths": "#B",
+    "query_padding": "#B T",
+    "key_value_padding": "#B S",
+    "query_segments": "#B T",
+    "key_value_segments": "#B S",
+    "array": "#B #N #T #S",
 }
 
 
@@ -66,7 +75,63 @@ def _lengths(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
     return Mask(**field), None
 
 
-def only_mask(mask: Mask, bias: NDArray | None, where: str, instead: str) -> Mask:
+def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
+    """The mask to export as a `Mask` of NumPy arrays with one batch axis each.
+
+    `sizes` are those of the call, by the letters of the dimension key.
+
+    Raises:
+      ValueError: the shape of a field does not fit. TypeError: its dtype does not.
+
+    >>> checked(Mask.padding(key_value=np.ones((2, 5), bool)), {"S": 7})
+    Traceback (most recent call last):
+    ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): cut or \
+    pad the mask to the call, or export it for the sizes that it has
+    """
+    mask, known = as_mask(mask), dict(sizes)
+    if (mask.query_segments is None) != (mask.key_value_segments is None):
+        raise ValueError("mask has segments of one side alone: give query_ids and key_value_ids")
+    fields: dict[str, Any] = {}
+    for name, axes in _AXES.items():
+        value = getattr(mask, name)
+        if value is None or type(value) is int:
+            continue
+        shown, array = "mask" if name == "array" else f"mask.{name}", _of_dtype(name, value)
+        shape, rank = array.shape, len(parse(axes))
+        if name == "array":
+            array = array.reshape((1,) * (rank - array.ndim) + shape)
+        else:
+            lead = max(array.ndim - rank + 1, 0)
+            array = array.reshape(math.prod(shape[:lead]), *shape[lead:])
+        try:
+            bind(shown, array.shape, axes, known)
+        except ValueError:
+            expected = {a: n for a, n in known.items() if a in axes}
+            sizes_known = ", ".join(f"{a}={n}" for a, n in expected.items())
+            raise ValueError(
+                f"{shown}: expected axes ({', '.join(axes.split())})"
+                f"{f' with {sizes_known}' if expected else ''}, got shape {shape}: cut or pad the "
+                "mask to the call, or export it for the sizes that it has"
+            ) from None
+        for letter, size in zip(axes.replace("#", "").split(), array.shape, strict=True):
+            if size != 1:  # `#B` has no size by itself
+                known.setdefault(letter, size)
+        fields[name] = array
+    return replace(mask, **fields)
+
+
+def _of_dtype(name: str, value: Any) -> NDArray:
+    array = to_numpy(value)
+    boolean = name == "array" or name.endswith("padding")
+    if not np.issubdtype(array.dtype, np.bool_ if boolean else np.integer):
+        kind, instead = ("Boolean", "pass `mask != 0`") if boolean else ("integers", "cast it")
+        raise TypeError(f"mask: {name} must be {kind}, got {array.dtype}; {instead}")
+    return array
+
+
+def only_mask(
+    mask: Mask, bias: Any, where: str, instead: str, sizes: Mapping[str, int] | None = None
+) -> Mask:
     """The mask that a mask and a bias of only 0 and -inf are together.
 
     Raises:
@@ -74,7 +139,7 @@ def only_mask(mask: Mask, bias: NDArray | None, where: str, instead: str) -> Mas
     """
     if bias is None:
         return mask
-    kept = exclusions(to_numpy(bias))
+    kept = exclusions(canonical_bias(bias, sizes or {}))
     if kept is None:
         raise ValueError(
             f"{where} cannot hold additive values: its masks are Boolean, and the bias has finite "
@@ -83,38 +148,56 @@ def only_mask(mask: Mask, bias: NDArray | None, where: str, instead: str) -> Mas
     return mask & Mask(array=kept)
 
 
+def without_query_lengths(mask: Mask, T: int, where: str) -> Mask:
+    """The mask where no row lies beyond a query length.
+
+    Raises:
+      ValueError: one does: its answer is 0, which `where` has no argument for.
+    """
+    if mask.query_lengths is not None and np.any(to_numpy(mask.query_lengths) < T):
+        raise ValueError(
+            f"mask has query lengths, beyond which rows are 0, and {where} has none: drop them and "
+            "zero those rows of the output, or use Mask.padding(query=np.arange(T) < "
+            "lengths[:, None]), whose rows answer as fully masked ones"
+        )
+    return replace(mask, query_lengths=None)
+
+
 def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray | None:
-    """The mask as one Boolean array `(#B, #N, #T, #S)`, without the fields that go elsewhere.
+    """A checked mask as one Boolean array `(#B, #N, #T, #S)`, without the fields that go elsewhere.
 
     Axes along which it does not vary are of size 1. None where nothing is left.
 
-    >>> array_of(Mask.causal() & Mask.padding(key_value=np.ones((2, 5), bool)), 3, 5).shape
+    >>> mask = checked(Mask.causal() & Mask.padding(key_value=np.ones((2, 5), bool)), {})
+    >>> array_of(mask, 3, 5).shape
     (1, 1, 3, 5)
     """
     mask = replace(mask, **dict.fromkeys(apart))
-    if mask.empty:
-        return None
-    if mask.array is not None and mask.array.ndim > 4:
-        raise ValueError(f"mask: expected axes (B, N, T, S), got shape {mask.array.shape}")
-    rows: dict[str, Any] = {
-        name: _one_batch(name, getattr(mask, name))
-        for name in _TAIL
-        if not isinstance(getattr(mask, name), int | None)
-    }
-    return narrowed(to_numpy(replace(mask, **rows).to_array(T, S)))
+    return None if mask.empty else narrowed(np.asarray(mask.to_array(T, S, np)))
 
 
-def _one_batch(name: str, value: Any) -> NDArray:
-    """A field of a Mask with one batch axis, `(B,)` or `(B, length)`, its dtype checked."""
-    array = to_numpy(value)
-    wanted = np.bool_ if name.endswith("padding") else np.integer
-    if not np.issubdtype(array.dtype, wanted):
-        kind, instead = (
-            ("Boolean", "pass `padding != 0`") if wanted is np.bool_ else ("integers", "cast it")
+def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError where a bias of -inf excludes every key that a mask leaves to a row.
+
+    Frameworks that fill with a finite constant what the mask blocks answer such a row with the
+    mean of the values that the mask blocks, and with NaN where it blocks none. Where T shows in no
+    array, all rows that structure may have are looked at.
+    """
+    if bias is None or not np.isneginf(bias).any():
+        return
+    mask, S = mask or Mask(), sizes.get("S", 1)
+    left = mask.window_size[0] if mask.window_size else 0
+    T = sizes["T"] if "T" in sizes else max(S + (left or 0), 1)
+    allowed = np.asarray(mask.to_array(T, S, np))
+    emptied = allowed.any(-1) & ~(allowed & (bias != -np.inf)).any(-1)
+    if emptied.any():
+        b, n, i = np.argwhere(emptied)[0]
+        raise ValueError(
+            f"bias of -inf excludes every key that the mask leaves to batch row {b}, head {n}, "
+            f"query {i}: the framework's answer is the mean of the values that the mask blocks, or "
+            "NaN where it blocks none, which no mask says; leave the row a key, or say "
+            "emptied_by_bias='empty' for a row with nothing left like others"
         )
-        raise TypeError(f"mask: {name} must be {kind}, got {array.dtype}; {instead}")
-    lead = array.ndim - _TAIL[name]
-    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
 
 
 def narrowed(array: NDArray) -> NDArray:
@@ -131,23 +214,14 @@ def narrowed(array: NDArray) -> NDArray:
 
 
 def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
-    """Lengths and padding of a side, `query` or `key_value`, as one Boolean `(#B, length)`.
+    """Lengths and padding of a side of a checked mask, `query` or `key_value`: `(#B, length)`.
 
     >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
     [[1, 0], [1, 1]]
     """
-    names = (f"{side}_padding", f"{side}_lengths")
-    padding, lengths = (
-        None if value is None else _one_batch(name, value)
-        for name in names
-        for value in [getattr(mask, name)]
-    )
-    if padding is not None and padding.shape[1:] != (length,):
-        raise ValueError(
-            f"mask: {side}_padding must end in an axis of {length}, got shape {padding.shape}"
-        )
+    padding, lengths = (getattr(mask, f"{side}_{what}") for what in ("padding", "lengths"))
     if lengths is None:
-        return padding
+        return None if padding is None else np.asarray(padding)
     within = np.arange(length).reshape(1, -1) < lengths.reshape(-1, 1)
     return within if padding is None else np.logical_and(padding, within)
 

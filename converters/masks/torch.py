@@ -14,7 +14,6 @@ from einops import rearrange
 from jaxmha import Mask
 from jaxmha.attention import as_mask
 from jaxmha.axes import bind
-from jaxmha.checks import flatten_mask
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.argument import (
     MaskArg,
@@ -24,14 +23,20 @@ from jaxmha.converters.masks.argument import (
     read,
     write,
 )
-from jaxmha.converters.masks.structure import is_top_left
+from jaxmha.converters.masks.structure import checked, is_top_left, without_query_lengths
 from jaxmha.semantics import one_of
 
 Path: TypeAlias = Literal["weights", "sdpa", "native"]
 
-ATTN_MASK = MaskArg("attn_mask", ("T S", "(B N) T S"), keep=False, other="added")
+_EMPTY = (("weights", "nan"), ("sdpa", "zero"), ("native", "nan"))
+ATTN_MASK = MaskArg("attn_mask", ("T S", "(B N) T S"), keep=False, other="added", empty=_EMPTY)
 KEY_PADDING_MASK = MaskArg(
-    "key_padding_mask", ("S", "B S"), keep=False, field="key_value_padding", other="added"
+    "key_padding_mask",
+    ("S", "B S"),
+    keep=False,
+    field="key_value_padding",
+    other="added",
+    empty=_EMPTY,
 )
 ARGUMENTS = (ATTN_MASK, KEY_PADDING_MASK)
 
@@ -145,11 +150,15 @@ def export_masks(
     sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
     T, S, extra = query_length, key_length, int(add_bias_kv) + int(add_zero_attn)
     mask = as_mask(mask)
-    _refuse_queries(mask, extra)
     if extra and _is_triangle(mask, T, S + extra):
         return {"attn_mask": ~np.tri(T, S, dtype=bool), "is_causal": True, "need_weights": False}
     mask = replace(mask, array=_without_extras("mask", mask.array, S, extra))
-    mask = flatten_mask(mask, batch, sizes)
+    mask = without_query_lengths(checked(mask, sizes), T, "torch")
+    if mask.query_padding is not None and extra:
+        raise ValueError(
+            "mask has query padding, and in torch the extra positions stay visible to those "
+            "rows: drop it and ignore those rows of the output"
+        )
     keys = Mask(key_value_lengths=mask.key_value_lengths, key_value_padding=mask.key_value_padding)
     pairs = replace(mask, key_value_lengths=None, key_value_padding=None)
     found: dict[str, NDArray] = {}
@@ -288,20 +297,6 @@ def _without_extras(name: str, array: Any, S: int, extra: int) -> Any:
             "keys of a module without add_bias_kv and add_zero_attn"
         )
     return array[..., :S]
-
-
-def _refuse_queries(mask: Mask, extra: int) -> None:
-    if mask.query_lengths is not None:
-        raise ValueError(
-            "mask has query lengths, beyond which rows are 0, and torch has none: drop them and "
-            "zero those rows of the output, or use Mask.padding(query=...), whose rows answer as "
-            "fully masked ones"
-        )
-    if mask.query_padding is not None and extra:
-        raise ValueError(
-            "mask has query padding, and in torch the extra positions stay visible to those "
-            "rows: drop it and ignore those rows of the output"
-        )
 
 
 def _refuse_native(sizes: dict[str, int], *, floating: bool, unbatched: bool, extra: int) -> None:

@@ -1,14 +1,12 @@
 """Masks of flax linen and nnx against live layers and functions, on every path."""
 
 import itertools
-import os
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import seed
 
 from jaxmha import Mask, MHAParams, Projection, Semantics, multi_head_attention
 from jaxmha.attention import dot_product_attention
@@ -18,18 +16,14 @@ from jaxmha.converters.masks.argument import Masks
 from jaxmha.converters.masks.flax import export_masks, import_masks
 from tests.converters.layers import foreign
 from tests.masks.draws import (
-    KINDS,
     B,
     N,
     S,
     T,
-    draws,
-    emptied_by_bias,
+    emptied,
     flat,
-    many,
     numbers,
     pairs,
-    random_mask,
     repeated,
     stacked,
 )
@@ -40,7 +34,6 @@ from flax import linen, nnx
 
 # A layer keeps its weights on request, which flax would rather have within a context.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])
 H, D = 11, 13
 FACTOR = 0.5  # 16 floors of float32 are 1e-6 of the scale
 BOTH = (False, True)
@@ -82,7 +75,7 @@ def mask_of(form: str | None) -> NDArray | None:
 
 
 def bias_of(form: str | None) -> NDArray | None:
-    """Random; where it excludes, every row keeps a key: such a row is NaN in flax."""
+    """Random; where it excludes, every row keeps a key, though not always one of the mask's."""
     if form is None:
         return None
     axes, *infinite = form.split()
@@ -130,10 +123,24 @@ def compare(path: str, made: list[Masks], expected: list[Any], what: list[str]) 
         inputs = map(flat, repeated(len(made), *HEADS))
         masks: Any = {name: flat(array) for name, array in stacked(made).items()}
         actual = dot_product_attention(*inputs, fully_masked=semantics.fully_masked, **masks)
-        actual = np.reshape(actual, (len(made), *expected[0].shape))
-        actual = emptied_by_bias(actual, made, HEADS[2])
+        actual = np.array(actual).reshape(len(made), *expected[0].shape)
     for c, found in enumerate(expected):
-        assert_close(actual[c], np.asarray(found), what[c], factor=FACTOR)
+        theirs = np.array(found)
+        if theirs.ndim == 4:
+            otherwise_answered(made[c], actual[c], theirs)
+        assert_close(actual[c], theirs, what[c], factor=FACTOR)
+
+
+def otherwise_answered(made: Masks, ours: NDArray, theirs: NDArray) -> None:
+    """Rows that are refused: flax answers the mean of what the mask blocks, as the message says.
+
+    Such rows `(T, h)` of both become 0, and all others stay to be compared.
+    """
+    mask, bias = made
+    for b, n, i in np.argwhere(emptied(mask, bias)):
+        blocked = HEADS[2][b, ~pairs(mask)[b, n, i], n]
+        assert_close(theirs[b, i, n], blocked.mean(0), factor=FACTOR)
+        ours[b, i, n] = theirs[b, i, n] = 0
 
 
 def slow_path_fails(path: str, mask: NDArray | None, causal: bool) -> bool:
@@ -167,14 +174,19 @@ def test_every_combination_of_layers(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_combination_of_functions(path: str) -> None:
-    """mask 9 x bias 5 x is_causal 2 (nnx)."""
+    """mask 9 x bias 5 x is_causal 2 (nnx), of which some bias leaves a row no key of the mask's."""
     call, made, expected, what = function(path), [], [], []
-    failed = 0
+    failed = refused = 0
     forms = (None, *(f"{name} bool" for name in SHAPES))
     causals = BOTH if path != "linen" else (False,)
     for form, bias, causal in itertools.product(forms, BIASES, causals):
         arguments: dict[str, Any] = {"mask": mask_of(form), "bias": bias_of(bias)}
-        ours = import_masks(is_causal=causal, num_heads=N, **arguments)
+        options: Any = {"is_causal": causal, "num_heads": N, "query_length": T}
+        ours = import_masks(emptied_by_bias="empty", **options, **arguments)
+        if emptied(ours[0], ours[1]).any():
+            with pytest.raises(ValueError, match="bias of -inf excludes every key that the mask"):
+                import_masks(**options, **arguments)
+            refused += 1
         with foreign():
             if slow_path_fails(path, arguments["mask"], causal):
                 with pytest.raises(ValueError, match=r"[Ii]ncompatible shapes|broadcast"):
@@ -185,6 +197,7 @@ def test_every_combination_of_functions(path: str) -> None:
         made.append(ours)
         what.append(f"{form=} {bias=} {causal=}")
     assert len(made) + failed == 9 * 5 * len(causals)
+    assert refused
     compare(path, made, expected, what)
 
 
@@ -215,37 +228,6 @@ def test_three_axes_are_heads(path: str) -> None:
     assert_close(np.asarray(actual), np.asarray(expected), path, factor=FACTOR)
     with pytest.raises(ValueError, match=r"mask: expected axes \(#N, #T, #S\) with N=2"):
         import_masks(mask=np.ones((B, T, S), bool), num_heads=N)
-
-
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_export_then_import(kind: Any) -> None:
-    """The identity on what masks and biases mean, for layers and functions."""
-
-    @many
-    @seed(SEED)
-    @draws
-    def check(number: int, kinds: set[str], excluded: float) -> None:
-        mask = random_mask(number, kinds, excluded)
-        bias = numbers(N, 1, S, seed=number) if number % 2 else None
-        exported = export_masks(mask, bias, kind=kind, function=number % 2 == 1, **SIZES)
-        assert kind == "nnx" or "is_causal" not in exported
-        after, added = import_masks(**exported)
-        np.testing.assert_array_equal(pairs(after), pairs(mask))
-        assert (bias is None) == (added is None)
-        if bias is not None and added is not None:
-            np.testing.assert_array_equal(added, bias[None])
-
-    check()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_exported_masks_in_live_layers(path: str) -> None:
-    """On every path: what is exported beside is_causal has T and S in full."""
-    masks = [random_mask(i, {KINDS[i % 8], KINDS[i // 8]}, 0.3) for i in range(64)]
-    call, kind = layer(path), path.split()[0]
-    with foreign():
-        expected = [call(**arrays(export_masks(m, kind=kind, **SIZES))) for m in masks]  # type: ignore[arg-type]
-    compare(path, [(mask, None) for mask in masks], expected, [repr(mask) for mask in masks])
 
 
 def test_exclusions_in_a_layer() -> None:

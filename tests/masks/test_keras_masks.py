@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import seed
 
 from jaxmha import Mask, MHAParams, Semantics, multi_head_attention
 from jaxmha.converters.arrays import NDArray, to_numpy
@@ -18,16 +17,12 @@ from jaxmha.converters.keras import import_params
 from jaxmha.converters.masks.keras import Kind, export_masks, implicit_masks, import_masks
 from tests.converters.layers import foreign
 from tests.masks.draws import (
-    KINDS,
     B,
     N,
     S,
     T,
-    draws,
-    many,
     numbers,
     pairs,
-    random_mask,
     repeated,
     stacked,
 )
@@ -36,7 +31,6 @@ from tests.tolerance import assert_close
 keras = pytest.importorskip("keras")
 # GroupQueryAttention hands tensors with masks to layers that advise against it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*was passed an input with a mask:UserWarning")
-SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])
 H, D = 11, 13
 FACTOR = 0.5  # 16 floors of float32 are 1e-6 of the scale
 LAYERS: tuple[Kind, ...] = ("mha", "gqa")
@@ -239,44 +233,6 @@ def test_dropout_rate_takes_the_scores_path(kind: Kind) -> None:
     mask = attention_mask("BTS bool")
     expected = call(made, False, attention_mask=mask)
     compare(params, True, [import_masks(attention_mask=mask, kind=kind)], [expected], [kind])
-
-
-@pytest.mark.parametrize("per_head", BOTH)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_export_then_import(kind: Kind, per_head: bool) -> None:
-    """The identity on what a mask means, over random masks; per head it is refused or exact."""
-    refused = [0]
-
-    @many
-    @seed(SEED)
-    @draws
-    def check(number: int, kinds: set[str], excluded: float) -> None:
-        mask = random_mask(number, kinds, excluded)
-        sizes: Any = {"query_length": T, "key_length": S, "kind": kind}
-        before = pairs(mask)
-        varies = (before != before[:, :1]).any()
-        if varies and not per_head:
-            with pytest.raises(ValueError, match="varies over 2 heads"):
-                export_masks(mask, **sizes)
-            refused[0] += 1
-            return
-        exported = export_masks(mask, per_head=per_head or "heads" in kinds, **sizes)
-        after, bias = import_masks(kind=kind, **exported)
-        assert bias is None
-        np.testing.assert_array_equal(pairs(after), before)
-
-    check()
-    assert bool(refused[0]) != per_head
-
-
-@pytest.mark.parametrize("scores", BOTH)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_exported_masks_in_live_layers(kind: Kind, scores: bool) -> None:
-    made, params = layer(kind)
-    masks = [random_mask(i, {KINDS[i % 8], KINDS[(i + i // 8) % 8]}, 0.3) for i in range(32)]
-    sizes: Any = {"query_length": T, "key_length": S, "kind": kind, "per_head": True}
-    expected = [call(made, scores, **export_masks(mask, **sizes)) for mask in masks]
-    compare(params, scores, [(m, None) for m in masks], expected, [repr(m) for m in masks])
 
 
 def test_structure_is_kept() -> None:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxmha import Mask
 from jaxmha.converters import lint_masks
@@ -65,11 +67,84 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "float16",
         ["does not exist", "Booleans"],
     ),
-    "lowest of float16": (
-        "torch",
-        {"attn_mask": np.where(CAUSAL, 0, -65504).astype(np.float16)},
+    "-1e9 in torch.float16": (
+        "sdpa",
+        {"attn_mask": LOW.astype(np.float32), "dtype": torch.float16},
         "float16",
-        ["-6.55e+04", "Booleans"],
+        ["does not exist"],
+    ),
+    "-1e4 added": (
+        "torch",
+        {"attn_mask": np.where(CAUSAL, 0.0, -1e4).astype(np.float32)},
+        "constant",
+        ["-1e+04", "as if unmasked", "-inf"],
+    ),
+    "-1e4 of four axes": (
+        "huggingface",
+        {"attention_mask": np.where(CAUSAL, 0.0, -1e4)[None, None].astype(np.float16)},
+        "constant",
+        ["too small", "Booleans"],
+    ),
+    "padded causal": (
+        "torch",
+        {"attn_mask": np.repeat(CAUSAL & TOKENS[:, None], N, 0), "num_heads": N},
+        "inverted",
+        ["a causal mask whose polarity", "blocked", "~mask"],
+    ),
+    "left-padded causal": (
+        "flax",
+        {"mask": ~(CAUSAL & TOKENS[:, None, None, ::-1])},
+        "inverted",
+        ["a causal mask", "attend"],
+    ),
+    "padded causal as floats": (
+        "sdpa",
+        {"attn_mask": np.where(CAUSAL & TOKENS[:, None, None], -np.inf, 0.0)},
+        "inverted",
+        ["a causal mask", "np.where(mask == 0"],
+    ),
+    "materialised padding": (
+        "jax",
+        {"mask": ~np.broadcast_to(TOKENS[:, None, None], (B, 1, T, S))},
+        "inverted",
+        ["longest row"],
+    ),
+    "materialised padding per head": (
+        "torch",
+        {
+            "attn_mask": np.broadcast_to(TOKENS[:, None, None], (B, N, T, S)).reshape(-1, T, S),
+            "num_heads": N,
+        },
+        "inverted",
+        ["longest row"],
+    ),
+    "padding of both sides": (
+        "flax",
+        {"mask": ~(TOKENS[:, None, None] & TOKENS[:, None, :, None])},
+        "inverted",
+        ["longest row"],
+    ),
+    "four axes in a causal model": (
+        "huggingface",
+        {"attention_mask": np.zeros((B, 1, T, S), np.float32), "is_causal": True},
+        "is_causal",
+        ["leaves a mask of four axes as it is"],
+    ),
+    "hint that hides extra positions": (
+        "torch",
+        {"attn_mask": ~CAUSAL, "is_causal": True, "need_weights": False, "add_zero_attn": True},
+        "is_causal",
+        ["hides the positions of bias_k and add_zero_attn"],
+    ),
+    "rows as heads in keras": (
+        "keras",
+        {
+            "attention_mask": np.ones((3, 1, T, S), bool),
+            "value_mask": np.arange(S) < np.array([[3], [5], [4]]),
+            "num_heads": 3,
+        },
+        "wrong axis",
+        ["applies its row b to head b", "B = N = 3", "attention_mask & mask[:, None, None, :]"],
     ),
     "nothing left": (
         "torch",
@@ -150,13 +225,17 @@ def test_its_opposite_is_not(what: str) -> None:
     """The mask put right, where it has a right form, is not accused of the same."""
     framework, arguments, name, _ = FOUND[what]
     if name == "inverted":
-        arguments = {k: 1 - v if v.dtype != bool else ~v for k, v in arguments.items()}
+        arguments = {k: negated(v) for k, v in arguments.items()}
     elif name == "0/1 added":
         arguments = {k: v == 0 if framework == "torch" else v - 1 for k, v in arguments.items()}
     elif name == "additive cast":
         arguments = {k: v == 0 for k, v in arguments.items()}
     elif name == "head order":
         arguments = arguments | {"attn_mask": ~np.repeat(ORDER, N, axis=0)}
+    elif name == "constant":
+        arguments = {k: np.where(v == 0, 0, -np.inf).astype(v.dtype) for k, v in arguments.items()}
+    elif name == "wrong axis" and "value_mask" in arguments:
+        arguments = {"attention_mask": arguments["value_mask"][:, None, None], "num_heads": 3}
     elif name == "wrong axis":
         key, mask = next((k, v) for k, v in arguments.items() if k.endswith("mask"))
         arguments = arguments | {key: mask[:, None, None] if mask.ndim == 2 else mask[:, None]}
@@ -165,10 +244,94 @@ def test_its_opposite_is_not(what: str) -> None:
     assert name not in {finding.name for finding in lint_masks(framework, **arguments)}
 
 
+def negated(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype.kind == "f":
+        return np.where(value == 0, -np.inf, 0.0)
+    return ~value if value.dtype == bool else 1 - value
+
+
+# Right, though each looks like something that is not: framework and arguments.
+SILENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "the lowest float16": (
+        "huggingface",
+        {"attention_mask": np.where(CAUSAL, 0, -65504)[None, None].astype(np.float16)},
+    ),
+    "the lowest float16, in torch": (
+        "torch",
+        {
+            "attn_mask": np.where(CAUSAL, 0, -65504).astype(np.float16),
+            "dtype": torch.float16,
+        },
+    ),
+    "causal in a causal model": (
+        "huggingface",
+        {"attention_mask": np.where(CAUSAL, 0.0, -np.inf)[None, None], "is_causal": True},
+    ),
+    "distances": (
+        "sdpa",
+        {"attn_mask": -2000.0 * np.abs(np.arange(T)[:, None] - np.arange(S)).astype(np.float32)},
+    ),
+    "the future alone": ("jax", {"mask": np.triu(np.ones((T, S), bool))}),
+    "later tokens of a cache": ("flax", {"mask": np.tri(3, 5, 2, dtype=bool) & (np.arange(5) > 1)}),
+    "left padding of a cache": (
+        "flax",
+        {"mask": np.broadcast_to(np.arange(5) > 1, (1, 1, 3, 5))},
+    ),
+}
+# Sizes of which one is 0: nothing is there to be suspicious about.
+NO_KEYS: dict[str, dict[str, Any]] = {
+    "torch": {"attn_mask": np.ones((B * N, T, 0), bool), "num_heads": N},
+    "sdpa": {"attn_mask": np.ones((B, N, T, 0), bool)},
+    "keras": {"attention_mask": np.ones((B, T, 0), bool), "value_mask": np.ones((B, 0), bool)},
+    "flax": {"mask": np.ones((B, 1, T, 0)), "bias": np.ones((N, T, 0), np.float32)},
+    "jax": {"mask": np.ones((0, N, T, S), bool)},
+    "huggingface": {"attention_mask": np.ones((B, 0), int)},
+}
+# What else is in the framework's call.
+CALLS: dict[str, dict[str, Any]] = {
+    "torch": {"attn_mask": ~CAUSAL, "need_weights": False, "average_attn_weights": True},
+    "sdpa": {"attn_mask": CAUSAL, "dropout_p": 0.1, "scale": 0.5, "enable_gqa": True},
+    "keras": {"attention_mask": CAUSAL, "training": True, "return_attention_scores": True},
+    "flax": {"mask": CAUSAL, "deterministic": True, "sow_weights": False, "inputs_q": CAUSAL},
+    "jax": {"mask": CAUSAL, "scale": 0.3, "implementation": "xla"},
+    "huggingface": {"attention_mask": np.ones((B, S), int), "input_ids": np.ones((B, S), int)},
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_is_not_named(what: str) -> None:
+    framework, arguments = SILENT[what]
+    assert [str(finding) for finding in lint_masks(framework, **arguments)] == []
+
+
+@pytest.mark.parametrize("framework", lint.FRAMEWORKS)
+def test_no_keys(framework: str) -> None:
+    assert lint_masks(framework, **NO_KEYS[framework]) == []
+
+
+@pytest.mark.parametrize("framework", lint.FRAMEWORKS)
+def test_whole_calls_are_read(framework: str) -> None:
+    """Arguments that say nothing about masks are known; misspelled ones are not passed over."""
+    assert lint_masks(framework, **CALLS[framework]) == []
+    with pytest.raises(TypeError, match=f"{framework} has no argument 'atn_mask'"):
+        lint_masks(framework, atn_mask=CAUSAL)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, jnp.float16, np.float16, "float16", np.dtype("f2")]
+)
+def test_dtypes_of_every_library(dtype: Any) -> None:
+    found = lint_masks("torch", attn_mask=LOW.astype(np.float32), dtype=dtype)
+    assert [finding.name for finding in found] == ["float16"]
+    assert lint_masks("torch", attn_mask=LOW.astype(np.float32), dtype=torch.bfloat16) == []
+
+
 def test_every_check_has_a_case() -> None:
     named = {name for _, _, name, _ in FOUND.values()}
     assert named == {
-        "inverted", "0/1 added", "additive cast", "float16", "empty rows", "head order",
+        "inverted", "0/1 added", "additive cast", "float16", "constant", "empty rows", "head order",
         "wrong axis", "is_causal", "refused",
     }  # fmt: skip
 

@@ -1,14 +1,92 @@
-"""Fields of a Mask on their way out: empty axes, dtypes, sizes."""
+"""Masks on their way out of every exporter: empty axes, dtypes, sizes, rows that are not there."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxmha import Mask
-from jaxmha.converters.masks.structure import array_of, padding_of
+from jaxmha.converters.masks.structure import array_of, checked, padding_of, refuse_emptied
+from tests.masks.draws import Sizes, pairs
+from tests.masks.frameworks import VERBS
+
+SIZES = Sizes(3, 2, 5, 7)
+# A field that does not fit, and what the message says of it.
+WRONG = {
+    "keys": (Mask.padding(key_value=np.ones((3, 4), bool)), r"\(#B, S\) with .*S=7.*\(3, 4\)"),
+    "queries": (Mask.padding(query=np.ones((3, 4), bool)), r"\(#B, T\) with .*T=5.*\(3, 4\)"),
+    "array": (Mask.dense(np.ones((3, 1, 5, 6), bool)), r"#S\) with .*S=7.*\(3, 1, 5, 6\)"),
+    "axes": (Mask.dense(np.ones((1, 3, 2, 5, 7), bool)), r"#S\) with .*\(1, 3, 2, 5, 7\)"),
+    "segments": (Mask.segments(np.ones((1, 5), int), np.ones((1, 5), int)), r"S=7.*\(1, 5\)"),
+    "rows": (
+        Mask.padding(key_value=np.ones((3, 7), bool)) & Mask.lengths(key_value=np.ones(4, int)),
+        r"B=[34].*got shape \((3, 7|4,)\)",
+    ),
+}
+KEYS = {
+    "lengths": Mask.lengths(key_value=np.zeros(2, int)),
+    "padding": Mask.padding(key_value=np.ones((2, 0), bool)),
+    "causal": Mask.causal(),
+    "array": Mask.dense(np.ones((2, 1, 3, 0), bool)),
+    "window": Mask.window(1, 1),
+}
 
 
-def test_no_keys() -> None:
-    mask = Mask.padding(key_value=np.ones((2, 0), bool))
+def exported(name: str, mask: Any, sizes: Sizes) -> dict[str, Any]:
+    verbs = VERBS[name]
+    given: dict[str, Any] = verbs.module.export_masks(
+        mask, None, **sizes.named(*verbs.sizes), **verbs.exporting
+    )
+    return given
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", VERBS)
+def test_what_does_not_fit_is_named(name: str, wrong: str) -> None:
+    """The axes expected, the shape that came, and what to do."""
+    mask, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=f"mask.*: expected axes .*{message}: cut or pad the mask"):
+        exported(name, mask, SIZES)
+
+
+@pytest.mark.parametrize("name", [n for n, verbs in VERBS.items() if "batch_size" in verbs.sizes])
+def test_a_wrong_batch_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=r"mask.key_value_lengths: .* with B=3, got shape \(4,\)"):
+        exported(name, Mask.lengths(key_value=np.ones(4, int)), SIZES)
+
+
+@pytest.mark.parametrize("what", KEYS)
+@pytest.mark.parametrize("name", VERBS)
+def test_no_keys(name: str, what: str) -> None:
+    """S = 0: an array without entries, or none."""
+    sizes = Sizes(2, 2, 3, 0)
+    if name == "added":
+        with pytest.raises(ValueError, match="nothing to attend"):
+            exported(name, KEYS[what], sizes)
+        return
+    arguments = exported(name, KEYS[what], sizes)
+    arrays = [x for x in arguments.values() if isinstance(x, np.ndarray) and x.ndim > 1]
+    assert all(array.shape[-1] == 0 for array in arrays)
+    if arguments:
+        verbs = VERBS[name]
+        mask, bias = verbs.module.import_masks(**verbs.importing(sizes), **arguments)
+        assert bias is None
+        assert pairs(mask, None, sizes).shape == (2, 2, 3, 0)
+
+
+@pytest.mark.parametrize("name", [n for n, verbs in VERBS.items() if not verbs.beyond])
+def test_rows_beyond_a_length_are_not_dropped_in_silence(name: str) -> None:
+    lengths = Mask.lengths(query=np.array([5, 2, 0]))
+    with pytest.raises(
+        ValueError, match=r"query lengths, beyond which rows are 0.*padding\(query="
+    ):
+        exported(name, lengths, SIZES)
+    if name != "causal model":  # which adds what this mask does not say
+        assert exported(name, Mask.lengths(query=np.array([5, 6, 5])), SIZES) == {}
+
+
+def test_no_keys_of_one_side() -> None:
+    mask = checked(Mask.padding(key_value=np.ones((2, 0), bool)), {"S": 0})
     padding, array = padding_of(mask, "key_value", 0), array_of(mask, 3, 0)
     assert padding is not None
     assert padding.shape == (2, 0)
@@ -17,16 +95,24 @@ def test_no_keys() -> None:
 
 
 def test_dtypes_are_checked() -> None:
-    mask = Mask(key_value_padding=np.array([[2, 0, 1]]))
     with pytest.raises(TypeError, match="key_value_padding must be Boolean"):
-        padding_of(mask, "key_value", 3)
-    with pytest.raises(TypeError, match="key_value_padding must be Boolean"):
-        array_of(mask, 5, 3)
+        checked(Mask(key_value_padding=np.array([[2, 0, 1]])), {})
     with pytest.raises(TypeError, match="query_lengths must be integers"):
-        padding_of(Mask(query_lengths=np.array([1.0])), "query", 3)
+        checked(Mask(query_lengths=np.array([1.0])), {})
+    with pytest.raises(ValueError, match="segments of one side"):
+        checked(Mask(query_segments=np.ones((1, 5), int)), {})
 
 
-def test_a_wrong_length_names_the_field() -> None:
-    mask = Mask.padding(key_value=np.ones((2, 5), bool))
-    with pytest.raises(ValueError, match="key_value_padding must end in an axis of 3"):
-        padding_of(mask, "key_value", 3)
+def test_rows_that_no_array_shows() -> None:
+    """Where T is unknown every row that structure may have counts."""
+    low = np.zeros((1, 1, 1, 3))
+    low[..., :2] = -np.inf
+    for mask, emptied in ((Mask.causal(), True), (Mask.window(1, None), False), (None, False)):
+        if emptied:
+            with pytest.raises(ValueError, match="batch row 0, head 0, query 0: the framework"):
+                refuse_emptied(mask, low, {"S": 3})
+        else:
+            refuse_emptied(mask, low, {"S": 3})
+    with pytest.raises(ValueError, match="query 3"):
+        refuse_emptied(Mask.window(1, 0), np.array([0.0, 0.0, -np.inf])[None, None, None], {"S": 3})
+    refuse_emptied(Mask.causal(), low, {"S": 3, "T": 0})

@@ -1,0 +1,156 @@
+"""What a mask means survives export and import, and the framework computes just that."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha import Mask, dot_product_attention, multi_head_attention
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.masks import seeds
+from jaxmha.converters.masks.argument import Masks
+from tests.masks.draws import (
+    KINDS,
+    SIZES,
+    Sizes,
+    emptied,
+    flat,
+    numbers,
+    pairs,
+    property_test,
+    random_mask,
+    repeated,
+    stacked,
+)
+from tests.masks.draws import SEED as PROPERTY_SEED
+from tests.masks.frameworks import LIVE, VERBS, H, Verbs, inputs, params
+from tests.tolerance import assert_close
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:You are using a softmax over axis:UserWarning"),
+]
+FACTOR = 0.5  # 16 floors of float32 are 1e-6 of the scale
+FEW = (SIZES[3], SIZES[5])  # all equal, one key
+AXES = ("1111", "B11S", "N1S", "BNTS", "TS")
+
+
+def random_bias(number: int, sizes: Sizes) -> NDArray | None:
+    """None for even numbers; over some axes, with -inf in places."""
+    if number % 2 == 0:
+        return None
+    rng = np.random.default_rng(number)
+    axes = AXES[rng.integers(len(AXES))] if sizes.S else "B11S"  # where 1 may be the extra position
+    known = sizes._asdict() | {"1": 1}
+    bias = numbers(*(known[axis] for axis in axes), seed=number)
+    bias[rng.random(bias.shape) < 0.2] = -np.inf
+    return bias
+
+
+def carried(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[Mask, dict[str, Any]]:
+    """The mask, and the framework's arguments for it, after what is refused was left out."""
+    named = sizes.named(*verbs.sizes) | dict(verbs.exporting)
+    lengths = mask.query_lengths
+    if not verbs.beyond and lengths is not None and np.any(lengths < sizes.T):
+        with pytest.raises(ValueError, match=r"mask has query lengths.*Mask.padding\(query="):
+            verbs.module.export_masks(mask, bias, **named)
+        mask = replace(mask, query_lengths=None)
+    if words := verbs.refuses(mask, sizes):
+        with pytest.raises(ValueError, match=words):
+            verbs.module.export_masks(mask, bias, **named)
+        mask = Mask.causal() if sizes.S else Mask()
+    return mask, verbs.module.export_masks(mask, bias, **named)
+
+
+def round_trip(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[dict[str, Any], Masks]:
+    """The framework's arguments, and what they are read as: the same."""
+    mask, arguments = carried(verbs, mask, bias, sizes)
+    if verbs.module is seeds and not arguments:
+        return arguments, (None, None)
+    importing = verbs.importing(sizes) | arguments
+    if verbs.fills and emptied(mask, bias, sizes).any():
+        with pytest.raises(ValueError, match="excludes every key that the mask leaves"):
+            verbs.module.import_masks(**importing)
+        importing["emptied_by_bias"] = "empty"
+    mask2, bias2 = verbs.module.import_masks(**importing)
+    allowed = pairs(mask, bias, sizes)
+    np.testing.assert_array_equal(pairs(mask2, bias2, sizes), allowed)
+    before, after = (np.zeros(()) if x is None else x for x in (bias, bias2))
+    np.testing.assert_array_equal(np.where(allowed, after, 0), np.where(allowed, before, 0))
+    return arguments, (mask2, bias2)
+
+
+def many_round_trips(name: str, examples: int) -> None:
+    def check(mask: Mask, number: int, sizes: Sizes) -> None:
+        bias = random_bias(number, sizes) if VERBS[name].bias else None
+        round_trip(VERBS[name], mask, bias, sizes)
+
+    property_test(check, examples)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_export_then_import(name: str) -> None:
+    many_round_trips(name, 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERBS)
+def test_export_then_import_at_length(name: str) -> None:
+    many_round_trips(name, 2000)
+
+
+def live(name: str, sizes: Sizes, count: int) -> None:
+    """Random masks exported, given to the framework, imported and evaluated by one program."""
+    path = LIVE[name]
+    if not sizes.S and not path.no_keys:
+        return
+    verbs = VERBS[path.verbs]
+    rng = np.random.default_rng([PROPERTY_SEED, count, *sizes])
+    call, made, expected = path.make(sizes), [], []
+    for _ in range(count):
+        kinds = {kind for kind in KINDS if rng.random() < 0.25}
+        number = int(rng.integers(2**32))
+        excluded = float(rng.choice((0.0, 0.3, 1.0), p=(0.2, 0.7, 0.1)))
+        mask = random_mask(number, kinds, excluded, sizes)
+        bias = random_bias(number, sizes) if verbs.bias else None
+        if verbs.fills and emptied(mask, bias, sizes).any():
+            bias = None  # refused
+        arguments, read = round_trip(verbs, mask, bias, sizes)
+        made.append(read)
+        expected.append(call(**arguments))
+    given = repeated(count, *inputs(sizes, path.layer))
+    masks = stacked(made, sizes)
+    if path.layer:
+        weights = params(sizes.N, path.groups or sizes.N)
+        run: Any = multi_head_attention
+        actual = run(weights, *given, semantics=path.semantics, implementation="reference", **masks)
+    else:
+        lengths = [None if mask is None else mask.query_lengths for mask, _ in made]
+        rows = [np.full(sizes.B, sizes.T) if x is None else np.asarray(x) for x in lengths]
+        run = dot_product_attention
+        actual = run(
+            *map(flat, given),
+            **{what: flat(array) for what, array in masks.items()},
+            query_seq_lengths=np.concatenate(rows).astype(np.int32),
+            fully_masked=path.semantics.fully_masked,
+            softmax_dtype=path.semantics.softmax_dtype,
+            implementation="reference",
+        )
+        actual = np.reshape(actual, (count, sizes.B, sizes.T, sizes.N, H))
+    actual = np.asarray(actual)
+    for c, theirs in enumerate(expected):
+        assert_close(actual[c], theirs, f"{name} {sizes} {made[c][0]}", factor=FACTOR)
+
+
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+@pytest.mark.parametrize("name", LIVE)
+def test_live_frameworks_agree(name: str, sizes: Sizes) -> None:
+    live(name, sizes, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", LIVE)
+def test_live_frameworks_agree_at_length(name: str, sizes: Sizes) -> None:
+    live(name, sizes, 200)
