@@ -118,8 +118,11 @@ def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> B
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
     ) -> NDArray:
-        with _exact_dtypes(query.dtype):
-            out = multi_head_attention(params, query, key, value, mask=mask, semantics=semantics)
+        (B, T), S = query.shape[:2], key.shape[1]
+        full = np.ones((B, 1, T, S), bool) if mask is None else mask
+        full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
+        with _exact_dtypes(query.dtype):  # masks of one shape: compiled once
+            out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
             return to_numpy(out)
 
     return BlockSide(name, layout, params, semantics, forward, live=False)

@@ -1,5 +1,6 @@
-"""Keras' layers begin with weights that NumPy draws: JAX compiles its draw for every shape."""
+"""What compilation costs here: most tests run each shape once, and none measures speed."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,17 +10,25 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here tests what layers begin with; other keys give other weights."""
+    """NumPy draws the weights that Keras' layers begin with; JAX compiles its draw for each shape.
+
+    Nothing here tests what layers begin with; other keys give other weights.
+    """
 
     def uniform(
         key: Any, shape: Any = (), dtype: Any = "float32", minval: Any = 0.0, maxval: Any = 1.0
     ) -> Any:
-        raw = (
-            jax.random.key_data(key)
-            if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-            else key
-        )
+        raw = key if key.dtype == np.uint32 else jax.random.key_data(key)
         rng = np.random.default_rng(np.asarray(raw).ravel().tolist())
         return jax.numpy.asarray(rng.uniform(minval, maxval, size=shape), dtype)
 
     monkeypatch.setattr(jax.random, "uniform", uniform)
+
+
+@pytest.fixture(autouse=True)
+def unoptimised(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles in a third of the time; modules that measure rounding errors set OPTIMISED."""
+    optimised = hasattr(request.module, "OPTIMISED")
+    jax.config.update("jax_disable_most_optimizations", not optimised)  # type: ignore[no-untyped-call]
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)  # type: ignore[no-untyped-call]

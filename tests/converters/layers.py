@@ -145,22 +145,29 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(jnp.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def values(name: str, shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> NDArray:
-    """A random parameter; scales of norms lie around 1."""
-    centre = 1.0 if "scale" in name else 0.0
-    drawn: NDArray = (centre + 0.35 * rng.normal(size=shape)).astype(dtype)
-    return drawn
+@dataclass(frozen=True)
+class Values:
+    """Random parameters; scales of norms lie around 1."""
+
+    rng: np.random.Generator
+    spread: float
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray:
+        """A parameter of that name."""
+        centre = 1.0 if "scale" in name else 0.0
+        drawn: NDArray = (centre + self.spread * self.rng.normal(size=shape)).astype(dtype)
+        return drawn
 
 
-def build(config: Config, dtype: str = "float32", seed: int = 0) -> Any:
+def build(config: Config, dtype: str = "float32", seed: int = 0, spread: float = 0.35) -> Any:
     """The live layer with random parameters, ready for inference; linen: (module, variables)."""
-    rng = np.random.default_rng([seed, config.seed])
+    values = Values(np.random.default_rng([seed, config.seed]), spread)
     made = {"torch": _torch, "keras": _keras, "linen": _linen, "nnx": _nnx}[config.framework]
     with foreign():
-        return made(config, numpy_dtype(dtype), rng)
+        return made(config, numpy_dtype(dtype), values)
 
 
-def _torch(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
+def _torch(config: Config, dtype: Any, values: Values) -> Any:
     import torch
 
     layer = torch.nn.MultiheadAttention(
@@ -176,11 +183,11 @@ def _torch(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
     )
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(to_torch(values(name, tuple(parameter.shape), dtype, rng)))
+            parameter.copy_(to_torch(values(name, tuple(parameter.shape), dtype)))
     return layer.eval()
 
 
-def _keras(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
+def _keras(config: Config, dtype: Any, values: Values) -> Any:
     import keras
 
     layer = keras.layers.MultiHeadAttention(
@@ -194,7 +201,7 @@ def _keras(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
     )
     layer.build((None, None, config.Dq), (None, None, config.Dv), (None, None, config.Dk))
     for variable in layer.weights:
-        variable.assign(values(variable.path, tuple(variable.shape), dtype, rng))
+        variable.assign(values(variable.path, tuple(variable.shape), dtype))
     return layer
 
 
@@ -211,21 +218,19 @@ def _flax_settings(config: Config, dtype: Any) -> dict[str, Any]:
     }
 
 
-def _linen(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
+def _linen(config: Config, dtype: Any, values: Values) -> Any:
     from flax import linen
 
     module = linen.MultiHeadDotProductAttention(**_flax_settings(config, dtype))
     inputs = [jnp.zeros((1, 1, width), dtype) for width in (config.Dq, config.Dk, config.Dv)]
     shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
     return module, jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.asarray(
-            values(jax.tree_util.keystr(path), leaf.shape, leaf.dtype, rng)
-        ),
+        lambda path, leaf: jnp.asarray(values(jax.tree_util.keystr(path), leaf.shape, leaf.dtype)),
         shapes,
     )
 
 
-def _nnx(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
+def _nnx(config: Config, dtype: Any, values: Values) -> Any:
     from flax import nnx
 
     module = nnx.MultiHeadAttention(
@@ -238,7 +243,7 @@ def _nnx(config: Config, dtype: Any, rng: np.random.Generator) -> Any:
     )
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         shape = variable.get_value().shape
-        fresh = jnp.asarray(values("/".join(map(str, path)), shape, dtype, rng))
+        fresh = jnp.asarray(values("/".join(map(str, path)), shape, dtype))
         nnx.update(module, nnx.from_flat_state([(path, variable.replace(fresh))]))
     return module
 

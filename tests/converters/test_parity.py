@@ -23,6 +23,7 @@ CONVERTERS: dict[str, Any] = {"torch": torch, "keras": keras, "linen": flax, "nn
 DRAWS = 3
 SEED = int(os.environ.get("JAXMHA_SEED", "0"))
 MEAN, WORST = 1.0, 2.0
+OPTIMISED = True  # compiled as users compile it
 
 
 class Measured(NamedTuple):
