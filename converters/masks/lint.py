@@ -175,7 +175,7 @@ def _whole(
         return
     fields = {} if mask is None else {"T": mask.query_padding, "S": mask.key_value_padding}
     T, S = (
-        sizes.get(a) or next(iter(_lengths(a, axis, mask, bias, fields)), 1)
+        sizes[a] if a in sizes else next(iter(_lengths(a, axis, mask, bias, fields)), 1)
         for a, axis in (("T", -2), ("S", -1))
     )
     if not T or not S:
@@ -203,6 +203,6 @@ def _lengths(
 ) -> Iterator[int]:
     """Sizes of an axis that the arrays of a mask and a bias show."""
     arrays = [bias, None if mask is None else mask.array]
-    yield from (x.shape[axis] for x in arrays if x is not None and x.shape[axis] > 1)
+    yield from (x.shape[axis] for x in arrays if x is not None and x.shape[axis] != 1)
     if fields.get(letter) is not None:
         yield fields[letter].shape[-1]

@@ -8,25 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import Mask, MHAParams, Projection, Semantics, multi_head_attention
-from jaxmha.attention import dot_product_attention
+from jaxmha import Mask, MHAParams, Projection, Semantics
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.flax import to_module
 from jaxmha.converters.masks.argument import Masks
 from jaxmha.converters.masks.flax import export_masks, import_masks
 from tests.converters.layers import foreign
-from tests.masks.draws import (
-    B,
-    N,
-    S,
-    T,
-    emptied,
-    flat,
-    numbers,
-    pairs,
-    repeated,
-    stacked,
-)
+from tests.masks import ours
+from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, stacked
 from tests.tolerance import assert_close
 
 flax = pytest.importorskip("flax")
@@ -116,14 +105,9 @@ def compare(path: str, made: list[Masks], expected: list[Any], what: list[str]) 
     """Whole layers, or heads where the expected outputs have four axes."""
     semantics = Semantics.flax("fused" if path == "nnx fast" else "weights")
     if expected[0].ndim == 3:
-        inputs: Any = repeated(len(made), QUERY, VALUE)
-        actual: Any = multi_head_attention(PARAMS, *inputs, semantics=semantics, **stacked(made))
-        actual = np.asarray(actual)
+        actual = ours.layer(PARAMS, (QUERY, VALUE), stacked(made), semantics)[0]
     else:
-        inputs = map(flat, repeated(len(made), *HEADS))
-        masks: Any = {name: flat(array) for name, array in stacked(made).items()}
-        actual = dot_product_attention(*inputs, fully_masked=semantics.fully_masked, **masks)
-        actual = np.array(actual).reshape(len(made), *expected[0].shape)
+        actual = ours.heads(HEADS, stacked(made), semantics)
     for c, found in enumerate(expected):
         theirs = np.array(found)
         if theirs.ndim == 4:
@@ -131,7 +115,7 @@ def compare(path: str, made: list[Masks], expected: list[Any], what: list[str]) 
         assert_close(actual[c], theirs, what[c], factor=FACTOR)
 
 
-def otherwise_answered(made: Masks, ours: NDArray, theirs: NDArray) -> None:
+def otherwise_answered(made: Masks, actual: NDArray, theirs: NDArray) -> None:
     """Rows that are refused: flax answers the mean of what the mask blocks, as the message says.
 
     Such rows `(T, h)` of both become 0, and all others stay to be compared.
@@ -140,7 +124,7 @@ def otherwise_answered(made: Masks, ours: NDArray, theirs: NDArray) -> None:
     for b, n, i in np.argwhere(emptied(mask, bias)):
         blocked = HEADS[2][b, ~pairs(mask)[b, n, i], n]
         assert_close(theirs[b, i, n], blocked.mean(0), factor=FACTOR)
-        ours[b, i, n] = theirs[b, i, n] = 0
+        actual[b, i, n] = theirs[b, i, n] = 0
 
 
 def slow_path_fails(path: str, mask: NDArray | None, causal: bool) -> bool:
@@ -157,7 +141,7 @@ def test_every_combination_of_layers(path: str) -> None:
     for form, causal in itertools.product(MASKS, BOTH if path != "linen" else (False,)):
         mask = mask_of(form)
         arguments = {"mask": mask} | ({"is_causal": causal} if path != "linen" else {})
-        ours = import_masks(is_causal=causal, mask=mask, num_heads=N)
+        read = import_masks(is_causal=causal, mask=mask, num_heads=N)
         with foreign():
             if slow_path_fails(path, mask, causal):
                 with pytest.raises(ValueError, match=r"[Ii]ncompatible shapes|broadcast"):
@@ -165,7 +149,7 @@ def test_every_combination_of_layers(path: str) -> None:
                 failed += 1
                 continue
             expected.append(call(**arrays(arguments)))
-        made.append(ours)
+        made.append(read)
         what.append(f"{form=} {causal=}")
     assert len(made) + failed == 33 * (1 if path == "linen" else 2)
     assert failed == (12 if path == "nnx slow" else 0)
@@ -182,8 +166,8 @@ def test_every_combination_of_functions(path: str) -> None:
     for form, bias, causal in itertools.product(forms, BIASES, causals):
         arguments: dict[str, Any] = {"mask": mask_of(form), "bias": bias_of(bias)}
         options: Any = {"is_causal": causal, "num_heads": N, "query_length": T}
-        ours = import_masks(emptied_by_bias="empty", **options, **arguments)
-        if emptied(ours[0], ours[1]).any():
+        read = import_masks(emptied_by_bias="empty", **options, **arguments)
+        if emptied(*read).any():
             with pytest.raises(ValueError, match="bias of -inf excludes every key that the mask"):
                 import_masks(**options, **arguments)
             refused += 1
@@ -194,7 +178,7 @@ def test_every_combination_of_functions(path: str) -> None:
                 failed += 1
                 continue
             expected.append(call(is_causal=causal, **arrays(arguments)))
-        made.append(ours)
+        made.append(read)
         what.append(f"{form=} {bias=} {causal=}")
     assert len(made) + failed == 9 * 5 * len(causals)
     assert refused
@@ -221,11 +205,9 @@ def test_helpers(library: Any) -> None:
 def test_three_axes_are_heads(path: str) -> None:
     """Where B = N a (B, T, S) mask is silently (N, T, S), here as there."""
     kept = np.random.default_rng(0).random((N, T, S)) < 0.6
-    mask, _ = import_masks(mask=kept, num_heads=N)
     with foreign():
         expected = layer(path)(mask=jnp.asarray(kept))
-    actual = multi_head_attention(PARAMS, QUERY, VALUE, mask=mask)
-    assert_close(np.asarray(actual), np.asarray(expected), path, factor=FACTOR)
+    compare(path, [import_masks(mask=kept, num_heads=N)], [expected], [path])
     with pytest.raises(ValueError, match=r"mask: expected axes \(#N, #T, #S\) with N=2"):
         import_masks(mask=np.ones((B, T, S), bool), num_heads=N)
 

@@ -14,18 +14,8 @@ from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.masks.argument import Masks
 from jaxmha.converters.masks.jax import export_masks, import_masks
 from tests.converters.layers import foreign
-from tests.masks.draws import (
-    B,
-    N,
-    S,
-    T,
-    emptied,
-    flat,
-    numbers,
-    pairs,
-    repeated,
-    stacked,
-)
+from tests.masks import ours
+from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, stacked
 from tests.tolerance import assert_close
 
 H = 11
@@ -73,27 +63,16 @@ def live(arguments: dict[str, Any]) -> Any:
 
 def compare(made: list[Masks], expected: list[Any], what: list[str]) -> None:
     """jax.nn has 0 beyond a query length, and so have we; all other empty rows are means."""
-    count = len(made)
-    inputs = map(flat, repeated(count, *INPUTS))
     lengths = [None if mask is None else mask.query_lengths for mask, _ in made]
-    rows = np.stack([np.full(B, T) if x is None else np.asarray(x) for x in lengths])
-    preset = Semantics.jax()
-    ours: Any = dot_product_attention
-    actual = ours(
-        *inputs,
-        **{name: flat(array) for name, array in stacked(made).items()},
-        query_seq_lengths=flat(rows.astype(np.int32)),
-        fully_masked=preset.fully_masked,
-        softmax_dtype=preset.softmax_dtype,
-    )
-    actual = np.array(actual).reshape(count, *expected[0].shape)
+    rows = [np.full(B, T) if x is None else np.asarray(x) for x in lengths]
+    actual = ours.heads(INPUTS, stacked(made), Semantics.jax(), np.stack(rows))
     for c, found in enumerate(expected):
         theirs = np.array(found)
         otherwise_answered(made[c], actual[c], theirs)
         assert_close(actual[c], theirs, what[c], factor=FACTOR)
 
 
-def otherwise_answered(made: Masks, ours: NDArray, theirs: NDArray) -> None:
+def otherwise_answered(made: Masks, actual: NDArray, theirs: NDArray) -> None:
     """Rows that are refused: jax.nn answers the mean of what masks block, as the message says.
 
     Such rows `(T, h)` of both become 0, and all others stay to be compared.
@@ -102,7 +81,7 @@ def otherwise_answered(made: Masks, ours: NDArray, theirs: NDArray) -> None:
     for b, n, i in np.argwhere(emptied(mask, bias)):
         blocked = INPUTS[2][b, ~pairs(mask)[b, n, i], 0]
         assert_close(theirs[b, i, n], blocked.mean(0), factor=FACTOR)
-        ours[b, i, n] = theirs[b, i, n] = 0
+        actual[b, i, n] = theirs[b, i, n] = 0
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -153,17 +132,16 @@ def test_structure_is_kept() -> None:
 def test_unbatched_and_jit() -> None:
     """A mask of fewer axes means the same without a batch; imported masks pass through jit."""
     inputs: Any = [x[0] for x in INPUTS]
-    for form in ("S", "TS", "NTS"):
+    for form in ("S", "NTS"):
         mask, _ = import_masks(mask=boolean(form), is_causal=True)
-        ours: Any = dot_product_attention
-        run = jax.jit(partial(ours, fully_masked="mean"))
+        attend: Any = partial(dot_product_attention, fully_masked="mean")
         with foreign():
             given = jnp.asarray(boolean(form))
             live_function: Any = jax.nn.dot_product_attention
             expected = live_function(*inputs, mask=given, is_causal=True)
         for actual in (
-            run(*inputs, mask=mask),
-            ours(*inputs, mask=mask, fully_masked="mean"),
+            jax.jit(attend)(*inputs, mask=mask),
+            attend(*inputs, mask=mask),
         ):
             assert_close(np.asarray(actual), np.asarray(expected), form, factor=FACTOR)
 

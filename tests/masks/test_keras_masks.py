@@ -11,21 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha import Mask, MHAParams, Semantics, multi_head_attention
+from jaxmha import Mask, MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.keras import import_params
 from jaxmha.converters.masks.keras import Kind, export_masks, implicit_masks, import_masks
 from tests.converters.layers import foreign
-from tests.masks.draws import (
-    B,
-    N,
-    S,
-    T,
-    numbers,
-    pairs,
-    repeated,
-    stacked,
-)
+from tests.masks import ours
+from tests.masks.draws import B, N, S, Sizes, T, numbers, pairs, stacked
 from tests.tolerance import assert_close
 
 keras = pytest.importorskip("keras")
@@ -99,16 +91,11 @@ def call(made: Any, scores: bool, carried: NDArray | None = None, **arguments: A
 def compare(
     params: MHAParams, scores: bool, made: list[Any], expected: list[Any], what: list[str]
 ) -> None:
-    out, weights = multi_head_attention(
-        params,
-        *repeated(len(made), QUERY, VALUE),
-        semantics=Semantics.keras("scores" if scores else "fused"),
-        return_weights=True,
-        **stacked(made),
-    )
+    semantics = Semantics.keras("scores" if scores else "fused")
+    answer = ours.layer(params, (QUERY, VALUE), stacked(made), semantics)
     for c, found in enumerate(expected):
-        for ours, theirs in zip((out, weights), found, strict=False):
-            assert_close(np.asarray(ours[c]), theirs, what[c], factor=FACTOR)
+        for actual, theirs in zip(answer, found, strict=False):
+            assert_close(actual[c], theirs, what[c], factor=FACTOR)
 
 
 @pytest.mark.parametrize("scores", BOTH)
@@ -134,7 +121,7 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
         given = {"query_mask": rows} if query_mask == "given" else {}
         carried = {"carried": rows} if query_mask == "carried" else {}
 
-        def ours() -> Any:
+        def imported() -> Any:
             return import_masks(
                 query_mask=rows,  # noqa: B023
                 implicit=query_mask == "carried",  # noqa: B023
@@ -144,7 +131,7 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
 
         if kind == "mha" and query_mask == "given":
             with pytest.raises(ValueError, match="ignores a query_mask"):
-                ours()
+                imported()
             refused += 1
             continue
         has_positions = query_mask or value_mask or key_mask
@@ -153,16 +140,16 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
         four = form in ("B11S bool", "BNTS bool") and has_positions
         if additive_twice:
             with pytest.raises(ValueError, match="reads in two ways"):
-                ours()
+                imported()
             refused += 1
         elif four or (form == "S bool" and lonely):
             with pytest.raises(ValueError, match=r"four axes|fails on axes"):
-                ours()
+                imported()
             with pytest.raises(Exception, match=r"attention_mask|shape|broadcast|axis|rank|size"):
                 call(made, scores, **arguments, **given, **carried)
             refused += 1
         else:
-            masks.append(ours())
+            masks.append(imported())
             expected.append(call(made, scores, **arguments, **given, **carried))
             what.append(name)
     assert refused + len(masks) == 9 * 2 * 3 * 2 * 2
@@ -174,10 +161,10 @@ def test_given_query_mask_is_ignored() -> None:
     """What the refusal says is so."""
     made, _ = layer("mha")
     for scores in BOTH:
-        for ours, theirs in zip(
+        for ignored, theirs in zip(
             call(made, scores, query_mask=np.zeros((B, T), bool)), call(made, scores), strict=True
         ):
-            np.testing.assert_array_equal(ours, theirs)
+            np.testing.assert_array_equal(ignored, theirs)
 
 
 def test_two_readings() -> None:
@@ -212,18 +199,19 @@ def test_row_to_head_where_batch_is_heads(kind: Kind, scores: bool) -> None:
     rows = np.random.default_rng(5).random((N, S)) < 0.6
     rows[1] = False
     query, value = QUERY[:N], VALUE[:N]
+    sizes = Sizes(N, N, T, S)
     for name in ("B11S", "BNTS"):
         mask = np.random.default_rng(6).random((N, *SHAPES[name][1:])) < 0.7
         arguments = {"attention_mask": mask, "value_mask": rows, "use_causal_mask": True}
         with pytest.raises(ValueError, match="row b to head b"):
             import_masks(kind=kind, **arguments)  # type: ignore[arg-type]
-        ours, _ = import_masks(kind=kind, num_heads=N, **arguments)  # type: ignore[arg-type]
+        read = import_masks(kind=kind, num_heads=N, **arguments)  # type: ignore[arg-type]
         with foreign():
             out = made(query, value, return_attention_scores=scores, **arguments)
         expected = to_numpy(out[0] if scores else out)
         semantics = Semantics.keras("scores" if scores else "fused")
-        actual = multi_head_attention(params, query, value, mask=ours, semantics=semantics)
-        assert_close(np.asarray(actual), expected, name, factor=FACTOR)
+        actual = ours.layer(params, (query, value), stacked([read], sizes), semantics)[0]
+        assert_close(actual[0], expected, name, factor=FACTOR)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -243,9 +231,9 @@ def test_structure_is_kept() -> None:
     assert mha["attention_mask"].shape == (B, T, 1)
     assert gqa.keys() == {"use_causal_mask", "value_mask", "query_mask"}
     assert export_masks(None, **sizes) == {}
-    ours, _ = import_masks(kind="gqa", sliding_window=3, **gqa)
-    assert ours is not None
-    assert (ours.causal_offset, ours.window_size, ours.array) == (0, (2, 2), None)
+    read, _ = import_masks(kind="gqa", sliding_window=3, **gqa)
+    assert read is not None
+    assert (read.causal_offset, read.window_size, read.array) == (0, (2, 2), None)
 
 
 def test_additive_values_are_refused() -> None:

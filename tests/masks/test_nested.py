@@ -109,7 +109,75 @@ def test_there_and_back(layout: torch.layout) -> None:
             np.testing.assert_array_equal(to_numpy(actual), to_numpy(row))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lengths", [(0,), (3,), (0, 0), (0, 3), (2, 0, 0)])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_empty_sequences_and_one_sequence(
+    layout: torch.layout, lengths: tuple[int, ...], packed: bool
+) -> None:
+    """Those without positions stay rows; the answer of the others is torch's."""
+    rows = ragged(lengths, D)
+    query, _, _, mask = import_nested(
+        torch.nested.nested_tensor(rows, layout=layout), packed=packed
+    )
+    assert query.shape[:2] == ((1, sum(lengths)) if packed else (len(lengths), max(lengths)))
+    back = export_nested(query, lengths, jagged=layout is torch.jagged)
+    assert [len(row) for row in back.unbind()] == list(lengths)
+    out = dot_product_attention(
+        *(np.reshape(query, (*query.shape[:2], N, H)),) * 3, mask=mask, implementation="reference"
+    )
+    assert np.isfinite(out).all()
+    answers = export_nested(out, lengths, axes="B T N H")
+    for actual, row in zip(answers.unbind(), rows, strict=True):
+        if len(row):
+            heads = row.reshape(1, len(row), N, H).transpose(1, 2)
+            expected = scaled_dot_product_attention(heads, heads, heads)[0].transpose(0, 1)
+            assert_close(to_numpy(actual), to_numpy(expected), factor=FACTOR)
+
+
+def test_offsets_with_holes() -> None:
+    """Sequences that are parts of a longer row, whose rest is not read."""
+    whole = draw(3, 6, D)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 0, 4])
+    narrow = torch.nested.narrow(whole, 1, starts, lengths, layout=torch.jagged)
+    holes = torch.nested.nested_tensor_from_jagged(
+        whole.flatten(0, 1), torch.tensor([0, 6, 12, 18]), lengths
+    )
+    for tensor, first in ((narrow, starts), (holes, torch.zeros(3, dtype=torch.int64))):
+        assert not tensor.is_contiguous()
+        array, _, _, mask = import_nested(tensor)
+        np.testing.assert_array_equal(mask.query_lengths, lengths)
+        assert array.shape == (3, 4, D)
+        for b, (i, n) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
+            np.testing.assert_array_equal(array[b, :n], to_numpy(whole[b, i : i + n]))
+            assert not array[b, n:].any()
+
+
+def test_layouts_and_half_precision_say_the_same() -> None:
+    rows = [row.bfloat16() for row in ragged((3, 0, 2), N, H)]
+    jag = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    strided = torch.nested.nested_tensor([row.transpose(0, 1) for row in rows])
+    first, second = (import_nested(x, axes="B N T H") for x in (jag, strided))
+    for ours, theirs in zip(first[:3], second[:3], strict=True):
+        assert ours.dtype == "bfloat16"
+        np.testing.assert_array_equal(ours.astype("f"), theirs.astype("f"))
+    np.testing.assert_array_equal(first[3].query_lengths, second[3].query_lengths)
+
+
 def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"query has no rows: expected axes \(B T D\) with B >= 1"):
+        import_nested([])
+    with pytest.raises(ValueError, match=r"key: expected rows of axes \(T D\).*\(2, 5\) in row 1"):
+        import_nested([np.ones((3, 4))] * 2, [np.ones((3, 4)), np.ones((2, 5))])
+    with pytest.raises(ValueError, match=r"query: expected rows of axes \(N T H\).*\(3, 4\)"):
+        import_nested([np.ones((3, 4))], axes="B N T H")
+    for lengths in ((), (2, -1)):
+        with pytest.raises(ValueError, match="lengths must be one or more integers >= 0"):
+            export_nested(np.ones((2, 4, 3)), lengths)
+    with pytest.raises(
+        ValueError, match=r"array: expected axes \(B T N H\), got shape \(2, 4, 3\)"
+    ):
+        export_nested(np.ones((2, 4, 3)), (2, 1), axes="B N T H")
     rows = [np.ones((n, 3)) for n in (2, 5)]
     with pytest.raises(ValueError, match=r"got lengths \[2, 5\], \[2, 5\], \[5, 2\]"):
         import_nested(rows, rows, rows[::-1])

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.sdpa import export_masks, import_masks
+from tests.masks import ours
 from tests.tolerance import assert_close
 
 B, N, K, H = 2, 6, 3, 11
@@ -45,19 +46,19 @@ def sdpa(inputs: Sequence[torch.Tensor], **arguments: Any) -> torch.Tensor:
     return scaled_dot_product_attention(query, key, value, **arguments)
 
 
-def ours(tensor: torch.Tensor) -> NDArray:
+def turned(tensor: torch.Tensor) -> NDArray:
     """`(B, N, T, H)` as `(B, T, N, H)`."""
     return to_numpy(tensor.transpose(1, 2))
 
 
 def arrays(made: list[Any], T: int, S: int) -> dict[str, NDArray]:
-    """Masks of many calls as one, `(C B, N, T, S)`."""
+    """Masks of many calls as one, `(C, B, N, T, S)`."""
     masks = np.ones((len(made), B, N, T, S), bool)
     biases = np.zeros(masks.shape, np.float32)
     for c, (mask, bias) in enumerate(made):
-        masks[c] = True if mask is None else mask.to_array(T, S)
+        masks[c] = True if mask is None else mask.to_array(T, S, np)
         biases[c] = 0 if bias is None else bias
-    return {"mask": masks.reshape(-1, N, T, S), "bias": biases.reshape(-1, N, T, S)}
+    return {"mask": masks, "bias": biases}
 
 
 @pytest.mark.parametrize("kernel", ["flash", "math"])
@@ -83,21 +84,12 @@ def test_every_combination(T: int, S: int, gqa: bool, kernel: Any) -> None:
                 continue
             out = sdpa(inputs, enable_gqa=gqa, **arguments)
         made.append(import_masks(num_heads=N, kernel=kernel, **arguments))
-        expected.append(ours(out))
+        expected.append(turned(out))
         shape = None if attn_mask is None else (attn_mask.dtype, attn_mask.shape)
         what.append(f"{shape} {is_causal=}")
     assert len(made) == 2 * 85 - 3 * (28 if kernel == "math" else 8)
-    query, key, value = (np.tile(ours(x), (len(made), 1, 1, 1)) for x in inputs)
     stacked = arrays(made, T, S)
-    answer = dot_product_attention(
-        query,
-        key,
-        value,
-        bias=stacked["bias"],
-        mask=stacked["mask"],
-        fully_masked=Semantics.torch_sdpa().fully_masked,
-    )
-    actual = np.asarray(answer).reshape(len(made), B, T, N, H)
+    actual = ours.heads([turned(x) for x in inputs], stacked, Semantics.torch_sdpa())
     for c, theirs in enumerate(expected):
         assert_close(actual[c], theirs, what[c], factor=FACTOR)
     assert not stacked["mask"].any(-1).all()
@@ -112,9 +104,9 @@ def test_structure_is_kept() -> None:
     np.testing.assert_array_equal(mask.array, keep)
     inputs = heads(N, T), heads(N, S, 1), heads(N, S, 2)
     expected = sdpa(inputs, attn_mask=to_torch(keep), is_causal=True)
-    query, key, value = (jnp.asarray(ours(x)) for x in inputs)
+    query, key, value = (jnp.asarray(turned(x)) for x in inputs)
     actual = dot_product_attention(query, key, value, mask=mask)
-    assert_close(actual, ours(expected), factor=FACTOR)
+    assert_close(actual, turned(expected), factor=FACTOR)
     mask, bias = import_masks(attn_mask=np.where(keep, 0.0, -np.inf))
     assert mask is not None
     assert bias is None
@@ -138,9 +130,9 @@ def test_a_wider_mask_on_half_precision() -> None:
     added = given("inf", (True, True), T, S)
     expected = sdpa(inputs, attn_mask=to_torch(added))
     mask, bias = import_masks(attn_mask=added)
-    query, key, value = (jnp.asarray(ours(x)) for x in inputs)
+    query, key, value = (jnp.asarray(turned(x)) for x in inputs)
     actual = dot_product_attention(query, key, value, bias, mask)
-    assert_close(actual, ours(expected))
+    assert_close(actual, turned(expected))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jaxmha.converters.masks.argument import Masks
 from jaxmha.converters.masks.torch import Path, import_masks, path_of, static_heads
 from jaxmha.converters.torch import from_module, import_params
 from jaxmha.layer import combine, project
+from tests.masks import ours
 from tests.masks.torch_live import (
     FACTOR,
     FORMS,
@@ -72,15 +73,8 @@ def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -
     semantics = Semantics.torch(
         "weights" if need_weights else "sdpa", add_zero_attn=semantics.add_zero_attn
     )
-    many = [np.broadcast_to(to_numpy(x), (len(masks), *x.shape)) for x in inputs]
-    answer = multi_head_attention(
-        params,
-        *many,
-        semantics=semantics,
-        return_weights=True,
-        **stacked(masks, bias_kv + zero_attn, T),
-    )
-    out, weights = map(np.asarray, answer)
+    arrays = stacked(masks, bias_kv + zero_attn, T)
+    out, weights = ours.layer(params, inputs, arrays, semantics)
     for c, expected, rows, what in calls:
         check((out[c], weights[c]), expected, rows, what)
     assert np.isnan(out).any() == (need_weights and not bias_kv and not zero_attn)
@@ -124,14 +118,12 @@ def test_every_combination_in_eval(
     slow = "weights" if need_weights else "sdpa"
     assert set(calls) == ({slow} if bias_kv or zero_attn else {slow, "native"})
     for path, found in calls.items():
-        answer = multi_head_attention(
+        out, weights = ours.layer(
             params,
-            np.broadcast_to(to_numpy(inputs), (len(found), *inputs.shape)),
-            semantics=Semantics.torch(path, add_zero_attn=semantics.add_zero_attn),
-            return_weights=True,
-            **stacked(masks[path], bias_kv + zero_attn, S),
+            (inputs,),
+            stacked(masks[path], bias_kv + zero_attn, S),
+            Semantics.torch(path, add_zero_attn=semantics.add_zero_attn),
         )
-        out, weights = map(np.asarray, answer)
         for c, (expected, rows, what) in enumerate(found):
             check((out[c], weights[c]), expected, rows, what)
 
@@ -158,9 +150,9 @@ def test_structure_is_kept_and_means_the_same(batched: bool, need_weights: bool)
     assert mask.key_value_padding is not None
     assert mask.key_value_padding.shape == ((B, S) if batched else (1, S))
     assert bias is None
-    ours = [jnp.asarray(to_numpy(x)) for x in inputs]
+    given = [jnp.asarray(to_numpy(x)) for x in inputs]
     actual = multi_head_attention(
-        params, *ours, mask=mask, semantics=semantics, return_weights=True
+        params, *given, mask=mask, semantics=semantics, return_weights=True
     )
     check(actual, call(layer, *inputs, **arguments), slice(None), f"{batched=} {need_weights=}")
 
@@ -199,9 +191,9 @@ def test_finite_constants_add_up_as_in_torch() -> None:
         assert bias is not None
         assert bias.shape == (B, 1, T, S)
         assert np.isinf(bias).any() == (constant == low)
-        ours = [jnp.asarray(to_numpy(x)) for x in inputs]
+        given = [jnp.asarray(to_numpy(x)) for x in inputs]
         actual = multi_head_attention(
-            params, *ours, bias=bias, semantics=Semantics.torch(), return_weights=True
+            params, *given, bias=bias, semantics=Semantics.torch(), return_weights=True
         )
         check(actual, call(layer, *inputs, **arguments), slice(None), f"{constant=}")
 
@@ -220,9 +212,9 @@ def test_separate_widths_and_averaged_weights(need_weights: bool) -> None:
     layer.batch_first = True
     out, averaged = layer(*inputs, **arguments)
     mask, bias = import_masks(num_heads=N, add_bias_kv=True, add_zero_attn=True, **arguments)
-    ours = [jnp.asarray(to_numpy(x)) for x in inputs]
+    given = [jnp.asarray(to_numpy(x)) for x in inputs]
     actual, weights = multi_head_attention(
-        params, *ours, mask=mask, bias=bias, semantics=semantics, return_weights=True
+        params, *given, mask=mask, bias=bias, semantics=semantics, return_weights=True
     )
     assert_close(actual, to_numpy(out), factor=FACTOR)
     assert (averaged is not None) == need_weights
@@ -265,11 +257,11 @@ def test_static_keys_and_values(zero_attn: bool, need_weights: bool) -> None:
         )
     mask, bias = import_masks(num_heads=N, add_zero_attn=zero_attn, **masks)
     arrays = stacked([(mask, bias)], int(zero_attn), T)
-    ours = jnp.asarray(to_numpy(query.transpose(0, 1)))
+    given = jnp.asarray(to_numpy(query.transpose(0, 1)))
     extra = ((0, 0), (0, int(zero_attn)), (0, 0), (0, 0))
     k, v = (np.pad(static_heads(x, N), extra) for x in (static_k, static_v))
     out, actual = dot_product_attention(
-        project(params, ours, ours)[0],
+        project(params, given, given)[0],
         k,
         v,
         mask=arrays["mask"][0],

@@ -104,7 +104,7 @@ def stacked(made: list[Masks], extra: int, T: int, S: int = S) -> Any:
         if mask is not None:
             own = mask.array is not None and mask.array.shape[-1] == S + extra
             length = S + extra if own else S
-            masks[c, ..., :length] = mask.to_array(T, length)
+            masks[c, ..., :length] = mask.to_array(T, length, np)
         if bias is not None:
             biases[c, ..., :S] = bias
     return {"mask": masks, "bias": biases}
