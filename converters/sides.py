@@ -38,10 +38,17 @@ class BlockSide(NamedTuple):
     live: bool
 
 
+class Side(NamedTuple):
+    """What one side holds: its attention blocks, and how many other arrays."""
+
+    blocks: list[BlockSide]
+    others: int = 0
+
+
 FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
 
 
-def read(side: Any, num_heads: int | None = None) -> list[BlockSide]:
+def read(side: Any, num_heads: int | None = None) -> Side:
     """Every attention block of a path, a flat dict of arrays, `MHAParams` (alone or with
     `Semantics`), a live layer or model, or a linen pair `(module, variables)`.
 
@@ -52,28 +59,28 @@ def read(side: Any, num_heads: int | None = None) -> list[BlockSide]:
     if isinstance(side, str | os.PathLike):
         path = Path(side)
         with checkpoint.open(path) as file:
-            found = list(read_state(file, shapes(file), num_heads, path, file.names, file.metadata))
+            found = _read_state(file, shapes(file), num_heads, path, file.names, file.metadata)
     elif isinstance(side, MHAParams):
-        found = list(_layers("", "jaxmha", side, Semantics()))
+        found = Side(list(_layers("", "jaxmha", side, Semantics())))
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
-        found = list(_layers("", "jaxmha", *side))
+        found = Side(list(_layers("", "jaxmha", *side)))
     elif isinstance(side, Mapping):
-        found = list(read_state(side, {k: np.shape(v) for k, v in side.items()}, num_heads))
+        found = _read_state(side, {k: np.shape(v) for k, v in side.items()}, num_heads)
     else:
-        found = list(_read_live(side))
-    if not found:
+        found = Side(list(_read_live(side)))
+    if not found.blocks:
         raise ValueError(f"no attention block found in {_shown(side)}")
     return found
 
 
-def read_state(
+def _read_state(
     state: Mapping[str, Any],
     all_shapes: Mapping[str, tuple[int, ...]],
     num_heads: int | None = None,
     path: Path | None = None,
     names: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
-) -> Iterator[BlockSide]:
+) -> Side:
     """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
 
     The head count may stand in a config.json beside.
@@ -83,17 +90,19 @@ def read_state(
     if broken := blocks.damaged(all_shapes, found):
         where = f"{path}: " if path is not None else ""
         raise ValueError(printable(f"{where}{broken[0]}"))
+    sides: list[BlockSide] = []
     for block in found:
         count, _ = heads.find(block, all_shapes, num_heads, metadata, configured)
         try:
             params, semantics = block.read(state, count)
             name = (names or {}).get(block.prefix, block.prefix)
-            yield from _layers(name, block.layout.name, params, semantics)
+            sides += _layers(name, block.layout.name, params, semantics)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
             raise ValueError(
                 printable(f"{where}block {block.prefix or '(top)'}: {error}")
             ) from error
+    return Side(sides, len(all_shapes) - sum(len(block.keys) for block in found))
 
 
 def _layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> Iterator[BlockSide]:

@@ -149,9 +149,13 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     >>> compare(layer, layer.state_dict()).same
     True
     """
-    sides_a, sides_b = _read_both(a, b, num_heads)
-    pairs, only_a, only_b, notes = _pair(sides_a, sides_b)
+    side_a, side_b = _read_both(a, b, num_heads)
+    pairs, only_a, only_b, notes = _pair(side_a.blocks, side_b.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
+    for which, side in (("first", side_a), ("second", side_b)):
+        if side.others:
+            count = f"{side.others} {'array' if side.others == 1 else 'arrays'}"
+            notes += (f"not compared: {count} of the {which} outside attention",)
     return Report(reports, only_a, only_b, notes)
 
 
@@ -165,6 +169,7 @@ def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
     differences = tuple(weight_differences(a, b))
+    not_finite = tuple(dict.fromkeys([*_not_finite(a), *_not_finite(b)]))
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
     if comparable := _sizes(a) == _sizes(b):
@@ -174,6 +179,8 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     departs, explanation = None, mistakes.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
+    elif not_finite:
+        departs = f"no output can be compared: {', '.join(not_finite)} holds NaN or infinity"
     elif counted or behaviour:
         departs = first_departure(a, b, seed)
         explanation = explanation or _missing_scale(a, b)
@@ -191,8 +198,14 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
         errors,
         departs,
         explanation,
-        same=comparable and not counted and not behaviour and alike,
+        same=comparable and not counted and not behaviour and alike and not not_finite,
     )
+
+
+def _not_finite(side: BlockSide) -> list[str]:
+    """Leaves that hold NaN or infinity."""
+    arrays = {name: to_numpy(leaf) for name, leaf in leaves(side.params).items()}
+    return [name for name, array in arrays.items() if not np.isfinite(array).all()]
 
 
 def _behaviour(a: BlockSide, b: BlockSide) -> Iterator[str]:
@@ -279,7 +292,7 @@ def _sizes(side: BlockSide) -> dict[str, int]:
     return check(side.params)
 
 
-def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[list[BlockSide], list[BlockSide]]:
+def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[sides.Side, sides.Side]:
     """Reads both sides; the head count that only one of them stores serves the other."""
     try:
         side_a = sides.read(a, num_heads)
@@ -289,7 +302,7 @@ def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[list[BlockSide], 
         if num_heads is not None:
             raise
         side_b = sides.read(b)
-        return sides.read(a, _common_heads(side_b)), side_b
+        return sides.read(a, _common_heads(side_b.blocks)), side_b
     try:
         return side_a, sides.read(b, num_heads)
     except CheckpointError:
@@ -297,7 +310,7 @@ def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[list[BlockSide], 
     except ValueError:
         if num_heads is not None:
             raise
-        return side_a, sides.read(b, _common_heads(side_a))
+        return side_a, sides.read(b, _common_heads(side_a.blocks))
 
 
 def _common_heads(found: Sequence[BlockSide]) -> int | None:

@@ -123,7 +123,7 @@ def _multi_head_attention(
     mask = extra_positions.widen_mask(structure, extra, batch, sizes)
     bias = extra_positions.widen_bias(bias, extra, batch, sizes)
     inputs = only_live(inputs, bias, mask, sizes, extra, semantics.fully_masked)
-    q, k, v = (jnp.asarray(x) for x in project(params, *inputs, semantics=semantics))
+    q, k, v = _project(params, *inputs, semantics)
     result = attend(
         q,
         extra_positions.append(k, params.bias_k, semantics),
@@ -135,7 +135,7 @@ def _multi_head_attention(
         return_weights,
         implementation,
     )
-    out = combine(params, result.out, semantics=semantics)
+    out = _combine(params, result.out, semantics)
     out = out.reshape(*batch, *out.shape[1:])
     if result.weights is None:
         return out
@@ -165,6 +165,14 @@ def project(
     value = key if value is None else value
     checks.are_arrays(query=query, key=key, value=value)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
+    query, key, value = _project(params, query, key, value, semantics)
+    return query, key, value
+
+
+@jax.jit
+def _project(
+    params: MHAParams, query: Any, key: Any, value: Any, semantics: Semantics
+) -> tuple[jax.Array, ...]:
     sizes = check(params)
     for name, x, width in (("query", query, "Dq"), ("key", key, "Dk"), ("value", value, "Dv")):
         bind(name, x.shape, f"*B {'T' if name == 'query' else 'S'} {width}", sizes)
@@ -181,8 +189,7 @@ def project(
             )
         if scale is not None:
             heads[index] = _normalise(heads[index], jnp.asarray(scale), semantics)
-    query, key, value = (x.astype(dtype) for x in heads)
-    return query, key, value
+    return tuple(x.astype(dtype) for x in heads)
 
 
 def combine(
@@ -197,6 +204,12 @@ def combine(
     """
     checks.are_arrays(heads=heads)
     checks.no_silent_rounding(params=params, heads=heads)
+    out: jax.Array = _combine(params, heads, semantics)
+    return out
+
+
+@jax.jit
+def _combine(params: MHAParams, heads: Any, semantics: Semantics) -> jax.Array:
     sizes = check(params)
     bind("heads", heads.shape, "*B T N h", sizes)
     dtype = _compute_dtype(params, heads=heads)

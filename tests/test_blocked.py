@@ -1,8 +1,8 @@
 """The blocked implementation with blocks so small that bands, tiles and carries are exercised."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,13 +12,17 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations import blocked, blocked_dropout, blocks, pairs
+from jaxmha.implementations import IMPLEMENTATIONS, blocked, blocked_dropout, blocks, pairs, reach
+from jaxmha.implementations.request import Request, Result
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
 
 BY_NAME = {case.name: case for case in CASES}
-# Bytes of a block and least rows: one row, and two rows of one head, T being no multiple of them.
-TINY = ({"target": 1, "least_rows": 1}, {"target": 4 * 7 * 2 * 2, "least_rows": 2})
+# One row and one key, and two rows and three keys of one head; T and S are no multiples of them.
+TINY = (
+    {"target": 1, "least_rows": 1, "side": 1},
+    {"target": 4 * 7 * 2 * 2, "least_rows": 2, "side": 3},
+)
 
 
 def shape_of(shape: tuple[int, ...], dtype: str) -> Any:
@@ -27,14 +31,21 @@ def shape_of(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 @pytest.fixture(params=TINY, ids=["one_row", "two_rows"])
-def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(blocked, "SIZES", request.param)
-    jax.clear_caches()  # type: ignore[no-untyped-call]
-    yield
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An implementation of a name of its own, for which nothing is compiled yet."""
+
+    def attend(asked: Request) -> Result:
+        with monkeypatch.context() as patch:
+            patch.setattr(blocked, "SIZES", request.param)
+            return blocked.attend(asked)
+
+    name = request.node.name
+    module = SimpleNamespace(supports=blocked.supports, attend=attend)
+    monkeypatch.setitem(conformance.WITHOUT_WEIGHTS, name, "as blocked")
+    monkeypatch.setitem(IMPLEMENTATIONS, name, module)  # type: ignore[arg-type]
+    return str(name)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(
     "name",
     [
@@ -49,19 +60,17 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "everything",
     ],
 )
-def test_values(name: str) -> None:
-    conformance.values(BY_NAME[name], "blocked", "float32", jit=True)
+def test_values(name: str, tiny: str) -> None:
+    conformance.values(BY_NAME[name], tiny, "float32", jit=True)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("name", ["window_sides", "dropout_shared", "everything"])
-def test_gradients(name: str) -> None:
-    conformance.gradients(BY_NAME[name], "blocked", "float32", entries=5)
+def test_gradients(name: str, tiny: str) -> None:
+    conformance.gradients(BY_NAME[name], tiny, "float32", entries=5)
 
 
-@pytest.mark.usefixtures("tiny")
-def test_poison() -> None:
-    conformance.poisoned_padding(POISONED[-1], "blocked", "float32")
+def test_poison(tiny: str) -> None:
+    conformance.poisoned_padding(POISONED[-1], tiny, "float32")
 
 
 def long_case(**changes: Any) -> tuple[Case, dict[str, Any]]:
@@ -111,29 +120,74 @@ def test_traced_offsets() -> None:
     tolerance.assert_close(out, want.out)
 
 
-@pytest.mark.parametrize("above", [None, 0, -3, 5])
-@pytest.mark.parametrize("below", [None, 0, 7])
-@pytest.mark.parametrize(("T", "S"), [(1, 1), (97, 31), (31, 97), (2048, 2048)])
-def test_bands_leave_out_no_pair(T: int, S: int, below: int | None, above: int | None) -> None:
-    cut = blocks.plan(2, 3, 2, T, S, below=below, above=above, target=2**12, least_rows=4)
-    assert len(cut.bands) <= blocks.MOST_BANDS
-    assert [band.first for band in cut.bands] == [0, *(band.stop for band in cut.bands[:-1])]
-    assert cut.bands[-1].stop == cut.blocks
-    for band in cut.bands:
-        rows = np.arange(band.first * cut.rows, min(band.stop * cut.rows, T))
-        seen = np.ones((len(rows), S), bool)
-        if below is not None:
-            seen &= np.arange(S) >= rows[:, None] - below
-        if above is not None:
-            seen &= np.arange(S) <= rows[:, None] + above
-        used = np.flatnonzero(seen.any(0))
-        assert not used.size or (band.low <= used[0] and used[-1] < band.high)
+def conditions_of(kind: str, T: int, S: int) -> Mask:
+    rng, B = np.random.default_rng(T + S), 2
+    ids = [np.sort(rng.integers(0, 4, (B, n)), -1).astype(np.int32) for n in (T, S)]
+    return {
+        "causal": Mask.causal(),
+        "offset": Mask.causal(S - T),
+        "offsets": Mask.causal(np.array([-3, 5], np.int32)),
+        "window": Mask.window(7, 3),
+        "left window": Mask.window(0, None) & Mask.causal(9),
+        "lengths": Mask.lengths(np.array([T, 1], np.int32), np.array([S // 2, 0], np.int32)),
+        "padding": Mask.padding(key_value=rng.random((B, S)) < 0.9),
+        "segments": Mask.segments(*ids),
+        "array": Mask.dense(rng.random((B, 3, T, S)) < 0.5) & Mask.causal(),
+        "keys": Mask.dense(np.arange(S) % 40 < 30),
+    }[kind]
 
 
-def test_causal_bands_leave_out_work() -> None:
-    cut = blocks.plan(1, 1, 1, 4096, 4096, above=0)
-    work = sum((band.stop - band.first) * cut.rows * band.high for band in cut.bands)
-    assert work < 0.57 * 4096**2
+@pytest.mark.parametrize(
+    "kind",
+    ["causal", "offset", "offsets", "window", "left window", "lengths", "padding", "segments", "array", "keys"],
+)  # fmt: skip
+@pytest.mark.parametrize(("T", "S", "side"), [(1, 1, 2), (97, 31, 8), (31, 97, 8), (256, 256, 64)])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batches: int) -> None:
+    """Chunks are clear, or looked at with their conditions, or without any allowed pair."""
+    mask, options = conditions_of(kind, T, S), {"target": 1, "least_rows": side, "side": side}
+    cut = replace(blocks.plan(2, 3, 1, T, S, skips=True, **options), batches=batches)
+    cut = replace(cut, heads=3 if batches > 1 else 1)
+    conditions, _ = pairs.pad(pairs.of_mask(mask, T, S), None, cut)
+    found = reach.table(conditions, cut)
+    allowed = np.broadcast_to(mask.to_array(T, S), (2, 3, T, S))
+    if found is None:
+        assert allowed.all()
+        return
+    order, clear, needed = (np.asarray(x) for x in found)
+    assert (np.sort(order, -1) == np.arange(cut.chunks)).all()
+    for b, i, place in np.ndindex(2, cut.blocks, cut.chunks):
+        g = b // batches if len(order) > 1 else 0
+        j = order[g, i, place]
+        rows, keys = (
+            slice(i * cut.rows, (i + 1) * cut.rows),
+            slice(j * cut.keys, (j + 1) * cut.keys),
+        )
+        block = allowed[b, :, rows, keys]
+        if place < clear[g, i]:
+            assert block.all()
+            assert (j + 1) * cut.keys <= S
+        elif place >= needed[g, i]:
+            assert not block.any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (Mask.causal(), 0.54),
+        (Mask.window(255, 0), 0.13),
+        (Mask.lengths(key_value=np.array([1024, 2048], np.int32)), 0.38),
+        (Mask.segments(*[np.repeat(np.arange(8, dtype=np.int32), 512)[None]] * 2), 0.13),
+    ],
+    ids=["causal", "window", "lengths", "segments"],
+)
+def test_what_conditions_rule_out_is_not_computed(mask: Mask, most: float) -> None:
+    cut = blocks.plan(2, 1, 1, 4096, 4096, skips=True)
+    conditions, _ = pairs.pad(pairs.of_mask(mask, 4096, 4096), None, cut)
+    found = reach.table(conditions, cut)
+    assert found is not None
+    assert np.mean(found.needed) / cut.chunks < most
+    assert np.mean(np.asarray(found.needed) - found.clear) / cut.chunks < 0.13
 
 
 def test_scores_are_never_materialised() -> None:
@@ -172,15 +226,26 @@ def test_explain() -> None:
         jaxmha.explain(x, x, x, implementation="unknown")
 
 
-def _short_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = blocks.plan
+def _changed_table(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    right = reach.table
 
-    def plan(*sizes: Any, **options: Any) -> Any:
-        cut = whole(*sizes, **options)
-        bands = tuple(b._replace(high=max(b.high - 1, b.low)) for b in cut.bands)
-        return replace(cut, bands=bands)
+    def table(*given: Any) -> Any:
+        found = right(*given)
+        return None if found is None else change(found)
 
-    monkeypatch.setattr(blocks, "plan", plan)
+    monkeypatch.setattr(reach, "table", table)
+
+
+def _last_chunk_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(x: reach.Reach) -> reach.Reach:
+        needed = jnp.maximum(x.needed - 1, 0)
+        return x._replace(needed=needed, clear=jnp.minimum(x.clear, needed))
+
+    _changed_table(monkeypatch, change)
+
+
+def _edges_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed_table(monkeypatch, lambda x: x._replace(clear=x.needed))
 
 
 def _lse_slope_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,26 +276,32 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "added", added)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(
     ("mutate", "name", "slopes"),
     [
-        (_short_bands, "causal_long", False),
+        (_last_chunk_lost, "window_sides", False),
         (_lse_slope_lost, "multi_query", True),
         (_draws_of_the_first_block, "dropout", False),
         (_groups_swapped, "bias_per_head", False),
     ],
-    ids=["bands", "lse", "dropout", "groups"],
+    ids=["chunks", "lse", "dropout", "groups"],
 )
 def test_mistakes_are_noticed(
-    mutate: Any, name: str, slopes: bool, monkeypatch: pytest.MonkeyPatch
+    mutate: Any, name: str, slopes: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
     check: Any = partial(conformance.values, jit=False)
     if slopes:
         check = partial(conformance.gradients, entries=5)
     with pytest.raises(AssertionError):
-        check(BY_NAME[name], "blocked", "float32")
+        check(BY_NAME[name], tiny, "float32")
+
+
+@pytest.mark.parametrize("tiny", TINY[1:], indirect=True)
+def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _edges_clear(monkeypatch)
+    with pytest.raises(AssertionError):
+        conformance.values(BY_NAME["causal_long"], tiny, "float32", jit=False)
 
 
 def test_the_small_case_has_groups_and_an_empty_row() -> None:

@@ -1,9 +1,9 @@
 """Attention block by block: time and memory of a fused kernel, in plain XLA.
 
-Scores exist for one block at a time; blocks that structure rules out are never computed. The
-gradient recomputes them from the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and
-Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021), with whole rows per block,
-so that no row is ever rescaled.
+Scores exist for one block at a time; blocks that conditions rule out are never computed, and where
+a block has none but allowed pairs no condition is looked at. The gradient recomputes scores from
+the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention
+does not need O(n^2) memory" (2021).
 """
 
 from functools import partial
@@ -15,15 +15,16 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import dropout
-from jaxmha.implementations import blocks, pairs, tiles
+from jaxmha.implementations import blocks, pairs, reach, tiles
 from jaxmha.implementations.blocked_dropout import kept
-from jaxmha.implementations.blocks import Band, Plan
-from jaxmha.implementations.pairs import Pairs, Place
+from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.pairs import NOTHING, Pairs, Place
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
 from jaxmha.products import matmul, pairwise_sum
 
 LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
-# Sizes of blocks, for those who know better than the rule: `target`, `least_rows` of blocks.plan.
+# Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
+# blocks.plan.
 SIZES: dict[str, int] = {}
 
 
@@ -71,13 +72,12 @@ def attend(request: Request) -> Result:
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
         conditions = pairs.of_mask(request.mask, T, S)
-        below, above = pairs.bounds(conditions)
         plan = blocks.plan(
-            B, K, N // K, T, S, below=below, above=above, itemsize=accumulate.itemsize,
+            B, K, N // K, T, S, skips=not request.mask.empty, itemsize=accumulate.itemsize,
             platform=jax.default_backend(), **SIZES,
         )  # fmt: skip
         bias = None if request.bias is None else request.bias.astype(accumulate)
-        rows, keys = pairs.live(conditions, bias, plan)
+        rows, keys = pairs.live(conditions, bias, B, N, T, S)
         if rows is not None:
             query = jnp.where(rows[..., None], query, 0.0)
         if keys is not None:
@@ -145,35 +145,47 @@ def core(
       words: of the threefry key of dropout.
     """
     conditions, bias = _conditions(plan, rules, traced, bias)
-    per_key = jnp.swapaxes(tiles.cells(plan, key), 2, 3), tiles.cells(plan, value)
+    reached = reach.table(conditions, plan)
+    keys = jnp.swapaxes(tiles.chunks(plan, key), 3, 4)
 
-    def step(x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def step(x: tuple[jax.Array, ...]) -> Any:
         index, rows_of_all, keys, values = x
-        outs, lses = [], []
-        for band in plan.bands:
 
-            def block(y: tuple[jax.Array, jax.Array], band: Band = band) -> Any:
-                i, rows = y
-                place = _place(plan, band, index, i)
-                seen = keys[..., band.low : band.high], values[:, band.low : band.high]
-                more = pairs.added(conditions, bias, place, plan.G, rows.dtype)
+        def block(y: tuple[jax.Array, jax.Array]) -> Any:
+            i, rows = y
+
+            def visit(j: jax.Array | int, clear: bool, carry: Running) -> Running:
+                place = _place(plan, index, i, j)
+                added = pairs.added(
+                    NOTHING if clear else conditions, bias, place, plan.G, rows.dtype
+                )
                 keep = kept(plan, *rules[-2:], words, place)
-                return _forward_block(rules, rows, *seen, more, keep)
+                return _forward_block(rules, rows, keys[j], values[j], added, keep, carry)
 
-            parts = rows_of_all[band.first : band.stop]
-            if band.low == band.high:
-                shape = parts.shape[:-1]
-                outs.append(jnp.zeros((*shape, values.shape[-1]), parts.dtype))
-                lses.append(jnp.full(shape, -jnp.inf, parts.dtype))
-                continue
-            out, lse = tiles.each(block, (jnp.arange(band.first, band.stop), parts))
-            outs.append(out)
-            lses.append(lse)
-        return tiles.joined(outs), tiles.joined(lses)
+            shape = (*rows.shape[:-1], 1)
+            start = Running(
+                jnp.zeros((*shape[:-1], values.shape[-1]), rows.dtype),
+                jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype),
+                jnp.zeros(shape, rows.dtype),
+            )
+            out, highest, total = reach.visit_all(reached, plan, index, i, visit, start)
+            divisor = total if words is None else total * (1 - rules.dropout_rate)
+            out /= jnp.where(total == 0, 1.0, divisor)
+            return out, (highest + jnp.log(total))[..., 0]
+
+        return tiles.each(block, (jnp.arange(plan.blocks), rows_of_all))
 
     steps = jnp.arange(plan.steps)
-    out, lse = tiles.each(step, (steps, tiles.tiles(plan, query), *per_key))
+    out, lse = tiles.each(step, (steps, tiles.tiles(plan, query), keys, tiles.chunks(plan, value)))
     return tiles.rows(plan, out), tiles.rows(plan, lse[..., None])[..., 0]
+
+
+class Running(NamedTuple):
+    """Of the keys visited so far: weighted values, highest logit, and sum of exponentials."""
+
+    out: jax.Array
+    highest: jax.Array
+    total: jax.Array
 
 
 def _forward_block(
@@ -181,27 +193,24 @@ def _forward_block(
     rows: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    more: jax.Array | None,
+    added: jax.Array | None,
     keep: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """One block: rows `c r H`, keys `c H s`, values `c s h`."""
+    before: Running,
+) -> Running:
+    """One block more: rows `c r H`, keys `c H s`, values `c s h`."""
     logits = matmul(rows, keys, precision=rules.precision)
     if rules.soft_cap is not None:
         logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
-    if more is not None:
-        logits += more
-    # A row without keys has maximum -inf, and -inf - -inf is NaN.
-    highest = jnp.maximum(logits.max(-1, keepdims=True), LOWEST[logits.dtype.name])
-    exps = jnp.exp(logits - highest)
-    total = _sum(exps)
+    if added is not None:
+        logits += added
+    # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
+    highest = jnp.maximum(logits.max(-1, keepdims=True), before.highest)
+    exps, shrink = jnp.exp(logits - highest), jnp.exp(before.highest - highest)
+    total = before.total * shrink + _sum(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)
-        total_out = total * (1 - rules.dropout_rate)
-    else:
-        total_out = total
-    out = matmul(exps, values, precision=rules.precision)
-    out /= jnp.where(total == 0, 1.0, total_out)
-    return out, (highest + jnp.log(total))[..., 0]
+    out = before.out * shrink + matmul(exps, values, precision=rules.precision)
+    return Running(out, highest, total)
 
 
 def _sum(exps: jax.Array) -> jax.Array:
@@ -228,12 +237,13 @@ def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[A
     query, key, value, bias, traced, words, out, lse = saved
     slope, slope_lse = slopes
     conditions, padded = _conditions(plan, rules, traced, bias)
+    reached = reach.table(conditions, plan)
     # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
     shift = slope_lse - (slope * out).sum(-1)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     dtype = query.dtype
-    keys, values = tiles.cells(plan, key), tiles.cells(plan, value)
-    flipped = jnp.swapaxes(keys, 2, 3)
+    keys, values = tiles.chunks(plan, key), tiles.chunks(plan, value)
+    per_key = keys, values, jnp.swapaxes(keys, 3, 4)
     per_row = (
         tiles.tiles(plan, query),
         tiles.tiles(plan, slope),
@@ -243,43 +253,37 @@ def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[A
     bias_slope = None if padded is None else jnp.zeros(padded.shape, dtype)
 
     def step(bias_slope: jax.Array | None, x: Any) -> Any:
-        index, per_row, keys, flipped, values = x
-        key_slope, value_slope = jnp.zeros_like(keys), jnp.zeros_like(values)
-        query_slopes = []
-        for band in plan.bands:
-            span = slice(band.low, band.high)
-            seen = keys[:, span], flipped[..., span], values[:, span]
+        index, per_row, per_key = x
 
-            def block(carry: Any, y: Any, band: Band = band, seen: Any = seen) -> Any:
-                i, parts = y
-                dk, dv, db = carry
-                place = _place(plan, band, index, i)
-                more = pairs.added(conditions, padded, place, plan.G, dtype)
+        def block(carry: Any, y: Any) -> Any:
+            i, parts = y
+
+            def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:
+                dq, dk, dv, bias_slope = carry
+                place = _place(plan, index, i, j)
+                added = pairs.added(NOTHING if clear else conditions, padded, place, plan.G, dtype)
                 keep = kept(plan, *rules[-2:], words, place)
-                dq, more_dk, more_dv, d_added = _backward_block(rules, parts, seen, more, keep)
-                if db is not None:
-                    db = _add_bias_slope(plan, db, d_added, place)
-                return (dk + more_dk, dv + more_dv, db), dq
+                seen = tuple(x[j] for x in per_key)
+                more_dq, more_dk, more_dv, d_added = _backward_block(
+                    rules, parts, seen, added, keep
+                )
+                if bias_slope is not None:
+                    bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)
+                return dq + more_dq, dk.at[j].add(more_dk), dv.at[j].add(more_dv), bias_slope
 
-            parts = tuple(x[band.first : band.stop] for x in per_row)
-            if band.low == band.high:
-                query_slopes.append(jnp.zeros_like(parts[0]))
-                continue
-            zero = jnp.zeros_like(seen[0]), jnp.zeros_like(seen[2]), bias_slope
-            indices = jnp.arange(band.first, band.stop)
-            (dk, dv, bias_slope), dq = tiles.scan(block, zero, (indices, parts))
-            query_slopes.append(dq)
-            key_slope, value_slope = (
-                y if x.shape == y.shape and len(plan.bands) == 1 else x.at[:, span].add(y)
-                for x, y in ((key_slope, dk), (value_slope, dv))
-            )
-        return bias_slope, (tiles.joined(query_slopes), key_slope, value_slope)
+            start = (jnp.zeros_like(parts[0]), *carry)
+            dq, *carry = reach.visit_all(reached, plan, index, i, visit, start)
+            return tuple(carry), dq
+
+        zeros = jnp.zeros_like(per_key[0]), jnp.zeros_like(per_key[1]), bias_slope
+        (dk, dv, bias_slope), dq = tiles.scan(block, zeros, (jnp.arange(plan.blocks), per_row))
+        return bias_slope, (dq, dk, dv)
 
     steps = jnp.arange(plan.steps)
-    bias_slope, (dq, dk, dv) = tiles.scan(step, bias_slope, (steps, per_row, keys, flipped, values))
+    bias_slope, (dq, dk, dv) = tiles.scan(step, bias_slope, (steps, per_row, per_key))
     if bias_slope is not None:
-        bias_slope = bias_slope[:, :, : bias.shape[2]].astype(bias.dtype)
-    dk, dv = dk.reshape(key.shape), dv.reshape(value.shape)
+        bias_slope = bias_slope[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    dk, dv = (tiles.unchunked(plan, x) for x in (dk, dv))
     return tiles.rows(plan, dq), dk, dv, bias_slope, None, None
 
 
@@ -295,7 +299,7 @@ def _backward_block(
 ) -> tuple[jax.Array, ...]:
     """Slopes of rows, keys, values and added logits; scores are `c s r` in here."""
     rows, slope, lse, shift = per_row
-    keys, flipped, values = per_key
+    keys, values, flipped = per_key
     product = partial(matmul, precision=rules.precision)
     logits = product(keys, jnp.swapaxes(rows, 1, 2))
     bent = None
@@ -321,11 +325,11 @@ def _backward_block(
 
 def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:
     """Adds the slope of a block, summed over the axes that the bias broadcasts."""
-    shape = (place.batches, place.heads, place.rows, place.high - place.low)
+    shape = (place.batches, place.heads, place.rows, place.keys)
     part = d_added.reshape(shape)
     axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
     part = part.sum(axes, keepdims=True)
-    starts = (place.b, place.n, place.t, place.low)
+    starts = (place.b, place.n, place.t, place.s)
     first = [
         jnp.asarray(0 if size == 1 else start, jnp.int32)
         for size, start in zip(total.shape, starts, strict=True)
@@ -341,15 +345,14 @@ def _conditions(
     return pairs.pad(traced._replace(window=rules.window, above=above), bias, plan)
 
 
-def _place(plan: Plan, band: Band, step: jax.Array, i: jax.Array) -> Place:
-    groups = plan.K // plan.heads
+def _place(plan: Plan, step: jax.Array, i: jax.Array, j: jax.Array | int) -> Place:
     return Place(
-        step // groups * plan.batches,
+        step // plan.groups * plan.batches,
         plan.batches,
-        step % groups * plan.heads * plan.G,
+        step % plan.groups * plan.heads * plan.G,
         plan.heads * plan.G,
         i * plan.rows,
         plan.rows,
-        band.low,
-        band.high,
+        j * plan.keys,
+        plan.keys,
     )

@@ -16,8 +16,8 @@ def kept(
         return None
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     full = (plan.B, plan.K * plan.G, plan.T, plan.S)
-    starts = (place.b, place.n, place.t, place.low)
-    sizes = (place.batches, place.heads, place.rows, place.high - place.low)
+    starts = (place.b, place.n, place.t, place.s)
+    sizes = (place.batches, place.heads, place.rows, place.keys)
     # Places of the entries of a block on each axis; a shared axis has one place.
     at = [
         jnp.zeros(1, jnp.uint32)

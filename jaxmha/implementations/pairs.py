@@ -36,6 +36,9 @@ class Pairs(NamedTuple):
     array: jax.Array | None
 
 
+NOTHING = Pairs(None, (None, None), None, None, None, None)
+
+
 def of_mask(mask: Mask, T: int, S: int) -> Pairs:
     """Collects the conditions; lengths become conditions on rows and keys alone."""
     there: list[jax.Array | None] = []
@@ -62,13 +65,6 @@ def of_mask(mask: Mask, T: int, S: int) -> Pairs:
     return Pairs(above, mask.window_size or (None, None), there[0], there[1], segments, array)
 
 
-def bounds(pairs: Pairs) -> tuple[int | None, int | None]:
-    """Static `below` and `above`: every query i sees keys `i - below <= j <= i + above` alone."""
-    left, right = pairs.window
-    sides = [x for x in (right, pairs.above) if isinstance(x, int)]
-    return left, min(sides) if sides else None
-
-
 def live_positions(
     mask: Mask, bias: jax.Array | None, B: int, N: int, T: int, S: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -76,34 +72,34 @@ def live_positions(
     if not all(isinstance(size, int) and size for size in (B, T, S)):
         found = allowed_pairs(mask, bias, T, S)
         return (None, None) if found is None else (found.any((1, 3)), found.any((1, 2)))
-    plan = blocks.plan(B, N, 1, T, S, platform=jax.default_backend())
-    rows, keys = live(of_mask(mask, T, S), bias, plan)
+    rows, keys = live(of_mask(mask, T, S), bias, B, N, T, S)
     return tuple(None if x is None else x.any(1) for x in (rows, keys))  # type: ignore[return-value]
 
 
 def live(
-    pairs: Pairs, bias: jax.Array | None, plan: Plan
+    pairs: Pairs, bias: jax.Array | None, B: int, N: int, T: int, S: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Rows `b n T` and keys `b n S` with at least one allowed pair; None: all of them."""
-    if bias is None and pairs == Pairs(None, (None, None), None, None, None, None):
+    if bias is None and pairs == NOTHING:
         return None, None
     if bias is None and pairs.segments is None and pairs.array is None:
-        rows, keys = _live_intervals(pairs, plan)
+        rows, keys = _live_intervals(pairs, T, S)
         return _unless_all(rows), _unless_all(keys)
+    plan = blocks.plan(B, N, 1, T, S, platform=jax.default_backend())
     return _live_blocks(pairs, bias, plan)
 
 
-def _live_intervals(pairs: Pairs, plan: Plan) -> tuple[Any, Any]:
+def _live_intervals(pairs: Pairs, T: int, S: int) -> tuple[Any, Any]:
     """Without ids and arrays a row sees an interval of the keys that are there, and vice versa.
 
     What is static stays NumPy.
     """
     below, above = pairs.window
-    i, j = np.arange(plan.T).reshape(1, plan.T), np.arange(plan.S).reshape(1, plan.S)
+    i, j = np.arange(T).reshape(1, T), np.arange(S).reshape(1, S)
     start: Any = np.zeros_like(i) if below is None else i - below
-    stop: Any = np.full_like(i, plan.S) if above is None else i + above + 1
+    stop: Any = np.full_like(i, S) if above is None else i + above + 1
     first: Any = np.zeros_like(j) if above is None else j - above
-    last: Any = np.full_like(j, plan.T) if below is None else j + below + 1
+    last: Any = np.full_like(j, T) if below is None else j + below + 1
     if isinstance(pairs.above, int):
         stop = np.minimum(stop, i + pairs.above + 1)
         first = np.maximum(first, j - pairs.above)
@@ -112,8 +108,8 @@ def _live_intervals(pairs: Pairs, plan: Plan) -> tuple[Any, Any]:
         offset = jnp.asarray(pairs.above, stop.dtype).reshape(-1, 1)
         stop = jnp.minimum(stop, jnp.asarray(i + 1) + offset)
         first = jnp.maximum(first, jnp.asarray(j) - offset)
-    rows = _any_between(pairs.keys, start, stop, plan.S)
-    keys = _any_between(pairs.rows, first, last, plan.T)
+    rows = _any_between(pairs.keys, start, stop, S)
+    keys = _any_between(pairs.rows, first, last, T)
     rows = rows if pairs.rows is None else rows & pairs.rows
     keys = keys if pairs.keys is None else keys & pairs.keys
     return rows[:, None], keys[:, None]
@@ -167,14 +163,14 @@ class Place(NamedTuple):
     heads: int
     t: jax.Array | int
     rows: int
-    low: int
-    high: int
+    s: jax.Array | int
+    keys: int
 
 
 def cut(array: jax.Array, place: Place) -> jax.Array:
     """The block of an array `b n t s`; axes of size 1 stay so."""
-    starts = (place.b, place.n, place.t, place.low)
-    sizes = (place.batches, place.heads, place.rows, place.high - place.low)
+    starts = (place.b, place.n, place.t, place.s)
+    sizes = (place.batches, place.heads, place.rows, place.keys)
     first = [0 if n == 1 else start for n, start in zip(array.shape, starts, strict=True)]
     size = [1 if n == 1 else m for n, m in zip(array.shape, sizes, strict=True)]
     return jax.lax.dynamic_slice(array, [jnp.asarray(x, jnp.int32) for x in first], size)
@@ -189,7 +185,7 @@ def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array |
       rows_too: also the condition on rows alone, which makes a row of the answer False.
     """
     i = (place.t + jnp.arange(place.rows)).reshape(1, 1, place.rows, 1)
-    j = jnp.arange(place.low, place.high).reshape(1, 1, 1, place.high - place.low)
+    j = (place.s + jnp.arange(place.keys)).reshape(1, 1, 1, place.keys)
     below, above = pairs.window
     found: list[jax.Array] = []
     if below is not None:
@@ -233,8 +229,8 @@ def added(
         )
         given = jnp.where(found, given, -jnp.inf)
     b, n, rows, keys = given.shape
-    if keys != place.high - place.low:
-        keys = place.high - place.low
+    if keys != place.keys:
+        keys = place.keys
         given = jnp.broadcast_to(given, (b, n, rows, keys))
     if b == n == 1 and (rows == 1 or G == 1):
         return given.reshape(1, rows, keys)
@@ -246,18 +242,22 @@ def added(
 
 
 def pad(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[Pairs, jax.Array | None]:
-    """Fills every axis T up to a multiple of the rows of a block."""
-    missing = plan.blocks * plan.rows - plan.T
+    """Fills the axes T and S up to multiples of the rows and keys of a block."""
+    missing = {"T": plan.blocks * plan.rows - plan.T, "S": plan.chunks * plan.keys - plan.S}
 
-    def fill(x: jax.Array | None, axis: int) -> jax.Array | None:
-        if x is None or missing == 0 or x.shape[axis] == 1:
+    def fill(x: Any, **axes: int) -> Any:
+        counts = {a: missing[name] for name, a in axes.items() if x is not None and x.shape[a] != 1}
+        if not any(counts.values()):
             return x
-        return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)])
+        return jnp.pad(x, [(0, counts.get(a, 0)) for a in range(x.ndim)])
 
-    segments = pairs.segments
+    keys, segments = pairs.keys, pairs.segments
+    if missing["S"]:
+        there = np.arange(plan.S + missing["S"]) < plan.S if keys is None else None
+        keys = jnp.asarray(there)[None] if there is not None else fill(keys, S=1)
     if segments is not None:
-        ids = fill(segments[0], 1)
-        assert ids is not None
-        segments = ids, segments[1]
-    filled = pairs._replace(rows=fill(pairs.rows, 1), segments=segments, array=fill(pairs.array, 2))
-    return filled, fill(bias, 2)
+        segments = fill(segments[0], T=1), fill(segments[1], S=1)
+    filled = pairs._replace(
+        rows=fill(pairs.rows, T=1), keys=keys, segments=segments, array=fill(pairs.array, T=2, S=3)
+    )
+    return filled, fill(bias, T=2, S=3)

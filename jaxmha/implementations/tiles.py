@@ -8,9 +8,21 @@ import jax.numpy as jnp
 from jaxmha.implementations.blocks import Plan
 
 
-def cells(plan: Plan, x: jax.Array) -> jax.Array:
-    """`B K S d` as `steps cells S d`."""
-    return x.reshape(plan.steps, plan.cells, *x.shape[2:])
+def chunks(plan: Plan, x: jax.Array) -> jax.Array:
+    """`B K S d` as `steps chunks cells keys d`, filled up where S ends."""
+    missing = plan.chunks * plan.keys - plan.S
+    if missing:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    d = x.shape[-1]
+    x = x.reshape(plan.steps, plan.cells, plan.chunks, plan.keys * d)
+    return jnp.swapaxes(x, 1, 2).reshape(plan.steps, plan.chunks, plan.cells, plan.keys, d)
+
+
+def unchunked(plan: Plan, x: jax.Array) -> jax.Array:
+    """The inverse of `chunks`."""
+    d = x.shape[-1]
+    x = jnp.swapaxes(x.reshape(plan.steps, plan.chunks, plan.cells, plan.keys * d), 1, 2)
+    return x.reshape(plan.B, plan.K, plan.chunks * plan.keys, d)[:, :, : plan.S]
 
 
 def tiles(plan: Plan, x: jax.Array, fill: float = 0.0) -> jax.Array:
@@ -32,10 +44,6 @@ def rows(plan: Plan, x: jax.Array) -> jax.Array:
     x = jnp.swapaxes(x, 1, 2)
     x = x.reshape(plan.B, plan.K * plan.G, plan.blocks * plan.rows, d)
     return x[:, :, : plan.T]
-
-
-def joined(parts: list[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def each(f: Any, xs: Any) -> Any:

@@ -176,8 +176,8 @@ def test_stacked_layers_are_compared_one_by_one(tmp_path: Path) -> None:
     report = verify.compare(source, target)
     assert [pair.same for pair in report.blocks] == [True, False, True]
     assert report.blocks[1].differences[0].index == (2, 3, 0)
-    layer = [sides.read(path, N)[0] for path in singles]
-    for one, side in zip(layer, sides.read(source, N), strict=True):
+    layer = [sides.read(path, N).blocks[0] for path in singles]
+    for one, side in zip(layer, sides.read(source, N).blocks, strict=True):
         layers.assert_identical(one.params, side.params)
 
 

@@ -335,6 +335,19 @@ def test_comparing_changes_nothing(layer: Any, params: MHAParams) -> None:
     layers.assert_identical(params, expected)
 
 
+def test_what_is_not_compared_is_counted(layer: Any) -> None:
+    state = {f"a.{name}": array.numpy() for name, array in layer.state_dict().items()}
+    one, two = ({f"{i}.bias": np.ones(3, np.float32) for i in range(n)} for n in (1, 2))
+    heads = layer.num_heads
+    assert verify.compare(state, state, num_heads=heads).notes == ()
+    found = verify.compare({**state, **one}, {**state, **two}, num_heads=heads)
+    assert found.same
+    assert found.notes == (
+        "not compared: 1 array of the first outside attention",
+        "not compared: 2 arrays of the second outside attention",
+    )
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("leaf", ["query.kernel", "value.bias", "out.bias"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -349,6 +362,7 @@ def test_what_is_not_finite_is_never_alike(params: MHAParams, leaf: str, bad: fl
     found = report(side, side)
     assert not found.differences
     assert not found.same
+    assert f"{leaf} holds NaN or infinity" in str(found)
     assert not verify.compare(side, side)
     assert not report(side, params).same
     assert not report(params, side).same
