@@ -4,6 +4,11 @@ Sources: keras/src/layers/attention/multi_head_attention.py and grouped_query_at
 Any dtype but Boolean means "nonzero attends", so that an additive mask (0 keeps, -1e9 blocks)
 means its opposite. A row with nothing left is the mean of the values on the fused path, and 0
 where scores are asked for or the dropout rate is not 0.
+
+What is blocked gets a finite constant: -2.4e38 on the fused path, and -1e9, or -3e4 in float16,
+where scores are asked for, whose weights are zeroed after the softmax. That is exclusion as long
+as logits stay above the constant; below it (-3e4 in float16) the blocked keys take the whole sum,
+and the row becomes 0. The presets exclude instead: their weights still sum to 1 there.
 """
 
 import inspect

@@ -164,7 +164,7 @@ def _whole(
     importer = _module(framework).import_masks
     taken = signature(importer).parameters
     named = {SIZES[letter]: n for letter, n in sizes.items() if framework != "sdpa"}
-    extra = {name: n for name, n in named.items() if name in taken}
+    extra: dict[str, Any] = {name: n for name, n in named.items() if name in taken}
     if "emptied_by_bias" in taken:
         extra["emptied_by_bias"] = "empty"
     try:

@@ -25,7 +25,13 @@ Style = Literal["filled", "added"]
 # The inserted axis is the heads' (three axes), or the head axis is missing (two).
 _AXES = ("#N #S", "#B #T #S")
 FILLED = MaskArg("mask", _AXES, other="nonzero", empty=(("", "mean"),))
-ADDED = MaskArg("mask", _AXES, keep=False, other="nonzero", empty=(("", "as if unmasked"),))
+ADDED = MaskArg(
+    "mask",
+    _AXES,
+    keep=False,
+    other="nonzero",
+    empty=(("float32", "mean"), ("float64", "as if unmasked")),
+)
 ARGUMENTS = (FILLED, ADDED)
 CONSTANT = -1e9
 

@@ -88,12 +88,13 @@ def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
     ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): cut or \
     pad the mask to the call, or export it for the sizes that it has
     """
-    mask, known = as_mask(mask), dict(sizes)
-    if (mask.query_segments is None) != (mask.key_value_segments is None):
+    given: Mask = as_mask(mask)
+    known = dict(sizes)
+    if (given.query_segments is None) != (given.key_value_segments is None):
         raise ValueError("mask has segments of one side alone: give query_ids and key_value_ids")
     fields: dict[str, Any] = {}
     for name, axes in _AXES.items():
-        value = getattr(mask, name)
+        value = getattr(given, name)
         if value is None or type(value) is int:
             continue
         shown, array = "mask" if name == "array" else f"mask.{name}", _of_dtype(name, value)
@@ -117,7 +118,7 @@ def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
             if size != 1:  # `#B` has no size by itself
                 known.setdefault(letter, size)
         fields[name] = array
-    return replace(mask, **fields)
+    return replace(given, **fields)
 
 
 def _of_dtype(name: str, value: Any) -> NDArray:
@@ -173,7 +174,10 @@ def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray |
     (1, 1, 3, 5)
     """
     mask = replace(mask, **dict.fromkeys(apart))
-    return None if mask.empty else narrowed(np.asarray(mask.to_array(T, S, np)))
+    if mask.empty:
+        return None
+    array: NDArray = np.asarray(mask.to_array(T, S, np))
+    return narrowed(array)
 
 
 def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, int]) -> None:
@@ -222,7 +226,7 @@ def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
     padding, lengths = (getattr(mask, f"{side}_{what}") for what in ("padding", "lengths"))
     if lengths is None:
         return None if padding is None else np.asarray(padding)
-    within = np.arange(length).reshape(1, -1) < lengths.reshape(-1, 1)
+    within: NDArray = np.arange(length).reshape(1, -1) < lengths.reshape(-1, 1)
     return within if padding is None else np.logical_and(padding, within)
 
 

@@ -79,10 +79,11 @@ def blocked_by(added: NDArray) -> NDArray:
 
 
 def _constant(values: NDArray) -> float | None:
-    """c, where there are two values, 0 and a low constant c."""
-    lowest = float(values.min(initial=0))
-    two = bool(np.all((values == 0) | (values == lowest)))
-    return lowest if two and -np.inf < lowest <= CONSTANT else None
+    """c, where there are two finite values, 0 and a low constant c."""
+    finite = values[np.isfinite(values)]
+    lowest = float(finite.min(initial=0))
+    two = bool(np.all((finite == 0) | (finite == lowest)))
+    return lowest if two and lowest <= CONSTANT else None
 
 
 def _name_of(dtype: Any) -> str:
@@ -129,7 +130,7 @@ def _one_block(rows: NDArray) -> bool:
 
 def _products(slices: NDArray) -> tuple[NDArray, NDArray]:
     """Per slice, the rows and the columns in which anything is True."""
-    return slices.any(2), slices.any(1)
+    return np.asarray(slices.any(2)), np.asarray(slices.any(1))
 
 
 def _paddings(slices: NDArray) -> NDArray | None:
@@ -189,7 +190,11 @@ def _inverted(given: Given) -> Finding | None:
     if what is None:
         return None
     added = given.array.dtype != np.bool_ and given.argument.other == "added"
-    fix = "Exclude the others, `np.where(mask == 0, -np.inf, 0)`" if added else "Pass `~mask`"
+    fix = (
+        "Exclude the others, `np.where(mask == 0, -np.inf, 0)`"
+        if added
+        else "Pass its negation (`~mask`)"
+    )
     return Finding("inverted", given.argument.name, what, fix)
 
 

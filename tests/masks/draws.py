@@ -111,7 +111,8 @@ def pairs(mask: Mask | None, bias: Any = None, sizes: Sizes = USUAL) -> NDArray:
 
 def emptied(mask: Mask | None, bias: Any, sizes: Sizes = USUAL) -> NDArray:
     """The rows `(B, N, T)` to which the mask leaves keys, and a bias of -inf none of them."""
-    return pairs(mask, None, sizes).any(-1) & ~pairs(mask, bias, sizes).any(-1)
+    before, after = (np.asarray(pairs(mask, x, sizes).any(-1)) for x in (None, bias))
+    return before & ~after
 
 
 def numbers(*shape: int, seed: int = 0) -> NDArray:

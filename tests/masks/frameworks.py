@@ -160,7 +160,8 @@ def params(N: int, K: int) -> MHAParams:
         Projection(0.3 * numbers(D, n, H, seed=i), 0.3 * numbers(n, H, seed=i))
         for i, n in enumerate((N, K, K))
     ]
-    return MHAParams(*inside, Projection(0.3 * numbers(N, H, D), 0.3 * numbers(D)))
+    inside.append(Projection(0.3 * numbers(N, H, D), 0.3 * numbers(D)))
+    return MHAParams(*inside)
 
 
 def inputs(sizes: Sizes, layer: bool) -> list[NDArray]:
@@ -191,7 +192,7 @@ def sdpa_live(sizes: Sizes) -> Call:
     return lambda **arguments: to_numpy(run(*given, **tensors(arguments)).transpose(1, 2))
 
 
-def keras_live(sizes: Sizes, kind: str, scores: bool) -> Call:
+def keras_live(sizes: Sizes, kind: keras.Kind, scores: bool) -> Call:
     weights = params(sizes.N, 1 if kind == "gqa" else sizes.N)
     module = keras_layers.to_module(weights, kind=kind)
     query, key, value = inputs(sizes, layer=True)
@@ -204,7 +205,7 @@ def keras_live(sizes: Sizes, kind: str, scores: bool) -> Call:
     return call
 
 
-def flax_live(sizes: Sizes, kind: str, sow: bool = False) -> Call:
+def flax_live(sizes: Sizes, kind: Any, sow: bool = False) -> Call:
     made: Any = flax_layers.to_module(params(sizes.N, sizes.N), kind=kind)
     given = [jnp.asarray(x) for x in inputs(sizes, layer=True)]
 

@@ -113,7 +113,8 @@ def test_a_causal_model_without_a_mask() -> None:
         mask, _ = huggingface.import_masks(is_causal=True, **arguments)
         assert mask is not None
         assert mask.causal_offset == S - T
-    for whole in ({}, {"key_length": S}):
+    wholes: tuple[dict[str, Any], ...] = ({}, {"key_length": S})
+    for whole in wholes:
         mask, _ = huggingface.import_masks(is_causal=True, **whole)
         assert mask is not None
         assert mask.causal_offset == 0

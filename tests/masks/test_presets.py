@@ -22,6 +22,8 @@ from jaxmha.semantics import PATHS
 from tests.tolerance import LAYER, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # nnx's own
+attention_layer: Any = partial(multi_head_attention, implementation="reference")
+attention: Any = partial(dot_product_attention, implementation="reference")
 B, S, N, H = 3, 5, 2, 11
 D = N * H
 HALF = ("bfloat16", "float16")
@@ -136,7 +138,7 @@ def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
     params, (x, keep) = layer_params(dtype), inputs(dtype)
     out, weights = (None if a is None else to_numpy(a) for a in LIVE[name].call(params, x, keep))
     semantics = LIVE[name].preset(dtype=dtype if dtype in HALF else None)
-    ours, ours_weights = multi_head_attention(
+    ours, ours_weights = attention_layer(
         params, x, mask=keep[:, None], semantics=semantics, return_weights=True
     )
     assert out is not None
@@ -158,9 +160,37 @@ def test_float16_overflows_where_the_path_does(name: str) -> None:
     x = np.full((1, 3, N * width), 100, np.float16)
     live = to_numpy(LIVE[name].call(params, x, np.ones((1, 3, 3), bool))[0])
     preset = LIVE[name].preset(dtype="float16")
-    ours = np.asarray(multi_head_attention(params, x, semantics=preset))
+    ours = np.asarray(attention_layer(params, x, semantics=preset))
     assert np.isnan(live).all() == (preset.softmax_dtype == np.float16)
     np.testing.assert_array_equal(ours, live)
+
+
+@pytest.mark.parametrize("logit", [-2e4, -4e4])
+def test_the_constant_of_keras_shows_below_it(logit: float) -> None:
+    """Two equal logits in float16 beside a blocked one: Keras' row is 0 where they are below -3e4."""
+    size = 4
+    zero = np.zeros((size, 1, size), np.float16)
+    zero[0, 0, 0] = 1
+    inside = Projection(zero, np.zeros((1, size), np.float16))
+    params = MHAParams(inside, inside, inside, Projection(zero.transpose(1, 2, 0)))
+    params = params._replace(out=Projection(np.eye(size, dtype=np.float16)[None], zero[1, 0]))
+    query, key = np.zeros((2, 1, 3, size), np.float16)
+    query[..., 0], key[..., 0] = -200, -logit / 100  # times the scale 1/2
+    keep = np.array([[[True, True, False]]])
+    layer = to_keras.to_module(params)
+    with loose():
+        live = layer(query, key, attention_mask=keep, return_attention_scores=True)
+    ours = attention_layer(
+        params,
+        query,
+        key,
+        mask=keep[:, None],
+        semantics=Semantics.keras("scores", dtype="float16"),
+        return_weights=True,
+    )
+    exact, shown = np.array([0.5, 0.5, 0]), logit < -3e4
+    np.testing.assert_array_equal(np.asarray(ours[1])[0, 0, 0], exact)
+    np.testing.assert_array_equal(to_numpy(live[1])[0, 0, 0], 0 * exact if shown else exact)
 
 
 KEPT = np.ones((B, S, S), bool)
@@ -178,7 +208,7 @@ def test_weights_are_those_before_or_after_dropout(name: str) -> None:
     semantics = LIVE[name].preset(dropout_rate=RATE)
     clean, shown = (
         np.asarray(
-            multi_head_attention(
+            attention_layer(
                 params,
                 x,
                 semantics=semantics,
@@ -219,7 +249,7 @@ def test_dropout_shares_draws_as_the_framework_does(name: str) -> None:
     x[:, :, :S] = np.eye(S)
     live = to_numpy(LIVE[name].call(params, x, KEPT, rate=RATE)[0])
     semantics = LIVE[name].preset(dropout_rate=RATE)
-    ours = multi_head_attention(params, x, semantics=semantics, dropout_key=jax.random.key(0))
+    ours = attention_layer(params, x, semantics=semantics, dropout_key=jax.random.key(0))
     drawn = [np.asarray(out).reshape(B, S, N, S).transpose(0, 2, 1, 3) for out in (live, ours)]
     for out in drawn:
         np.testing.assert_allclose(np.unique(out), (0, 1 / S / (1 - RATE)), rtol=1e-6)
@@ -251,7 +281,7 @@ def test_attention_alone(name: str, dtype: str) -> None:
             turned[0], turned[1], turned[2], tensor(keep)
         )
         live, semantics = out.transpose(1, 2), Semantics.torch_sdpa()
-    ours = dot_product_attention(
+    ours = attention(
         query,
         key,
         value,
@@ -271,10 +301,8 @@ def test_softmax_of_jax_is_float32_for_float64(x64: None) -> None:
     query, key, value = heads("float64")
     with loose():
         live = to_numpy(jax.nn.dot_product_attention(query, key, value))
-    exact = np.asarray(dot_product_attention(query, key, value))
-    ours = dot_product_attention(
-        query, key, value, softmax_dtype=Semantics.jax().softmax_dtype, implementation="reference"
-    )
+    exact = np.asarray(attention(query, key, value))
+    ours = attention(query, key, value, softmax_dtype=Semantics.jax().softmax_dtype)
     for rounded in (live, np.asarray(ours)):
         assert 1e-9 < np.abs(rounded - exact).max() < 1e-6
 
