@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxmha import MHAParams
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
@@ -131,6 +132,18 @@ def configs(*frameworks: str, seed: int = 0) -> list[Config]:
     """One configuration per variant, of the frameworks named or of all."""
     wanted = frameworks or ("torch", "keras", "linen", "nnx")
     return [draw(variant, seed) for variant in VARIANTS if variant.framework in wanted]
+
+
+# One layer of each framework with every leaf, and torch's two layouts: what every run compiles.
+RICH = ("everything", "packed", "packed no bias bias_kv zero", "vdim bias_kv zero")
+
+
+def cases(*frameworks: str) -> list[Any]:
+    """Configurations as parameters of a test; those that are not rich are slow."""
+    return [
+        pytest.param(c, id=str(c), marks=() if c.name in RICH else pytest.mark.slow)
+        for c in configs(*frameworks)
+    ]
 
 
 @contextmanager

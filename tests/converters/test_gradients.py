@@ -31,6 +31,22 @@ def problem(config: Config) -> tuple[Any, Inputs, NDArray]:
     return layer, layers.inputs(config, 1, "float64"), cotangent
 
 
+def loss(
+    params: MHAParams,
+    inputs: Inputs,
+    bias: NDArray | None,
+    semantics: Semantics,
+    mask: NDArray | None,
+    cotangent: NDArray,
+) -> Any:
+    """What is differentiated: the cotangent times the output."""
+    out = multi_head_attention(params, *inputs, mask=mask, bias=bias, semantics=semantics)
+    return jnp.sum(out * cotangent)
+
+
+gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
 def ours(
     params: MHAParams,
     semantics: Semantics,
@@ -40,13 +56,8 @@ def ours(
     bias: NDArray | None = None,
 ) -> tuple[MHAParams, Inputs, Any]:
     """Gradients of jaxmha with respect to parameters, inputs and bias."""
-
-    def loss(params: MHAParams, inputs: Inputs, bias: Any) -> Any:
-        out = multi_head_attention(params, *inputs, mask=mask, bias=bias, semantics=semantics)
-        return jnp.sum(out * cotangent)
-
-    found: tuple[MHAParams, Inputs, Any] = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(
-        params, inputs, bias
+    found: tuple[MHAParams, Inputs, Any] = gradients(
+        params, inputs, bias, semantics, mask, cotangent
     )
     return found
 
@@ -114,8 +125,8 @@ def flax_gradients(
             return nnx.merge(graph, tree, rest)(*inputs, mask=mask)
 
     with layers.foreign():
-        weights, to_inputs = jax.grad(
-            lambda tree, inputs: jnp.sum(run(tree, inputs) * cotangent), argnums=(0, 1)
+        weights, to_inputs = jax.jit(
+            jax.grad(lambda tree, inputs: jnp.sum(run(tree, inputs) * cotangent), argnums=(0, 1))
         )(tree, inputs)
     pure = weights if isinstance(layer, tuple) else nnx.to_pure_dict(weights)
     flat = {"/".join(map(str, path)): to_numpy(x) for path, x in flatten_dict(pure).items()}
@@ -152,7 +163,7 @@ def keras_gradients(
 
         start = [w.value for w in layer.trainable_variables]
         with layers.foreign():
-            weights, dq, dv, dk = jax.grad(loss_of, argnums=(0, 1, 2, 3))(start, q, v, k)
+            weights, dq, dv, dk = jax.jit(jax.grad(loss_of, argnums=(0, 1, 2, 3)))(start, q, v, k)
     found = {name: to_numpy(x) for name, x in zip(names, weights, strict=True)}
     return found, (to_numpy(dq), to_numpy(dk), to_numpy(dv))
 
@@ -165,7 +176,7 @@ def padding() -> NDArray:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("config", layers.configs("torch"), ids=str)
+@pytest.mark.parametrize("config", layers.cases("torch"))
 def test_torch(config: Config) -> None:
     layer, inputs, cotangent = problem(config)
     mask = None if config.name == "packed" else padding()
@@ -194,13 +205,8 @@ def test_torch_bias(config: Config) -> None:
     assert_all_close(torch.export_params(weights, semantics), theirs)
 
 
-EVERYTHING = ("everything", "no bias")
-
-
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    "config", [c for c in layers.configs("linen", "nnx") if c.name in EVERYTHING], ids=str
-)
+@pytest.mark.parametrize("config", layers.cases("linen", "nnx"))
 def test_flax(config: Config) -> None:
     layer, inputs, cotangent = problem(config)
     params, semantics = flax.from_module(*(layer if isinstance(layer, tuple) else (layer,)))
@@ -213,9 +219,7 @@ def test_flax(config: Config) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    "config", [c for c in layers.configs("keras") if c.name in EVERYTHING], ids=str
-)
+@pytest.mark.parametrize("config", layers.cases("keras"))
 def test_keras(config: Config) -> None:
     layer, inputs, cotangent = problem(config)
     params, semantics = keras.from_module(layer)

@@ -56,14 +56,7 @@ def next_up(index: tuple[int, ...]) -> Any:
     return change
 
 
-# One plain and one rich layer of each framework: every shape is compiled anew.
-CONFIGS = [
-    *layers.configs("torch")[3:8],
-    *(c for c in layers.configs("keras", "linen", "nnx") if c.name in ("no bias", "everything")),
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", layers.cases())
 def test_every_layer_is_the_same_as_its_parameters(config: Config) -> None:
     live = layers.build(config)
     converter = {"torch": torch, "keras": keras, "linen": flax, "nnx": flax}[config.framework]
