@@ -109,6 +109,9 @@ VERBS = {
     ),
     "jax": Verbs(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
     "huggingface": Verbs(huggingface, NO_HEADS, bias=True, importing=lengths),
+    "scores": Verbs(
+        huggingface, NO_HEADS, bias=True, exporting={"form": "scores"}, importing=lengths
+    ),
     "causal model": Verbs(
         huggingface,
         NO_HEADS,
@@ -141,7 +144,7 @@ class Live(NamedTuple):
       semantics: of the path.
       layer: whether it is a layer.
       groups: K, where not N.
-      no_keys: whether it takes S = 0, and has a row of no keys for one with nothing left.
+      no_keys: whether it takes axes of size 0, and a row of no keys is one with nothing left.
     """
 
     verbs: str
@@ -306,10 +309,13 @@ LIVE = {
     "nnx slow": Live("nnx", partial(flax_live, kind="nnx", sow=True), Semantics.flax(), True),
     "jax": Live("jax", jax_live, Semantics.jax()),
     "bert eager": Live(
-        "huggingface", partial(bert_live, implementation="eager"), Semantics(fully_masked="mean")
+        "scores", partial(bert_live, implementation="eager"), Semantics(fully_masked="mean")
     ),
     "bert sdpa": Live(
-        "huggingface", partial(bert_live, implementation="sdpa"), Semantics(fully_masked="mean")
+        "scores",
+        partial(bert_live, implementation="sdpa"),
+        Semantics(fully_masked="mean"),
+        no_keys=False,
     ),
     "filled": Live("filled", filled_live, Semantics(fully_masked="mean")),
     "added": Live("added", partial(filled_live, style="added"), Semantics()),
