@@ -11,7 +11,7 @@ demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
 
 test: weights lint wheel  ## linters, types, the test suite, and the built wheel on its own
-	$(RUN) python -m pytest -q -n 2
+	$(RUN) python -m pytest -q -n 2 --dist loadfile
 
 bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
 	$(RUN) python -m experiments.benchmarks --write
@@ -19,8 +19,8 @@ bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 min
 bench-full: $(VENV)/installed  ## every shape
 	$(RUN) python -m experiments.benchmarks --full --write
 
-test-slow: weights  ## what every run does not need: more examples, other backends
-	$(RUN) python -m pytest -q -n 2 -m slow
+test-slow: weights  ## every test, compiled as users do, with more examples and other backends
+	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy

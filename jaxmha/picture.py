@@ -43,7 +43,8 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
     title = describe(mask)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
         return title  # its values are not known
-    T, S = T or _length(mask, "query", -2), S or _length(mask, "key_value", -1)
+    T = _length(mask, "query", -2) if T is None else T
+    S = _length(mask, "key_value", -1) if S is None else S
     corner = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
     B, N = corner.shape[:2]
     panels = []
@@ -82,7 +83,7 @@ def _length(mask: "Mask", side: str, axis: int) -> int:
     for name in (f"{side}_padding", f"{side}_segments"):
         if getattr(mask, name) is not None:
             return int(getattr(mask, name).shape[-1])
-    if mask.array is not None and mask.array.ndim >= -axis and mask.array.shape[axis] > 1:
+    if mask.array is not None and mask.array.ndim >= -axis and mask.array.shape[axis] != 1:
         return int(mask.array.shape[axis])
     lengths = getattr(mask, f"{side}_lengths")
     return max(SIDE, 0 if lengths is None else int(np.max(lengths, initial=0)))

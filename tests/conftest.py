@@ -1,8 +1,9 @@
-"""Strict promotion and full precision for every test, and the `x64` fixture."""
+"""Strict promotion and full precision for every test; how much compilers optimise."""
 
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before any framework is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -16,6 +17,24 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
+# What one worker or an earlier run compiled is not compiled again.
+PROGRAMS = Path(__file__).parent.parent / ".pytest_cache" / "programs"
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimised(request: pytest.FixtureRequest) -> None:
+    """Compiling is most of the time of a run: in half of it where nothing is optimised.
+
+    Modules that measure rounding set OPTIMISED: they compile as users do. With JAXMHA_OPTIMISED=1
+    every module does, as `make test-slow` has it.
+    """
+    wanted = hasattr(request.module, "OPTIMISED") or bool(os.environ.get("JAXMHA_OPTIMISED"))
+    jax.config.update("jax_disable_most_optimizations", not wanted)  # type: ignore[no-untyped-call]
+    if hasattr(request.module, "OPTIMISED"):
+        jax.clear_caches()  # type: ignore[no-untyped-call]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

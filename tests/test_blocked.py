@@ -30,7 +30,9 @@ def shape_of(shape: tuple[int, ...], dtype: str) -> Any:
     return make(shape, dtype)
 
 
-@pytest.fixture(params=TINY, ids=["one_row", "two_rows"])
+@pytest.fixture(
+    params=[pytest.param(TINY[0], marks=pytest.mark.slow), TINY[1]], ids=["one_row", "two_rows"]
+)
 def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """An implementation of a name of its own, for which nothing is compiled yet."""
 
@@ -42,7 +44,7 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     name = request.node.name
     module = SimpleNamespace(supports=blocked.supports, attend=attend)
     monkeypatch.setitem(conformance.WITHOUT_WEIGHTS, name, "as blocked")
-    monkeypatch.setitem(IMPLEMENTATIONS, name, module)  # type: ignore[arg-type]
+    monkeypatch.setitem(IMPLEMENTATIONS, name, module)
     return str(name)
 
 
@@ -80,8 +82,8 @@ def long_case(**changes: Any) -> tuple[Case, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"is_causal": True}, {"local_window_size": (37, 11)}, {"bias": "N1S"}],
-    ids=["causal", "window", "bias"],
+    "changes", [{"is_causal": True, "bias": "N1S"}, {"local_window_size": (37, 11)}],
+    ids=["causal and bias", "window"],
 )  # fmt: skip
 def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, Any]) -> None:
     case, arrays = long_case(**changes)
@@ -141,12 +143,13 @@ def conditions_of(kind: str, T: int, S: int) -> Mask:
     "kind",
     ["causal", "offset", "offsets", "window", "left window", "lengths", "padding", "segments", "array", "keys"],
 )  # fmt: skip
-@pytest.mark.parametrize(("T", "S", "side"), [(1, 1, 2), (97, 31, 8), (31, 97, 8), (256, 256, 64)])
+@pytest.mark.parametrize(("T", "S", "side"), [(1, 1, 2), (97, 31, 8), (29, 97, 8)])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batches: int) -> None:
     """Chunks are clear, or looked at with their conditions, or without any allowed pair."""
-    mask, options = conditions_of(kind, T, S), {"target": 1, "least_rows": side, "side": side}
-    cut = replace(blocks.plan(2, 3, 1, T, S, skips=True, **options), batches=batches)
+    mask = conditions_of(kind, T, S)
+    cut = blocks.plan(2, 3, 1, T, S, skips=True, target=1, least_rows=side, side=side)
+    cut = replace(cut, batches=batches)
     cut = replace(cut, heads=3 if batches > 1 else 1)
     conditions, _ = pairs.pad(pairs.of_mask(mask, T, S), None, cut)
     found = reach.table(conditions, cut)
@@ -276,6 +279,7 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "added", added)
 
 
+@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize(
     ("mutate", "name", "slopes"),
     [

@@ -15,32 +15,25 @@ from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
 from jaxmha.mask import Mask
 from tests import cases, conformance, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
+from tests.everyday import everyday
 
 IMPLEMENTED = list(IMPLEMENTATIONS)
 by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTED)
 BY_NAME = {case.name: case for case in CASES}
+# float64 takes every case; other dtypes differ by their casts alone.
+SOME = ("plain", "multi_query", "bias_excludes", "soft_cap", "empty_mean", "dropout", "everything")
 by_case = pytest.mark.parametrize("case", CASES, ids=cases.ids)
 
 
 @by_implementation
-@by_case
+@pytest.mark.parametrize("case", everyday(CASES, *SOME))
 def test_values(implementation: str, case: Case) -> None:
     conformance.values(case, implementation, "float32", jit=False)
 
 
-# Half precision differs by its casts alone.
-HALF = ("plain", "multi_query", "soft_cap", "empty_mean", "dropout", "no_keys", "everything")
-
-
 @by_implementation
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case.name in HALF else pytest.mark.slow, id=case.name)
-        for case in CASES
-    ],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", everyday(CASES, *SOME))
+@pytest.mark.parametrize("dtype", everyday(["bfloat16", "float16"], "bfloat16"))
 def test_values_in_half_precision(implementation: str, case: Case, dtype: str) -> None:
     conformance.values(case, implementation, dtype, jit=False)
 
@@ -60,7 +53,7 @@ def test_values_under_jit(implementation: str, case: Case, dtype: str) -> None:
 
 
 @by_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", everyday(["float32", "bfloat16", "float16"], "bfloat16"))
 def test_gradients(implementation: str, dtype: str) -> None:
     conformance.gradients(SMALL, implementation, dtype)
 
@@ -74,27 +67,30 @@ def test_gradients_float64(implementation: str) -> None:
 @by_implementation
 @pytest.mark.parametrize(
     "name",
-    [
-        "multi_query",
-        "unbatched",
-        "bias_per_head",
-        "causal_long",
-        "empty_zero",
-        "empty_nan",
-        "empty_mean",
-        "empty_mean_lengths",
-        "no_keys_left",
-        "one_key",
-        "dropout_shared",
-        "everything",
-    ],
+    everyday(
+        [
+            "multi_query",
+            "unbatched",
+            "bias_per_head",
+            "causal_long",
+            "empty_zero",
+            "empty_nan",
+            "empty_mean",
+            "empty_mean_lengths",
+            "no_keys_left",
+            "one_key",
+            "dropout_shared",
+            "everything",
+        ],
+        *("unbatched", "empty_nan", "empty_mean_lengths", "no_keys_left", "everything"),
+    ),
 )
 def test_gradients_of_case(implementation: str, name: str) -> None:
     conformance.gradients(BY_NAME[name], implementation, "float32", entries=5)
 
 
 @by_implementation
-@pytest.mark.parametrize("policy", ["zero", "mean"])
+@pytest.mark.parametrize("policy", everyday(["zero", "mean"], "zero"))
 @pytest.mark.usefixtures("x64")
 def test_gradients_by_jax(implementation: str, policy: str) -> None:
     case = replace(SMALL, bias_excludes=False, fully_masked=policy)
@@ -108,7 +104,9 @@ def test_gradients_by_jax(implementation: str, policy: str) -> None:
 
 
 @by_implementation
-@pytest.mark.parametrize("case", POISONED, ids=cases.ids)
+@pytest.mark.parametrize(
+    "case", everyday(POISONED, "poisoned_lengths", "poisoned_bias", "poisoned_everything")
+)
 def test_poisoned_padding(implementation: str, case: Case) -> None:
     conformance.poisoned_padding(case, implementation, "float32")
 

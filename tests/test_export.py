@@ -13,6 +13,8 @@ from tests import cases, tolerance
 from tests.cases import LAYERS
 from tests.test_layer import params_of
 
+OPTIMISED = True  # compiled as users compile it
+
 # The hook knows sizes as integers only.
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
 

@@ -12,6 +12,7 @@ from jaxmha.implementations import IMPLEMENTATIONS
 from jaxmha.semantics import FullyMasked
 from tests import cases, conformance, tolerance
 from tests.cases import Case
+from tests.everyday import everyday
 
 CASE = Case("policies", mask="BNTS", empty_rows=True)
 VALUES = {"zero": 0.0, "nan": np.nan}
@@ -65,7 +66,7 @@ def check(got: Any, arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -
         tolerance.assert_close(shown[:, :, 0], np.full((2, CASE.N, CASE.S), row))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", everyday(cases.DTYPES, "float32", "bfloat16"))
 @pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
 def test_policies(implementation: str, dtype: str) -> None:
     """Under jit, vmap and grad, in one program."""

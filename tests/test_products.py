@@ -10,6 +10,8 @@ import pytest
 from jaxmha import products
 from tests import tolerance
 
+OPTIMISED = True  # compiled as users compile it
+
 # Below and above the size up to which sums are joined pairwise; one term; no term; batches.
 SHAPES = (
     ((), 5, 7, 11),

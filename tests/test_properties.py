@@ -15,6 +15,7 @@ import jaxmha
 from jaxmha import Mask, MHAParams, Projection
 from jaxmha.implementations import IMPLEMENTATIONS
 from tests import tolerance
+from tests.everyday import everyday
 
 SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])  # conftest draws and prints it
 B, K, G, H, D = 2, 1, 2, 3, 5
@@ -140,7 +141,7 @@ def same(clean: Any, spoiled: Any) -> None:
         tolerance.assert_same(x, y)
 
 
-@implementations
+@pytest.mark.parametrize("implementation", everyday(IMPLEMENTATIONS, "blocked"))
 @seed(SEED)
 @quick
 @draws
@@ -148,7 +149,7 @@ def test_attention(implementation: str, **drawn: Any) -> None:
     check_attention(implementation, **drawn)
 
 
-@implementations
+@pytest.mark.parametrize("implementation", everyday(IMPLEMENTATIONS, "blocked"))
 @seed(SEED)
 @quick
 @draws

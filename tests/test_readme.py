@@ -10,6 +10,8 @@ import numpy as np
 from jaxmha.converters import checkpoint
 from tests.readme import ROOT, filled
 
+OPTIMISED = True  # compiled as users compile it
+
 TEXT = (ROOT / "README.md").read_text()
 
 

@@ -1,6 +1,5 @@
-"""What compilation costs here: most tests run each shape once, and none measures speed."""
+"""Weights that tests replace at once are drawn cheaply."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,12 +22,3 @@ def fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return jax.numpy.asarray(rng.uniform(minval, maxval, size=shape), dtype)
 
     monkeypatch.setattr(jax.random, "uniform", uniform)
-
-
-@pytest.fixture(autouse=True)
-def unoptimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles in a third of the time; modules that measure rounding errors set OPTIMISED."""
-    optimised = hasattr(request.module, "OPTIMISED")
-    jax.config.update("jax_disable_most_optimizations", not optimised)  # type: ignore[no-untyped-call]
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)  # type: ignore[no-untyped-call]

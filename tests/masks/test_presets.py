@@ -19,6 +19,7 @@ from jaxmha.converters import torch as to_torch
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.arrays import to_torch as tensor
 from jaxmha.semantics import PATHS
+from tests.everyday import everyday
 from tests.tolerance import LAYER, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # nnx's own
@@ -132,7 +133,7 @@ def inputs(dtype: str) -> tuple[NDArray, NDArray]:
     return rng.standard_normal((B, S, D)).astype(jnp.dtype(dtype)), keep
 
 
-@pytest.mark.parametrize("dtype", ["float32", *HALF])
+@pytest.mark.parametrize("dtype", everyday(["float32", *HALF], "float32", HALF[0]))
 @pytest.mark.parametrize("name", LIVE)
 def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
     params, (x, keep) = layer_params(dtype), inputs(dtype)
