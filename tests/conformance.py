@@ -28,7 +28,7 @@ def expected(case: Case, arrays: dict[str, Any]) -> reference.Answer:
     options = dict(case.options)
     broadcast = options.pop("dropout_broadcast", ())
     if case.dropout_rate:
-        draws = dropout.keep(
+        draws = jax.jit(dropout.keep, static_argnums=(1, 2, 3))(
             jax.random.key(7), case.dropout_rate, shape_of_weights(case), broadcast
         )
         options["dropout_keep"] = np.asarray(draws)

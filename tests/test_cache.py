@@ -11,6 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
 from tests import tolerance
+from tests.everyday import everyday
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
 LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
@@ -51,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", everyday(CASES, "everything"))
 def test_steps_are_full_attention(what: str) -> None:
     params, x = make(use_bias_kv=what == "everything")
     want = full(params, x, **CASES[what])
@@ -64,7 +65,7 @@ def test_steps_are_full_attention(what: str) -> None:
     assert cache.lengths.tolist() == [T] * B
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", everyday(["bfloat16", "float64"], "float64"))
 def test_dtypes(dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params, x = make(dtype)
@@ -95,7 +96,7 @@ def test_sequences_of_different_lengths() -> None:
         tolerance.assert_close(out[:, 0], np.asarray(want), f"step {step}", factor=2)
 
 
-@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("new", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_window_goes_round(new: int) -> None:
     """left + T slots hold all that a window sees, whatever the length."""
     params, x = make()
@@ -184,7 +185,7 @@ def test_prompts_padded_on_the_left() -> None:
     tolerance.assert_close(out[:, 0], np.asarray(want[:, 6]), factor=2)
 
 
-@pytest.mark.parametrize("policy", ["zero", "nan"])
+@pytest.mark.parametrize("policy", everyday(["zero", "nan"], "zero"))
 def test_nothing_left(policy: Any) -> None:
     params, x = make()
     semantics = Semantics(fully_masked=policy)

@@ -21,7 +21,7 @@ IMPLEMENTED = list(IMPLEMENTATIONS)
 by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTED)
 BY_NAME = {case.name: case for case in CASES}
 # float64 takes every case; other dtypes differ by their casts alone.
-SOME = ("plain", "multi_query", "bias_excludes", "soft_cap", "empty_mean", "dropout", "everything")
+SOME = ("plain", "multi_query", "bias_excludes", "soft_cap", "empty_mean", "everything")
 by_case = pytest.mark.parametrize("case", CASES, ids=cases.ids)
 
 
@@ -52,8 +52,9 @@ def test_values_under_jit(implementation: str, case: Case, dtype: str) -> None:
     conformance.values(case, implementation, dtype, jit=True)
 
 
+@pytest.mark.slow
 @by_implementation
-@pytest.mark.parametrize("dtype", everyday(["float32", "bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients(implementation: str, dtype: str) -> None:
     conformance.gradients(SMALL, implementation, dtype)
 
@@ -82,14 +83,14 @@ def test_gradients_float64(implementation: str) -> None:
             "dropout_shared",
             "everything",
         ],
-        *("unbatched", "empty_nan", "empty_mean_lengths", "no_keys_left", "everything"),
+        *("unbatched", "empty_mean_lengths", "everything"),
     ),
 )
 def test_gradients_of_case(implementation: str, name: str) -> None:
     conformance.gradients(BY_NAME[name], implementation, "float32", entries=5)
 
 
-@by_implementation
+@pytest.mark.parametrize("implementation", everyday(IMPLEMENTED, "blocked"))
 @pytest.mark.parametrize("policy", everyday(["zero", "mean"], "zero"))
 @pytest.mark.usefixtures("x64")
 def test_gradients_by_jax(implementation: str, policy: str) -> None:
@@ -111,6 +112,7 @@ def test_poisoned_padding(implementation: str, case: Case) -> None:
     conformance.poisoned_padding(case, implementation, "float32")
 
 
+@pytest.mark.slow
 @by_implementation
 @pytest.mark.parametrize("case", POISONED[:1], ids=cases.ids)
 def test_poisoned_padding_bfloat16(implementation: str, case: Case) -> None:
@@ -172,7 +174,7 @@ def test_vmap_over_queries_only(implementation: str) -> None:
         tolerance.assert_close(out[row], want.out)
 
 
-@by_implementation
+@pytest.mark.parametrize("implementation", everyday(IMPLEMENTED, "blocked"))
 @pytest.mark.parametrize("names", [(), ("attention_out", "attention_lse")])
 def test_remat(implementation: str, names: tuple[str, ...]) -> None:
     """Recomputing gives the same gradients; the names of output and lse are those of a policy."""
@@ -202,7 +204,7 @@ def test_unbatched_is_a_batch_of_one(implementation: str) -> None:
 
 
 @by_implementation
-@pytest.mark.parametrize("name", ["everything", "dropout"])
+@pytest.mark.parametrize("name", everyday(["everything", "dropout"], "everything"))
 def test_inputs_unchanged(implementation: str, name: str) -> None:
     conformance.inputs_unchanged(BY_NAME[name], implementation)
 

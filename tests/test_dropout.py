@@ -106,7 +106,7 @@ def test_an_entry_does_not_depend_on_the_sizes_after_it() -> None:
 
 
 @by_implementation
-@pytest.mark.parametrize("shared", [("B",), ("N",), ("B", "N"), ("T",), ("S",), ("B", "T")])
+@pytest.mark.parametrize("shared", [("B", "N"), ("T",), ("S",)])
 def test_shared_draws(implementation: str, shared: tuple[str, ...]) -> None:
     _, weights = attend(
         implementation, dropout_key=jax.random.key(4), dropout_broadcast=shared, dropout_rate=0.5

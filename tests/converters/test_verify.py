@@ -11,6 +11,7 @@ from jaxmha.converters import checkpoint, flax, keras, torch, verify
 from jaxmha.params import leaves
 from tests.converters import layers
 from tests.converters.layers import Config
+from tests.everyday import everyday
 
 torch_config, keras_config, linen_config, nnx_config = (
     layers.configs(framework)[0] for framework in ("torch", "keras", "linen", "nnx")
@@ -75,7 +76,7 @@ def test_four_frameworks_hold_the_same(params: MHAParams, layer: Any) -> None:
         verify.assert_same(side, layer)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", everyday(layers.DTYPES, "bfloat16", "float64"))
 def test_every_dtype(dtype: str) -> None:
     live = layers.build(torch_config, dtype)
     found = report(live, torch.from_module(live)[0])

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxmha import Semantics
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
+from tests.everyday import everyday
 from tests.flax.common import (
     DK,
     DO,
@@ -76,7 +77,9 @@ def allowed(x: Any) -> float:
     return LAYER if x.dtype == jnp.bfloat16 else 1.0
 
 
-@pytest.mark.parametrize("row", LINEN, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", everyday(LINEN, "as wide as the input", "normalize_qk", "half", "three widths")
+)
 def test_linen(row: Row) -> None:
     flax, ours = (
         module.MultiHeadDotProductAttention(**row.settings) for module in (nn, ours_linen)
@@ -96,7 +99,7 @@ def test_linen(row: Row) -> None:
     assert_close(actual, expected, row.name, factor=allowed(actual))
 
 
-@pytest.mark.parametrize("row", NNX, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", everyday(NNX, "normalize_qk", "dtype", "num_kv_heads"))
 def test_nnx(row: Row) -> None:
     Dq, Dk, _ = widths(row)
     settings = {"in_features": Dq, "decode": False, **row.settings}
@@ -248,7 +251,7 @@ def test_gradients_of_nnx() -> None:
             assert_close(a, e, name, factor=2)
 
 
-@pytest.mark.parametrize("broadcast", [False, None])
+@pytest.mark.parametrize("broadcast", [False, pytest.param(None, marks=pytest.mark.slow)])
 def test_dropout_is_distributed_as_in_flax(broadcast: bool | None) -> None:
     """With values of one, an output is the kept weight of its row over the rate kept."""
     rate, T, S = 0.3, 101, 103

@@ -133,7 +133,7 @@ def inputs(dtype: str) -> tuple[NDArray, NDArray]:
     return rng.standard_normal((B, S, D)).astype(jnp.dtype(dtype)), keep
 
 
-@pytest.mark.parametrize("dtype", everyday(["float32", *HALF], "float32", HALF[0]))
+@pytest.mark.parametrize("dtype", everyday(["float32", *HALF], "float32"))
 @pytest.mark.parametrize("name", LIVE)
 def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
     params, (x, keep) = layer_params(dtype), inputs(dtype)
@@ -150,7 +150,7 @@ def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
         assert_close(ours_weights, weights, "weights", factor=FACTOR[dtype])
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", everyday(LIVE, "torch weights", "keras scores", "nnx fused"))
 def test_float16_overflows_where_the_path_does(name: str) -> None:
     """Logits of 8e4: NaN where the softmax is in float16, the mean of equal values elsewhere."""
     width = 64

@@ -90,7 +90,7 @@ def many_round_trips(name: str, examples: int) -> None:
 
 @pytest.mark.parametrize("name", VERBS)
 def test_export_then_import(name: str) -> None:
-    many_round_trips(name, 150)
+    many_round_trips(name, 60)
 
 
 @pytest.mark.slow
