@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 # Before any framework is imported.
@@ -40,6 +41,18 @@ def optimised(request: pytest.FixtureRequest) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How to draw the same examples again."""
     terminalreporter.write_line(f"JAXMHA_PROPERTY_SEED={os.environ['JAXMHA_PROPERTY_SEED']}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what slow.txt lists."""
+    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    globs = [line for line in lines if line and not line.startswith("#")]
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        fitting = [glob for glob in globs if fnmatchcase(name, glob.removeprefix("!"))]
+        if fitting and not fitting[-1].startswith("!"):
+            item.add_marker("slow")
 
 
 @pytest.fixture
