@@ -105,7 +105,11 @@ VERBS = {
     "linen": Verbs(flax, exporting={"kind": "linen"}, importing=heads),
     "nnx": Verbs(flax, importing=heads),
     "flax function": Verbs(
-        flax, bias=True, exporting={"function": True}, importing=heads, fills=True
+        flax,
+        bias=True,
+        exporting={"function": True},
+        importing=rows,
+        fills=True,
     ),
     "jax": Verbs(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
     "huggingface": Verbs(huggingface, NO_HEADS, bias=True, importing=lengths),
