@@ -9,7 +9,10 @@ from jaxmha.axes import bind, parse
 from jaxmha.converters.blocks import Block
 
 # Where configurations keep the head count.
-CONFIG_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead")
+CONFIG_KEYS = (
+    *("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
 # Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
 METADATA = "jaxmha.num_heads"
 
@@ -89,6 +92,41 @@ def in_config(path: Path) -> tuple[int | None, str] | None:
     if found and found[0][1] < 1:
         return None, f"{config} has an impossible head count ({shown})"
     return (found[0][1], found[0][0]) if found else None
+
+
+# What a configuration says of attention that no tensor holds, and the value that changes nothing.
+BEHAVIOUR: dict[str, Any] = {
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+}
+
+
+def refuse_behaviour(path: Path) -> None:
+    """Raises ValueError where the config.json beside a checkpoint changes attention itself.
+
+    Weights alone would be read as another function.
+    """
+    config = path.parent / "config.json"
+    try:
+        content = json.loads(config.read_text())
+    except (OSError, ValueError, RecursionError):
+        return  # `in_config` says so where it is needed
+    parts = [content]
+    for part in parts:
+        if isinstance(part, list):
+            parts += part
+        if isinstance(part, dict):
+            parts += part.values()
+            for key, usual in BEHAVIOUR.items():
+                if part.get(key, usual) not in (usual, None):
+                    raise ValueError(
+                        f"{config} has {key}={part[key]!r}: it changes the logits and is in no "
+                        "tensor, so that a file of another layout would lose it; read the blocks "
+                        "by import_params and set Semantics(scale=..., logits_soft_cap=...)"
+                    )
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

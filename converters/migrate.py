@@ -206,6 +206,7 @@ def convert(
         moves = []
         notes = []
         counts: dict[str, int] = {}
+        heads.refuse_behaviour(file.path)
         configured = heads.in_config(file.path)
         old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
         for i, block in enumerate(progress(found)):

@@ -85,7 +85,10 @@ def _read_state(
 
     The head count may stand in a config.json beside.
     """
-    configured = heads.in_config(path) if path is not None else None
+    configured = None
+    if path is not None:
+        heads.refuse_behaviour(path)
+        configured = heads.in_config(path)
     found = blocks.find(all_shapes)
     if broken := blocks.damaged(all_shapes, found):
         where = f"{path}: " if path is not None else ""

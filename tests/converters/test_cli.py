@@ -348,6 +348,37 @@ def test_block_that_the_target_cannot_hold(place: Path) -> None:
     assert f"K={config.K}" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "usual"),
+    [
+        ("attention_multiplier", 0.015, None),
+        ("attn_logit_softcapping", 50.0, None),
+        ("scale_attn_by_inverse_layer_idx", True, False),
+        ("scale_attn_weights", False, True),
+    ],
+)
+def test_behaviour_that_only_the_config_holds_is_refused(
+    place: Path, key: str, value: object, usual: object
+) -> None:
+    """Converted weights alone would be another function."""
+    config, source = place / "config.json", place / "encoder.pt"
+    for content in ({"nhead": N, key: value}, {"text": [{"nhead": N, key: value}]}):
+        config.write_text(json.dumps(content))
+        assert f"{key}={value!r}" in fails(
+            place, "convert", source, place / "x.npz", "--to", "flax"
+        )
+        assert f"{key}={value!r}" in fails(place, "verify", source, source)
+    config.write_text(json.dumps({"nhead": N, key: usual}))
+    assert cli("convert", source, place / "x.npz", "--to", "flax").exit_code == 0
+
+
+def test_config_of_two_head_counts_decides_none(place: Path) -> None:
+    content = {"encoder_attention_heads": N, "decoder_attention_heads": N + 1}
+    (place / "config.json").write_text(json.dumps(content))
+    message = fails(place, "convert", place / "encoder.pt", place / "x.npz", "--to", "flax")
+    assert "several head counts" in message
+
+
 def test_config_names_the_heads_or_is_ambiguous(place: Path) -> None:
     arguments = ("convert", place / "encoder.pt", place / "x.npz", "--to", "flax")
     (place / "config.json").write_text(json.dumps({"nhead": N, "vision": {"num_heads": 5}}))
