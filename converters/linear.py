@@ -34,7 +34,11 @@ _LLAMA = (
 LLAMA = Layout(
     "llama",
     _LLAMA,
-    ties={"h": ("H", "Llama attention has value heads as wide as query heads")},
+    ties={
+        "h": ("H", "Llama attention has value heads as wide as query heads"),
+        "Dk": ("Dq", "Llama attention projects one input to query, key and value"),
+        "Dv": ("Dq", "Llama attention projects one input to query, key and value"),
+    },
     beside=("rotary_emb.inv_freq",),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )

@@ -372,6 +372,22 @@ def test_behaviour_that_only_the_config_holds_is_refused(
     assert cli("convert", source, place / "x.npz", "--to", "flax").exit_code == 0
 
 
+def test_transposed_keys_of_grouped_queries_are_refused(place: Path) -> None:
+    """Any width would do for a layer of several inputs: Llama's has one."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (32, 32), "k": (32, 16), "v": (32, 16), "o": (32, 32)}
+    state = {
+        f"model.layers.0.self_attn.{name}_proj.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    checkpoint.write(place / "llama.npz", state)
+    arguments = ("llama.npz", "x.npz")
+    message = fails(
+        place, "convert", *(place / name for name in arguments), "--to", "flax", "--num-heads", "4"
+    )
+    assert "(32, 16)" in message
+
+
 def test_config_of_two_head_counts_decides_none(place: Path) -> None:
     content = {"encoder_attention_heads": N, "decoder_attention_heads": N + 1}
     (place / "config.json").write_text(json.dumps(content))
