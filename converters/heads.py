@@ -1,7 +1,7 @@
 """The head count of a block: read from a shape, given, or found beside the weights; never guessed."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,11 @@ def in_config(path: Path) -> tuple[int | None, str] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         return None, f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
-    found = list(_search(content, "config.json"))
+    found = [
+        (f"{where}: {key}", value)
+        for where, key, value in _search(content, "config.json", CONFIG_KEYS)
+        if type(value) is int
+    ]
     shown = ", ".join(f"{where} is {heads}" for where, heads in found)
     if len({heads for _, heads in found}) > 1:
         return None, f"{config} has several head counts ({shown})"
@@ -114,19 +118,13 @@ def refuse_behaviour(path: Path) -> None:
         content = json.loads(config.read_text())
     except (OSError, ValueError, RecursionError):
         return  # `in_config` says so where it is needed
-    parts = [content]
-    for part in parts:
-        if isinstance(part, list):
-            parts += part
-        if isinstance(part, dict):
-            parts += part.values()
-            for key, usual in BEHAVIOUR.items():
-                if part.get(key, usual) not in (usual, None):
-                    raise ValueError(
-                        f"{config} has {key}={part[key]!r}: it changes the logits and is in no "
-                        "tensor, so that a file of another layout would lose it; read the blocks "
-                        "by import_params and set Semantics(scale=..., logits_soft_cap=...)"
-                    )
+    for _, key, value in _search(content, "", BEHAVIOUR):
+        if value not in (BEHAVIOUR[key], None):
+            raise ValueError(
+                f"{config} has {key}={value!r}: it changes the logits and is in no tensor, so "
+                "that a file of another layout would lose it; read the blocks by import_params "
+                "and set Semantics(scale=..., logits_soft_cap=...)"
+            )
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
@@ -140,12 +138,13 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
     return None
 
 
-def _search(content: Any, where: str) -> Iterable[tuple[str, int]]:
+def _search(content: Any, where: str, keys: Container[str]) -> Iterable[tuple[str, str, Any]]:
+    """Every value under one of the keys, with its key and where it stands."""
     if isinstance(content, dict):
         for key, value in content.items():
-            if key in CONFIG_KEYS and isinstance(value, int) and not isinstance(value, bool):
-                yield f"{where}: {key}", value
-            yield from _search(value, f"{where}: {key}")
+            if key in keys:
+                yield where, key, value
+            yield from _search(value, f"{where}: {key}", keys)
     elif isinstance(content, list):
         for value in content:
-            yield from _search(value, where)
+            yield from _search(value, where, keys)

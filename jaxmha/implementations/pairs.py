@@ -253,8 +253,7 @@ def pad(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[Pairs, jax.Ar
 
     keys, segments = pairs.keys, pairs.segments
     if missing["S"]:
-        there = np.arange(plan.S + missing["S"]) < plan.S if keys is None else None
-        keys = jnp.asarray(there)[None] if there is not None else fill(keys, S=1)
+        keys = fill(jnp.ones((1, plan.S), bool) if keys is None else keys, S=1)
     if segments is not None:
         segments = fill(segments[0], T=1), fill(segments[1], S=1)
     filled = pairs._replace(
