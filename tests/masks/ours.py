@@ -7,7 +7,9 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics, dot_product_attention, multi_head_attention
 from jaxmha.converters.arrays import NDArray, to_numpy
-from tests.masks.draws import flat, repeated
+from jaxmha.converters.masks.argument import Masks
+from tests.masks.draws import emptied, flat, pairs, repeated
+from tests.tolerance import assert_close
 
 CHUNK = 32
 
@@ -63,3 +65,19 @@ def _chunks(arrays: Mapping[str, NDArray]) -> Iterator[dict[str, NDArray]]:
         rows = np.arange(start, start + CHUNK)
         rows[rows >= count] = start
         yield {name: array[rows] for name, array in arrays.items()}
+
+
+def otherwise_answered(
+    values: NDArray, made: Masks, actual: NDArray, theirs: NDArray, factor: float
+) -> None:
+    """Rows that are refused: the framework answers the mean of the values `(B, S, K, h)` that the
+    mask blocks, as the message says.
+
+    Such rows of both answers `(B, T, N, h)` become 0, and all others stay to be compared.
+    """
+    mask, bias = made
+    for b, n, i in np.argwhere(emptied(mask, bias)):
+        k = n * values.shape[2] // actual.shape[2]
+        blocked = values[b, ~pairs(mask)[b, n, i], k]
+        assert_close(theirs[b, i, n], blocked.mean(0), factor=factor)
+        actual[b, i, n] = theirs[b, i, n] = 0
