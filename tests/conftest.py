@@ -63,6 +63,15 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Implementations take sizes that they are not made for, where they must be right too."""
+    from jaxmha.implementations import few_queries
+
+    monkeypatch.setattr(few_queries, "MOST_ROWS", 10**6)
+    monkeypatch.setattr(few_queries, "LEAST_KEYS", 0)
+
+
+@pytest.fixture
 def no_shape_hook() -> Iterator[None]:
     """Lets wrong shapes reach our own checks, as they do outside the tests."""
     import jaxtyping

@@ -13,6 +13,8 @@ from jaxmha.converters import oracle
 from jaxmha.converters.arrays import to_numpy, to_torch
 from jaxmha.implementations import IMPLEMENTATIONS
 
+pytestmark = pytest.mark.usefixtures("every_size")
+
 OPTIMISED = True  # compiled as users compile it
 
 SEEDS, T, S, N, H = 200, 64, 32, 2, 32

@@ -17,6 +17,7 @@ from tests import cases, conformance, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
 from tests.everyday import everyday
 
+pytestmark = pytest.mark.usefixtures("every_size")
 IMPLEMENTED = list(IMPLEMENTATIONS)
 by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTED)
 BY_NAME = {case.name: case for case in CASES}

@@ -14,6 +14,8 @@ from jaxmha.implementations import IMPLEMENTATIONS
 from tests import cases, conformance, tolerance
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("every_size")
+
 CASE = Case("drops", B=2, T=5, S=7, K=3, G=2, bias="BNTS")
 ARRAYS = cases.arrays(CASE)
 RATE = 0.3

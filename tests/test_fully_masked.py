@@ -14,6 +14,8 @@ from tests import cases, conformance, tolerance
 from tests.cases import Case
 from tests.everyday import everyday
 
+pytestmark = pytest.mark.usefixtures("every_size")
+
 CASE = Case("policies", mask="BNTS", empty_rows=True)
 VALUES = {"zero": 0.0, "nan": np.nan}
 

@@ -17,6 +17,8 @@ from jaxmha.implementations import IMPLEMENTATIONS
 from tests import tolerance
 from tests.everyday import everyday
 
+pytestmark = pytest.mark.usefixtures("every_size")
+
 SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])  # conftest draws and prints it
 B, K, G, H, D = 2, 1, 2, 3, 5
 N = K * G

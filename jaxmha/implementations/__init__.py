@@ -6,7 +6,7 @@ from types import ModuleType
 
 import jax
 
-from jaxmha.implementations import blocked, reference
+from jaxmha.implementations import blocked, few_queries, reference
 from jaxmha.implementations.request import Request, Result
 
 __all__ = [
@@ -20,10 +20,14 @@ __all__ = [
     "select",
 ]
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blocked": blocked}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "reference": reference,
+    "blocked": blocked,
+    "few_queries": few_queries,
+}
 # In order of preference, by platform; "" is every other.
 ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("blocked", "reference"),
+    "cpu": ("few_queries", "blocked", "reference"),
     "": ("blocked", "reference"),
 }
 
