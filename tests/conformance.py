@@ -44,7 +44,9 @@ def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, A
 
 
 # What an implementation declines: its name, and why.
-WITHOUT_WEIGHTS: dict[str, str] = {"blocked": "weights are never materialised"}
+WITHOUT_WEIGHTS: dict[str, str] = dict.fromkeys(
+    ("blocked", "cudnn", "tokamax", "splash"), "weights are never materialised"
+)
 
 
 def values(case: Case, implementation: str, dtype: str, *, jit: bool) -> None:
