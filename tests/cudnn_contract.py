@@ -107,11 +107,11 @@ def dot_product_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(rules: Any, *operands: Any) -> Any:
-    return _answer(rules, *operands)
+    return _answer(rules, *operands, False)
 
 
 def _answer(
-    rules: Any, query: Any, key: Any, value: Any, bias: Any, q_len: Any, kv_len: Any
+    rules: Any, query: Any, key: Any, value: Any, bias: Any, q_len: Any, kv_len: Any, skipped: Any
 ) -> Any:
     scale, causal, sliding, padded = rules
     (B, T, N, _), (_, S, K, _) = query.shape, value.shape
@@ -123,6 +123,7 @@ def _answer(
         allowed &= (j > i - sliding)[None, None]
     if padded:
         allowed = allowed & (j[None, None] < kv_len.reshape(B, 1, 1, 1))
+    allowed = allowed | skipped
     wide = (x.astype(np.float32) for x in (query, key, value))
     q, k, v = (jnp.moveaxis(x, 2, 1) for x in wide)
     k, v = (jnp.repeat(x, N // K, 1) for x in (k, v))
@@ -142,15 +143,15 @@ def _answer(
 
 
 def _forward(rules: Any, *operands: Any) -> Any:
-    return _answer(rules, *operands), operands
+    return _answer(rules, *operands, False), operands
 
 
 def _backward(rules: Any, operands: Any, slopes: Any) -> Any:
     query, key, value, bias, q_len, kv_len = operands
     T, S = query.shape[1], key.shape[1]
     assert S > 1, "no gradient for one key"
+    assert T % 2 == S % 2 == 0, "JAX refuses it, with or without a bias"
     if bias is not None:
-        assert T % 2 == S % 2 == 0
         assert T % 128 != 64
         assert S % 128 != 64
     if rules[3]:  # nor do rows beyond pass a gradient
@@ -160,11 +161,11 @@ def _backward(rules: Any, operands: Any, slopes: Any) -> Any:
         there = jnp.ones((1, T), bool)
 
     def out(*x: Any) -> Any:
-        found = _answer(rules, *x, q_len, kv_len)[0]
+        found = _answer(rules, *x, q_len, kv_len, ~there[:, None, :, None])[0]
         return jnp.where(there[..., None, None], found, 0)
 
     # The slope of lse is dropped.
-    pulled = jax.vjp(lambda *x: out(*x), query, key, value, bias)[1](slopes[0])
+    pulled = jax.vjp(out, query, key, value, bias)[1](slopes[0])
     return (*pulled, None, None)
 
 

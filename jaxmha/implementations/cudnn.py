@@ -141,16 +141,17 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
             order = jnp.argsort(~there, axis=1, stable=True)[..., None, None]
             key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
             key_lengths = there.sum(1, dtype=np.int32)
-    rows, columns = T, S
     if bias is not None:
         rows, columns = (-(-size // BIAS_MULTIPLE) * BIAS_MULTIPLE for size in (T, S))
         bias = jnp.pad(
             bias, ((0, 0), (0, 0), (0, rows - T), (0, columns - S)), constant_values=EXCLUDED
         )
     else:
-        columns = max(S, 2)  # cuDNN has no gradient for one key
-        if left is not None:  # nor windows for more queries than keys
-            columns = max(columns, T)
+        # JAX refuses gradients at odd sizes, cuDNN those of one key, and windows for more queries
+        # than keys.
+        rows, columns = T + T % 2, S + S % 2
+        if left is not None:
+            columns = max(columns, rows)
     query = fill(query, 1, rows)
     key, value = fill(key, 1, columns), fill(value, 1, columns)
     # Some releases give NaN at odd sizes, unless lengths are given.

@@ -4,6 +4,7 @@ Checked by lowering and in interpret mode only, so it runs where it is asked for
 `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,9 @@ def supports(request: Request) -> str | None:
         return "the causal offset must be a Python integer"
     if request.return_lse and request.semantics.logits_soft_cap is not None:
         return "the gradient of the log-sum-exp under a soft cap is not there"
+    scale = request.semantics.scale or request.query.shape[3] ** -0.5
+    if request.return_lse and math.frexp(scale)[0] != 0.5 and request.query.dtype == jnp.bfloat16:
+        return f"queries are scaled first, so the log-sum-exp is exact for powers of 2, not {scale}"
     return None
 
 
