@@ -72,7 +72,7 @@ def explain(
             raise ValueError(f"--dtype must be a dtype such as bfloat16, got {dtype!r}") from None
 
         def array(*shape: int, dtype: Any = kind) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype)
+            return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
         def counts() -> Any:
             return array(B, dtype=jnp.int32)
@@ -81,7 +81,9 @@ def explain(
             "is_causal": causal,
             "query_seq_lengths": counts() if query_lengths else None,
             "key_value_seq_lengths": counts() if lengths else None,
-            "segment_ids": tuple(array(B, n, dtype=jnp.int32) for n in (T, S)) if segments else None,
+            "segment_ids": tuple(array(B, n, dtype=jnp.int32) for n in (T, S))
+            if segments
+            else None,
             "logits_soft_cap": soft_cap,
             "dropout_rate": dropout,
             "dropout_key": array(2, dtype=jnp.uint32) if dropout else None,

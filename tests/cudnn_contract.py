@@ -32,7 +32,7 @@ def public(
     bias: Any = None,
     mask: Any = None,
     *,
-    scale: float | None = None,
+    scale: float = 1.0,
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
@@ -79,7 +79,7 @@ def dot_product_attention(
     assert query.dtype in (jnp.bfloat16, jnp.float16)
     assert query.dtype == key.dtype == value.dtype
     assert key.shape == (B, S, K, H)
-    assert H == h, "unequal heads need another path"
+    assert h == H, "unequal heads need another path"
     assert H % 8 == 0
     assert H <= 256
     assert mask is None, "a mask becomes a bias, and hits its defects"
@@ -107,12 +107,12 @@ def dot_product_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(rules: Any, *operands: Any) -> Any:
-    return _answer(rules, *operands, False)
+    return _answer(rules, False, *operands)
 
 
-def _answer(
-    rules: Any, query: Any, key: Any, value: Any, bias: Any, q_len: Any, kv_len: Any, skipped: Any
-) -> Any:
+def _answer(rules: Any, skipped: Any, *operands: Any) -> Any:
+    """`skipped` rows attend everything, so that no gradient meets what they hold."""
+    query, key, value, bias, q_len, kv_len = operands
     scale, causal, sliding, padded = rules
     (B, T, N, _), (_, S, K, _) = query.shape, value.shape
     i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
@@ -143,7 +143,7 @@ def _answer(
 
 
 def _forward(rules: Any, *operands: Any) -> Any:
-    return _answer(rules, *operands, False), operands
+    return _answer(rules, False, *operands), operands
 
 
 def _backward(rules: Any, operands: Any, slopes: Any) -> Any:
@@ -161,7 +161,7 @@ def _backward(rules: Any, operands: Any, slopes: Any) -> Any:
         there = jnp.ones((1, T), bool)
 
     def out(*x: Any) -> Any:
-        found = _answer(rules, *x, q_len, kv_len, ~there[:, None, :, None])[0]
+        found = _answer(rules, ~there[:, None, :, None], *x, q_len, kv_len)[0]
         return jnp.where(there[..., None, None], found, 0)
 
     # The slope of lse is dropped.

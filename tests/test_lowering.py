@@ -100,9 +100,7 @@ def test_cudnn_log_sum_exp_has_its_gradient() -> None:
 
 @pytest.mark.usefixtures("cudnn")
 def test_layer() -> None:
-    params = jaxmha.init_params(
-        jax.random.key(0), num_heads=N, features=N * H, dtype=jnp.bfloat16
-    )
+    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H, dtype=jnp.bfloat16)
 
     def layer(x: Any, counts: Any) -> Any:
         mask = Mask.lengths(key_value=counts)

@@ -9,6 +9,7 @@ holds the first implementation that is plain XLA.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -75,7 +76,7 @@ class Question(tuple[str, ...]):
 
     answer: list[tuple[str, str | None]]
 
-    def __new__(cls, implementation: str | Sequence[str] | None = None) -> "Question":
+    def __new__(cls, implementation: str | Sequence[str] | None = None) -> "Question":  # noqa: PYI034
         names = (implementation,) if isinstance(implementation, str) else implementation or ()
         asked = super().__new__(cls, names)
         asked.answer = []
@@ -158,7 +159,7 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
         return result
 
     # Where a program runs is known when it is lowered, later than here.
-    def by(name: str, *arrays: object) -> Result:
+    def by(name: str, *arrays: Any) -> Result:
         query, key, value, bias, mask, dropout_key = arrays
         these = request._replace(
             query=query, key=key, value=value, bias=bias, mask=mask, dropout_key=dropout_key

@@ -37,7 +37,9 @@ def supports(request: Request) -> str | None:
         return reason
     platform = platforms.current()
     if platform.capability is None or platform.capability < (8, 0):
-        return f"cuDNN's fused attention needs a GPU of compute capability 8.0, not {platform.device}"
+        return (
+            f"cuDNN's fused attention needs a GPU of compute capability 8.0, not {platform.device}"
+        )
     mask, semantics = kernels.simplified(request.mask), request.semantics
     (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
     scale = H**-0.5 if semantics.scale is None else semantics.scale
@@ -70,7 +72,7 @@ def traceable() -> str | None:
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     try:
-        private.check_cudnn_version()
+        private.check_cudnn_version()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         return f"JAX asks the cuDNN of this machine while it traces: {error}"
     return None
@@ -122,7 +124,7 @@ def _run(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
 def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
     """`above` is 0 or None; from here on no row within its length may be without keys."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = parts
-    (B, T, N, H), (_, S, K, h) = query.shape, value.shape
+    (B, T, _, _), (_, S, _, h) = query.shape, value.shape
     bias, there = _added(parts), None if _dense(parts) else parts.conditions.keys
     causal = above is not None
     if causal and S > T:  # later keys are nobody's
@@ -235,9 +237,7 @@ def _out_and_lse(
     query_lengths, key_lengths = lengths or (None, None)
     kinds = private.MaskType
     plain, causal = (
-        (kinds.NO_MASK, kinds.CAUSAL)
-        if lengths is None
-        else (kinds.PADDING, kinds.PADDING_CAUSAL)
+        (kinds.NO_MASK, kinds.CAUSAL) if lengths is None else (kinds.PADDING, kinds.PADDING_CAUSAL)
     )
     out, lse = private.dot_product_attention(
         query,

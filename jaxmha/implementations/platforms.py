@@ -45,7 +45,7 @@ KNOWN: dict[str, Platform] = {
 }
 
 # Part of the keys of JAX's caches: another platform is another program.
-_CHOSEN: Any = jax.make_user_context(None)
+_CHOSEN: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
 def named(name: str) -> Platform:

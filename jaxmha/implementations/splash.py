@@ -80,7 +80,7 @@ def _ids(mask: Mask, T: int, S: int) -> tuple[Any, Any] | None:
 def _run(
     parts: Parts, ids: tuple[Any, Any] | None, soft_cap: float | None, *, lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    (B, T, N, _), (_, S, _, _) = parts.query.shape, parts.key.shape
+    (B, T, _, _), S = parts.query.shape, parts.key.shape[1]
     rows, columns = _padded(T), _padded(S)
     there = parts.conditions.keys
     if parts.key_lengths is not None:
@@ -150,7 +150,8 @@ def _call(settings: Settings, query: Any, key: Any, value: Any, ids: Any, residu
     def one(q: Any, k: Any, v: Any, ids: Any) -> Any:
         return kernel(q, k, v, None if ids is None else splash.SegmentIds(*ids))
 
-    return jax.vmap(one)(*(jnp.moveaxis(x, 2, 1) for x in (query, key, value)), ids)
+    q, k, v = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
+    return jax.vmap(one)(q, k, v, ids)
 
 
 def _out(settings: Any, query: Any, key: Any, value: Any, bias: None, ids: Any) -> jax.Array:

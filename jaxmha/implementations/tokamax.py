@@ -57,7 +57,7 @@ def attend(request: Request) -> Result:
 
 
 def _run(parts: Parts, soft_cap: float | None) -> jax.Array:
-    import tokamax
+    import tokamax  # type: ignore[import-not-found,unused-ignore]
 
     (_, T, _, _), (_, S, _, _) = parts.query.shape, parts.key.shape
     left, above = parts.left, parts.above
@@ -79,7 +79,7 @@ def _run(parts: Parts, soft_cap: float | None) -> jax.Array:
         key_value_seq_lengths=parts.key_lengths,
         local_window_size=window,
         logits_soft_cap=soft_cap,
-        implementation=BACKENDS,  # type: ignore[arg-type,unused-ignore]
+        implementation=BACKENDS,
     )
     return out
 
