@@ -24,6 +24,7 @@ from rich.table import Table
 from jaxmha.converters import blocks, migrate, verify
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.explain_command import EXAMPLES, explain
 
 app = typer.Typer(
     add_completion=False,
@@ -206,6 +207,9 @@ def verify_(
         else:
             _print_report(report)
     raise typer.Exit(0 if report.same else 1)
+
+
+app.command(epilog=EXAMPLES)(explain)
 
 
 def _print_report(report: verify.Report) -> None:
