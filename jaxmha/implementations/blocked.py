@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     above: int | None
     dropout_rate: float
     dropout_broadcast: tuple[str, ...]
+    lse: bool
 
 
 def supports(request: Request) -> str | None:
@@ -68,6 +69,8 @@ def attend(request: Request) -> Result:
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     query *= scale
     values, there = value, None
+    out: jax.Array
+    lse: jax.Array | None
     if 0 in (B, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
@@ -91,6 +94,7 @@ def attend(request: Request) -> Result:
             static,
             semantics.dropout_rate if _drops(request) else 0.0,
             semantics.dropout_broadcast,
+            request.return_lse or semantics.fully_masked != "zero",
         )
         traced = conditions._replace(
             window=(None, None), above=None if static is not None else conditions.above
@@ -102,7 +106,15 @@ def attend(request: Request) -> Result:
         there = conditions.rows
         if there is not None:
             out = jnp.where(there[:, None, :, None], out, 0.0)
-            lse = jnp.where(there[:, None, :], lse, -jnp.inf)
+            lse = None if lse is None else jnp.where(there[:, None, :], lse, -jnp.inf)
+    if semantics.fully_masked != "zero":
+        out = _answer_empty(request, out, lse, values)
+    return Result(jnp.moveaxis(out, 1, 2).astype(request.query.dtype), None, lse)
+
+
+def _answer_empty(request: Request, out: jax.Array, lse: Any, values: jax.Array) -> jax.Array:
+    """`B N T h` where rows without keys have the answer of the policy."""
+    semantics, (T, S) = request.semantics, (out.shape[2], values.shape[2])
     empty = (lse == -jnp.inf)[..., None]
     lengths = request.mask.query_lengths
     if lengths is not None:  # rows beyond are 0 whatever the policy
@@ -110,11 +122,11 @@ def attend(request: Request) -> Result:
         within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
         empty &= within[:, None, :, None]
     if semantics.fully_masked == "mean" and S:
-        mean = jnp.repeat(values.mean(2, keepdims=True), N // K, 1)
+        mean = jnp.repeat(values.mean(2, keepdims=True), out.shape[1] // values.shape[1], 1)
         out = jnp.where(empty, mean, out)
-    if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
+    if semantics.fully_masked == "nan":
         out = jnp.where(empty, jnp.nan, out)
-    return Result(jnp.moveaxis(out, 1, 2).astype(request.query.dtype), None, lse)
+    return out
 
 
 def _per_key_head(live: jax.Array, K: int) -> jax.Array:
@@ -133,8 +145,8 @@ def core(
     bias: jax.Array | None,
     traced: Pairs,
     words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Output `B N T h`, 0 on empty rows, and lse `B N T`, -inf there.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Output `B N T h`, 0 on empty rows, and lse `B N T`, -inf there, or None by `rules.lse`.
 
     Args:
       plan: the cut.
@@ -164,13 +176,15 @@ def core(
             out, highest, total = reach.visit_all(reached, plan, index, i, visit, start)
             divisor = jnp.maximum(total, 1.0)  # the highest logit alone gives 1
             out /= divisor if words is None else divisor * (1 - rules.dropout_rate)
-            return out, (highest + jnp.log(total))[..., 0]
+            # A second answer would keep XLA from making one kernel of small blocks.
+            return out, (highest + jnp.log(total))[..., 0] if rules.lse else None
 
         return tiles.each(block, plan.blocks, rows_of_all)
 
     parts = tiles.tiles(plan, query), tiles.chunks(plan, key), tiles.chunks(plan, value)
     out, lse = tiles.each(step, plan.steps, parts)
-    return tiles.rows(plan, out), tiles.rows(plan, lse[..., None])[..., 0]
+    out = tiles.rows(plan, out)
+    return out, tiles.rows(plan, lse[..., None])[..., 0] if rules.lse else None
 
 
 class Running(NamedTuple):
@@ -229,11 +243,11 @@ SMALL_SUM = 2**14
 
 def _core_forward(
     plan: Plan, rules: Rules, *arguments: Any
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    out, lse = core(plan, rules, *arguments)
+) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    out, lse = core(plan, rules._replace(lse=True), *arguments)
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
-    return (out, lse), (*arguments, out, lse)
+    return (out, lse if rules.lse else None), (*arguments, out, lse)
 
 
 def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
@@ -243,7 +257,9 @@ def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[A
     conditions, padded = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
     # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
-    shift = slope_lse - (slope * out).sum(-1)
+    shift = -(slope * out).sum(-1)
+    if slope_lse is not None:
+        shift += slope_lse
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     dtype = query.dtype
     per_row = (
