@@ -51,7 +51,7 @@ def _program(case: Case, data: Data, forward: Forward, variables: Any) -> Progra
         out, (_, gradients) = compiled[0](*arguments[:3], jnp.asarray(cotangent))
         return np.asarray(out), [np.asarray(g) for g in gradients]
 
-    return Program(build, run, answer)
+    return Program(build, run, answer, lambda: str(compiled[0].as_text()))
 
 
 def _keys_there(lengths: Any, S: int) -> Any:
