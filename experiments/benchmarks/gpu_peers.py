@@ -202,7 +202,7 @@ def layer(name: str, T: int, E: int, N: int, B: int, device: str) -> Program:
         module = torch.nn.MultiheadAttention(E, N, batch_first=True).to(device, torch.bfloat16)
         module = module.eval()
         given = torch.from_numpy(x).to(device, torch.bfloat16)
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(T, device=device)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(T).to(device)
         mask = mask.to(torch.bfloat16)
 
         def run(n: int) -> None:
@@ -226,12 +226,12 @@ def layer(name: str, T: int, E: int, N: int, B: int, device: str) -> Program:
     from flax import linen, nnx
 
     if name == "flax-linen":
-        module = linen.MultiHeadDotProductAttention(
+        linen_module: Any = linen.MultiHeadDotProductAttention(
             N, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, deterministic=True
         )
         mask = linen.make_causal_mask(jnp.ones((1, T)))
-        variables = jax.jit(module.init)(jax.random.key(0), tokens[:, :8])
-        return compiled(lambda v, x: module.apply(v, x, mask=mask), variables, tokens)
+        variables = jax.jit(linen_module.init)(jax.random.key(0), tokens[:, :8])
+        return compiled(lambda v, x: linen_module.apply(v, x, mask=mask), variables, tokens)
     module = nnx.MultiHeadAttention(
         N, E, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0)
     )

@@ -36,9 +36,11 @@ def page(results: Row) -> str:
     lines = [
         f"# {results['device']}, {results['date']}",
         "",
-        f"{versions}. Measured ceilings: {peak['tflops']:.0f} TFLOP/s (bfloat16 product), "
-        f"{peak['gb_per_second']:.0f} GB/s (copy). {results['seconds']} s in all. Medians of "
-        "interleaved rounds; nothing is flushed between calls.",
+        f"{versions}.",
+        "",
+        f"Measured ceilings: {peak['tflops']:.0f} TFLOP/s (bfloat16 product), "
+        + f"{peak['gb_per_second']:.0f} GB/s (copy). {results['seconds']} s in all. Medians of "
+        + "interleaved rounds; nothing is flushed between calls.",
         "",
         "## Against float64",
         "",
