@@ -115,10 +115,12 @@ def test_splash_runs_where_it_is_named() -> None:
 def test_biases_go_to_tokamax_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations.tokamax, "find_spec", lambda name: object())
     bias = struct(1, 8, 1024, 1024)
-    assert chosen(bias=bias) == "tokamax"
-    assert chosen() == "cudnn"
-    assert "log-sum-exp" in reason("tokamax", return_lse=True)
-    assert "after the bias" in reason("tokamax", bias=bias, logits_soft_cap=2.0)
+    with jax.numpy_dtype_promotion("standard"):
+        assert chosen(bias=bias) == "tokamax"
+        assert chosen() == "cudnn"
+        assert "log-sum-exp" in reason("tokamax", return_lse=True)
+        assert "after the bias" in reason("tokamax", bias=bias, logits_soft_cap=2.0)
+    assert "promotion of dtypes" in reason("tokamax")
 
 
 def test_unknown_platform() -> None:
