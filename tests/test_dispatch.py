@@ -149,7 +149,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     # What runs is lowered for the CPU that is there.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
     calls = cudnn_contract.install(monkeypatch)
-    trials = probe.failure
+    trials = probe._failure
     jax.clear_caches()  # type: ignore[no-untyped-call]
     trials.cache_clear()
     yield calls
@@ -255,6 +255,30 @@ def test_the_private_call_is_as_it_was() -> None:
     kinds = {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}
     assert kinds <= {kind.name for kind in private.MaskType}
     assert cudnn.traceable() is None or "cuDNN" in (cudnn.traceable() or "")
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:
+    """Nobody named the kernel, and every transformation meets it."""
+    x = small()
+
+    def value(q: Any) -> Any:
+        found = jaxmha.dot_product_attention(q, x, x, is_causal=True, return_lse=lse)
+        return sum(part.astype(jnp.float32).sum() for part in jax.tree.leaves(found))
+
+    def plain(q: Any) -> Any:
+        found = jaxmha.dot_product_attention(
+            q, x, x, is_causal=True, return_lse=lse, implementation="blocked"
+        )
+        return sum(part.astype(jnp.float32).sum() for part in jax.tree.leaves(found))
+
+    queries = jnp.stack([x, 2 * x])
+    slopes = jax.jit(jax.vmap(jax.grad(value)))(queries)
+    assert gpu[-1]["T"] == 6
+    want = jax.jit(jax.vmap(jax.grad(plain)))(queries)
+    largest = float(jnp.abs(want.astype(jnp.float32)).max())
+    error = jnp.abs(slopes.astype(jnp.float32) - want.astype(jnp.float32)).max()
+    assert float(error) <= 2**-7 * largest
 
 
 # The command line.
