@@ -16,6 +16,7 @@ from jaxmha import Mask, implementations
 from jaxmha.converters.cli import app
 from jaxmha.implementations import KERNELS, UnsupportedError, cudnn, platforms, probe, reference
 from tests import cudnn_contract
+from tests.everyday import everyday
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
 WINDOW = Mask.window(3, None)
@@ -171,7 +172,9 @@ def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
     assert [call["T"] for call in gpu] == [128, 6, 4]
 
 
-@pytest.mark.parametrize("defect", ["raises", "wrong", "wrong gradient", "NaN"])
+@pytest.mark.parametrize(
+    "defect", everyday(["raises", "wrong", "wrong gradient", "NaN"], "raises", "wrong gradient")
+)
 def test_a_broken_kernel_means_the_next_and_one_warning(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
@@ -233,6 +236,7 @@ def test_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [True]
 
 
+@pytest.mark.slow  # trials that pass are part of other tests
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_trial_is_right_about_a_right_kernel(dense: bool) -> None:
     assert probe._tried(reference.attend, "float32", dense) is None

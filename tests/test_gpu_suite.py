@@ -46,7 +46,7 @@ def test_its_float64_is_that_of_the_specification() -> None:
     arrays, _ = gpu_cases.arrays(case)
     mask = Mask.causal(1) & Mask.lengths(key_value=np.asarray([0, 4], np.int32))
     wide = {name: x.astype(np.float64) for name, x in arrays.items()}
-    dense = mask.to_array(case.T, case.S, np)
+    dense: Any = mask.to_array(case.T, case.S, np)
 
     def answer(heads: dict[str, Any]) -> Any:
         names = ("query", "key", "value", "bias")
@@ -88,10 +88,6 @@ def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     jax.clear_caches()  # type: ignore[no-untyped-call]
     wrong = gpu_conformance.check(case, "blocked", "bfloat16")
     assert wrong["failed"] == "what nothing attends has an influence"
-    monkeypatch.setattr(blocked, "attend", lambda r: attend(r)._replace(lse=attend(r).lse * 1.01))
-    jax.clear_caches()  # type: ignore[no-untyped-call]
-    assert "lse" in gpu_conformance.check(case, "blocked", "bfloat16")["failed"]
-    jax.clear_caches()  # type: ignore[no-untyped-call]
 
 
 def test_what_is_declined_is_no_failure() -> None:
