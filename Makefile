@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check --no-compile
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo test suite test-slow bench bench-full weights lint wheel clean
+.PHONY: demo test newest suite test-slow bench bench-full weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -15,6 +15,9 @@ test: weights  ## linters, types, the test suite, and the built wheel on its own
 
 suite: weights
 	$(RUN) python -m pytest -q -n 2 --dist worksteal
+
+newest:  ## core tests on the newest JAX and Flax, where a Python for them is on the machine
+	.ci/newest
 
 bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
 	$(RUN) python -m experiments.benchmarks --write
@@ -51,4 +54,4 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .weights build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .weights build dist *.egg-info

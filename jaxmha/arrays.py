@@ -3,8 +3,10 @@
 from typing import Any, TypeAlias
 
 import jax
-from numpy.typing import DTypeLike, NDArray
+import numpy as np
+from numpy.typing import DTypeLike
 
-Array: TypeAlias = jax.Array | NDArray[Any]
+# NDArray is no class in NumPy 2.5, and jaxtyping asks for one.
+Array: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[Any]]
 
 __all__ = ["Array", "DTypeLike"]

@@ -212,5 +212,6 @@ def test_tokamax(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokamax")
     monkeypatch.setattr(tokamax, "BACKENDS", ("xla",))
     monkeypatch.setattr(tokamax, "traceable", lambda: None)
-    with jaxmha.lowering_for("h200"):
+    promotes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with jaxmha.lowering_for("h200"), promotes[0], promotes[1]:
         check(case, "tokamax", "bfloat16", lse=False)

@@ -10,6 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
 from jaxmha import Mask
+from tests.everyday import everyday
 
 # No axis of anything else is of these sizes.
 B, T, S, N, K, H = 2, 896, 1408, 4, 2, 64
@@ -74,7 +75,7 @@ def gradient(call: Any, **options: Any) -> Any:
 
 
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", everyday(CALLS, "lengths", "padding causal"))
 def test_cudnn(name: str) -> None:
     with jaxmha.lowering_for("h200"):
         text = lowered(CALLS[name], *HEADS, COUNTS, THERE, platform="cuda")
@@ -112,7 +113,7 @@ def test_layer() -> None:
     assert no_scores(text)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", everyday(CALLS, "window"))
 def test_splash(name: str) -> None:
     with jaxmha.lowering_for("tpu"):
         text = lowered(

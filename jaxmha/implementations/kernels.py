@@ -169,7 +169,8 @@ class Kernel(NamedTuple):
     """A kernel with everything static bound; hashable.
 
     Attributes:
-      out: `(query, key, value, bias, others) -> out`, differentiable in the first four.
+      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; it
+        takes keys for values.
       out_and_lse: the same, `-> (out, lse)`. Its gradient drops that of lse, or there is none.
       pulls: whether `out_and_lse` has a gradient.
       scale: of the logits.
@@ -231,14 +232,12 @@ def _backward(kernel: Kernel, saved: Any, slopes: Any) -> tuple[Any, ...]:
     d lse_i / d key_j is `scale` times the weight times query_i: what the gradient of values makes
     of the queries.
     """
-    pull, (query, key, value, bias), others = saved
+    pull, (query, key, _, bias), others = saved
     slope, slope_lse = slopes
     zeros = jnp.zeros_like(slope_lse)
     d_query, d_key, d_value, d_bias = pull((slope, zeros) if kernel.pulls else slope)
-    h, H = value.shape[3], key.shape[3]
     means, pull_values = jax.vjp(
-        lambda x: kernel.out(kernel.settings, query, key, fill(x, 3, h), bias, others)[..., :H],
-        key,
+        lambda x: kernel.out(kernel.settings, query, key, x, bias, others), key
     )
     weight = kernel.scale * jnp.moveaxis(slope_lse, 1, 2)[..., None]
     (more,) = pull_values((weight * query.astype(np.float32)).astype(means.dtype))

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import jax
@@ -18,13 +19,18 @@ from jaxmha.semantics import Semantics
 ALLOWED = 0.03
 
 
-@cache
-def failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """Why a kernel does not work here, in any of all processes, or None; warns once.
+_ONE_AT_A_TIME = Lock()
 
-    It runs in a thread of its own: whatever the caller traces, or has set for a while, is not
-    there.
-    """
+
+def failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
+    """Why a kernel does not work here, in any of all processes, or None; warns once."""
+    with _ONE_AT_A_TIME:
+        return _failure(name, attend, dtype, dense)
+
+
+@cache
+def _failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
+    """It runs in a thread of its own: whatever the caller traces, or has set, is not there."""
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(_agreed, attend, dtype, dense).result()
     if found is not None:
@@ -32,7 +38,7 @@ def failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: b
         warnings.warn(
             f"{name} does not work here in {kind}, so the next implementation is used: {found}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     return found
 
