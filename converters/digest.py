@@ -1,0 +1,33 @@
+"""SHA-256 of tensors, and of a whole checkpoint whatever its format, order or shards."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.checkpoint.tensor import to_bytes
+
+
+def of_tensor(array: NDArray) -> str:
+    """The digest of one tensor's little-endian bytes, without its shape."""
+    return hashlib.sha256(memoryview(to_bytes(array))).hexdigest()
+
+
+def of_contents(info: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
+    """The digest of names, shapes, dtypes and the digests of all tensors.
+
+    >>> info = {"a": np.zeros(2), "b": np.ones(3)}
+    >>> digests = {name: of_tensor(array) for name, array in info.items()}
+    >>> of_contents(info, digests)[:15]
+    'sha256:cba03a57'
+    """
+    whole = hashlib.sha256()
+    for name in sorted(info):
+        shape = "x".join(map(str, info[name].shape))
+        dtype = np.dtype(info[name].dtype).name
+        for text in (name, shape, dtype, tensors[name]):
+            raw = text.encode("utf-8", "surrogatepass")
+            whole.update(len(raw).to_bytes(8, "little") + raw)
+    return f"sha256:{whole.hexdigest()}"
