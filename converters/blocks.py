@@ -207,9 +207,22 @@ def _unknown(
         return ()
     # What stands beside attention in one model stays there when its layout changes.
     beside = {key for other in LAYOUTS for key in other.beside}
-    known = {*keys.values(), *(layout.path(prefix, key) for key in beside)}
+    norms = {module for key in beside if (module := key.removesuffix(".weight")) != key}
     start = prefix + layout.separator
-    return tuple(name for name in shapes if name.startswith(start) and name not in known)
+
+    def known(key: str) -> bool:
+        module, _, array = key.replace("/", ".").rpartition(".")
+        return key in beside or (module in norms and array in _OF_NORMS)
+
+    own = set(keys.values())
+    return tuple(
+        name
+        for name in shapes
+        if name.startswith(start) and name not in own and not known(name.removeprefix(start))
+    )
+
+
+_OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}  # in every framework
 
 
 def _prefixes(candidate: Layout, names: Iterable[str], key: str) -> Iterator[str]:

@@ -31,3 +31,8 @@ def of_contents(info: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
             raw = text.encode("utf-8", "surrogatepass")
             whole.update(len(raw).to_bytes(8, "little") + raw)
     return f"sha256:{whole.hexdigest()}"
+
+
+def of_file(file: Any) -> str:
+    """The digest of an open checkpoint; reads every tensor, one at a time."""
+    return of_contents(file.info, {name: of_tensor(file[name]) for name in file.info})

@@ -86,7 +86,8 @@ def split(name: str) -> tuple[str, str, str]:
     >>> split("a.b.weight"), split("layers/dense/vars/0"), split("w")
     (('a.b', '.', 'weight'), ('layers/dense', '/', 'vars/0'), ('', '', 'w'))
     """
-    match = re.fullmatch(r"(?s:(?:(.*)([./]))?(vars/\d+|[^./]*))", name)
+    match = re.fullmatch(r"(?s:(?:(.*)(/))?(vars/\d+))", name)
+    match = match or re.fullmatch(r"(?s:(?:(.*)([./]))?([^./]*))", name)
     assert match is not None
     return match[1] or "", match[2] or "", match[3]
 

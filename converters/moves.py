@@ -56,6 +56,10 @@ class Lazy(Mapping[str, NDArray]):
         return len(self._made)
 
 
+# Type checkers that run look into generic mappings; looking into this one would compute a tensor.
+type.__delattr__(Lazy, "__orig_bases__")
+
+
 class Parts:
     """Leaves of source arrays. The last arrays read are kept, since packed ones are asked for
     leaf by leaf."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jaxmha.converters.refusals import several_dtypes
 OTHERS = ("pass", "refuse")
 
 
+@runtime_checkable
 class Tensors(Protocol):
     """What a plan is made of: an open checkpoint, or a state in memory."""
 
@@ -80,12 +81,13 @@ class Plan:
 class Resolved(NamedTuple):
     """A plan, checked against its source: every tensor of the destination, ready to be computed.
 
-    `made` is by name, `by_move` the same by move; `counts` are head counts by prefix of the
-    destination, `names` those of Keras layers.
+    `made` is by name, `by_move` the same by move; `blocks` are those of the source; `counts` are
+    head counts by prefix of the destination, `names` those of Keras layers.
     """
 
     made: dict[str, Made]
     by_move: list[tuple[Move, dict[str, Made]]]
+    blocks: dict[Move, Block]
     counts: dict[str, int]
     names: dict[str, str]
     notes: list[str]
@@ -131,7 +133,6 @@ def make(
     planned = []
     for i, block in enumerate(found):
         count, _ = heads.find(block, shapes, num_heads, file.metadata, configured)
-        family = block.family
         planned.append(
             Move(
                 "attention",
@@ -144,7 +145,7 @@ def make(
                 "attention",
                 count,
                 _user_name(block.prefix, block.layout.separator, file.names) * bool(_in_file(to)),
-                "certain" if family else "by keys, others fit" if block.also else "likely",
+                confidence(block),
                 block.why,
             )
         )
@@ -162,6 +163,17 @@ def make(
         others,
         notes=tuple(_epsilons(layers, convention, found, epsilon or {})),
     )
+
+
+def confidence(block: Block) -> str:
+    """How sure the layout of a block is: its place decides, its keys, or neither.
+
+    >>> confidence(Block("h.0.attn", blocks.named("gpt2"), {}))
+    'likely'
+    """
+    if block.family:
+        return "certain"
+    return "ambiguous" if block.also else "likely"
 
 
 def _neighbour(
@@ -274,7 +286,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         )
     there = _blocks(plan, file.info)
     parts = moves.Parts(file)
-    found = Resolved({}, [], {}, {}, [])
+    found = Resolved({}, [], {}, {}, {}, [])
     for move in plan.moves:
         try:
             if move.kind == "attention":
@@ -329,6 +341,7 @@ def _attention(
             "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
             ".pt or .npz"
         )
+    found.blocks[move] = block
     found.counts[move.target] = np.shape(params.query.kernel)[-2]
     if mixed := several_dtypes(params):
         found.notes.append(f"{move.target or '(top)'} keeps several dtypes: {mixed}")
