@@ -12,7 +12,7 @@ from jaxmha.converters.checkpoint.tensor import to_bytes
 
 def of_tensor(array: NDArray) -> str:
     """The digest of one tensor's little-endian bytes, without its shape."""
-    return hashlib.sha256(memoryview(to_bytes(array))).hexdigest()
+    return hashlib.sha256(to_bytes(array).data).hexdigest()
 
 
 def of_contents(info: Mapping[str, Any], tensors: Mapping[str, str]) -> str:

@@ -16,12 +16,13 @@ from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, TensorInfo
 from jaxmha.converters.checkpoint.errors import printable
-from jaxmha.converters.inspection import FileInfo as FileInfo
-from jaxmha.converters.inspection import inspect as inspect
+from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.moves import Lazy, Made
 from jaxmha.converters.plan import OTHERS, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
+
+__all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -249,7 +250,9 @@ class _Memory(dict[str, NDArray]):
 def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
     """Raises ValueError where a plan is for another source or another kind of destination."""
     if _target(blocks.named(plan.to), in_file).name != plan.to:
-        raise ValueError(f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file")
+        raise ValueError(
+            f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
+        )
     heads.refuse_behaviour(file.path)
     if plan.digest and (found := digest.of_file(file)) != plan.digest:
         raise ValueError(
@@ -304,9 +307,7 @@ def _refuse_unreadable(found: Resolved, target: Layout) -> None:
         raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
-def _cast(
-    made: Mapping[str, Made], dtype: str, rounding: dict[str, float]
-) -> dict[str, Made]:
+def _cast(made: Mapping[str, Made], dtype: str, rounding: dict[str, float]) -> dict[str, Made]:
     """The same tensors in another dtype; the largest change of each goes to `rounding`."""
     wanted = np.dtype(jax.numpy.dtype(dtype))
 
@@ -325,9 +326,7 @@ def _cast(
         return cast
 
     return {
-        name: one._replace(
-            info=TensorInfo(one.info.shape, wanted), load=partial(load, name, one)
-        )
+        name: one._replace(info=TensorInfo(one.info.shape, wanted), load=partial(load, name, one))
         if jax.numpy.issubdtype(one.info.dtype, np.floating) and one.info.dtype != wanted
         else one
         for name, one in made.items()

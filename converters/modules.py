@@ -48,9 +48,7 @@ class Module(NamedTuple):
         return {entry.leaves[0]: entry for entry in of_kind if entry.key in self.keys}
 
 
-def find(
-    info: Mapping[str, Any], blocks: Sequence[Block]
-) -> tuple[list[Module], dict[str, str]]:
+def find(info: Mapping[str, Any], blocks: Sequence[Block]) -> tuple[list[Module], dict[str, str]]:
     """Every neighbour, and what is left over: name -> why nothing is known of it.
 
     `info` gives shape and dtype of every tensor; those of `blocks` are left out.

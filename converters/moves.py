@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,7 +19,12 @@ from jaxmha.converters.neighbours import Convention
 from jaxmha.converters.refusals import refuse_arrays, refuse_keys, refuse_mixed
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
-Arrays = Mapping[str, NDArray]
+
+@runtime_checkable
+class Arrays(Protocol):
+    """Tensors by name, such as an open checkpoint."""
+
+    def __getitem__(self, name: str) -> NDArray: ...
 
 
 class Made(NamedTuple):
@@ -101,7 +106,7 @@ def meta(
                 shape = (*lead, *(sizes[a] for a in layout.tied(CANONICAL[leaf]).split()))
                 nothing = np.zeros((), arrays[entry.key].dtype)
                 found[leaf] = np.broadcast_to(nothing, shape)
-    params = from_leaves(dict(found))  # type: ignore[arg-type]
+    params = from_leaves(dict(found))
     return params, engine.behaviour(layout, found), sizes
 
 

@@ -121,7 +121,8 @@ def make(
     layers: list[Module] = []
     if from_ is None and not attention_only and convention is not None:
         layers, _ = modules.find(file.info, found)
-    taken = {name for one in [*found, *layers] for name in one.keys.values()}
+    taken = {name for block in found for name in block.keys.values()}
+    taken |= {name for layer in layers for name in layer.keys.values()}
     _, why = modules.find(file.info, found)
     rest = [name for name in file.info if name not in taken]
     if rest and others == "refuse":
@@ -177,7 +178,11 @@ def confidence(block: Block) -> str:
 
 
 def _neighbour(
-    layer: Module, to: Layout, convention: Convention, names: Mapping[str, str], numbers: Counter[str]
+    layer: Module,
+    to: Layout,
+    convention: Convention,
+    names: Mapping[str, str],
+    numbers: Counter[str],
 ) -> Move:
     separator = modules.split(next(iter(layer.keys.values())))[1] or layer.convention.separator
     if convention.group:
@@ -296,9 +301,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
                 made = _beside(move, to, convention, file)
         except ValueError as error:
             what = "block" if move.kind == "attention" else move.kind
-            raise ValueError(
-                printable(f"{what} {move.source or '(top)'}: {error}")
-            ) from error
+            raise ValueError(printable(f"{what} {move.source or '(top)'}: {error}")) from error
         if clash := sorted(found.made.keys() & made.keys()):
             raise ValueError(
                 f"two tensors would be written as {clash[0]!r}: rename one in the source, or in a plan"
@@ -310,9 +313,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
     return found
 
 
-def _blocks(
-    plan: Plan, info: Mapping[str, Any]
-) -> dict[tuple[str, str, frozenset[str]], Block]:
+def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
     """Every block of the layouts that a plan names, by layout, prefix and tensors."""
     shapes = {name: tuple(one.shape) for name, one in info.items()}
     layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
@@ -361,7 +362,9 @@ def _beside(
     module = module_of(move, file.info)
     becomes = move.becomes or _kind_there(module, to, convention, move.target)
     if becomes not in convention.kinds:
-        raise ValueError(f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}")
+        raise ValueError(
+            f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"
+        )
     return moves.neighbour(module, file.info, file, convention, becomes, move.target)
 
 

@@ -1,23 +1,23 @@
 """Plans as TOML files, to be read and edited by people.
 
-    [plan]                            # what the file is for
-    version = 1
-    source = "model.safetensors"
-    digest = "sha256:..."             # of the source's contents; another source is refused
-    to = "flax"                       # layout of attention; neighbours as its framework has them
-    others = "pass"                   # "refuse": stop where something is not understood
-    dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
+[plan]                            # what the file is for
+version = 1
+source = "model.safetensors"
+digest = "sha256:..."             # of the source's contents; another source is refused
+to = "flax"                       # layout of attention; neighbours as its framework has them
+others = "pass"                   # "refuse": stop where something is not understood
+dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
 
-    [[module]]                        # one per layer; every tensor of the source is in one of them
-    kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,
-                                      # or other: one tensor, carried over under the name in `to`
-    layout = "bert"                   # of attention; torch, keras, flax ... of its neighbours
-    from = "encoder.layer.0.attention"
-    to = "encoder/layer/0/attention"
-    as = "attention"                  # the kind there, such as linear for a conv1d
-    num_heads = 12                    # of attention
-    name = "attention_0"              # of the layer, in .weights.h5 files
-    tensors = ["encoder.layer.0.attention.self.query.weight", ...]
+[[module]]                        # one per layer; every tensor of the source is in one of them
+kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,
+                                  # or other: one tensor, carried over under the name in `to`
+layout = "bert"                   # of attention; torch, keras, flax ... of its neighbours
+from = "encoder.layer.0.attention"
+to = "encoder/layer/0/attention"
+as = "attention"                  # the kind there, such as linear for a conv1d
+num_heads = 12                    # of attention
+name = "attention_0"              # of the layer, in .weights.h5 files
+tensors = ["encoder.layer.0.attention.self.query.weight", ...]
 """
 
 import json
@@ -91,45 +91,49 @@ def loads(text: str) -> Plan:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the plan is no TOML: {error}") from error
-    head = content.get("plan")
-    if not isinstance(head, dict) or content.keys() - {"plan", "module"}:
-        raise ValueError("the plan must have one table [plan] and tables [[module]]")
-    if head.get("version") != VERSION:
-        raise ValueError(f"the plan has version {head.get('version')!r}, this program reads {VERSION}")
+    head = content.get("plan", {})
+    _demand(
+        isinstance(head, dict) and not content.keys() - {"plan", "module"},
+        "the plan must have one table [plan] and tables [[module]]",
+    )
+    found = head.get("version")
+    _demand(found == VERSION, f"the plan has version {found!r}, and this program reads {VERSION}")
     known = {"version", "source", "digest", "to", "others", "dtype"}
-    if extra := sorted(head.keys() - known):
-        raise ValueError(f"unknown key {extra[0]!r} in [plan]: it has {', '.join(sorted(known))}")
-    settings = {key: head[key] for key in known - {"version"} if key in head}
+    extra = sorted(head.keys() - known)
+    _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
+    settings = {key: head[key] for key in sorted(known - {"version"}) if key in head}
     for key, value in settings.items():
-        if not isinstance(value, str):
-            raise ValueError(f"[plan] {key} must be a string, got {value!r}")
-    if "to" not in settings:
-        raise ValueError("[plan] lacks `to`, the layout of attention")
-    if settings.get("others", "pass") not in OTHERS:
-        raise ValueError(f"[plan] others must be {' or '.join(OTHERS)}, got {settings['others']!r}")
+        _demand(isinstance(value, str), f"[plan] {key} must be a string, got {value!r}")
+    _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
+    others = settings.get("others", "pass")
+    _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {others!r}")
     listed = content.get("module", [])
-    if not isinstance(listed, list):
-        raise ValueError("modules are written as [[module]]")
+    _demand(isinstance(listed, list), "modules are written as [[module]]")
     return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
 
 
 def _move(i: int, table: Any) -> Move:
     where = f"module {i}"
-    if not isinstance(table, dict):
-        raise ValueError(f"{where} is no table")
-    if extra := sorted(table.keys() - _KEYS.keys()):
-        raise ValueError(f"{where} has an unknown key {extra[0]!r}: it has {', '.join(_KEYS)}")
+    _demand(isinstance(table, dict), f"{where} is no table")
+    extra = sorted(table.keys() - _KEYS.keys())
+    _demand(not extra, f"{where} has an unknown key {extra[:1]}: it has {', '.join(_KEYS)}")
     for key in ("kind", "from", "to", "tensors"):
-        if key not in table:
-            raise ValueError(f"{where} lacks {key!r}")
+        _demand(key in table, f"{where} lacks {key!r}")
     for key, value in table.items():
-        if type(value) is not _KEYS[key]:
-            raise ValueError(f"{where}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
-    if not all(isinstance(name, str) for name in table["tensors"]) or not table["tensors"]:
-        raise ValueError(f"{where}: tensors must be a list of names")
+        wanted = _KEYS[key]
+        _demand(type(value) is wanted, f"{where}: {key} must be {wanted.__name__}, got {value!r}")
+    names = table["tensors"]
+    _demand(
+        bool(names) and all(isinstance(name, str) for name in names),
+        f"{where}: tensors must be a list of names",
+    )
     settings = {_FIELDS.get(key, key): value for key, value in table.items()}
-    layout = settings.pop("layout", "")
-    return Move(layout=layout, **settings | {"tensors": tuple(settings["tensors"])})
+    return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})
+
+
+def _demand(fine: bool, message: str) -> None:
+    if not fine:
+        raise ValueError(message)
 
 
 def read(path: str | os.PathLike[str]) -> Plan:

@@ -121,7 +121,13 @@ def check(
             errors: dict[str, tuple[float, float]] = {}
             if len(after) == len(made):
                 differences, errors = _compare(
-                    move, done, resolved.blocks.get(move), there.get(move.target), before, after, forward
+                    move,
+                    done,
+                    resolved.blocks.get(move),
+                    there.get(move.target),
+                    before,
+                    after,
+                    forward,
                 )
             reports.append(
                 MoveReport(move.kind, move.source, move.target, tensors, tuple(differences), errors)
