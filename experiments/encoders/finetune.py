@@ -23,7 +23,7 @@ from jaxmha.converters import checkpoint, migrate
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 
 STEPS, RATE, LENGTHS, T = 3, 0.01, (7, 5, 2), 7
-OPTIMISERS = {
+OPTIMISERS: dict[str, tuple[Any, dict[str, float]]] = {
     "SGD": (lambda: optax.sgd(RATE, momentum=0.9), {"momentum": 0.9}),
     "Adam": (lambda: optax.adam(RATE), {}),
 }
@@ -119,14 +119,15 @@ def _steps_in_jax(
     steps = nnx.Optimizer(model, OPTIMISERS[optimiser][0](), wrt=nnx.Param)
     mask = Mask.padding(key_value=jnp.asarray(there))
 
-    @nnx.jit
-    def step(model: Encoder, steps: nnx.Optimizer) -> None:
-        def loss(model: Encoder) -> jax.Array:
-            real = jnp.asarray(there)[..., None]
-            squares = jnp.square(model(jnp.asarray(x), mask) - wanted) * real
-            return squares.sum() / (real.sum() * x.shape[-1])
+    def loss(model: Encoder) -> jax.Array:
+        real = jnp.asarray(there)[..., None]
+        squares: jax.Array = jnp.square(model(jnp.asarray(x), mask) - wanted) * real
+        count: jax.Array = real.sum() * x.shape[-1]
+        return squares.sum() / count
 
+    def step(model: Encoder, steps: Any) -> None:
         steps.update(model, nnx.grad(loss)(model))
 
+    compiled = nnx.jit(step)
     for _ in range(STEPS):
-        step(model, steps)
+        compiled(model, steps)

@@ -33,7 +33,8 @@ class EncoderLayer(nnx.Module):  # type: ignore[misc]
     def __call__(self, x: Array, mask: Mask) -> Array:
         """`(B, T, D)` to `(B, T, D)`."""
         x = self.norm1(x + self.self_attn(x, mask=mask))
-        return self.norm2(x + self.linear2(jax.nn.relu(self.linear1(x))))
+        out: Array = self.norm2(x + self.linear2(jax.nn.relu(self.linear1(x))))
+        return out
 
 
 class Encoder(nnx.Module):  # type: ignore[misc]
@@ -84,7 +85,8 @@ class BertLayer(nnx.Module):  # type: ignore[misc]
         """`(B, T, D)` to `(B, T, D)`."""
         x = self.attention.output["LayerNorm"](x + self.attention(x, mask=mask))
         inner = jax.nn.gelu(self.intermediate["dense"](x), approximate=False)
-        return self.output["LayerNorm"](x + self.output["dense"](inner))  # type: ignore[no-any-return]
+        out: Array = self.output["LayerNorm"](x + self.output["dense"](inner))
+        return out
 
 
 class Bert(nnx.Module):  # type: ignore[misc]
@@ -119,8 +121,9 @@ class Bert(nnx.Module):  # type: ignore[misc]
 def sentence_embeddings(states: Array, lengths: Array) -> Array:
     """The mean over real tokens, of length one: `(B, T, D)` to `(B, D)`."""
     there = (jnp.arange(states.shape[1])[None] < lengths[:, None])[..., None]
-    mean = (states * there).sum(1) / there.sum(1)
-    return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
+    mean: Array = (states * there).sum(1) / there.sum(1)
+    length: Array = jnp.linalg.norm(mean, axis=-1, keepdims=True)
+    return mean / length
 
 
 def load(model: nnx.Module, tensors: Mapping[str, NDArray]) -> list[str]:

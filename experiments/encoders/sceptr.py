@@ -71,7 +71,8 @@ class Summed(nnx.Module):  # type: ignore[misc]
     def __call__(self, tokens: Array) -> Array:
         D = self.residues.features
         found = self.residues(tokens[..., 0]) + self.positions[tokens[..., 1]]
-        return (found + self.loops(tokens[..., 3])) * jnp.sqrt(jnp.asarray(D, found.dtype))
+        summed: Array = found + self.loops(tokens[..., 3])
+        return summed * jnp.sqrt(jnp.asarray(D, found.dtype))
 
 
 class Sceptr(nnx.Module):  # type: ignore[misc]
@@ -84,12 +85,9 @@ class Sceptr(nnx.Module):  # type: ignore[misc]
         self.averages = "Average" in config["model"]["vector_representation_delegate"]["class"]
         self.projector: Any = nnx.data(None)
         if "embedder/positions" in shapes:
-            tables = (
-                "embedder/residues/embedding",
-                "embedder/positions",
-                "embedder/loops/embedding",
-            )
-            self.embedder: Any = Summed(*(shapes[name][0] for name in tables), D)
+            residues, loops = (shapes[f"embedder/{x}/embedding"] for x in ("residues", "loops"))
+            positions = shapes["embedder/positions"][0]
+            self.embedder: Any = Summed(residues[0], positions, loops[0], D)
         else:
             residues, loops = shapes["embedder/residues"], shapes["embedder/loops"]
             blosum = "embedder/special/embedding" in shapes
@@ -102,7 +100,8 @@ class Sceptr(nnx.Module):  # type: ignore[misc]
     def embed(self, tokens: Array) -> Array:
         """`(B, T, 4)` to `(B, T, D)`."""
         x = self.embedder(tokens)
-        return x if self.projector is None else self.projector(x)
+        projected: Array = x if self.projector is None else self.projector(x)
+        return projected
 
     def __call__(self, tokens: Array) -> tuple[Array, Array]:
         """Residue predictions `(B, T, 20)`, and the representation of the receptor `(B, D)`."""

@@ -45,7 +45,7 @@ class Sceptr(nn.Module):
                 if not hasattr(place, part):
                     place.add_module(part, nn.Module())
                 place = getattr(place, part)
-            made = nn.Embedding(*shape) if last == "weight" else Table(last, shape)
+            made = nn.Embedding(shape[0], shape[1]) if last == "weight" else Table(last, shape)
             if hasattr(place, path[-1]):  # one that has a table and another module
                 getattr(place, path[-1]).register_buffer(last, torch.zeros(shape))
             else:
