@@ -132,12 +132,15 @@ def _decide(
     """The module, or why there is none."""
     candidates: dict[str, Module] = {}
     for convention in order:
-        for kind in convention.kinds:
+        for kind, entries in convention.kinds.items():
+            required = {entry.key for entry in entries if not entry.group}
+            if kind in candidates or not required <= keys.keys() or len(keys) > len(entries):
+                continue
             try:
                 module = as_kind(prefix, kind, convention, keys, info)
             except ValueError:
                 continue
-            candidates.setdefault(kind, module)
+            candidates[kind] = module
     if any(keymaps.is_bare(name, families) for name in keys.values()):
         return "a parameter or buffer that belongs to no layer"
     if not candidates:

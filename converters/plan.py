@@ -118,12 +118,11 @@ def make(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
         )
     convention = neighbours.beside(to.name)
-    layers: list[Module] = []
-    if from_ is None and not attention_only and convention is not None:
-        layers, _ = modules.find(file.info, found)
+    layers, why = modules.find(file.info, found)
+    if from_ is not None or attention_only or convention is None:
+        layers = []
     taken = {name for block in found for name in block.keys.values()}
     taken |= {name for layer in layers for name in layer.keys.values()}
-    _, why = modules.find(file.info, found)
     rest = [name for name in file.info if name not in taken]
     if rest and others == "refuse":
         listed = "; ".join(f"{name} ({why.get(name, 'left as it is')})" for name in rest[:5])

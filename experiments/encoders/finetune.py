@@ -60,8 +60,10 @@ def tune(state: Mapping[str, NDArray], D: int, heads: int, layers: int, optimise
     there = np.arange(T) < np.array(LENGTHS)[:, None]
     theirs = _torch(state, D, heads, layers)
     _steps_in_torch(theirs, x, wanted, there, optimiser)
-    with jax.enable_x64(True):
-        model = Encoder(D, heads, layers, dtype=jnp.float64)
+    # flax's own norms promote dtypes by themselves
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        hidden = len(state["layers.0.linear1.bias"])
+        model = Encoder(D, heads, layers, hidden, dtype=jnp.float64)
         if unused := load(model, migrate.convert_state(state, to="flax", num_heads=heads)):
             raise ValueError(f"no place for {unused}")
         _steps_in_jax(model, x, wanted, there, optimiser)

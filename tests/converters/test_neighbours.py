@@ -62,7 +62,7 @@ def flax_layers() -> dict[str, Any]:
     }
     assert nnx.state(nnx.RMSNorm(D, rngs=rngs)).keys() == {"scale"}  # a norm without a bias
     assert (nnx.LayerNorm(D, rngs=rngs).epsilon, nnx.RMSNorm(D, rngs=rngs).epsilon) == (1e-6, 1e-6)
-    return {k: {n: to_numpy(p) for n, p in nnx.state(m).items()} for k, m in made.items()}
+    return {k: dict(nnx.to_pure_dict(nnx.state(m))) for k, m in made.items()}
 
 
 def keras_layers() -> dict[str, Any]:

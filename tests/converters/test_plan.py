@@ -79,24 +79,20 @@ def test_the_file_of_a_plan_is_that_plan(plan: Plan, tmp_path: Path) -> None:
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9)
-moves = st.builds(
-    Move,
+fields = st.tuples(
     st.sampled_from(["attention", "linear", "other"]),
-    names,
-    names,
-    names,
+    *[names] * 3,
     st.lists(names, min_size=1, max_size=3).map(tuple),
     names,
     st.none() | st.integers(1, 99),
     names,
-    st.just(""),
-    names,
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.builds(Plan, names, st.lists(moves, max_size=3).map(tuple), source=names, digest=names))
-def test_any_name_survives_the_file(made: Plan) -> None:
+@settings(max_examples=50, deadline=None)
+@given(names, st.lists(fields, max_size=3), names, names)
+def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: str) -> None:
+    made = Plan(to, tuple(Move(*one) for one in drawn), source=source, digest=digest)
     assert plan_file.loads(plan_file.dumps(made)) == made
 
 
@@ -105,7 +101,7 @@ def test_conversion_by_a_plan_is_conversion(plan: Plan, source: Path, tmp_path: 
     migrate.convert(source, a, to="flax")
     done = migrate.convert(source, b, plan=plan)
     assert a.read_bytes() == b.read_bytes()
-    assert done.carried == ("mystery.weight", "embeddings.position_ids")
+    assert set(done.carried) == {"mystery.weight", "embeddings.position_ids"}
 
 
 def test_edited_plans_are_followed(plan: Plan, source: Path, tmp_path: Path) -> None:
@@ -145,7 +141,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "kind": (lambda p: edited(p, "linear", kind="embedding"), r"a embedding of torch has weight"),
     "no kind": (lambda p: edited(p, "linear", kind="lstm"), r"torch has no lstm: it has linear"),
-    "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Do\), Do=13"),
+    "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Di Do\), Do=7"),
     "convention": (lambda p: edited(p, "linear", layout="jax"), r"unknown convention 'jax'"),
     "layout": (lambda p: edited(p, "attention", layout="vit"), r"no block of layout vit"),
     "unknown layout": (lambda p: edited(p, "attention", layout="x"), r"unknown layout 'x'"),
