@@ -170,7 +170,7 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
             f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
             "layer or model of torch, keras or flax, or a linen pair (module, variables)"
         )
-    for name, layer in framework.attentionlayers(side):
+    for name, layer in framework.attention_layers(side):
         # A layer that does something else is what a comparison is for.
         read = getattr(framework, "weights_of", framework.from_module)
         params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))

@@ -8,7 +8,8 @@ from jaxmha.converters.arrays import to_numpy
 N, D, HIDDEN, LAYERS = 3, 6, 11, 1
 
 
-@pytest.mark.parametrize("optimiser", [pytest.param("SGD", marks=pytest.mark.slow), "Adam"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimiser", ["SGD", "Adam"])
 def test_fine_tuning_an_import_ends_where_torch_does(optimiser: str) -> None:
     import torch
 
