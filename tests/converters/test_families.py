@@ -1,12 +1,13 @@
 """Whole models of known families: every tensor is understood, moves to Flax and Keras, and back."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxmha.converters import blocks, keymaps, migrate, modules
+from jaxmha.converters import blocks, checkpoint, keymaps, migrate, modules
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.families import FAMILIES
 
@@ -140,3 +141,25 @@ def test_conv1d_is_not_transposed_and_linear_is() -> None:
 
 def test_every_map_is_of_a_known_family() -> None:
     assert {keymap.family for keymap in keymaps.KEYMAPS} <= {family.name for family in FAMILIES}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_stock_keras_loads_a_whole_layer(tmp_path: Path) -> None:
+    """Keras numbers the groups of a file by class, in the order of the model's layers."""
+    import keras
+
+    state = torch_model("TransformerEncoderLayer")
+    source, target = tmp_path / "layer.npz", tmp_path / "layer.weights.h5"
+    checkpoint.write(source, {f"layers.0.{name}": array for name, array in state.items()})
+    migrate.convert(source, target, to="keras", num_heads=N)
+    norms = [keras.layers.LayerNormalization(epsilon=1e-5) for _ in range(2)]
+    linears = keras.layers.Dense(22, "relu"), keras.layers.Dense(D)
+    inputs = keras.Input((7, D))
+    x = norms[0](inputs + keras.layers.MultiHeadAttention(N, D // N)(inputs, inputs))
+    model = keras.Model(inputs, norms[1](x + linears[1](linears[0](x))))
+    model.load_weights(target)
+    for name, layer in zip(
+        ("norm1", "norm2", "linear1", "linear2"), (*norms, *linears), strict=True
+    ):
+        for key, weight in zip(("weight", "bias"), layer.weights, strict=True):
+            np.testing.assert_array_equal(to_numpy(weight), state[f"{name}.{key}"].T, err_msg=name)
