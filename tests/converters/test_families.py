@@ -20,7 +20,9 @@ def state_of(model: Any) -> dict[str, NDArray]:
     rng = np.random.default_rng(0)
     found = {name: to_numpy(tensor) for name, tensor in model.state_dict().items()}
     return {
-        name: rng.normal(size=array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
+        name: np.asarray(rng.normal(size=array.shape), array.dtype)
+        if array.dtype.kind == "f"
+        else array
         for name, array in found.items()
     }
 
@@ -58,7 +60,7 @@ def torch_model(name: str) -> dict[str, NDArray]:
     """A whole stock transformer, or one of its layers or stacks."""
     import torch
 
-    sizes = {"d_model": D, "nhead": N, "dim_feedforward": 22}
+    sizes: dict[str, Any] = {"d_model": D, "nhead": N, "dim_feedforward": 22}
     layer = torch.nn.TransformerEncoderLayer(**sizes)
     cross = torch.nn.TransformerDecoderLayer(**sizes)
     models: dict[str, Any] = {
@@ -114,13 +116,13 @@ def test_every_tensor_is_understood_and_comes_back(name: str) -> None:
     assert others.keys() == bare
     if not name.endswith("Layer"):  # a layer alone has no place
         assert {module.confidence for module in beside} == {"certain"}
-    heads = {"num_heads": N}
+    heads: dict[str, Any] = {"num_heads": N}
     for to in ("flax", "keras", "haiku"):
         if (name, to) in (("Llama", "haiku"), ("Llama", "keras")):
             to = "keras-gqa"  # fewer key/value heads than these hold
         moved = migrate.convert_state(state, to=to, **heads)
         assert not any("weight" in key for key in moved.keys() - bare)
-        stored = {} if blocks.named(to).stores_num_heads else heads
+        stored: dict[str, Any] = {} if blocks.named(to).stores_num_heads else heads
         back = migrate.convert_state(moved, to=layout, **stored)
         assert back.keys() == state.keys()
         for key, array in state.items():

@@ -280,7 +280,7 @@ def test_nothing_is_loaded_to_plan() -> None:
         "in_proj_weight": (3 * 2**20, 2**20),
         "out_proj.weight": (2**20, 2**20),
     }
-    file = File({f"a.{key}": type("T", (Huge,), {"shape": x})() for key, x in shapes.items()})
+    file: Any = File({f"a.{key}": type("T", (Huge,), {"shape": x})() for key, x in shapes.items()})
     file["proj.weight"] = Huge()
     found = resolve(make(file, named("flax"), num_heads=N - 2), file)
     assert found.made["a/query/kernel"].info.shape == (2**20, 4, 2**18)

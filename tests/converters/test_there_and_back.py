@@ -80,7 +80,7 @@ def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
             checkpoint.write(paths[0], source(layout, dtype, rng, lead))
         except checkpoint.UnsupportedDtype:
             return False
-        counts = [
+        counts: list[dict[str, Any]] = [
             {} if blocks.named(x).stores_num_heads else {"num_heads": N} for x in (a[0], b[0])
         ]
         try:
