@@ -120,7 +120,8 @@ class Bert(nnx.Module):  # type: ignore[misc]
 
 def sentence_embeddings(states: Array, lengths: Array) -> Array:
     """The mean over real tokens, of length one: `(B, T, D)` to `(B, D)`."""
-    there = (jnp.arange(states.shape[1])[None] < lengths[:, None])[..., None]
+    real = jnp.arange(states.shape[1])[None] < lengths[:, None]
+    there = real[..., None].astype(states.dtype)
     mean: Array = (states * there).sum(1) / there.sum(1)
     length: Array = jnp.linalg.norm(mean, axis=-1, keepdims=True)
     return mean / length
