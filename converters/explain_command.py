@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 import jaxmha
+from jaxmha.converters.terminal import escape, one_message, out, print_json
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha explain -T 8192 -N 16 -H 128 --causal --platform h200\n\n"
@@ -62,9 +63,7 @@ def explain(
 
     Exit code 1 if none can compute it.
     """
-    from jaxmha.converters import cli
-
-    with cli._one_message():
+    with one_message():
         S, K, h = S or T, K or N, h or H
         try:
             kind = jnp.dtype(dtype)
@@ -110,17 +109,17 @@ def explain(
                 **{name: x for name, x in options.items() if x is not None},
             )
         if as_json:
-            cli._print_json(
+            print_json(
                 {"platform": found.platform, "chosen": found.chosen, "reasons": dict(found.reasons)}
             )
         else:
             title = f"attention of ({B}, {T}, {N}, {H}) in {kind.name} on {found.platform}"
-            cli.out.print(title, highlight=False, markup=False, soft_wrap=True)
+            out.print(title, highlight=False, markup=False, soft_wrap=True)
             table = Table()
             table.add_column("implementation")
             table.add_column("", overflow="fold")
             for name, what in found.rows():
-                shown = cli.escape(what)
+                shown = escape(what)
                 table.add_row(name, f"[green]{shown}[/green]" if what == "chosen" else shown)
-            cli.out.print(table)
+            out.print(table)
     raise typer.Exit(0 if found.chosen else 1)

@@ -138,8 +138,9 @@ def _by_content(source: Source, limits: Limits) -> Format:
         return _BY_NAME["keras_h5"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return _zip_format(source, limits)
+    header = head[8:10] == b'{"'  # of safetensors; one of 640 bytes begins as a pickle does
     for at, magic, what, remedy in _MAGIC:
-        if head[at:].startswith(magic):
+        if head[at:].startswith(magic) and not header:
             raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
     if path.name.endswith(_SHARDED) or head[:1] == b"{":
         raise UnsupportedFormat(
