@@ -37,6 +37,7 @@ from tests.tolerance import LAYER, assert_close, assert_same
 WIDE: dict[str, Any] = {"num_heads": N, "qkv_features": N * H}
 ZEROS: dict[str, Any] = {"kernel_init": nn.initializers.zeros_init()}
 INITS: dict[str, Any] = {
+    "kernel_init": nn.initializers.he_normal(),
     "out_kernel_init": nn.initializers.xavier_normal(),
     "bias_init": nn.initializers.normal(0.5),
     "out_bias_init": nn.initializers.constant(2.0),
