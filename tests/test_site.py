@@ -13,7 +13,6 @@ import pytest
 import jaxmha
 import jaxmha.flax
 from jaxmha.converters import checkpoint
-from tests.everyday import everyday
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "jaxmha" / "docs"
@@ -30,7 +29,8 @@ def examples(page: str, language: str) -> str:
     return "\n".join(re.findall(rf"```{language}\n(.*?)```", TEXTS[page], flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("page", everyday(pages("python"), "index.md"))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages("python"))
 def test_python_examples_run(page: str) -> None:
     """With JAX's defaults; later examples of a page use what earlier ones made."""
     command = [sys.executable, "-c", examples(page, "python")]
