@@ -17,7 +17,7 @@ from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from tests.everyday import everyday
 from tests.flax import test_same as same
-from tests.flax.common import DQ, N, Row, T, inputs, normal, pairs, plain, randomise, theirs
+from tests.flax.common import CAUSAL, DQ, N, Row, T, inputs, normal, pairs, plain, randomise, theirs
 from tests.tolerance import FLOORS, LAYER, assert_close, assert_same, error, floor
 
 MODULES: tuple[tuple[Any, Any], ...] = (
@@ -207,12 +207,13 @@ def test_attention_fn_in_nnx(row: Row) -> None:
     swapped = {name: x for name, x in row.settings.items() if name != "attention_fn"}
     flax, _, (x,) = both(row._replace(settings=swapped))
     mask = np.repeat(pairs(T), row.settings["num_heads"] // N, axis=1)
-    expected = [theirs(flax, x, mask=mask, is_causal=True)]
+    mask &= jnp.tri(T, dtype=bool)[None, None]
+    expected = [theirs(flax, x, mask=mask, **CAUSAL)]
     flax.init_cache(x.shape, row.settings.get("dtype", x.dtype))
     expected += [theirs(flax, x[:, t : t + 1], decode=True) for t in range(T)]
     flax.attention_fn = partial(attention_fn, semantics=Semantics.flax())
     flax.init_cache(x.shape, row.settings.get("dtype", x.dtype))
-    actual = [theirs(flax, x, mask=mask, is_causal=True)]
+    actual = [theirs(flax, x, mask=mask, **CAUSAL)]
     actual += [theirs(flax, x[:, t : t + 1], decode=True) for t in range(T)]
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == e.dtype
