@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-# NDArray is no class in NumPy 2.5, and jaxtyping asks for one.
-Array: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[Any]]
+# Not NDArray: from NumPy 2.5 on that is an alias that jaxtyping cannot look into.
+Array: TypeAlias = jax.Array | np.ndarray[tuple[Any, ...], np.dtype[Any]]
 
 __all__ = ["Array", "DTypeLike"]

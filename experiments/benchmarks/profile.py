@@ -41,7 +41,9 @@ def kinds(text: str) -> dict[str, str]:
     """
     bodies: dict[str, str] = {}
     lines: dict[str, str] = {}
-    for name, body in re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+    for name, body in re.findall(
+        r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
+    ):
         bodies[name] = body
         for line in body.splitlines():
             if found := re.match(r"\s+(?:ROOT )?%(\S+) = ", line):
