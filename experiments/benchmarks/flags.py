@@ -99,8 +99,8 @@ def main() -> None:
         cells = []
         for case in CASES:
             base = table["none"][case]
-            seconds, error = (by_case[case][key] / base[key] for key in ("seconds", "error"))
-            cells.append(f"{seconds:.2f} / {error:.2f}")
+            time, wrong = (by_case[case][key] / base[key] for key in ("seconds", "error"))
+            cells.append(f"{time:.2f} / {wrong:.2f}")
         shown.add_row(name, *cells)
     Console(width=160).print(shown)
 
