@@ -66,10 +66,11 @@ def profile(peer: str, case: cases.Case) -> dict[str, Any]:
     """
     import jax
 
+    if peer not in (OURS, *ON_JAX):
+        raise ValueError(f"{peer} has no compiled program to look at")
     program = programs.program(peer, case, data.make(case))
     program.compile()
-    if program.text is None:
-        raise ValueError(f"{peer} has no compiled program to look at")
+    assert program.text is not None
     program.run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -71,7 +71,7 @@ def torch_model(name: str) -> dict[str, NDArray]:
         ),
         "TransformerDecoder": lambda: torch.nn.TransformerDecoder(cross, 2),
         "Transformer": lambda: torch.nn.Transformer(
-            D, N, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=22
+            D, N, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=22, batch_first=True
         ),
     }
     return state_of(models[name]())
