@@ -11,7 +11,9 @@ from jaxmha.converters import blocks, checkpoint, keymaps, migrate, modules
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning", "ignore:enable_nested_tensor:UserWarning"
+)
 N, D = 3, 15  # D is no multiple of anything else here
 
 
@@ -145,7 +147,6 @@ def test_every_map_is_of_a_known_family() -> None:
     assert {keymap.family for keymap in keymaps.KEYMAPS} <= {family.name for family in FAMILIES}
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_stock_keras_loads_a_whole_layer(tmp_path: Path) -> None:
     """Keras numbers the groups of a file by class, in the order of the model's layers."""
     import keras
