@@ -11,6 +11,10 @@ from dataclasses import dataclass
 # measurement; elsewhere enough to keep the device busy.
 TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
+# Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
+# kernel of them, which keeps to one head at a time itself.
+SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
+TARGET_OF_SMALL_HEADS = 2**24
 # Fewer rows than this leave matrix products without reuse, whatever the cache.
 LEAST_ROWS = 64
 # Rows and keys of a block where some blocks need not be computed: small enough to leave out much,
@@ -95,7 +99,10 @@ def plan(
     >>> plan(1, 8, 1, 2048, 2048).rows, plan(1, 8, 1, 2048, 2048, skips=True).keys
     (256, 256)
     """
-    target = TARGET.get(platform, TARGET_ELSEWHERE) if target is None else target
+    if target is None:
+        target = TARGET.get(platform, TARGET_ELSEWHERE)
+        if itemsize * G * T * S <= SMALL_HEAD.get(platform, 0):
+            target = max(target, TARGET_OF_SMALL_HEADS)
     side = SIDE.get(platform, SIDE_ELSEWHERE) if side is None else side
     keys = _even(S, side) if skips else S
     rows = max(target // (itemsize * G * keys), -(-least_rows // G), 1)
