@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from jaxmha import checks, implementations, sharding
@@ -158,8 +157,8 @@ def _dot_product_attention(
         )
         arrays = (query, key, value, bias, mask, keywords, dropout_key, semantics)
         *batch, t, n, _ = sharding.spec_of(query)
-        over_heads = PartitionSpec(*batch, n, t)
-        out = [PartitionSpec(*batch, t, n), *[over_heads] * (bool(return_weights) + return_lse)]
+        over_heads = sharding.spec(*batch, n, t)
+        out = [sharding.spec(*batch, t, n), *[over_heads] * (bool(return_weights) + return_lse)]
         return sharding.automatic(axes, again, arrays, tuple(out) if len(out) > 1 else out[0])
     if query.ndim not in (3, 4):
         raise ValueError(f"query: expected axes (B, T, N, H) or (T, N, H), got {query.shape}")

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float
 
 from jaxmha import checks, extra_positions, sharding
@@ -120,7 +119,7 @@ def _multi_head_attention(
         )
         arrays = (params, query, key, value, bias, mask, dropout_key, semantics)
         *rows, t, _ = sharding.spec_of(query)
-        specs = PartitionSpec(*rows, t), PartitionSpec(*rows, heads, t)
+        specs = sharding.spec(*rows, t), sharding.spec(*rows, heads, t)
         return sharding.automatic(spread, again, arrays, specs if return_weights else specs[0])
     sizes = check(params)
     for name, x, axes in (("query", query, "T Dq"), ("key", key, "S Dk"), ("value", value, "S Dv")):
@@ -191,7 +190,7 @@ def _project(
     spread = sharding.explicit(query, -2, of_heads[0])
     if spread is not None:
         specs = tuple(
-            PartitionSpec(*sharding.spec_of(x)[:-1], heads)
+            sharding.spec(*sharding.spec_of(x)[:-1], heads)
             for x, heads in zip((query, key, value), of_heads, strict=True)
         )
         found: tuple[jax.Array, ...] = sharding.automatic(
@@ -237,7 +236,7 @@ def combine(
 def _combine(params: MHAParams, heads: Any, semantics: Semantics) -> jax.Array:
     spread = sharding.explicit(heads, -3, heads=-2)
     if spread is not None:
-        spec = PartitionSpec(*sharding.spec_of(heads)[:-2])
+        spec = sharding.spec(*sharding.spec_of(heads)[:-2])
         found: jax.Array = sharding.automatic(spread, _combine, (params, heads, semantics), spec)
         return found
     sizes = check(params)

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmha.arrays import Array
-from jaxmha.params import CANONICAL, MHAParams, check, from_leaves, leaves
+from jaxmha.params import CANONICAL, MHAParams, check, leaves
 
 Names = str | tuple[str, ...] | None
 
@@ -50,7 +50,7 @@ class Axes:
 
     def size(self, names: tuple[str, ...]) -> int:
         """Devices along some axes."""
-        return math.prod(self.mesh.shape[name] for name in names)
+        return _devices(self.mesh, names)
 
 
 # Part of the keys of JAX's caches: other axes are another program.
@@ -159,7 +159,7 @@ def specs(
     def divides(names: tuple[str, ...], size: int) -> bool:
         if mesh is None:
             return size > 1
-        return size % math.prod(mesh.shape[name] for name in names) == 0
+        return size % _devices(mesh, names) == 0
 
     if heads and not divides(heads, sizes["N"]):
         raise ValueError(
@@ -167,17 +167,19 @@ def specs(
         )
     where = {"N": heads, "K": heads, **dict.fromkeys(("Dq", "Dk", "Dv", "Do"), features)}
 
-    def spec(name: str) -> Any:
+    def of_leaf(name: str) -> Any:
         letters = CANONICAL[name].split()
         kernel = name.endswith("kernel")
         placed: list[Any] = [None] * leading
         for letter in letters:
             names = where.get(letter, ())
             split = names and (kernel or letter in "NK") and divides(names, sizes[letter])
-            placed.append(_entry(names) if split else None)
-        return PartitionSpec(*placed)
+            placed.append(names if split else None)
+        return spec(*placed)
 
-    return from_leaves({name: spec(name) for name in shapes})
+    # Leaves of the pytree come in the same order.
+    found: MHAParams = jax.tree.unflatten(jax.tree.structure(params), map(of_leaf, shapes))
+    return found
 
 
 def activations(
@@ -189,7 +191,7 @@ def activations(
     P(('data', 'fsdp'), None, None)
     """
     del tensor
-    return PartitionSpec(_entry((*_names(data), *_names(fsdp))), _entry(_names(context)), None)
+    return spec((*_names(data), *_names(fsdp)), _names(context), None)
 
 
 def named(mesh: Mesh, specs: Any) -> Any:
@@ -242,7 +244,7 @@ def zigzag_order(size: int, devices: int) -> np.ndarray[Any, np.dtype[Any]]:
     return parts[order.reshape(-1)].reshape(-1)
 
 
-def in_order(x: jax.Array | None, axis: int) -> jax.Array | None:
+def in_order(x: Any, axis: int) -> Any:
     """What speaks of true positions, in the order in which features come."""
     axes = current()
     if x is None or axes is None or not axes.zigzag or x.shape[axis] == 1:
@@ -273,13 +275,27 @@ def explicit(x: Any, position: int, heads: Any = None) -> Axes | None:
     )
 
 
+def spec(*axes: Names) -> PartitionSpec:
+    """A PartitionSpec; axes without names are whole.
+
+    >>> spec("data", (), ("a", "b"))
+    P('data', None, ('a', 'b'))
+    """
+    entries = [
+        names[0] if isinstance(names, tuple) and len(names) == 1 else names for names in axes
+    ]
+    return PartitionSpec(*(names or None for names in entries))  # type: ignore[no-untyped-call]
+
+
 def spec_of(x: Any) -> tuple[Any, ...]:
     """The explicit spec of an array, one entry per axis; None where nothing is explicit."""
     spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
 
-def automatic(axes: Axes, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any) -> Any:
+def automatic(
+    axes: Axes, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any
+) -> Any:
     """`function(*arguments)` where the compiler spreads what is not attention; `out`: its specs."""
 
     def inside(*arguments: Any) -> Any:
@@ -307,6 +323,5 @@ def _names(names: Names) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
-def _entry(names: tuple[str, ...]) -> Names:
-    """One entry of a PartitionSpec."""
-    return None if not names else names[0] if len(names) == 1 else names
+def _devices(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> int:
+    return math.prod(int(mesh.shape[name]) for name in names)

@@ -108,4 +108,6 @@ def _scatter(static: Static, x: jax.Array) -> jax.Array:
     """What all devices say of keys or values, summed, to those that hold them."""
     if static.zigzag:
         x = jnp.take(x, sharding.zigzag_order(static.S, static.devices), axis=2)
-    return jax.lax.psum_scatter(x, static.axis, scatter_dimension=2, tiled=True)
+    scatter: Any = jax.lax.psum_scatter
+    found: jax.Array = scatter(x, static.axis, scatter_dimension=2, tiled=True)
+    return found

@@ -123,9 +123,9 @@ def _answer_empty(request: Request, out: jax.Array, lse: Any, values: jax.Array)
     empty = (lse == -jnp.inf)[..., None]
     lengths = request.mask.query_lengths
     if lengths is not None:  # rows beyond are 0 whatever the policy
-        positions = sharding.in_order(jnp.arange(T).reshape(1, T), 1)
+        positions = jnp.arange(T).reshape(1, T)
         within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
-        empty &= within[:, None, :, None]
+        empty &= sharding.in_order(within[:, None, :, None], 2)
     if semantics.fully_masked == "mean" and S:
         mean = jnp.repeat(values.mean(2, keepdims=True), out.shape[1] // values.shape[1], 1)
         out = jnp.where(empty, mean, out)

@@ -11,7 +11,6 @@ from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import Place
 from jaxmha.implementations.request import Part
 
-
 WORDS = 2  # of a threefry key
 
 

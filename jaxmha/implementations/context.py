@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxmha import sharding
 from jaxmha.implementations import blocked, blocks, shards
@@ -103,35 +102,27 @@ def spread(
     def spec(x: Any, letters: str) -> Any:
         return None if x is None else found.spec(x.shape, letters)
 
-    conditions = Pairs(
-        traced.above if isinstance(traced.above, int) else spec(traced.above, "b"),
-        traced.window,
-        spec(traced.rows, "b?"),
-        spec(traced.keys, "b?"),
-        None if traced.segments is None else tuple(spec(x, "b?") for x in traced.segments),
-        spec(traced.array, "bnc?"),
-    )
-    arrays = {"rows": traced.rows, "keys": traced.keys, "segments": traced.segments,
-              "above": traced.above, "array": traced.array}  # fmt: skip
-    specs = {name: getattr(conditions, name) for name in arrays}
+    letters = {1: "b", 2: "b?", 4: "bnc?"}  # offsets; rows, keys and segments; array
+    given = traced._replace(window=None)
+    specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), given)
 
-    def inside(query: Any, key: Any, value: Any, bias: Any, arrays: Any, words: Any) -> Any:
+    def inside(query: Any, key: Any, value: Any, bias: Any, given: Pairs, words: Any) -> Any:
         key, value = (found.own_heads(x, 1) for x in (key, value))
         if words is not None:
             words = placed(words, *found.starts(), 0, 0)
-        return local(static, query, key, value, bias, Pairs(window=(None, None), **arrays), words)
+        return local(static, query, key, value, bias, given._replace(window=(None, None)), words)
 
-    out_specs = PartitionSpec(found.b or None, found.n or None, static.axis)
+    out_specs = sharding.spec(found.b, found.n, static.axis)
     out, lse = found.run(
         inside,
         (
             *(spec(x, f"b{n}c?") for x, n in ((query, "n"), (key, "k"), (value, "k"))),
             spec(bias, "bnc?"),
             specs,
-            None if words is None else PartitionSpec(),
+            None if words is None else sharding.spec(),
         ),
         (out_specs, out_specs),
-    )(query, key, value, bias, arrays, words)
+    )(query, key, value, bias, given, words)
     return out, lse if rules.lse else None
 
 

@@ -56,9 +56,7 @@ def _ring(
 
     def meet(carry: Any, kv: Any, i: Any, j: Any, place: tuple[Any, Any]) -> Any:
         (out, lse), (k, v) = carry, (x[j].astype(query.dtype) for x in kv)
-        plan, rules, pairs, at = context.corner(
-            static, queries[i], k, traced, words, *place
-        )
+        plan, rules, pairs, at = context.corner(static, queries[i], k, traced, words, *place)
         more, more_lse = blocked.core(plan, rules, queries[i], k, v, None, pairs, at)
         merged, total = _merge(out[i], lse[i], more, more_lse)
         return out.at[i].set(merged), lse.at[i].set(total)
@@ -151,7 +149,7 @@ def _travel(
         carry = visit(first, carry, kv)
 
         def step(state: Any, hop: Any) -> Any:
-            carry, kv = move(*state, 1)
+            carry, kv = move(state[0], state[1], 1)
             return (visit(hop, carry, kv), kv), None
 
         if last > first:
@@ -191,4 +189,5 @@ def _shift(static: Static, arrays: tuple[Any, ...], hops: int) -> tuple[Any, ...
     if hops % static.devices == 0:
         return arrays
     route = [(r, (r + hops) % static.devices) for r in range(static.devices)]
-    return tuple(jax.lax.ppermute(x, static.axis, route) for x in arrays)
+    move: Any = jax.lax.ppermute
+    return tuple(move(x, static.axis, route) for x in arrays)

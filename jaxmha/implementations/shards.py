@@ -35,9 +35,9 @@ class Split(NamedTuple):
         places = {"b": self.b, "n": self.n, "k": self.k}
         if self.axes.context is not None:
             places["c"] = (self.axes.context,)
-        return PartitionSpec(
+        return sharding.spec(
             *(
-                places.get(letter) or None if size > 1 else None
+                places.get(letter) if size > 1 else None
                 for letter, size in zip(letters, shape, strict=True)
             )
         )
@@ -98,29 +98,20 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     if found is None or not (found.b or found.n):
         return run(request)
     here = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
-    mask = request.mask
-    shapes = {"array": "bnts", "causal_offset": "b"}
-    mask_specs = Mask(
-        **{
-            name: None
-            if x is None
-            else x
-            if isinstance(x, int | tuple)
-            else here.spec(x.shape, shapes.get(name, "b?")[-x.ndim :] if x.ndim > 1 else "b")
-            for name, x in vars(mask).items()
-        }
-    )
+    letters = {1: "b", 2: "b?", 4: "bnts"}  # lengths, offsets; padding, segments; array
+    mask_specs = jax.tree.map(lambda x: here.spec(x.shape, letters[x.ndim]), request.mask)
     heads = (request.query, request.key, request.value)
     in_specs = (
         *(here.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
         None if request.bias is None else here.spec(request.bias.shape, "bnts"),
         mask_specs,
-        PartitionSpec(),
+        sharding.spec(),
     )
-    out = Result(
-        PartitionSpec(here.b or None, None, here.n or None),
-        PartitionSpec(here.b or None, here.n or None) if request.return_weights else None,
-        PartitionSpec(here.b or None, here.n or None) if request.return_lse else None,
+    rows = sharding.spec(here.b, here.n)
+    out: Any = Result(
+        sharding.spec(here.b, None, here.n),  # type: ignore[arg-type]
+        rows if request.return_weights else None,  # type: ignore[arg-type]
+        rows if request.return_lse else None,  # type: ignore[arg-type]
     )
 
     def local(query: Any, key: Any, value: Any, bias: Any, mask: Mask, dropout_key: Any) -> Result:
@@ -140,7 +131,6 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
         )
         return found if request.return_lse else found._replace(lse=None)
 
-    result: Result = here.run(local, in_specs, out)(
-        *heads, request.bias, mask, request.dropout_key
-    )
+    arrays = (*heads, request.bias, request.mask, request.dropout_key)
+    result: Result = here.run(local, in_specs, out)(*arrays)
     return result
