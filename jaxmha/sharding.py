@@ -194,7 +194,7 @@ def activations(
     return spec((*_names(data), *_names(fsdp)), _names(context), None)
 
 
-def named(mesh: Mesh, specs: Any) -> Any:
+def named(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
     """`NamedSharding` of every spec.
 
     >>> named(jax.make_mesh((1,), ("data",)), [PartitionSpec("data")])[0].spec
@@ -302,7 +302,7 @@ def automatic(
         with _AXES(axes):
             return function(*arguments)
 
-    return jax.sharding.auto_axes(inside, out_sharding=out)(*arguments)
+    return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arguments)
 
 
 def _is_explicit(x: Any) -> bool:
