@@ -88,6 +88,7 @@ def _placed(mesh: Mesh, state: Mapping[str, NDArray], specs: Specs) -> dict[str,
 
 def _placed_params(mesh: Mesh, params: MHAParams, specs: Specs) -> MHAParams:
     found = specs(params) if callable(specs) else specs
+    tree: Any
     views, tree = jax.tree_util.tree_flatten_with_path(params)
     places = tree.flatten_up_to(found)
     arrays = [
@@ -133,7 +134,7 @@ def _views(file: checkpoint.Checkpoint, names: list[str]) -> dict[str, NDArray]:
     if sys.byteorder == "little":
         find = {"safetensors": _in_safetensors, "npz": _in_npz}.get(file.format)
         starts = {} if find is None else find(file.path)
-    views = {}
+    views: dict[str, NDArray] = {}
     for name in names:
         info = file.info[name]
         if name in starts and info.size:

@@ -137,10 +137,11 @@ def work(options: Namespace) -> dict[str, float]:
         found = {layout: error(layout, options.checkpoint) for layout in options.layout}
         return {**found, "share": share(options.checkpoint)}
     finally:
-        jax.distributed.shutdown()
+        shutdown: Any = jax.distributed.shutdown
+        shutdown()
 
 
-def mesh_of(layout: str) -> tuple[Any, dict[str, str]]:
+def mesh_of(layout: str) -> tuple[Any, dict[str, Any]]:
     """A mesh of one device per process, and what its axes are for."""
     import jax
 
@@ -191,7 +192,7 @@ def error(layout: str, path: Path) -> float:
     specs = leaves(sharding.specs(whole, mesh=mesh, **weights))
     arrays = load_sharded(path, mesh, specs)
     spread = [
-        jax.make_array_from_callback(y.shape, place, lambda index, y=y: y[index])
+        jax.make_array_from_callback(y.shape, place, y.__getitem__)
         for y in (x, slope)
         for place in [jax.NamedSharding(mesh, sharding.activations(**features))]
     ]
@@ -231,7 +232,7 @@ def share(path: Path) -> float:
         return leaves(sharding.specs(from_leaves(state), mesh=mesh, **names))
 
     arrays = sharded.load_sharded(path, mesh, specs)
-    return sum(read) / sum(x.nbytes for x in arrays.values())
+    return float(sum(read) / sum(x.nbytes for x in arrays.values()))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def params(N: int = 8, K: int = 4) -> MHAParams:
         jax.random.key(0), num_heads=N, num_kv_heads=K, features=D, head_dim=H
     )
     leaves = jaxmha.params.leaves(drawn)
-    random = {n: jnp.asarray(RNG.standard_normal(x.shape) / 3, x.dtype) for n, x in leaves.items()}
+    random: dict[str, Any] = {
+        n: jnp.asarray(RNG.standard_normal(x.shape) / 3, x.dtype) for n, x in leaves.items()
+    }
     return jaxmha.params.from_leaves(random)
 
 
@@ -206,6 +208,34 @@ def test_flax(kind: str, explicit: bool) -> None:
         got = jax.jit(both)(*arrays)
     assert one_sum(collectives(forward), B // 2 * T * D * 4)
     assert_layer(got, jax.jit(with_gradients(layer()))(weights, X, SLOPE))
+
+
+@pytest.mark.parametrize(
+    ("device", "platform", "call"),
+    [("h200", "cuda", "__cudnn$fmhaSoftmax"), ("tpu", "tpu", "tpu_custom_call")],
+)
+def test_kernels_see_one_device(
+    device: str, platform: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is called on the batch rows and heads of one device, in a manual computation."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
+    devices, make = mesh(data=2, tensor=4), jax.ShapeDtypeStruct
+    place = sharding.named(devices, sharding.spec("data", None, "tensor"))
+    heads = [make((6, 256, n, 64), jnp.bfloat16, sharding=place) for n in (12, 4, 4)]
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        name = {"cuda": "cudnn", "tpu": "splash"}[platform]
+        return jaxmha.dot_product_attention(q, k, v, is_causal=True, implementation=name)
+
+    with sharding.use(devices, **NAMES), jaxmha.lowering_for(device):
+        text = jax.jit(run).trace(*heads).lower(lowering_platforms=(platform,)).as_text()
+    lines = [line for line in text.splitlines() if call in line]
+    assert lines
+    assert "sdy.manual_computation" in text
+    sizes = {"cuda": "tensor<3x256x3x64xbf16>", "tpu": "tensor<3x3x256x64xbf16>"}[platform]
+    assert any(sizes in line for line in text.splitlines() if call in line), lines[0][:2000]
 
 
 def test_specs() -> None:
