@@ -40,8 +40,9 @@ def keep(
     if part is not None:
         first_b, first_n = (0 if a in broadcast else x for a, x in zip("BN", part[:2], strict=True))
         heads = 1 if "N" in broadcast else part.N
-        b, n, t = jnp.arange(B) + first_b, jnp.arange(N) + first_n, jnp.arange(T)
-        rows = ((b[:, None, None] * heads + n[:, None]) * T + t).reshape(-1)
+        b = (jnp.arange(B) + first_b).reshape(B, 1, 1)
+        n = (jnp.arange(N) + first_n).reshape(1, N, 1)
+        rows = ((b * heads + n) * T + jnp.arange(T).reshape(1, 1, T)).reshape(-1)
     return draw(threefry(key), rate, rows, jnp.arange(S)).reshape(B, N, T, S)
 
 

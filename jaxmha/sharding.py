@@ -298,11 +298,13 @@ def automatic(
 ) -> Any:
     """`function(*arguments)` where the compiler spreads what is not attention; `out`: its specs."""
 
-    def inside(*arguments: Any) -> Any:
-        with _AXES(axes):
-            return function(*arguments)
+    arrays, tree = jax.tree.flatten(arguments)
 
-    return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arguments)
+    def inside(*arrays: Any) -> Any:
+        with _AXES(axes):
+            return function(*jax.tree.unflatten(tree, arrays))
+
+    return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arrays)
 
 
 def _is_explicit(x: Any) -> bool:

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from jaxmha import sharding
 from jaxmha.implementations.request import Part, Request, Result
-from jaxmha.mask import Mask
 from jaxmha.sharding import Axes
 
 
@@ -99,12 +98,13 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
         return run(request)
     here = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
     letters = {1: "b", 2: "b?", 4: "bnts"}  # lengths, offsets; padding, segments; array
-    mask_specs = jax.tree.map(lambda x: here.spec(x.shape, letters[x.ndim]), request.mask)
+    conditions, tree = jax.tree.flatten(request.mask)
+    conditions = [jnp.asarray(x) for x in conditions]
     heads = (request.query, request.key, request.value)
     in_specs = (
         *(here.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
         None if request.bias is None else here.spec(request.bias.shape, "bnts"),
-        mask_specs,
+        [here.spec(x.shape, letters[x.ndim]) for x in conditions],
         sharding.spec(),
     )
     rows = sharding.spec(here.b, here.n)
@@ -114,7 +114,7 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
         rows if request.return_lse else None,  # type: ignore[arg-type]
     )
 
-    def local(query: Any, key: Any, value: Any, bias: Any, mask: Mask, dropout_key: Any) -> Result:
+    def local(query: Any, key: Any, value: Any, bias: Any, mask: Any, dropout_key: Any) -> Result:
         part = None
         if dropout_key is not None:
             part = Part(*here.starts(), N, T)
@@ -124,13 +124,13 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
                 key=here.own_heads(key, 2),
                 value=here.own_heads(value, 2),
                 bias=bias,
-                mask=mask,
+                mask=jax.tree.unflatten(tree, mask),
                 dropout_key=dropout_key,
                 part=part,
             )
         )
         return found if request.return_lse else found._replace(lse=None)
 
-    arrays = (*heads, request.bias, request.mask, request.dropout_key)
+    arrays = (*heads, request.bias, conditions, request.dropout_key)
     result: Result = here.run(local, in_specs, out)(*arrays)
     return result

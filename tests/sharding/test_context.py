@@ -166,10 +166,7 @@ def test_mixed(implementation: str, explicit: bool) -> None:
     arrays = [
         put(devices, y, *sharding.activations(**names, context="context")) for y in (x, slope)
     ]
-    entered: Any = jax.set_mesh(devices)
-    if not explicit:
-        entered = sharding.use(devices, **names, context="context")
-    with entered:
+    with jax.set_mesh(devices) if explicit else sharding.use(devices, **names, context="context"):
         got = jax.jit(run, static_argnums=3)(placed, *arrays, implementation)
         moved = collectives(
             jax.jit(lambda p, x: run(p, x, x, implementation)[0]).lower(placed, arrays[0]).compile()
