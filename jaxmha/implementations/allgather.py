@@ -76,7 +76,7 @@ def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
         return blocked.core_backward(plan, rules, saved, tuple(slope))[:4]
 
     dq, dk, dv, d_bias = _each(part, (rows, _starts(static)))
-    dk, dv = (_scatter(static, x.sum(0)) for x in (dk, dv))
+    dk, dv = (_scatter(static, x.sum(0)).astype(key.dtype) for x in (dk, dv))
     return context.join_parts(dq), dk, dv, None if d_bias is None else d_bias.sum(0), None, None
 
 
@@ -98,7 +98,7 @@ def _each(function: Any, parts: Any) -> Any:
 
 def _gather(static: Static, x: jax.Array, dtype: Any) -> jax.Array:
     """Keys or values of all devices, by true position."""
-    x = jax.lax.all_gather(x.astype(static.dtype), static.axis, axis=2, tiled=True)
+    x = jax.lax.all_gather(x, static.axis, axis=2, tiled=True)
     if static.zigzag:
         x = jnp.take(x, np.argsort(sharding.zigzag_order(static.S, static.devices)), axis=2)
     return x.astype(dtype)

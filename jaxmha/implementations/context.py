@@ -26,7 +26,6 @@ class Static(NamedTuple):
       axis: of the mesh. devices: along it.
       zigzag: whether every device holds an early and a late part of the positions.
       T, S: sizes of the whole.
-      dtype: in which keys and values travel.
     """
 
     rules: Rules
@@ -35,7 +34,6 @@ class Static(NamedTuple):
     zigzag: bool
     T: int
     S: int
-    dtype: np.dtype[Any]
 
     @property
     def parts(self) -> int:
@@ -86,6 +84,7 @@ def spread(
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
+    key, value = key.astype(dtype), value.astype(dtype)  # nothing is lost: they came in it
     found = shards.split(B, N, K)
     assert found is not None
     assert found.axes.context is not None
@@ -96,7 +95,6 @@ def spread(
         found.axes.zigzag,
         T,
         S,
-        dtype,
     )
 
     def spec(x: Any, letters: str) -> Any:

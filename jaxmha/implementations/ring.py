@@ -61,7 +61,7 @@ def _ring(
         merged, total = _merge(out[i], lse[i], more, more_lse)
         return out.at[i].set(merged), lse.at[i].set(total)
 
-    kv = tuple(context.split_parts(static, x.astype(static.dtype)) for x in (key, value))
+    kv = tuple(context.split_parts(static, x) for x in (key, value))
     (out, lse), _ = _travel(static, traced, (out, lse), kv, meet)
     return context.join_parts(out), context.join_parts(lse)
 
@@ -81,7 +81,7 @@ def _forward(static: Static, *arguments: Any) -> Any:
 def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
     query, key, value, traced, words, out, lse = saved
     rows = tuple(context.split_parts(static, x) for x in (query, out, lse, *slopes))
-    kv = tuple(context.split_parts(static, x.astype(static.dtype)) for x in (key, value))
+    kv = tuple(context.split_parts(static, x) for x in (key, value))
     sums = tuple(jnp.zeros(x.shape, query.dtype) for x in kv)
 
     def meet(carry: Any, kv: Any, i: Any, j: Any, place: tuple[Any, Any]) -> Any:
@@ -95,7 +95,8 @@ def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
 
     start = jnp.zeros_like(rows[0]), *sums
     carry, at = _travel(static, traced, start, kv, meet, along=1)
-    home = _shift(static, carry[1:], static.devices - at)
+    home = tuple(x.astype(key.dtype) for x in carry[1:])
+    home = _shift(static, home, static.devices - at)
     return *(context.join_parts(x) for x in (carry[0], *home)), None, None
 
 
