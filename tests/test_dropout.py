@@ -19,7 +19,8 @@ CASE = Case("drops", B=2, T=5, S=7, K=3, G=2, bias="BNTS")
 ARRAYS = cases.arrays(CASE)
 RATE = 0.3
 by_implementation = pytest.mark.parametrize(
-    "implementation", [name for name in conformance.PLAIN if name not in conformance.WITHOUT_WEIGHTS]
+    "implementation",
+    [name for name in conformance.PLAIN if name not in conformance.WITHOUT_WEIGHTS],
 )
 
 

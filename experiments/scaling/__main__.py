@@ -193,18 +193,23 @@ def main(arguments: list[str] | None = None) -> int:
     shown = table(rows)
     print(json.dumps(rows) if options.json else shown)
     if options.write:
-        (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-        assumed = "\n".join(f"- {name}: {m.source}." for name, m in MACHINES.items())
-        text = (
-            f"{(__doc__ or '').strip()}\n\nOne layer, forward and backward, causal, bfloat16: B={B}, T={T}, N={N}, K={K}, "
-            f"H={H}, D={D}. Products reach {EFFICIENCY:.0%} of the peak. Sums of gradients (data) "
-            "and moves of the ring run beside products; sums after the output projection (tensor) "
-            f"and gathered keys (allgather) do not. Positions of ring and "
-            "allgather are in zig-zag order.\n\n{assumed}\n\n{shown}\n"
-        )
-        (HERE / "results.md").write_text(text)
-        draw(rows, HERE / "scaling.png")
+        report(rows)
     return 0
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Writes rows, table and figure."""
+    (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    assumed = "\n".join(f"- {name}: {m.source}." for name, m in MACHINES.items())
+    text = (
+        f"{(__doc__ or '').strip()}\n\nOne layer, forward and backward, causal, bfloat16: B={B}, T={T}, N={N}, K={K}, "
+        f"H={H}, D={D}. Products reach {EFFICIENCY:.0%} of the peak. Sums of gradients (data) "
+        "and moves of the ring run beside products; sums after the output projection (tensor) "
+        f"and gathered keys (allgather) do not. Positions of ring and "
+        f"allgather are in zig-zag order.\n\n{assumed}\n\n{table(rows)}\n"
+    )
+    (HERE / "results.md").write_text(text)
+    draw(rows, HERE / "scaling.png")
 
 
 if __name__ == "__main__":

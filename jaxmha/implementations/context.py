@@ -101,14 +101,14 @@ def spread(
         return None if x is None else found.spec(x.shape, letters)
 
     letters = {1: "b", 2: "b?", 4: "bnc?"}  # offsets; rows, keys and segments; array
-    given = traced._replace(window=None)
+    given: Any = traced._replace(window=(None, None))
     specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), given)
 
     def inside(query: Any, key: Any, value: Any, bias: Any, given: Pairs, words: Any) -> Any:
         key, value = (found.own_heads(x, 1) for x in (key, value))
         if words is not None:
             words = placed(words, *found.starts(), 0, 0)
-        return local(static, query, key, value, bias, given._replace(window=(None, None)), words)
+        return local(static, query, key, value, bias, given, words)
 
     out_specs = sharding.spec(found.b, found.n, static.axis)
     out, lse = found.run(

@@ -221,7 +221,8 @@ def test_kernels_see_one_device(
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
-    devices, make = mesh(data=2, tensor=4), jax.ShapeDtypeStruct
+    make: Any = jax.ShapeDtypeStruct
+    devices = mesh(data=2, tensor=4)
     place = sharding.named(devices, sharding.spec("data", None, "tensor"))
     heads = [make((6, 256, n, 64), jnp.bfloat16, sharding=place) for n in (12, 4, 4)]
 
