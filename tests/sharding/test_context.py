@@ -105,8 +105,8 @@ def test_values_and_gradients(variant: str) -> None:
     devices = mesh(data=2, context=4)
     arrays = spread(4, zigzag, HEADS, devices, "data", "context")
     with sharding.use(devices, data="data", context="context", zigzag=zigzag):
-        got = jax.jit(gradients(**options, implementation=implementation))(*arrays)
-        again = jax.jit(gradients(**options, implementation=implementation))(*arrays)
+        run = jax.jit(gradients(**options, implementation=implementation))
+        got, again = run(*arrays), run(*arrays)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         assert np.array_equal(x, y, equal_nan=True)
     assert_alike(true_order(4, got) if zigzag else got, expected, variant)
