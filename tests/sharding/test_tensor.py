@@ -78,7 +78,10 @@ def one_sum(found: list[Collective], size: int) -> bool:
     return [(c.kind, c.bytes, c.times) for c in found] == [("all-reduce", size, 1)]
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "explicit",
+    [pytest.param(False, id="auto", marks=pytest.mark.slow), pytest.param(True, id="explicit")],
+)
 def test_layer(explicit: bool) -> None:
     devices, weights = mesh(explicit, data=2, tensor=4), params()
     run = with_gradients(layer())
