@@ -4,7 +4,7 @@ Import is one einops arrow from the axes of an entry to the canonical ones, expo
 turned round, so that a round trip is exact by construction.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,11 @@ def import_params(
     layout: str | None = None,
     num_heads: int | None = None,
     prefix: str = "",
+    take: Callable[[Any], NDArray] = to_numpy,
 ) -> tuple[MHAParams, Semantics]:
     """Reads the keys under `prefix` by the layout that fits (or the one named).
+
+    `take` makes NumPy arrays of what is given, and leaves of views of them.
 
     Raises:
       ValueError: an unknown layout; a key that is unknown or missing; a shape that does not fit,
@@ -58,7 +61,8 @@ def import_params(
     found: dict[str, Any] = {}
     for entry in chosen.entries:
         if entry.key in arrays:
-            found |= unpack(chosen, entry, to_numpy(arrays[entry.key]), sizes)
+            parts = unpack(chosen, entry, take(arrays[entry.key]), sizes)
+            found |= {leaf: take(part) for leaf, part in parts.items()}
     return from_leaves(found), behaviour(chosen, found)
 
 
@@ -132,7 +136,7 @@ def unpack(
     # What einops cannot infer: letters that share an array axis with others.
     shared = {a: known[a] for group in parse(axes) if len(group) > 1 for a in group}
     parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **shared)
-    return {leaf: to_numpy(part) for leaf, part in zip(entry.leaves, parts, strict=True)}
+    return dict(zip(entry.leaves, parts, strict=True))
 
 
 def pack(layout: Layout, entry: Entry, arrays: Mapping[str, NDArray]) -> NDArray:

@@ -1,5 +1,6 @@
 """Multi-head attention for JAX: exact, and the same in every framework."""
 
+from jaxmha import sharding as sharding
 from jaxmha.attention import dot_product_attention as dot_product_attention
 from jaxmha.cache import KVCache as KVCache
 from jaxmha.cache import decode_step as decode_step

@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
-from jaxmha import checks, implementations
+from jaxmha import checks, implementations, sharding
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.axes import bind
 from jaxmha.implementations.request import Request, Result
@@ -147,6 +147,19 @@ def _dot_product_attention(
     return_lse: bool,
     implementation: str | tuple[str, ...] | None,
 ) -> Any:
+    axes = sharding.explicit(query, -3, heads=-2)
+    if axes is not None:
+        again = partial(
+            _dot_product_attention,
+            return_weights=return_weights,
+            return_lse=return_lse,
+            implementation=implementation,
+        )
+        arrays = (query, key, value, bias, mask, keywords, dropout_key, semantics)
+        *batch, t, n, _ = sharding.spec_of(query)
+        over_heads = sharding.spec(*batch, n, t)
+        out = [sharding.spec(*batch, t, n), *[over_heads] * (bool(return_weights) + return_lse)]
+        return sharding.automatic(axes, again, arrays, tuple(out) if len(out) > 1 else out[0])
     if query.ndim not in (3, 4):
         raise ValueError(f"query: expected axes (B, T, N, H) or (T, N, H), got {query.shape}")
     lead = "B " * (query.ndim - 3)

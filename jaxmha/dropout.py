@@ -4,6 +4,8 @@ The draw of an entry depends on the key and on its place (b, n, t, s) alone, so 
 implementation, block size and sharding drops the same entries.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool
@@ -12,7 +14,11 @@ from jaxmha.arrays import Array
 
 
 def keep(
-    key: Array, rate: float, shape: tuple[int, int, int, int], broadcast: tuple[str, ...] = ()
+    key: Array,
+    rate: float,
+    shape: tuple[int, int, int, int],
+    broadcast: tuple[str, ...] = (),
+    part: Any = None,
 ) -> Bool[jax.Array, "B N T S"]:
     """True where a weight is kept, which happens with probability `1 - rate`.
 
@@ -21,6 +27,7 @@ def keep(
       rate: probability of dropping, in [0, 1).
       shape: (B, N, T, S).
       broadcast: axes of BNTS that share a draw; their size in the result is 1.
+      part: a `request.Part`: where this lies in something larger.
 
     >>> import jax
     >>> keep(jax.random.key(0), 0.5, (1, 2, 3, 5), ("N",)).shape
@@ -29,7 +36,14 @@ def keep(
     B, N, T, S = (
         1 if axis in broadcast else size for axis, size in zip("BNTS", shape, strict=True)
     )
-    return draw(threefry(key), rate, jnp.arange(B * N * T), jnp.arange(S)).reshape(B, N, T, S)
+    rows = jnp.arange(B * N * T)
+    if part is not None:
+        first_b, first_n = (0 if a in broadcast else x for a, x in zip("BN", part[:2], strict=True))
+        heads = 1 if "N" in broadcast else part.N
+        b = (jnp.arange(B) + first_b).reshape(B, 1, 1)
+        n = (jnp.arange(N) + first_n).reshape(1, N, 1)
+        rows = ((b * heads + n) * T + jnp.arange(T).reshape(1, 1, T)).reshape(-1)
+    return draw(threefry(key), rate, rows, jnp.arange(S)).reshape(B, N, T, S)
 
 
 def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> jax.Array:

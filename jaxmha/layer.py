@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxmha import checks, extra_positions
+from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
@@ -19,7 +19,7 @@ from jaxmha.implementations.pairs import live_positions
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, check, leaves
-from jaxmha.products import matmul
+from jaxmha.products import matmul, resolved
 from jaxmha.semantics import ReturnWeights, Semantics
 
 
@@ -108,6 +108,19 @@ def _multi_head_attention(
     return_weights: ReturnWeights,
     implementation: str | tuple[str, ...] | None,
 ) -> Any:
+    heads = sharding.spec_of(params.query.kernel)[1]
+    spread = sharding.explicit(query, -2, heads)
+    if spread is not None:
+        again = partial(
+            _multi_head_attention,
+            is_causal=is_causal,
+            return_weights=return_weights,
+            implementation=implementation,
+        )
+        arrays = (params, query, key, value, bias, mask, dropout_key, semantics)
+        *rows, t, _ = sharding.spec_of(query)
+        specs = sharding.spec(*rows, t), sharding.spec(*rows, heads, t)
+        return sharding.automatic(spread, again, arrays, specs if return_weights else specs[0])
     sizes = check(params)
     for name, x, axes in (("query", query, "T Dq"), ("key", key, "S Dk"), ("value", value, "S Dv")):
         bind(name, x.shape, f"*B {axes}", sizes)
@@ -173,6 +186,17 @@ def project(
 def _project(
     params: MHAParams, query: Any, key: Any, value: Any, semantics: Semantics
 ) -> tuple[jax.Array, ...]:
+    of_heads = [sharding.spec_of(projection.kernel)[1] for projection in params[:3]]
+    spread = sharding.explicit(query, -2, of_heads[0])
+    if spread is not None:
+        specs = tuple(
+            sharding.spec(*sharding.spec_of(x)[:-1], heads)
+            for x, heads in zip((query, key, value), of_heads, strict=True)
+        )
+        found: tuple[jax.Array, ...] = sharding.automatic(
+            spread, _project, (params, query, key, value, semantics), specs
+        )
+        return found
     sizes = check(params)
     for name, x, width in (("query", query, "Dq"), ("key", key, "Dk"), ("value", value, "Dv")):
         bind(name, x.shape, f"*B {'T' if name == 'query' else 'S'} {width}", sizes)
@@ -210,6 +234,11 @@ def combine(
 
 @jax.jit
 def _combine(params: MHAParams, heads: Any, semantics: Semantics) -> jax.Array:
+    spread = sharding.explicit(heads, -3, heads=-2)
+    if spread is not None:
+        spec = sharding.spec(*sharding.spec_of(heads)[:-2])
+        found: jax.Array = sharding.automatic(spread, _combine, (params, heads, semantics), spec)
+        return found
     sizes = check(params)
     bind("heads", heads.shape, "*B T N h", sizes)
     dtype = _compute_dtype(params, heads=heads)
@@ -234,15 +263,27 @@ def _affine(
     kernel = jnp.asarray(projection.kernel).astype(dtype)
     inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
     lead = x.shape[: x.ndim - contracted]
+    bias = projection.bias
+    if sharding.current() is not None:  # an axis that is spread is not merged with others
+        last = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
+        y = jax.lax.dot_general(
+            jnp.asarray(x, dtype),
+            kernel,
+            (last, ((), ())),
+            precision=resolved(precision),
+            preferred_element_type=accumulate,
+        )
+        if bias is not None:
+            y += jnp.asarray(bias).astype(accumulate).reshape((1,) * len(lead) + outside)
+        return y
     y = matmul(
         jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside)),
         kernel.reshape(math.prod(inside), math.prod(outside)),
         precision=precision,
         dtype=accumulate,
     )
-    if projection.bias is not None:
-        bias = jnp.asarray(projection.bias).astype(accumulate)
-        y += bias.reshape(1, math.prod(outside))
+    if bias is not None:
+        y += jnp.asarray(bias).astype(accumulate).reshape(1, math.prod(outside))
     return y.reshape(*lead, *outside)
 
 
@@ -268,7 +309,8 @@ def only_live(
     query, key, value = inputs
     B = math.prod(query.shape[:-2])
     T, S = sizes["T"], sizes["S"]
-    queries, keys = live_positions(mask, bias, B, sizes["N"], T, S + extra)
+    live = live_positions(mask, bias, B, sizes["N"], T, S + extra)
+    queries, keys = (sharding.in_order(x, 1) for x in live)
 
     def keep(x: Any, live: jax.Array | None) -> Any:
         if live is None:

@@ -13,13 +13,13 @@ import numpy as np
 
 import jaxmha
 from jaxmha import dropout
-from jaxmha.implementations import IMPLEMENTATIONS, KERNELS
+from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS
 from jaxmha.implementations.request import accumulation_dtype
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
 # Fused kernels take a part of the cases: tests/test_kernels.py.
-PLAIN = [name for name in IMPLEMENTATIONS if name not in KERNELS]
+PLAIN = [name for name in IMPLEMENTATIONS if name not in (*KERNELS, *CONTEXT)]
 DIFFERENTIABLE = ("query", "key", "value", "bias")
 
 

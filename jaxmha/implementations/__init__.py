@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from jaxmha import sharding
 from jaxmha.implementations import (
+    allgather,
     blocked,
     cudnn,
     few_queries,
@@ -21,6 +23,8 @@ from jaxmha.implementations import (
     platforms,
     probe,
     reference,
+    ring,
+    shards,
     splash,
     tokamax,
 )
@@ -46,7 +50,11 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     "tokamax": tokamax,
     "splash": splash,
+    "ring": ring,
+    "allgather": allgather,
 }
+# Those that know of positions on other devices; first where there are such.
+CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Those that are no plain XLA, and the platform that JAX has to lower them for.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # In order of preference, by platform; "" is every other. splash is fast by all accounts, but was
@@ -104,7 +112,9 @@ def candidates(
         platform = platforms.current().name
         order = ORDER.get(platform, ORDER[""])
         dense = request is not None and kernels.is_dense(request)
-        return DENSE.get(platform, order) if dense else order
+        order = DENSE.get(platform, order) if dense else order
+        axes = sharding.current()
+        return (*CONTEXT, *order) if axes is not None and axes.context else order
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:
         if name not in IMPLEMENTATIONS:
@@ -118,6 +128,9 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     `traced`: also why this machine could not trace it for the platform that is named.
     """
     implementation = IMPLEMENTATIONS[name]
+    axes = sharding.current()
+    if axes is not None and axes.zigzag and name not in CONTEXT:
+        return "positions are in zig-zag order"
     reason: str | None = implementation.supports(request)
     if reason or name not in KERNELS:
         return reason
@@ -149,14 +162,22 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
         implementation.answer[:] = [(n, unsupported(request, n, traced=False)) for n in names]
         implementation = "reference"
     name = select(request, implementation)
+    if name in CONTEXT:
+        found: Result = IMPLEMENTATIONS[name].attend(request)
+        return found
     portable = next(
         (
             n
             for n in candidates(implementation, request)
-            if n not in KERNELS and unsupported(request, n) is None
+            if n not in KERNELS and n not in CONTEXT and unsupported(request, n) is None
         ),
         None,
     )
+    return shards.attend(request, lambda part: _run(part, name, portable))
+
+
+def _run(request: Request, name: str, portable: str | None) -> Result:
+    """One of two implementations: a kernel, or where it does not lower, the portable one."""
     if name not in KERNELS or portable is None:
         result: Result = IMPLEMENTATIONS[name].attend(request)
         return result

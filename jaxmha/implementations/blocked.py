@@ -6,6 +6,7 @@ the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and Rabe and Staat
 does not need O(n^2) memory" (2021).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmha import dropout
+from jaxmha import sharding
 from jaxmha.implementations import blocks, pairs, reach, tiles
-from jaxmha.implementations.blocked_dropout import kept
+from jaxmha.implementations.blocked_dropout import kept, words_of
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs, Place
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
@@ -38,6 +39,7 @@ class Rules(NamedTuple):
     dropout_rate: float
     dropout_broadcast: tuple[str, ...]
     lse: bool
+    whole: tuple[int, int] | None = None
 
 
 def supports(request: Request) -> str | None:
@@ -60,8 +62,11 @@ def _drops(request: Request) -> bool:
     return request.dropout_key is not None and request.semantics.dropout_rate > 0
 
 
-def attend(request: Request) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result:
+    """Computes the request; intermediates are float32, or float64 for float64 inputs.
+
+    `spread`: what computes `core` on many devices.
+    """
     semantics = request.semantics
     (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
     accumulate = accumulation_dtype(request.query.dtype)
@@ -80,7 +85,8 @@ def attend(request: Request) -> Result:
             platform=jax.default_backend(), **SIZES,
         )  # fmt: skip
         bias = None if request.bias is None else request.bias.astype(accumulate)
-        rows, keys = pairs.live(conditions, bias, B, N, T, S)
+        live = pairs.live(conditions, bias, B, N, T, S)
+        rows, keys = (sharding.in_order(x, 2) for x in live)
         if rows is not None:
             query = jnp.where(rows[..., None], query, 0.0)
         if keys is not None:
@@ -95,15 +101,14 @@ def attend(request: Request) -> Result:
             semantics.dropout_rate if _drops(request) else 0.0,
             semantics.dropout_broadcast,
             request.return_lse or semantics.fully_masked != "zero",
+            None if request.part is None else (request.part.N, request.part.T),
         )
         traced = conditions._replace(
             window=(None, None), above=None if static is not None else conditions.above
         )
-        words = None
-        if request.dropout_key is not None and _drops(request):
-            words = jax.random.key_data(dropout.threefry(request.dropout_key))
-        out, lse = core(plan, rules, query, key, value, bias, traced, words)
-        there = conditions.rows
+        words = words_of(request.dropout_key if _drops(request) else None, request.part)
+        out, lse = (spread or core)(plan, rules, query, key, value, bias, traced, words)
+        there = sharding.in_order(conditions.rows, 1)
         if there is not None:
             out = jnp.where(there[:, None, :, None], out, 0.0)
             lse = None if lse is None else jnp.where(there[:, None, :], lse, -jnp.inf)
@@ -120,7 +125,7 @@ def _answer_empty(request: Request, out: jax.Array, lse: Any, values: jax.Array)
     if lengths is not None:  # rows beyond are 0 whatever the policy
         positions = jnp.arange(T).reshape(1, T)
         within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
-        empty &= within[:, None, :, None]
+        empty &= sharding.in_order(within[:, None, :, None], 2)
     if semantics.fully_masked == "mean" and S:
         mean = jnp.repeat(values.mean(2, keepdims=True), out.shape[1] // values.shape[1], 1)
         out = jnp.where(empty, mean, out)
@@ -241,7 +246,7 @@ def _sum(exps: jax.Array) -> jax.Array:
 SMALL_SUM = 2**14
 
 
-def _core_forward(
+def core_forward(
     plan: Plan, rules: Rules, *arguments: Any
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
     out, lse = core(plan, rules._replace(lse=True), *arguments)
@@ -250,7 +255,7 @@ def _core_forward(
     return (out, lse if rules.lse else None), (*arguments, out, lse)
 
 
-def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
+def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
     slope, slope_lse = slopes
@@ -306,7 +311,7 @@ def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[A
     return tiles.rows(plan, dq), dk, dv, bias_slope, None, None
 
 
-core.defvjp(_core_forward, _core_backward)
+core.defvjp(core_forward, core_backward)
 
 
 def _backward_block(
@@ -375,7 +380,7 @@ def _beside(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """What the scores of a block meet: added logits and kept weights, `[cells] rows keys`."""
     added = pairs.added(conditions, bias, place, plan.G, dtype)
-    keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, words, place)
+    keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, rules.whole, words, place)
     return tiles.cells(plan, added), tiles.cells(plan, keep)
 
 

@@ -21,6 +21,7 @@ class Pairs(NamedTuple):
 
     Attributes:
       above: `b`, traced causal offsets; or a Python int.
+      below: `b`, traced left bounds.
       window: left and right bound, static.
       rows: `b T`, rows that are there.
       keys: `b S`, keys that are there.
@@ -34,6 +35,7 @@ class Pairs(NamedTuple):
     keys: jax.Array | None
     segments: tuple[jax.Array, jax.Array] | None
     array: jax.Array | None
+    below: jax.Array | None = None
 
 
 NOTHING = Pairs(None, (None, None), None, None, None, None)
@@ -195,6 +197,8 @@ def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array |
     if pairs.above is not None:
         offset = jnp.asarray(pairs.above, i.dtype).reshape(-1, 1, 1, 1)
         found.append(j <= i + cut(offset, place))
+    if pairs.below is not None:
+        found.append(j >= i - cut(pairs.below.reshape(-1, 1, 1, 1), place))
     if pairs.rows is not None and rows_too:
         found.append(cut(pairs.rows[:, None, :, None], place))
     if pairs.keys is not None:

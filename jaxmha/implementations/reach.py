@@ -65,6 +65,10 @@ def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
                 offset = jnp.asarray(above, jnp.int32).reshape(-1, 1, 1)
             low, high = ((y - x).astype(np.int32) for x, y in ((last_i, j), (i, last_j)))
             some, every = some & (low <= offset), every & (high <= offset)
+    if conditions.below is not None:
+        offset = conditions.below.reshape(-1, 1, 1)
+        some = some & ((i - last_j).astype(np.int32) <= offset)
+        every = every & ((last_i - j).astype(np.int32) <= offset)
     if conditions.keys is not None:
         keys = conditions.keys.reshape(-1, 1, chunks, plan.keys)
         some, every = some & keys.any(-1), every & keys.all(-1)

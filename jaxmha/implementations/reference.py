@@ -92,7 +92,9 @@ def attend(request: Request, products: Products = HEAD_BY_HEAD) -> Result:
     kept = weights
     if request.dropout_key is not None and semantics.dropout_rate > 0:
         rate = semantics.dropout_rate
-        draws = dropout.keep(request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast)
+        draws = dropout.keep(
+            request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast, request.part
+        )
         kept = jnp.where(draws, weights / (1 - rate), 0.0)
     out = products.out(kept, value, precision)
     if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN

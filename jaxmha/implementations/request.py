@@ -12,6 +12,20 @@ from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, Semantics
 
 
+class Part(NamedTuple):
+    """Where a request lies in a larger one: its draws of dropout are those of its place there.
+
+    Attributes:
+      b, n: the first batch row and query head, traced or not.
+      N, T: sizes of the whole.
+    """
+
+    b: Any
+    n: Any
+    N: int
+    T: int
+
+
 class Request(NamedTuple):
     """One call of attention with shapes, dtypes and arguments checked.
 
@@ -23,6 +37,7 @@ class Request(NamedTuple):
       dropout_key: None: no dropout.
       return_weights: False, "before_dropout" or "after_dropout".
       return_lse: whether the caller reads lse.
+      part: where it lies in a larger request; None: it is one of its own.
     """
 
     query: jax.Array
@@ -34,6 +49,7 @@ class Request(NamedTuple):
     dropout_key: Array | None
     return_weights: ReturnWeights
     return_lse: bool = False
+    part: Part | None = None
 
 
 class Result(NamedTuple):

@@ -1,0 +1,1 @@
+"""What attention costs on more devices than one."""

@@ -1,0 +1,239 @@
+"""One attention layer on several processes of this machine, beside one process alone.
+
+Processes speak over loopback (`jax.distributed`). Each reads its own part of a checkpoint, runs
+the layer and its gradient, and compares with what it computes alone.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """examples:
+  python -m experiments.scaling.processes                      two processes, every layout
+  python -m experiments.scaling.processes --processes 4 --json
+"""
+# Of one float32 unit of rounding at the largest value: two results that sum in other orders.
+ALLOWED = 64.0
+LAYOUTS = ("data", "tensor", "fsdp", "ring", "allgather", "mixed")
+B, T, N, K, H = 4, 256, 8, 4, 16
+
+
+def parsed(arguments: list[str] | None = None) -> Namespace:
+    """The command line."""
+    parser = ArgumentParser(
+        prog="python -m experiments.scaling.processes",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, default=2, help="2, 4 or 8 (default 2)")
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only these")
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--worker", type=int, help="used by the command itself")
+    parser.add_argument("--port", type=int, help="used by the command itself")
+    parser.add_argument("--checkpoint", type=Path, help="used by the command itself")
+    found = parser.parse_args(arguments)
+    if found.processes not in (2, 4, 8):
+        parser.error(f"--processes must be 2, 4 or 8, got {found.processes}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: all layouts agree with one process; 1: one differs; 2: bad input, or a process died."""
+    options = parsed(arguments)
+    if options.worker is not None:
+        print(json.dumps(work(options)))
+        return 0
+    layouts = options.layout or list(LAYOUTS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "layer.safetensors"
+        write(path)
+        answers = started(options.processes, layouts, path)
+    if answers is None:
+        return 2
+    rows = [
+        {"layout": layout, "error": max(answer[layout] for answer in answers)} for layout in layouts
+    ]
+    share = [answer["share"] for answer in answers]
+    good = all(row["error"] <= ALLOWED for row in rows)
+    if options.json:
+        print(json.dumps({"processes": options.processes, "layouts": rows, "read": share}))
+        return 0 if good else 1
+    print(f"{options.processes} processes, one device each; largest error in units of rounding")
+    for row in rows:
+        verdict = "as one process" if row["error"] <= ALLOWED else "DIFFERS"
+        print(f"  {row['layout']:<10} {row['error']:6.1f}  {verdict}")
+    read = ", ".join(f"{x:.0%}" for x in share)
+    print(f"  read of the checkpoint by each process, heads spread: {read}")
+    return 0 if good else 1
+
+
+def started(count: int, layouts: list[str], path: Path) -> list[dict[str, Any]] | None:
+    """What every process found; None, with its last words, where one died."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "experiments.scaling.processes", "--processes", str(count)]
+    command += ["--port", str(port), "--checkpoint", str(path)]
+    command += [word for layout in layouts for word in ("--layout", layout)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    workers = [
+        subprocess.Popen(
+            [*command, "--worker", str(index)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    try:
+        said = [worker.communicate(timeout=1800) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for index, (worker, (_, errors)) in enumerate(zip(workers, said, strict=True)):
+        if worker.returncode:
+            print(f"process {index} failed:\n{errors[-2000:]}", file=sys.stderr)
+            return None
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def write(path: Path) -> None:
+    """A layer as a checkpoint by canonical names."""
+    import numpy as np
+
+    from jaxmha.converters import checkpoint
+    from jaxmha.params import CANONICAL
+
+    sizes = {"N": N, "K": K, "H": H, "h": H, **dict.fromkeys(("Dq", "Dk", "Dv", "Do"), N * H)}
+    rng = np.random.default_rng(0)
+    names = [name for name in CANONICAL if "." in name]
+    shapes = {name: [sizes[letter] for letter in CANONICAL[name].split()] for name in names}
+    checkpoint.write(
+        path,
+        {
+            name: (rng.standard_normal(shape) * sizes["Dq"] ** -0.5).astype(np.float32)
+            for name, shape in shapes.items()
+        },
+    )
+
+
+def work(options: Namespace) -> dict[str, float]:
+    """One process: errors by layout, and the share of the checkpoint that it read."""
+    import jax
+
+    jax.distributed.initialize(
+        f"127.0.0.1:{options.port}", num_processes=options.processes, process_id=options.worker
+    )
+    try:
+        found = {layout: error(layout, options.checkpoint) for layout in options.layout}
+        return {**found, "share": share(options.checkpoint)}
+    finally:
+        shutdown: Any = jax.distributed.shutdown
+        shutdown()
+
+
+def mesh_of(layout: str) -> tuple[Any, dict[str, Any]]:
+    """A mesh of one device per process, and what its axes are for."""
+    import jax
+
+    count = jax.device_count()
+    names = {"ring": "context", "allgather": "context"}
+    sizes = {names.get(layout, layout): count}
+    if layout == "mixed":
+        sizes = {"tensor": 2, "context": count // 2}
+    mesh: Any = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes)
+    )
+    return mesh, {name: name for name in sizes}
+
+
+def error(layout: str, path: Path) -> float:
+    """Largest difference of output and gradients from one device's, in units of rounding."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxmha
+    from jaxmha import Mask, sharding
+    from jaxmha.converters import checkpoint
+    from jaxmha.converters.sharded import load_sharded
+    from jaxmha.params import from_leaves, leaves
+
+    mesh, names = mesh_of(layout)
+    rng = np.random.default_rng(1)
+    x, slope = (rng.standard_normal((B, T, N * H)).astype(np.float32) for _ in range(2))
+    mask = Mask.causal() & Mask.lengths(key_value=np.asarray([T, T // 2, 7, T - 1]))
+    implementation = layout if layout in ("ring", "allgather") else None
+
+    def run(params: Any, x: Any, slope: Any) -> Any:
+        attend = partial(
+            jaxmha.multi_head_attention,
+            mask=mask,
+            implementation=implementation,
+            semantics=jaxmha.Semantics(dropout_rate=0.1),
+            dropout_key=jax.random.key(5),
+        )
+        out, pull = jax.vjp(lambda params, x: attend(params, x), params, x)
+        return out, *pull(slope)
+
+    with checkpoint.open(path) as file:
+        whole = from_leaves({name: jnp.asarray(file[name]) for name in file})
+    weights = {key: name for key, name in names.items() if key != "context"}
+    features = {key: name for key, name in names.items() if key != "tensor"}
+    specs = leaves(sharding.specs(whole, mesh=mesh, **weights))
+    arrays = load_sharded(path, mesh, specs)
+    spread = [
+        jax.make_array_from_callback(y.shape, place, y.__getitem__)
+        for y in (x, slope)
+        for place in [jax.NamedSharding(mesh, sharding.activations(**features))]
+    ]
+    with sharding.use(mesh, **names):
+        got = jax.jit(run)(from_leaves(arrays), *spread)
+    implementation = None
+    expected = jax.jit(run)(whole, x, slope)
+    worst = 0.0
+    scales = {"key.bias": "query.bias"}  # a constant added to all keys changes nothing
+    flat = [{"out": out, "x": dx, **leaves(d)} for out, d, dx in (got, expected)]
+    for name in flat[0]:
+        whole_array = np.asarray(flat[1][name])
+        scale = np.abs(np.asarray(flat[1][scales.get(name, name)])).max() * 2.0**-24
+        for shard in flat[0][name].addressable_shards:
+            difference = np.abs(np.asarray(shard.data) - whole_array[shard.index]).max()
+            worst = max(worst, float(difference / scale))
+    return worst
+
+
+def share(path: Path) -> float:
+    """Of the bytes of a checkpoint, those this process reads where heads are spread."""
+    from jaxmha import sharding
+    from jaxmha.converters import sharded
+    from jaxmha.params import from_leaves, leaves
+
+    mesh, names = mesh_of("tensor")
+    read: list[int] = []
+    original = sharded._read
+
+    def counted(part: Any) -> Any:
+        read.append(part.nbytes)
+        return original(part)
+
+    sharded._read = counted
+
+    def specs(state: Any) -> Any:
+        return leaves(sharding.specs(from_leaves(state), mesh=mesh, **names))
+
+    arrays = sharded.load_sharded(path, mesh, specs)
+    return float(sum(read) / sum(x.nbytes for x in arrays.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

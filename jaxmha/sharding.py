@@ -1,0 +1,329 @@
+"""Attention on many devices: which axes of a mesh its own axes lie on.
+
+Arrays are laid out by `specs` and `activations`; `use` says the same to attention, which then runs
+on every device's own batch rows and heads:
+
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    names = {"data": "data", "tensor": "tensor"}
+    params = jax.device_put(params, sharding.named(mesh, sharding.specs(params, **names)))
+    with sharding.use(mesh, **names):
+        out = jax.jit(jaxmha.multi_head_attention)(params, x)
+
+Where the axes of a mesh are explicit (`jax.sharding.AxisType.Explicit`), types say it, and no
+`use` is needed.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxmha.arrays import Array
+from jaxmha.params import CANONICAL, MHAParams, check, leaves
+
+Names = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where attention lies on a mesh.
+
+    Attributes:
+      mesh: the mesh, concrete or abstract.
+      batch: mesh axes of B.
+      heads: mesh axes of N, and of K where they divide it.
+      context: the mesh axis of T and S, or None.
+      zigzag: whether positions are in the order of `zigzag`.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    context: str | None = None
+    zigzag: bool = False
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Devices along some axes."""
+        return _devices(self.mesh, names)
+
+
+# Part of the keys of JAX's caches: other axes are another program.
+_AXES: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+
+
+def use(
+    mesh: Mesh | AbstractMesh,
+    *,
+    data: Names = None,
+    fsdp: Names = None,
+    tensor: Names = None,
+    context: str | None = None,
+    zigzag: bool = False,
+) -> AbstractContextManager[None]:
+    """Attention in here runs on every device's own batch rows, heads and positions.
+
+    Answers are the same without it. With it no scores, heads or batch rows travel, and kernels
+    see one device's arrays instead of being replicated.
+
+    Args:
+      mesh: of the arrays.
+      data: mesh axes of the batch.
+      fsdp: mesh axes of the batch along which features of parameters are split too.
+      tensor: mesh axes of the heads.
+      context: the mesh axis of the positions T and S, for `implementation="ring"` or
+        `"allgather"`.
+      zigzag: features come and go in the order that `zigzag` makes of positions, which gives
+        every device of `context` the same work under causality. Masks, lengths, windows and
+        dropout speak of true positions all the same.
+
+    Raises:
+      ValueError: the mesh has no such axis, or one is named twice.
+
+    >>> import jax
+    >>> with use(jax.make_mesh((1,), ("data",)), data="data"):
+    ...     current().batch
+    ('data',)
+    """
+    axes = Axes(mesh, (*_names(data), *_names(fsdp)), _names(tensor), context, zigzag)
+    named = (*axes.batch, *axes.heads, *_names(context))
+    for name in named:
+        if name not in mesh.shape:
+            raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, not {name!r}")
+    if len(set(named)) < len(named):
+        raise ValueError(f"every axis of the mesh has one purpose, got {named}")
+    if zigzag and context is None:
+        raise ValueError("zigzag is an order of positions along the axis context: name it")
+    entered: AbstractContextManager[None] = _AXES(axes)
+    return entered
+
+
+def current() -> Axes | None:
+    """What `use` or explicit types said, without axes that are manual already (`shard_map`)."""
+    axes: Axes | None = _AXES.value
+    if axes is None:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return axes
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    free = {name for name, kind in types.items() if kind != AxisType.Manual}
+    batch, heads = (tuple(n for n in x if n in free) for x in (axes.batch, axes.heads))
+    context = axes.context if axes.context in free else None
+    if not (batch or heads or context):
+        return None
+    return Axes(mesh, batch, heads, context, axes.zigzag and context is not None)
+
+
+def specs(
+    params: MHAParams,
+    *,
+    data: Names = None,
+    fsdp: Names = None,
+    tensor: Names = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> MHAParams:
+    """A PartitionSpec for every parameter, in their places.
+
+    Heads lie on `tensor`, features (Dq, Dk, Dv, Do of kernels) on `fsdp`; along `data`
+    parameters are replicated. What an axis does not divide stays whole: grouped and multi-query
+    keys and values where K is not a multiple of `tensor`, and odd features.
+
+    Args:
+      params: arrays, or anything with shapes; leading axes (stacked layers) stay whole.
+      data, fsdp, tensor: names of mesh axes, as in `use`.
+      mesh: gives the sizes; default that of `use` or `jax.set_mesh`. None at all: every size
+        above 1 is taken to be a multiple.
+
+    Raises:
+      ValueError: `tensor` does not divide N.
+
+    >>> from jaxmha import init_params
+    >>> params = init_params(jax.random.key(0), num_heads=4, num_kv_heads=1, features=8)
+    >>> found = specs(params, fsdp="fsdp", tensor="tensor")
+    >>> found.query.kernel, found.key.kernel
+    (P('fsdp', 'tensor', None), P('fsdp', None, None))
+    """
+    del data
+    shapes = {name: tuple(x.shape) for name, x in leaves(params).items()}
+    leading = len(shapes["query.kernel"]) - 3
+    sizes = check(params, leading)
+    mesh = mesh or _mesh()
+    heads, features = _names(tensor), _names(fsdp)
+
+    def divides(names: tuple[str, ...], size: int) -> bool:
+        if mesh is None:
+            return size > 1
+        return size % _devices(mesh, names) == 0
+
+    if heads and not divides(heads, sizes["N"]):
+        raise ValueError(
+            f"N={sizes['N']} query heads are not a multiple of the devices along {heads}"
+        )
+    where = {"N": heads, "K": heads, **dict.fromkeys(("Dq", "Dk", "Dv", "Do"), features)}
+
+    def of_leaf(name: str) -> Any:
+        letters = CANONICAL[name].split()
+        kernel = name.endswith("kernel")
+        placed: list[Any] = [None] * leading
+        for letter in letters:
+            names = where.get(letter, ())
+            split = names and (kernel or letter in "NK") and divides(names, sizes[letter])
+            placed.append(names if split else None)
+        return spec(*placed)
+
+    # Leaves of the pytree come in the same order.
+    found: MHAParams = jax.tree.unflatten(jax.tree.structure(params), map(of_leaf, shapes))
+    return found
+
+
+def activations(
+    *, data: Names = None, fsdp: Names = None, tensor: Names = None, context: Names = None
+) -> PartitionSpec:
+    """The spec of features `(B, T, D)`; features of activations are never split.
+
+    >>> activations(data="data", fsdp="fsdp", tensor="tensor")
+    P(('data', 'fsdp'), None, None)
+    """
+    del tensor
+    return spec((*_names(data), *_names(fsdp)), _names(context), None)
+
+
+def named(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+    """`NamedSharding` of every spec.
+
+    >>> named(jax.make_mesh((1,), ("data",)), [PartitionSpec("data")])[0].spec
+    P('data',)
+    """
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def zigzag(x: Array, devices: int, axis: int = 1) -> Array:
+    """Reorders positions so that each of `devices` holds one early and one late part of them.
+
+    Device r of `devices` in a row then holds parts r and `2 * devices - 1 - r` of
+    `2 * devices`: under causality all have the same work. Source: Zhu, "ring-flash-attention"
+    (2024); Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
+
+    Raises:
+      ValueError: the axis is not a multiple of `2 * devices`.
+
+    >>> zigzag(np.arange(8), 2, axis=0).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    return x.take(zigzag_order(x.shape[axis], devices), axis)
+
+
+def unzigzag(x: Array, devices: int, axis: int = 1) -> Array:
+    """The inverse of `zigzag`.
+
+    >>> unzigzag(zigzag(np.arange(8), 2, axis=0), 2, axis=0).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    return x.take(np.argsort(zigzag_order(x.shape[axis], devices)), axis)
+
+
+def zigzag_order(size: int, devices: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """True positions in zig-zag order."""
+    if size % (2 * devices):
+        raise ValueError(
+            f"zig-zag order over {devices} devices needs a multiple of {2 * devices} positions, "
+            f"got {size}"
+        )
+    parts = np.arange(size).reshape(2 * devices, -1)
+    order = np.stack([np.arange(devices), 2 * devices - 1 - np.arange(devices)], 1)
+    return parts[order.reshape(-1)].reshape(-1)
+
+
+def in_order(x: Any, axis: int) -> Any:
+    """What speaks of true positions, in the order in which features come."""
+    axes = current()
+    if x is None or axes is None or not axes.zigzag or x.shape[axis] == 1:
+        return x
+    assert axes.context is not None
+    return jnp.take(x, zigzag_order(x.shape[axis], axes.size((axes.context,))), axis)
+
+
+def explicit(x: Any, position: int, heads: Any = None) -> Axes | None:
+    """Axes that types of arrays say, where axes of the mesh are explicit; None: they are not.
+
+    Args:
+      x: `(*B, T, ...)`; the first batch axis counts.
+      position: its axis T, from the end.
+      heads: its axis of heads, or the entry that heads have in a spec.
+    """
+    if not _is_explicit(x):
+        return None
+    spec = spec_of(x)
+    batch, along = spec[:position], _names(spec[position])
+    chosen: Axes | None = _AXES.value
+    return Axes(
+        jax.typeof(x).sharding.mesh,
+        _names(batch[0]) if batch else (),
+        _names(spec[heads] if isinstance(heads, int) else heads),
+        along[0] if len(along) == 1 else None,
+        chosen is not None and chosen.zigzag,
+    )
+
+
+def spec(*axes: Names) -> PartitionSpec:
+    """A PartitionSpec; axes without names are whole.
+
+    >>> spec("data", (), ("a", "b"))
+    P('data', None, ('a', 'b'))
+    """
+    entries = [
+        names[0] if isinstance(names, tuple) and len(names) == 1 else names for names in axes
+    ]
+    return PartitionSpec(*(names or None for names in entries))  # type: ignore[no-untyped-call]
+
+
+def spec_of(x: Any) -> tuple[Any, ...]:
+    """The explicit spec of an array, one entry per axis; None where nothing is explicit."""
+    spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
+    return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def automatic(
+    axes: Axes, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any
+) -> Any:
+    """`function(*arguments)` where the compiler spreads what is not attention; `out`: its specs."""
+
+    arrays, tree = jax.tree.flatten(arguments)
+
+    def inside(*arrays: Any) -> Any:
+        with _AXES(axes):
+            return function(*jax.tree.unflatten(tree, arrays))
+
+    return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arrays)
+
+
+def _is_explicit(x: Any) -> bool:
+    if not isinstance(x, jax.Array):
+        return False
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _mesh() -> Mesh | AbstractMesh | None:
+    axes: Axes | None = _AXES.value
+    if axes is not None:
+        return axes.mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _names(names: Names) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def _devices(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> int:
+    return math.prod(int(mesh.shape[name]) for name in names)

@@ -1,0 +1,224 @@
+"""Positions on many devices: the same answers as on one, and only keys and values travel."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from experiments.scaling.hlo import collectives
+from jaxmha import Mask, Semantics, sharding
+from tests.everyday import everyday
+from tests.sharding.devices import assert_alike, mesh, put
+
+B, T, N, K, H, h = 2, 56, 6, 2, 5, 7
+RNG = np.random.default_rng(1)
+HEADS = [
+    jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    for shape in ((B, T, N, H), (B, T, K, H), (B, T, K, h), (B, T, N, h))
+]
+IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), 1))
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (9, 3)},
+    "causal window": {"is_causal": True, "local_window_size": (5, 0)},
+    "padded": {
+        "key_value_seq_lengths": jnp.asarray([37, T]),
+        "query_seq_lengths": jnp.asarray([T, 50]),
+        "is_causal": True,
+    },
+    "segments": {"segment_ids": IDS, "is_causal": True},
+    "padding": {"mask": Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7))},
+    "offset": {"mask": Mask.causal(jnp.asarray([3, -7]))},
+    "offset behind": {"mask": Mask.causal(-20), "local_window_size": (30, 0)},
+    "dropout": {"is_causal": True, "dropout_rate": 0.3, "dropout_key": jax.random.key(3)},
+    "dropout shared": {
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(3),
+        "dropout_broadcast": ("B", "N"),
+    },
+    "lse": {"is_causal": True, "return_lse": True},
+    "mean": {
+        "logits_soft_cap": 2.0,
+        "fully_masked": "mean",
+        "key_value_seq_lengths": jnp.asarray([0, T]),
+        "query_seq_lengths": jnp.asarray([T, 50]),
+    },
+    "bias": {"bias": jnp.asarray(RNG.standard_normal((1, N, T, T)), jnp.float32)},
+    "dense": {"mask": jnp.asarray(RNG.random((B, 1, T, T)) < 0.6)},
+}
+DENSE = ("bias", "dense")
+ORDERS = {"natural": False, "zigzag": True}
+EVERYDAY = ("ring-zigzag-segments", "allgather-natural-padded")
+VARIANTS = [
+    f"{implementation}-{order}-{case}"
+    for implementation in ("ring", "allgather")
+    for order in ORDERS
+    for case in CASES
+    if case not in DENSE or (implementation == "allgather" and order == "natural")
+]
+
+
+def gradients(**options: Any) -> Any:
+    """Output, everything else that is returned, and gradients of heads (and a bias)."""
+    bias = options.pop("bias", None)
+
+    def run(q: Any, k: Any, v: Any, slope: Any) -> Any:
+        def of(*arrays: Any) -> Any:
+            found = jaxmha.dot_product_attention(*arrays, **options)
+            out, *lse = found if isinstance(found, tuple) else (found,)
+            # Slopes of what is returned beside the output are those of the first feature.
+            more = [(x * jnp.moveaxis(slope[..., 0], 1, 2)).sum() for x in lse]
+            return (out * slope).sum() + sum(more), found
+
+        arrays = (q, k, v) if bias is None else (q, k, v, bias)
+        slopes, found = jax.grad(of, tuple(range(len(arrays))), has_aux=True)(*arrays)
+        return found, slopes
+
+    return run
+
+
+def spread(devices: int, zigzag: bool, arrays: Any, m: Any, *names: Any) -> list[Any]:
+    ordered = [sharding.zigzag(x, devices) if zigzag else x for x in arrays]
+    return [put(m, x, *names) for x in ordered]
+
+
+def true_order(devices: int, found: Any) -> Any:
+    """Every array with an axis of positions, by true position."""
+
+    def turned(x: Any) -> Any:
+        axis = x.shape.index(T) if T in x.shape else None
+        return x if axis is None else sharding.unzigzag(x, devices, axis)
+
+    return jax.tree.map(turned, found)
+
+
+@pytest.mark.parametrize("variant", everyday(VARIANTS, *EVERYDAY))
+def test_values_and_gradients(variant: str) -> None:
+    implementation, order, case = variant.split("-")
+    zigzag, options = ORDERS[order], CASES[case]
+    expected = jax.jit(gradients(**options))(*HEADS)
+    devices = mesh(data=2, context=4)
+    arrays = spread(4, zigzag, HEADS, devices, "data", "context")
+    with sharding.use(devices, data="data", context="context", zigzag=zigzag):
+        run = jax.jit(gradients(**options, implementation=implementation))
+        got, again = run(*arrays), run(*arrays)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        assert np.array_equal(x, y, equal_nan=True)
+    assert_alike(true_order(4, got) if zigzag else got, expected, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["causal", "causal window", "full"])
+@pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
+def test_ring_moves_keys_and_values(case: str, zigzag: bool) -> None:
+    """Forward: keys and values to each device they meet; backward: once more, and their slopes
+    all the way round and home."""
+    devices, P = mesh(data=1, context=8), 8
+    t = 2 * 8 * 5
+    shapes = (B, t, N, H), (B, t, K, H), (B, t, K, h), (B, t, N, h)
+    arrays = [put(devices, jnp.ones(x, jnp.float32), "data", "context") for x in shapes]
+    with sharding.use(devices, data="data", context="context", zigzag=zigzag):
+        run = gradients(**CASES[case], implementation="ring")
+        found = collectives(jax.jit(run).lower(*arrays).compile())
+    moved = [c for c in found if c.kind != "all-reduce"]
+    assert {c.kind for c in moved} == {"collective-permute"}
+    # Else only the value that is differentiated is summed.
+    assert all(c.bytes <= 8 for c in found if c.kind == "all-reduce")
+    # A window of 6 keys reaches the device before (10 positions each), and in zig-zag order (5
+    # each) the one after too. Moves outside of loops that are the same forward and backward are
+    # made once.
+    hops = (2 if zigzag else 1) if "window" in case else P - 1
+    moves = hops * (2 if "window" in case else 3) + 1
+    assert sum(c.bytes for c in moved) == moves * B * t // P * K * (H + h) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("implementation", ["ring", "allgather"])
+def test_mixed(implementation: str, explicit: bool) -> None:
+    """A layer with data, tensor and context parallel at once."""
+    D = 16
+    names: dict[str, Any] = {"data": "data", "tensor": "tensor"}
+    devices = mesh(explicit, data=2, tensor=2, context=2)
+    weights = jaxmha.init_params(jax.random.key(0), num_heads=4, num_kv_heads=2, features=D)
+    x, slope = (jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32) for _ in range(2))
+
+    def run(params: Any, x: Any, slope: Any, implementation: Any = None) -> Any:
+        def out(x: Any, kernels: Any) -> Any:
+            own = jax.tree.map(lambda x: x, params)
+            own = own._replace(query=own.query._replace(kernel=kernels))
+            return jaxmha.multi_head_attention(
+                own, x, is_causal=True, semantics=Semantics(dropout_rate=0.2),
+                dropout_key=jax.random.key(1), implementation=implementation,
+            )  # fmt: skip
+
+        found, pull = jax.vjp(out, x, params.query.kernel)
+        return found, pull(slope)
+
+    expected = jax.jit(run)(weights, x, slope)
+    specs = sharding.specs(weights, mesh=devices, **names)
+    placed = jax.device_put(weights, sharding.named(devices, specs))
+    arrays = [
+        put(devices, y, *sharding.activations(**names, context="context")) for y in (x, slope)
+    ]
+    with jax.set_mesh(devices) if explicit else sharding.use(devices, **names, context="context"):
+        got = jax.jit(run, static_argnums=3)(placed, *arrays, implementation)
+        moved = collectives(
+            jax.jit(lambda p, x: run(p, x, x, implementation)[0]).lower(placed, arrays[0]).compile()
+        )
+    kinds = {"ring": {"collective-permute"}, "allgather": {"all-gather"}}[implementation]
+    assert {c.kind for c in moved} == {"all-reduce"} | kinds
+    assert_alike(got, expected)
+
+
+def test_explain() -> None:
+    q, k, v, _ = HEADS
+    reasons = dict(jaxmha.explain(q, k, v, implementation=("ring", "allgather")).reasons)
+    assert all(
+        reason is not None and "jaxmha.sharding.use" in reason for reason in reasons.values()
+    )
+    with sharding.use(mesh(data=2, context=4), data="data", context="context"):
+        assert jaxmha.explain(q, k, v, is_causal=True).chosen == "ring"
+        assert jaxmha.explain(q, k, v, **CASES["bias"]).chosen == "allgather"
+        odd = jaxmha.explain(*(x[:, 1:] for x in (q, k, v)))
+        assert odd.chosen == "blocked"
+        assert "T=55" in str(odd)
+    with (
+        sharding.use(mesh(data=2, context=4), data="data", context="context", zigzag=True),
+        pytest.raises(ValueError, match="zig-zag order"),
+    ):
+        jaxmha.dot_product_attention(q, k, v, return_weights=True)
+
+
+@pytest.mark.slow
+def test_long_contexts_hold_no_scores() -> None:
+    """131072 positions on 8 devices; memory of a device falls as devices are added."""
+    t, N, H = 131072, 8, 64
+
+    def compiled(count: int, t: int) -> Any:
+        m = jax.make_mesh((count,), ("context",), devices=jax.devices()[:count])
+        make: Any = jax.ShapeDtypeStruct
+        place = sharding.named(m, sharding.spec(None, "context"))
+        heads = [make((1, t, N, H), jnp.bfloat16, sharding=place)] * 4
+        with sharding.use(m, context="context"):
+            run = gradients(is_causal=True, implementation="ring")
+            return jax.jit(run).lower(*heads).compile()
+
+    text = compiled(8, t).as_text()
+    longest = max(
+        np.prod([int(x) for x in sizes.split(",")])
+        for sizes in re.findall(r"\w+\[([\d,]+)\]", text)
+    )
+    assert longest < t * t // 8
+    sizes = {}
+    for count in (1, 2, 8):
+        m = compiled(count, t // 4).memory_analysis()
+        sizes[count] = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
+    assert sizes[2] / sizes[8] >= 0.9 * 4, sizes
+    # One device sends nothing, and needs no room for what arrives.
+    assert sizes[1] / sizes[8] >= 0.7 * 8, sizes

@@ -1,0 +1,301 @@
+"""Data and tensor parallel layers: nothing travels but one sum after the output projection."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+import jaxmha
+from experiments.scaling.hlo import Collective, collectives
+from jaxmha import Mask, MHAParams, Semantics, sharding
+from tests import tolerance
+from tests.sharding.devices import BOTH, assert_alike, mesh, put
+
+B, T, D, H = 4, 47, 24, 5
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
+SLOPE = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
+P: Any = PartitionSpec
+NAMES: dict[str, Any] = {"data": "data", "tensor": "tensor"}
+
+
+def params(N: int = 8, K: int = 4) -> MHAParams:
+    drawn = jaxmha.init_params(
+        jax.random.key(0), num_heads=N, num_kv_heads=K, features=D, head_dim=H
+    )
+    leaves = jaxmha.params.leaves(drawn)
+    random: dict[str, Any] = {
+        n: jnp.asarray(RNG.standard_normal(x.shape) / 3, x.dtype) for n, x in leaves.items()
+    }
+    return jaxmha.params.from_leaves(random)
+
+
+def layer(**options: Any) -> Any:
+    def run(params: MHAParams, x: Any) -> Any:
+        return jaxmha.multi_head_attention(params, x, is_causal=True, **options)
+
+    return run
+
+
+def with_gradients(run: Any) -> Any:
+    def both(params: MHAParams, x: Any, slope: Any) -> Any:
+        out, pull = jax.vjp(run, params, x)
+        return out, *pull(slope)
+
+    return both
+
+
+def placed(mesh: Mesh, weights: MHAParams, **names: Any) -> tuple[Any, ...]:
+    specs = sharding.specs(weights, mesh=mesh, **names)
+    x = sharding.activations(**names)
+    return jax.device_put(weights, sharding.named(mesh, specs)), *(
+        put(mesh, y, *x) for y in (X, SLOPE)
+    )
+
+
+def entered(mesh: Mesh, **names: Any) -> Any:
+    """Explicit types say everything; else the names are given."""
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.set_mesh(mesh)
+    return sharding.use(mesh, **names)
+
+
+def assert_layer(got: Any, expected: Any) -> None:
+    """A constant added to all keys changes nothing: its gradient is rounding error."""
+    (out, slopes, dx), (out_, slopes_, dx_) = got, expected
+    noise = np.abs(np.asarray(slopes.key.bias)).max()
+    scale = tolerance.floor(np.asarray(slopes_.query.bias), np.float32)
+    assert noise <= BOTH * tolerance.FLOORS["float32"] * scale
+    slopes, slopes_ = (x._replace(key=x.key._replace(bias=None)) for x in (slopes, slopes_))
+    assert_alike((out, slopes, dx), (out_, slopes_, dx_))
+
+
+def one_sum(found: list[Collective], size: int) -> bool:
+    """Whether there is one all-reduce, of the output."""
+    return [(c.kind, c.bytes, c.times) for c in found] == [("all-reduce", size, 1)]
+
+
+@pytest.mark.parametrize(
+    "explicit",
+    [pytest.param(False, id="auto", marks=pytest.mark.slow), pytest.param(True, id="explicit")],
+)
+def test_layer(explicit: bool) -> None:
+    devices, weights = mesh(explicit, data=2, tensor=4), params()
+    run = with_gradients(layer())
+    expected = jax.jit(run)(weights, X, SLOPE)
+    arrays = placed(devices, weights, **NAMES)
+    with entered(devices, **NAMES):
+        forward = jax.jit(layer()).lower(*arrays[:2]).compile()
+        both = jax.jit(run).lower(*arrays).compile()
+        assert one_sum(collectives(forward), B // 2 * T * D * 4)
+        assert {c.kind for c in collectives(both)} == {"all-reduce"}
+        got = both(*arrays)
+    assert got[0].sharding.is_equivalent_to(arrays[1].sharding, 3)
+    assert got[1].query.kernel.sharding.spec[1] == "tensor"
+    assert_layer(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("N", "K", "tensor"), [(4, 1, 4), (8, 2, 4), (12, 3, 2), (12, 6, 4), (4, 4, 4)]
+)
+def test_heads(N: int, K: int, tensor: int, explicit: bool) -> None:
+    """Key/value heads that the axis does not divide are on every device."""
+    devices, weights = mesh(explicit, data=8 // tensor, tensor=tensor), params(N, K)
+    arrays = placed(devices, weights, **NAMES)
+    run = with_gradients(layer())
+    with entered(devices, **NAMES):
+        forward = jax.jit(layer()).lower(*arrays[:2]).compile()
+        assert one_sum(collectives(forward), B // (8 // tensor) * T * D * 4)
+        got = jax.jit(run)(*arrays)
+    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_features_are_split_too(explicit: bool) -> None:
+    names = {"data": None, "fsdp": "fsdp", "tensor": "tensor"}
+    devices, weights = mesh(explicit, fsdp=4, tensor=2), params()
+    arrays = placed(devices, weights, **names)
+    assert arrays[0].query.kernel.sharding.spec == P("fsdp", "tensor", None)
+    run = with_gradients(layer())
+    with entered(devices, **names):
+        got = jax.jit(run)(*arrays)
+    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+@pytest.mark.parametrize("shared", [(), ("B", "N")])
+def test_dropout(implementation: str, shared: tuple[str, ...]) -> None:
+    """Every device drops what one alone drops there."""
+    devices, weights = mesh(data=2, tensor=4), params()
+    run = with_gradients(
+        layer(
+            semantics=Semantics(dropout_rate=0.3, dropout_broadcast=shared),
+            dropout_key=jax.random.key(7),
+            implementation=implementation,
+        )
+    )
+    arrays = placed(devices, weights, **NAMES)
+    with entered(devices, **NAMES):
+        got = jax.jit(run)(*arrays)
+    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+
+
+HEADS = [jnp.asarray(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (8, 4, 4, 8)]
+CASES: dict[str, dict[str, Any]] = {
+    "padded": {"key_value_seq_lengths": jnp.asarray([31, 47, 0, 1]), "fully_masked": "mean"},
+    "window": {"local_window_size": (7, 3)},
+    "segments": {"segment_ids": jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), 1))},
+    "padding": {"mask": Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7))},
+    "dense": {"mask": jnp.asarray(RNG.random((B, 8, T, T)) < 0.7)},
+    "bias": {"bias": jnp.asarray(RNG.standard_normal((1, 8, T, T)), jnp.float32)},
+    "weights": {"return_weights": True, "return_lse": True, "is_causal": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_alone(name: str, explicit: bool) -> None:
+    """Without projections nothing travels at all, but the gradient of a bias that rows share."""
+    devices = mesh(explicit, data=2, tensor=4)
+
+    def run(q: Any, k: Any, v: Any, slope: Any) -> Any:
+        def out(*heads: Any) -> Any:
+            return jaxmha.dot_product_attention(*heads, **CASES[name])
+
+        found, pull = jax.vjp(out, q, k, v)
+        first, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
+        slopes = slope if rest is None else (slope, *(jnp.zeros_like(x) for x in rest))
+        return found, first, pull(slopes)
+
+    expected = jax.jit(run)(*HEADS)
+    arrays = [put(devices, x, "data", None, "tensor") for x in HEADS]
+    with entered(devices, **NAMES):
+        compiled = jax.jit(run).lower(*arrays).compile()
+        assert collectives(compiled) == []
+        assert_alike(compiled(*arrays), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_flax(kind: str, explicit: bool) -> None:
+    from jaxmha.flax import linen as own_linen
+    from jaxmha.flax import nnx as own_nnx
+
+    devices, weights = mesh(explicit, data=2, tensor=4), params(8, 8)
+    arrays = placed(devices, weights, **NAMES)
+    mask = jnp.asarray(np.tril(np.ones((T, T), bool)))[None, None]
+    if kind == "linen":
+
+        def run(params: MHAParams, x: Any) -> Any:
+            module, variables = own_linen.MultiHeadDotProductAttention.from_params(params)
+            return module.apply(variables, x, mask=mask)
+
+    else:
+
+        def run(params: MHAParams, x: Any) -> Any:
+            module = own_nnx.MultiHeadAttention.from_params(params, decode=False)
+            return module(x, mask=mask)
+
+    both = with_gradients(run)
+    with entered(devices, **NAMES):
+        forward = jax.jit(run).lower(*arrays[:2]).compile()
+        got = jax.jit(both)(*arrays)
+    assert one_sum(collectives(forward), B // 2 * T * D * 4)
+    assert_layer(got, jax.jit(with_gradients(layer()))(weights, X, SLOPE))
+
+
+@pytest.mark.parametrize(
+    ("device", "platform", "call"),
+    [("h200", "cuda", "__cudnn$fmhaSoftmax"), ("tpu", "tpu", "tpu_custom_call")],
+)
+def test_kernels_see_one_device(
+    device: str, platform: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is called on the batch rows and heads of one device, in a manual computation."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
+    make: Any = jax.ShapeDtypeStruct
+    devices = mesh(data=2, tensor=4)
+    place = sharding.named(devices, sharding.spec("data", None, "tensor"))
+    heads = [make((6, 256, n, 64), jnp.bfloat16, sharding=place) for n in (12, 4, 4)]
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        name = {"cuda": "cudnn", "tpu": "splash"}[platform]
+        return jaxmha.dot_product_attention(q, k, v, is_causal=True, implementation=name)
+
+    with sharding.use(devices, **NAMES), jaxmha.lowering_for(device):
+        text = jax.jit(run).trace(*heads).lower(lowering_platforms=(platform,)).as_text()
+    lines = [line for line in text.splitlines() if call in line]
+    assert lines
+    assert "sdy.manual_computation" in text
+    sizes = {"cuda": "tensor<3x256x3x64xbf16>", "tpu": "tensor<3x3x256x64xbf16>"}[platform]
+    assert any(sizes in line for line in text.splitlines() if call in line), lines[0][:2000]
+
+
+def test_specs() -> None:
+    grouped, weights = params(8, 4), params(8, 1)
+    make: Any = AbstractMesh
+    sizes = make((3, 4), ("fsdp", "tensor"))
+    found = sharding.specs(weights, mesh=sizes, data=None, fsdp="fsdp", tensor="tensor")
+    assert found.query.kernel == P("fsdp", "tensor", None)
+    assert found.query.bias == P("tensor", None)
+    assert found.key == found.value
+    assert found.key.kernel == P("fsdp", None, None)
+    assert found.out == jaxmha.Projection(P("tensor", None, "fsdp"), P(None))
+    found = sharding.specs(grouped, mesh=sizes, tensor="tensor")
+    assert found.value == jaxmha.Projection(P(None, "tensor", None), P("tensor", None))
+    # What does not divide stays whole: D = 24 by 7.
+    found = sharding.specs(grouped, mesh=make((7, 4), ("fsdp", "tensor")), fsdp="fsdp")
+    assert found.query.kernel == P(None, None, None)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), grouped)
+    found = sharding.specs(stacked, mesh=sizes, tensor="tensor")
+    assert found.out is not None
+    assert found.out.kernel == P(None, "tensor", None, None)
+    with pytest.raises(ValueError, match="N=8 query heads are not a multiple"):
+        sharding.specs(grouped, mesh=sizes, tensor=("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"data": "rows"}, "the mesh has axes"),
+        ({"data": "data", "tensor": "data"}, "one purpose"),
+        ({"data": "data", "zigzag": True}, "name it"),
+    ],
+)
+def test_names_that_do_not_fit(names: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sharding.use(mesh(data=2, tensor=4), **names)
+
+
+@pytest.mark.slow
+def test_nothing_is_declared_and_all_is_right() -> None:
+    """Without `use` the compiler decides what travels; answers are the same."""
+    devices, weights = mesh(data=2, tensor=4), params()
+    run = with_gradients(layer())
+    got = jax.jit(run)(*placed(devices, weights, **NAMES))
+    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+
+
+@pytest.mark.slow
+def test_inside_shard_map() -> None:
+    """Axes that are manual already are left alone."""
+    devices = mesh(data=2, tensor=4)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return jaxmha.dot_product_attention(q, k, v, is_causal=True)
+
+    spec = P("data", None, "tensor")
+    with sharding.use(devices, **NAMES):
+        mapped = jax.shard_map(run, mesh=devices, in_specs=(spec,) * 3, out_specs=spec)
+        assert_alike(jax.jit(mapped)(*HEADS[:3]), run(*HEADS[:3]))
