@@ -7,6 +7,8 @@ Reads and writes .safetensors, torch zip files, Keras .weights.h5 and .npz. Need
 ml_dtypes, and h5py for .weights.h5; never torch, keras, or code from the file.
 """
 
+from jaxmha.converters.checkpoint.casting import Loss, cast
+from jaxmha.converters.checkpoint.digests import digest
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
     BudgetExceeded,
@@ -26,9 +28,9 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.formats import FORMATS, Format, suffixes
 from jaxmha.converters.checkpoint.limits import Limits
-from jaxmha.converters.checkpoint.reading import Checkpoint, open
+from jaxmha.converters.checkpoint.reading import Checkpoint, Lazy, open
 from jaxmha.converters.checkpoint.tensor import TensorInfo
-from jaxmha.converters.checkpoint.writing import write
+from jaxmha.converters.checkpoint.writing import Written, write
 
 __all__ = [
     "FORMATS",
@@ -41,7 +43,9 @@ __all__ = [
     "Format",
     "IncompleteCheckpoint",
     "IntegrityError",
+    "Lazy",
     "Limits",
+    "Loss",
     "MalformedFile",
     "MissingDependency",
     "PathEscape",
@@ -51,6 +55,9 @@ __all__ = [
     "UnsupportedDtype",
     "UnsupportedFormat",
     "WriteFailed",
+    "Written",
+    "cast",
+    "digest",
     "open",
     "suffixes",
     "write",

@@ -2,19 +2,17 @@
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmha.converters.checkpoint import hdf5, npz, safetensors, torch_zip
+from jaxmha.converters.checkpoint import hdf5, npz, safetensors, sharded, torch_zip
 from jaxmha.converters.checkpoint import zip as zip_directory
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import AmbiguousFile, MalformedFile, UnsupportedFormat
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-
-Writer = Callable[[BinaryIO, Plan, Mapping[str, str], Mapping[str, str]], None]
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,10 @@ class Format:
     name: str
     suffixes: tuple[str, ...]
     read: Callable[[Source, Limits], Contents]
-    write: Writer
+    write: Callable[[BinaryIO, Plan], None] | None
     holds_metadata: bool = False
     holds_names: bool = False
+    sharded: bool = False
 
 
 FORMATS: tuple[Format, ...] = (
@@ -36,8 +35,18 @@ FORMATS: tuple[Format, ...] = (
     Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write),
     Format("keras_h5", (".weights.h5",), hdf5.read, hdf5.write, holds_names=True),
     Format("npz", (".npz",), npz.read, npz.write),
+    Format(
+        "sharded",
+        (".safetensors.index.json", ".bin.index.json"),
+        sharded.read,
+        None,
+        holds_metadata=True,
+        sharded=True,
+    ),
 )
 _BY_NAME = {format.name: format for format in FORMATS}
+BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
+SHARDED = _BY_NAME["sharded"]
 
 # What else people have, and the line that turns it into something read here.
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -66,7 +75,7 @@ _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, npz.MAGIC, "a single .npy array, without names", "numpy.savez('NEW.npz', name=array)"),
     (0, b"\x1f\x8b", "compressed with gzip", "decompress it with gunzip"),
 )
-_SHARDED = ".index.json", ".weights.json"
+_KERAS_SHARDS = "load the model with keras and call model.save_weights('new.weights.h5')"
 _FLAX = (
     "convert it: safetensors.numpy.save_file(flax.traverse_util.flatten_dict("
     "flax.serialization.msgpack_restore(pathlib.Path('OLD').read_bytes()), sep='/'), "
@@ -138,13 +147,17 @@ def _by_content(source: Source, limits: Limits) -> Format:
         return _BY_NAME["keras_h5"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return _zip_format(source, limits)
+    # A length may begin with the bytes of any magic, so this comes first.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size - 8:
+        return _BY_NAME["safetensors"]
     for at, magic, what, remedy in _MAGIC:
         if head[at:].startswith(magic):
             raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
-    if path.name.endswith(_SHARDED) or head[:1] == b"{":
-        raise UnsupportedFormat(
-            path, "is the index of a sharded checkpoint", "name its shards one by one"
-        )
+    if path.name.endswith(".weights.json"):
+        problem = "is the index of sharded Keras weights, which are not read here"
+        raise UnsupportedFormat(path, problem, _KERAS_SHARDS)
+    if head[:1] == b"{":
+        return SHARDED
     if path.suffix == ".msgpack" or path.name == "checkpoint":
         raise UnsupportedFormat(path, "is flax msgpack, which is not read here", _FLAX)
     if head[8:9] == b"{" or path.suffix == ".safetensors":

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import ml_dtypes
@@ -75,7 +76,7 @@ def from_bytes(
     path: str | os.PathLike[str],
     name: str,
 ) -> np.ndarray:
-    """A flat array over raw bytes, which it takes over.
+    """A flat array over raw bytes, which it takes over, or which are read-only.
 
     Raises:
         MalformedFile: a Boolean byte that is neither 0 nor 1.
@@ -84,6 +85,8 @@ def from_bytes(
         raise MalformedFile(
             path, "a Boolean tensor holds bytes other than 0 and 1", "write it again", name
         )
+    if order != sys.byteorder and not raw.flags.writeable:
+        raw = raw.copy()
     swapped(raw, dtype, order)
     return raw.view(dtype)
 
@@ -98,3 +101,22 @@ def to_bytes(array: np.ndarray) -> NDArray[np.uint8]:
         raw = raw.copy()
         swapped(raw, flat.dtype, "little")
     return raw
+
+
+def blocks(array: np.ndarray, most: int = 8 << 20) -> Iterator[np.ndarray]:
+    """The elements in C order, in pieces of at most about `most` bytes, contiguous each.
+
+    Of an array that is not contiguous, such as a transposed one, no whole copy is made.
+    """
+    if array.nbytes <= most or not array.ndim:
+        yield np.ascontiguousarray(array).reshape(-1)
+    elif array.flags.c_contiguous:
+        flat, step = array.reshape(-1), max(1, most // array.itemsize)
+        for at in range(0, flat.size, step):
+            yield flat[at : at + step]
+    elif len(array) == 1:
+        yield from blocks(array[0], most)
+    else:
+        rows = max(1, most * len(array) // array.nbytes)
+        for at in range(0, len(array), rows):
+            yield from blocks(array[at : at + rows], most)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import reading, writing
+from jaxmha.converters.checkpoint import replacing
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
 OLD = b"the old content"
@@ -87,15 +87,22 @@ def test_no_room(room: int, target: Path) -> None:
 def test_a_write_that_reads_back_differently_is_refused(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = reading.Checkpoint.__getitem__
+    def damaged(path: Path) -> None:
+        with path.open("r+b") as file:
+            at = path.read_bytes().index(TENSORS["a/w"].tobytes())
+            file.seek(at + 5)
+            file.write(b"\x99")
 
-    def flipped(self: checkpoint.Checkpoint, name: str) -> np.ndarray:
-        array = real(self, name)
-        array.reshape(-1).view(np.uint8)[-1] ^= 1
-        return array
+    def replace(target: Path, emit: Any, verify: Any, **settings: Any) -> None:
+        def after_damage(path: Path) -> None:
+            damaged(path)
+            verify(path)
 
-    monkeypatch.setattr(reading.Checkpoint, "__getitem__", flipped)
-    with pytest.raises(checkpoint.WriteFailed, match="does not read back"):
+        real(target, emit, after_damage, **settings)
+
+    real = replacing.replace
+    monkeypatch.setattr(replacing, "replace", replace)
+    with pytest.raises(checkpoint.CheckpointError):
         checkpoint.write(target, TENSORS, force=True)
     monkeypatch.undo()
     assert _untouched(target)
@@ -105,7 +112,7 @@ def test_interruption_leaves_nothing(target: Path, monkeypatch: pytest.MonkeyPat
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "_commit", interrupted)
+    monkeypatch.setattr(replacing, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.write(target, TENSORS, force=True)
     monkeypatch.undo()
@@ -204,13 +211,13 @@ def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
 
 def test_a_faster_writer_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.npz"
-    real = writing._commit
+    real = replacing.put
 
     def late(temporary: Path, target: Path, force: bool) -> None:
         target.write_bytes(OLD)
         real(temporary, target, force)
 
-    monkeypatch.setattr(writing, "_commit", late)
+    monkeypatch.setattr(replacing, "put", late)
     with pytest.raises(checkpoint.DestinationExists):
         checkpoint.write(path, TENSORS)
     assert path.read_bytes() == OLD
@@ -235,11 +242,11 @@ for name in ("fsync", "replace", "fchmod", "link"):
         hook(name, args)
         return real(*args, **kwargs)
     setattr(os, name, wrapped)
-real = writing._compare
+real = writing.compare
 def compare(*args):
     hook("compare", args)
     real(*args)
-writing._compare = compare
+writing.compare = compare
 checkpoint.write(path, {"w": np.ones(1000, np.float32)}, force=True)
 os._exit(3)
 """
