@@ -51,7 +51,7 @@ def is_float(dtype: np.dtype) -> bool:
     """Whether a dtype is a real floating-point one, of NumPy or ml_dtypes.
 
     Example:
-        >>> is_float(np.dtype(ml_dtypes.bfloat16)), is_float(np.dtype(int))
+        >>> is_float(BFLOAT16), is_float(np.dtype(int))
         (True, False)
     """
     return dtype in FLOATS

@@ -5,12 +5,25 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from jaxmha.converters.checkpoint import hdf5, npz, safetensors, sharded, torch_zip
+from jaxmha.converters.checkpoint import (
+    hdf5,
+    keras_archive,
+    npz,
+    orbax,
+    safetensors,
+    sharded,
+    torch_zip,
+)
 from jaxmha.converters.checkpoint import zip as zip_directory
 from jaxmha.converters.checkpoint.contents import Contents, Plan
-from jaxmha.converters.checkpoint.errors import AmbiguousFile, MalformedFile, UnsupportedFormat
+from jaxmha.converters.checkpoint.errors import (
+    AmbiguousFile,
+    IncompleteCheckpoint,
+    MalformedFile,
+    UnsupportedFormat,
+)
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
 
@@ -21,11 +34,12 @@ class Format:
 
     name: str
     suffixes: tuple[str, ...]
-    read: Callable[[Source, Limits], Contents]
+    read: Callable[[Any, Limits], Contents]
     write: Callable[[BinaryIO, Plan], None] | None
     holds_metadata: bool = False
     holds_names: bool = False
     sharded: bool = False
+    folder: bool = False
 
 
 FORMATS: tuple[Format, ...] = (
@@ -35,6 +49,8 @@ FORMATS: tuple[Format, ...] = (
     Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write),
     Format("keras_h5", (".weights.h5",), hdf5.read, hdf5.write, holds_names=True),
     Format("npz", (".npz",), npz.read, npz.write),
+    Format("keras", (".keras",), keras_archive.read, None),
+    Format("orbax", (orbax.SUFFIX,), orbax.read, None, folder=True),
     Format(
         "sharded",
         (".safetensors.index.json", ".bin.index.json"),
@@ -46,18 +62,23 @@ FORMATS: tuple[Format, ...] = (
 )
 _BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
-SHARDED = _BY_NAME["sharded"]
+SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
 # What else people have, and the line that turns it into something read here.
-_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+_DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
-        ("saved_model.pb",),
-        "a TensorFlow SavedModel",
+        "saved_model.pb",
+        "a TensorFlow SavedModel, which is not read here",
         "load the model with keras and call model.save_weights('new.weights.h5')",
     ),
     (
-        ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "_sharding", "checkpoint"),
-        "an orbax checkpoint",
+        "_CHECKPOINT_METADATA",
+        "an orbax checkpoint of several items",
+        "name one of its folders, such as 'default'",
+    ),
+    (
+        "checkpoint",
+        "an orbax checkpoint of before 2023",
         "orbax.checkpoint.PyTreeCheckpointer().restore(path), flatten, checkpoint.write(...)",
     ),
 )
@@ -105,20 +126,33 @@ def for_writing(path: Path) -> Format:
     if found is None:
         known = ", ".join(suffixes())
         raise UnsupportedFormat(path, "the suffix names no format", f"use one of {known}")
+    if found.write is None and not (found.sharded or found.folder):
+        problem = f"{found.name} is read only"
+        raise UnsupportedFormat(path, problem, "write NAME.weights.h5, and load it into the model")
     return found
 
 
-def refuse_directory(path: Path) -> None:
-    """Raises UnsupportedFormat, with the way out, for directories that frameworks write."""
+def is_folder(path: Path) -> bool:
+    """Whether a path is a folder that orbax wrote.
+
+    Raises:
+        UnsupportedFormat: a folder that another framework wrote, with the way out.
+    """
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
-            return
+            return False
         inside = set(os.listdir(path))
     except (OSError, ValueError):
-        return  # opening it says what is wrong
-    for marks, what, remedy in _DIRECTORIES:
-        if inside & set(marks):
-            raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
+        return False  # opening it says what is wrong
+    if orbax.TREE in inside:
+        return True
+    for mark, what, remedy in _DIRECTORIES:
+        if mark in inside:
+            raise UnsupportedFormat(path, f"is {what}", remedy)
+    if inside & {orbax.MANIFEST, orbax.MARK}:
+        problem = "is an orbax checkpoint without its tree of names"
+        raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
+    return False
 
 
 def recognise(source: Source, limits: Limits) -> Format:
@@ -173,11 +207,7 @@ def _zip_format(source: Source, limits: Limits) -> Format:
     budget = Budget(source.path, source.size, limits)
     names = zip_directory.members(source, budget)
     if "config.json" in names or "model.weights.h5" in names:
-        raise UnsupportedFormat(
-            source.path,
-            "is a .keras archive, which is not read here",
-            "take the weights out: python -m zipfile -e FILE.keras DIRECTORY",
-        )
+        return _BY_NAME["keras"]
     if any(name.partition("/")[2] == torch_zip.PROGRAM for name in names):
         return _BY_NAME["torch"]
     if all(name.endswith(".npy") for name in names):

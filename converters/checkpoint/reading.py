@@ -18,6 +18,7 @@ from jaxmha.converters.checkpoint.errors import (
     shown,
 )
 from jaxmha.converters.checkpoint.limits import Limits
+from jaxmha.converters.checkpoint.orbax import Folder
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
@@ -74,7 +75,7 @@ class Checkpoint(Lazy):
     """
 
     def __init__(
-        self, source: Source, format: str, contents: Contents, verify: bool = True
+        self, source: Source | Folder, format: str, contents: Contents, verify: bool = True
     ) -> None:
         super().__init__(contents.info, contents.load)
         self.path: Path = source.path
@@ -194,12 +195,13 @@ def open(
         >>> import numpy, tempfile
         >>> from jaxmha.converters import checkpoint
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpoint.write(f"{folder}/a.pt", {"weight": numpy.ones((2, 3), "float32")})
+        ...     done = checkpoint.write(f"{folder}/a.pt", {"weight": numpy.ones((2, 3), "float32")})
         ...     with checkpoint.open(f"{folder}/a.pt") as file:
         ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
         torch (2, 3) 6.0
     """
-    formats.refuse_directory(Path(path))
+    if formats.is_folder(Path(path)):
+        return read(Folder(Path(path), limits), formats.ORBAX, limits, verify)
     source = Source(path, mapped=mmap)
     try:
         found = formats.recognise(source, limits)
@@ -210,7 +212,7 @@ def open(
 
 
 def read(
-    source: Source, format: formats.Format, limits: Limits = _DEFAULT, verify: bool = True
+    source: Source | Folder, format: formats.Format, limits: Limits = _DEFAULT, verify: bool = True
 ) -> Checkpoint:
     """A checkpoint of a known format."""
     try:
@@ -227,6 +229,6 @@ def read(
     return Checkpoint(source, format.name, contents, verify)
 
 
-def _close(contents: Contents, source: Source) -> None:
+def _close(contents: Contents, source: Source | Folder) -> None:
     contents.close()
     source.close()

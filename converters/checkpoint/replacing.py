@@ -5,16 +5,20 @@ as its process lives. What a killed process left is recognised by its missing lo
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from jaxmha.converters.checkpoint.errors import DestinationExists, WriteFailed
+
+_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def replace(
@@ -92,6 +96,56 @@ def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
     sync_folder(target.parent)
 
 
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A locked folder beside the target. It, or what it was exchanged for, is gone afterwards."""
+    path = temporary_name(target)
+    os.mkdir(path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        _discard(path)
+        os.close(fd)
+
+
+def commit_folder(path: Path, target: Path, mode: int | None) -> None:
+    """Makes a folder durable and gives it the target's name; what had it gets the other name.
+
+    Raises:
+        DestinationExists: the system cannot exchange two folders in one step.
+    """
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with open(os.path.join(folder, file), "rb") as content:
+                os.fsync(content.fileno())
+        sync_folder(Path(folder))
+    if mode is None:
+        os.rename(path, target)  # fails on a folder that has come meanwhile, unless it is empty
+    else:
+        os.chmod(path, mode)
+        _exchange(path, target)
+    sync_folder(target.parent)
+
+
+def _exchange(path: Path, target: Path) -> None:
+    """Linux renames in both directions at once; Python has no name for it."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(path), os.fsencode(target)
+    if call is None or call(_CWD, names[0], _CWD, names[1], _EXCHANGE):
+        problem = "cannot be replaced in one step on this system"
+        raise DestinationExists(target, problem, "remove it first, or choose another name")
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def put(path: Path, target: Path, force: bool) -> None:
     """Renames; without force, fails where another process was faster."""
     if not force:
@@ -137,7 +191,7 @@ def stale(target: Path) -> Iterator[Path]:
     for path in _temporaries(target):
         with contextlib.suppress(OSError), _locked(path):
             yield path
-            os.unlink(path)
+            _discard(path)
 
 
 def alive(target: Path) -> Iterator[Path]:

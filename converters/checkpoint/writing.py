@@ -9,11 +9,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import digests, formats, reading, replacing, sharding
+from jaxmha.converters.checkpoint import digests, formats, orbax, reading, replacing, sharding
 from jaxmha.converters.checkpoint.casting import DTYPES, Loss, Wanted
 from jaxmha.converters.checkpoint.casting import target as cast_target
 from jaxmha.converters.checkpoint.contents import Plan, Progress
 from jaxmha.converters.checkpoint.errors import (
+    DestinationExists,
     UnsupportedDtype,
     UnsupportedFormat,
     WriteFailed,
@@ -124,6 +125,8 @@ def write(
         files, kept = sharding.write(
             plan, _write_file, shard_size or SHARD_SIZE, force, source, resume
         )
+    elif format.folder:
+        _write_folder(plan, force, source)
     else:
         _write_file(plan, format, force, source)
     return Written(target, tuple(files), plan.info, plan.digests, plan.losses, tuple(kept))
@@ -145,6 +148,22 @@ def _write_file(
             compare(plan, written)
 
     replacing.replace(plan.path, emit, verify, force=force, source=source, mode=mode)
+
+
+def _write_folder(plan: Plan, force: bool, source: str | os.PathLike[str] | None) -> None:
+    with replacing.typed(plan.path):
+        mode = replacing.check_target(plan.path, force, source, folder=True)
+        if mode is not None and not (plan.path / orbax.TREE).is_file():
+            problem = "is a folder that is no orbax checkpoint"
+            raise DestinationExists(plan.path, problem, "choose another name")
+        target = Path(os.path.realpath(plan.path))
+        for _ in replacing.stale(target):
+            pass
+        with replacing.temporary_folder(target) as path:
+            orbax.write(path, plan)
+            with reading.read(orbax.Folder(path, UNLIMITED), formats.ORBAX, UNLIMITED) as written:
+                compare(plan, written)
+            replacing.commit_folder(path, target, mode)
 
 
 def compare(plan: Plan, written: reading.Checkpoint) -> None:
