@@ -146,12 +146,12 @@ def is_folder(path: Path) -> bool:
         return False  # opening it says what is wrong
     if orbax.TREE in inside:
         return True
+    if orbax.MANIFEST in inside:
+        problem = "is an orbax checkpoint without its tree of names"
+        raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
     for mark, what, remedy in _DIRECTORIES:
         if mark in inside:
             raise UnsupportedFormat(path, f"is {what}", remedy)
-    if inside & {orbax.MANIFEST, orbax.MARK}:
-        problem = "is an orbax checkpoint without its tree of names"
-        raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
     return False
 
 

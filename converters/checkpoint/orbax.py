@@ -49,6 +49,11 @@ _CHUNK = 32 << 20
 _AGAIN = "save it again with orbax"
 
 
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
 class Folder:
     """A folder of plain files, none of which may change while it is read.
 
@@ -72,7 +77,7 @@ class Folder:
             while todo:
                 folder, depth = todo.pop()
                 budget.spend("the depth of folders", depth, _DEPTH)
-                for entry in os.scandir(folder):
+                for entry in sorted(_entries(folder), key=lambda entry: entry.name):
                     inside = os.path.relpath(entry.path, self.path)
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):

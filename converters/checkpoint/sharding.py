@@ -102,7 +102,7 @@ def _index(plan: Plan, parts: list[list[str]], shards: list[Path]) -> bytes:
     total = sum(info.nbytes for info in plan.info.values())
     metadata = {**plan.metadata, "total_size": total}
     index = {"metadata": metadata, "weight_map": where}
-    return json.dumps(index, indent=1, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(index, indent=1, ensure_ascii=False).encode()
 
 
 def _listed(index: Path) -> list[Path]:
