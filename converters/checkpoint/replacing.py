@@ -160,6 +160,14 @@ def put(path: Path, target: Path, force: bool) -> None:
     os.replace(path, target)
 
 
+def is_placed(path: Path, target: Path) -> bool:
+    """Whether a temporary has become its target, wherever the writer was interrupted."""
+    try:
+        return os.path.samefile(path, target)
+    except FileNotFoundError:
+        return not os.path.lexists(path)
+
+
 def check_target(
     target: Path, force: bool, source: str | os.PathLike[str] | None, folder: bool = False
 ) -> int | None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -50,7 +50,9 @@ def write(
         ]
         old = _listed(target)
         with replacing.temporary(target, mode) as (file, path):
-            file.write(_index(plan, parts, shards))
+            where = {n: s for part, s in zip(parts, shards, strict=True) for n in part}
+            total = sum(info.nbytes for info in plan.info.values())
+            file.write(_index(where, {**plan.metadata, "total_size": total}))
             file.flush()
             os.fsync(file.fileno())
             _clean(target, path, shards, old)
@@ -63,15 +65,21 @@ def write(
                     else:
                         write_file(piece, format, True, None, mode)
                 _compare(plan, path)
-                replacing.commit(file, path, target, force)
+                done_with = _replaced(old, shards, stem, ending, source)
+                # Lists what goes, for the next run, should this one be killed while it removes it.
+                with replacing.temporary(target) as (leaving, _):
+                    leaving.write(_index({str(i): p for i, p in enumerate(done_with)}))
+                    leaving.flush()
+                    replacing.commit(file, path, target, force)
+                    _remove(done_with)
             except BaseException:
-                if resume is None:
+                if replacing.is_placed(path, target):
+                    pass  # the shards are in use
+                elif resume is None:
                     _remove(shards)
                 else:  # what lists the shards stays with them
                     os.replace(path, replacing.temporary_name(target))
                 raise
-        mine = re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5}-of-\d{5}" + re.escape(ending))
-        _remove(p for p in old if mine.fullmatch(p.name) and p not in shards and not _is(p, source))
     return [*shards, target], kept
 
 
@@ -88,6 +96,19 @@ def _split(plan: Plan, shard_size: int) -> list[list[str]]:
     return parts
 
 
+def _replaced(
+    old: list[Path],
+    shards: list[Path],
+    stem: str,
+    ending: str,
+    source: str | os.PathLike[str] | None,
+) -> list[Path]:
+    """The shards of the old index that were written here, as their names show, for this index."""
+    mine = re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5}-of-\d{5}" + re.escape(ending))
+    ours = [p for p in old if mine.fullmatch(p.name) and p not in shards]
+    return [p for p in ours if not _is(p, source)]
+
+
 def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
     """What makes the names of the shards fresh; the same for the same write, to resume it."""
     if resume is None:
@@ -97,11 +118,9 @@ def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_TAG]
 
 
-def _index(plan: Plan, parts: list[list[str]], shards: list[Path]) -> bytes:
-    where = {name: s.name for part, s in zip(parts, shards, strict=True) for name in part}
-    total = sum(info.nbytes for info in plan.info.values())
-    metadata = {**plan.metadata, "total_size": total}
-    index = {"metadata": metadata, "weight_map": where}
+def _index(where: Mapping[str, Path], metadata: Mapping[str, str | int] | None = None) -> bytes:
+    weight_map = {name: shard.name for name, shard in where.items()}
+    index = {"metadata": metadata or {}, "weight_map": weight_map}
     return json.dumps(index, indent=1, ensure_ascii=False).encode()
 
 
