@@ -77,7 +77,7 @@ def test_some_bit_flips(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_bit_flip_of_4_kib(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"m{suffix}"
-    checkpoint.write(path, sample(3500, suffix))
+    checkpoint.write(path, sample(4000, suffix))
     assert sum(file.stat().st_size for file in hostile.files(path)) >= 4096
     flipped(path, slice(0, None, 1))
 

@@ -29,9 +29,10 @@ def _kill(suffix: str, *options: str) -> dict[str, int]:
 
 
 def test_kills_at_some_steps() -> None:
-    found = _kill(".safetensors.index.json", "--moments", "0", "--every", "5")
-    assert found["before a step"] > 4
-    assert found["old"] and found["new"]
+    found = _kill(".safetensors.index.json", "--moments", "0", "--every", "11")
+    assert found["before a step"] > 2
+    assert found["old"]
+    assert found["new"]
 
 
 @pytest.mark.slow
@@ -40,4 +41,5 @@ def test_kills_at_every_step_and_200_moments(suffix: str) -> None:
     found = _kill(suffix, "--moments", "200")
     assert found["before a step"] >= 10
     assert found["at a moment"] > 50  # the others had ended before
-    assert found["old"] and found["new"]
+    assert found["old"]
+    assert found["new"]
