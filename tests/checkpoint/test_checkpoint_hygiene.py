@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxmha.converters import checkpoint
-from tests.checkpoint import hostile
+from tests.checkpoint import hostile, hostile_composed
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "keras", "tensorflow", "safetensors", "flax")
@@ -90,23 +91,96 @@ def test_the_audit_can_fail(tmp_path: Path) -> None:
     assert "AssertionError" in _python(imports, str(path)).stderr
 
 
-def test_h5py_is_optional(tmp_path: Path) -> None:
-    hostile.keras(tmp_path / "m.weights.h5").close()
-    code = """
+_WITHOUT = """
 import sys
-sys.modules["h5py"] = None
+for name in sys.argv[2].split(","):
+    sys.modules[name] = None
 import numpy
 from jaxmha.converters import checkpoint
-path = sys.argv[1]
-for attempt in (lambda: checkpoint.open(path), lambda: checkpoint.write(path + ".weights.h5", {"w": numpy.ones(2)})):
-    try:
-        attempt()
-    except checkpoint.MissingDependency as e:
-        print(e)
+place = sys.argv[1]
+with open(place + "/plain.npz", "rb"):  # written before, without digests
+    assert checkpoint.open(place + "/plain.npz")["w"].sum() == 2
+for suffix in sys.argv[3].split(","):
+    for attempt in (
+        lambda: checkpoint.write(f"{place}/new{suffix}", {"w": numpy.ones(2)}),
+        lambda: print("read", suffix, checkpoint.open(f"{place}/old{suffix}")["w"].sum()),
+    ):
+        try:
+            attempt()
+        except checkpoint.MissingDependency as e:
+            print(e.problem, "|", e.remedy)
 """
-    done = _python(code, str(tmp_path / "m.weights.h5"))
-    assert done.stdout.count("needs h5py; pip install 'jaxmha[files]'") == 2, done.stderr
-    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _without(place: Path, blocked: str, suffixes: tuple[str, ...]) -> list[str]:
+    for suffix in suffixes:
+        if suffix == ".keras":
+            hostile_composed.archive(place / "old.keras")
+        else:
+            checkpoint.write(place / f"old{suffix}", {"w": np.ones(2)})
+    np.savez(place / "plain.npz", w=np.ones(2))
+    done = _python(_WITHOUT, str(place), blocked, ",".join(suffixes))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+WRITTEN = (".safetensors", ".pt", ".weights.h5", ".npz", ".orbax", ".bin.index.json")
+
+
+def test_no_framework_is_needed(tmp_path: Path) -> None:
+    blocked = "torch,keras,tensorflow,flax,safetensors,orbax,transformers"
+    said = _without(tmp_path, blocked, WRITTEN)
+    assert said == [f"read {suffix} 2.0" for suffix in WRITTEN]
+    with checkpoint.open(tmp_path / "new.orbax") as file:
+        assert file["w"].tolist() == [1, 1]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    said = _without(tmp_path, "h5py,xxhash,tensorstore", WRITTEN)
+    h5py, orbax = "reading .weights.h5 needs h5py", "orbax checkpoints need tensorstore"
+    assert said.count(f"{h5py} | pip install 'jaxmha[files]'") == 2
+    assert said.count(f"{orbax} | pip install 'jaxmha[orbax]'") == 2
+    digests = "checking its digests needs xxhash"
+    remedy = "pip install 'jaxmha[files]', or open it with verify=False"
+    assert said.count(f"{digests} | {remedy}") == 4
+    assert len(said) == 8
+    with checkpoint.open(tmp_path / "new.safetensors") as file:
+        assert file.digests["w"].startswith("sha256:")
+    with checkpoint.open(tmp_path / "old.pt", verify=False) as file:
+        assert file["w"].tolist() == [1, 1]
+
+
+_CLEAN = """
+import sys
+import numpy
+from jaxmha.converters import checkpoint
+for suffix in sys.argv[1].split(","):
+    checkpoint.write(f"new{suffix}", {"w": numpy.ones(2)})
+    assert checkpoint.open(f"new{suffix}")["w"].sum() == 2
+    assert checkpoint.open(f"old{suffix}")["w"].sum() == 2
+assert "site-packages" in checkpoint.__file__
+print(*{"torch", "keras", "tensorflow", "flax"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.slow
+def test_a_clean_environment(tmp_path: Path) -> None:
+    """Only jaxmha with its extras for files, installed from the checkout."""
+    for suffix in WRITTEN:
+        checkpoint.write(tmp_path / f"old{suffix}", {"w": np.ones(2)})
+    home = tmp_path / "environment"
+    venv.create(home)
+    python = str(home / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    constraints = str(ROOT / ".ci" / "constraints.txt")
+    needed = "h5py", "xxhash", "tensorstore"  # orbax itself would bring flax's company
+    subprocess.run([*pip, "-c", constraints, str(ROOT), *needed], check=True)
+    for framework in ("torch", "keras", "tensorflow", "flax"):
+        absent = [python, "-c", f"import {framework}"]
+        assert subprocess.run(absent, check=False, capture_output=True).returncode
+    command = [python, "-c", _CLEAN, ",".join(WRITTEN)]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("name", hostile.SOUND)
