@@ -1,6 +1,7 @@
 """What passes between a format and the rest: contents read, a plan to write."""
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,18 @@ from jaxmha.converters.checkpoint.casting import Loss, cast
 from jaxmha.converters.checkpoint.tensor import TensorInfo, blocks, to_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
+
+
+_LARGE = 4 << 20
+
+
+def _ahead(items: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    """The same, the next of which is made while this one is used."""
+    with ThreadPoolExecutor(1) as worker:
+        future = worker.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = worker.submit(next, items, None)
+            yield item
 
 
 def _nothing() -> None:
@@ -59,6 +72,12 @@ class Plan:
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
         """The bytes of a tensor, as they stand in a file; its digest is known behind them."""
+        made = self._blocks(name)
+        for raw in _ahead(made) if self.info[name].nbytes > _LARGE else made:
+            yield raw
+            self.advance(raw.size)
+
+    def _blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
         array, dtype = np.asarray(self.load(name)), self.info[name].dtype
         state = digests.hasher(self.algorithm, self.path)
         for block in blocks(array):
@@ -68,7 +87,6 @@ class Plan:
             raw = to_bytes(block)
             state.update(raw.data)
             yield raw
-            self.advance(raw.size)
         self.digests[name] = f"{self.algorithm}:{state.hexdigest()}"
 
     def manifest(self) -> str:

@@ -202,15 +202,11 @@ class _Walk:
             self.names[path.rpartition("/")[0]] = name
 
     def dataset(self, item: Any, address: int, name: str) -> None:
-        """Checks storage, type and size; the order keeps HDF5 from opening other files."""
+        """Checks storage, type and size."""
         h5py = self.h5py
         layout = item.get_create_plist()
-        if layout.get_layout() == h5py.h5d.VIRTUAL:
-            self.fail(ForbiddenContent, "a virtual dataset, made of other files", name)
         if layout.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
             self.fail(ForbiddenContent, "an unknown storage layout", name)
-        if layout.get_external_count():
-            self.fail(ForbiddenContent, "the data is in another file", name)
         filters = {layout.get_filter(i)[0] for i in range(layout.get_nfilters())}
         if not filters <= _FILTERS.keys():
             unknown = sorted(filters - _FILTERS.keys())

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +30,7 @@ def replace(
     force: bool,
     source: str | os.PathLike[str] | None = None,
     mode: int | None = None,
+    large: bool = False,
 ) -> None:
     """Puts a file in place after `verify` has accepted it.
 
@@ -39,6 +41,7 @@ def replace(
         force: replace what is there.
         source: a file that must not be replaced.
         mode: permissions of a new file; None: as the umask says.
+        large: let the disk write while `emit` and `verify` compute.
 
     Raises:
         DestinationExists, WriteFailed, and whatever emit and verify raise.
@@ -49,9 +52,10 @@ def replace(
         for _ in stale(target):
             pass
         with temporary(target, mode if old is None else old) as (file, path):
-            emit(file)
-            file.flush()
-            verify(path)
+            with _flushing(file.fileno()) if large else contextlib.nullcontext():
+                emit(file)
+                file.flush()
+                verify(path)
             commit(file, path, target, force)
 
 
@@ -81,6 +85,30 @@ def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO,
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+@contextlib.contextmanager
+def _flushing(fd: int) -> Iterator[None]:
+    """Sends what is written to the disk all the while; its errors are raised at the end."""
+    done, errors = threading.Event(), []
+
+    def flush() -> None:
+        while not done.wait(0.05):
+            try:
+                os.fdatasync(fd)
+            except OSError as e:  # the system tells of an error once
+                errors.append(e)
+                return
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def temporary_name(target: Path) -> Path:

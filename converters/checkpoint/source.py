@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jaxmha.converters.checkpoint.errors import IntegrityError, MalformedFile, UnreadableFile
 
 _MOST_AT_ONCE = 1 << 30  # the kernel reads less than 2 GiB per call
-_PIECE = 4 << 20
+_PIECE = 1 << 20
 
 
 class Source:

@@ -24,6 +24,7 @@ from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
 SHARD_SIZE = 5 * 10**9
+_LARGE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def write(
     """Writes tensors in the format that the suffix of the path names.
 
     The target is, at every moment, the old file or the complete new one, which was read back and
-    compared. Memory: the largest tensor and some blocks of 8 MiB, where `tensors` is lazy (orbax
+    compared. Memory: the largest tensor and some blocks of 1 MiB, where `tensors` is lazy (orbax
     holds more).
 
     Args:
@@ -147,7 +148,8 @@ def _write_file(
         with reading.read(Source(temporary), format, UNLIMITED) as written:
             compare(plan, written)
 
-    replacing.replace(plan.path, emit, verify, force=force, source=source, mode=mode)
+    large = sum(info.nbytes for info in plan.info.values()) > _LARGE
+    replacing.replace(plan.path, emit, verify, force=force, source=source, mode=mode, large=large)
 
 
 def _write_folder(plan: Plan, force: bool, source: str | os.PathLike[str] | None) -> None:

@@ -1,0 +1,170 @@
+"""Migration of a large checkpoint beside `cp`, `sync` and one read of the copy, in turns.
+
+    python -m experiments.throughput [--size 2147483648] [--rounds 5] [--folder DIR] [--write]
+
+The checkpoint has attention blocks of torch.nn.MultiheadAttention; they are written in the layout
+of Flax, whose kernels are transposed. Digests are checked on reading, kept, and checked once more
+on what was written; files are synced. With --write the result is experiments/results/
+throughput.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from jaxmha.converters import checkpoint
+
+E, HEADS = 2048, 16
+BLOCK = (3 * E * E + E * E + 4 * E) * 4  # bytes
+RESULT = Path(__file__).parents[1] / "results" / "throughput.json"
+Shapes = dict[str, tuple[int, ...]]
+
+
+def torch_shapes(blocks: int) -> Shapes:
+    """Names and shapes of the source."""
+    shapes: Shapes = {}
+    for i in range(blocks):
+        shapes[f"layers.{i}.in_proj_weight"] = (3 * E, E)
+        shapes[f"layers.{i}.in_proj_bias"] = (3 * E,)
+        shapes[f"layers.{i}.out_proj.weight"] = (E, E)
+        shapes[f"layers.{i}.out_proj.bias"] = (E,)
+    return shapes
+
+
+def make(path: Path, blocks: int) -> None:
+    """Writes the source; every tensor is different."""
+    shapes = torch_shapes(blocks)
+    noise = np.random.default_rng(0).standard_normal(3 * E * E, np.float32)
+
+    def load(name: str) -> np.ndarray:
+        shape = shapes[name]
+        return (noise[: int(np.prod(shape))] + np.float32(len(name) + hash(name) % 97)).reshape(
+            shape
+        )
+
+    info = {n: checkpoint.TensorInfo(s, np.dtype(np.float32)) for n, s in shapes.items()}
+    checkpoint.write(path, checkpoint.Lazy(info, load))
+
+
+def migrate(source: Path, target: Path) -> None:
+    """Writes the layout of Flax: views of the tensors of torch, the last two of which are held."""
+    with checkpoint.open(source) as file:
+        made: dict[str, tuple[str, int | None]] = {}
+        shapes: Shapes = {}
+        for i in range(sum(name.endswith("out_proj.bias") for name in file)):
+            old, new = f"layers.{i}.", f"params/layers_{i}/attention/"
+            for part, name in enumerate(("query", "key", "value")):
+                made[f"{new}{name}/kernel"] = f"{old}in_proj_weight", part
+                shapes[f"{new}{name}/kernel"] = (E, HEADS, E // HEADS)
+                made[f"{new}{name}/bias"] = f"{old}in_proj_bias", part
+                shapes[f"{new}{name}/bias"] = (HEADS, E // HEADS)
+            made[f"{new}out/kernel"] = f"{old}out_proj.weight", None
+            shapes[f"{new}out/kernel"] = (HEADS, E // HEADS, E)
+            made[f"{new}out/bias"] = f"{old}out_proj.bias", None
+            shapes[f"{new}out/bias"] = (E,)
+        last: dict[str, np.ndarray] = {}
+
+        def load(name: str) -> np.ndarray:
+            key, part = made[name]
+            if key not in last:
+                while len(last) > 1:  # the names of one block alternate between two
+                    del last[next(iter(last))]
+                last[key] = file[key]
+            array = last[key]
+            if part is not None:
+                array = array[part * E : (part + 1) * E]
+            return array.T.reshape(shapes[name])
+
+        info = {n: checkpoint.TensorInfo(s, np.dtype(np.float32)) for n, s in shapes.items()}
+        checkpoint.write(target, checkpoint.Lazy(info, load), source=source)
+
+
+def timed(command: list[str]) -> tuple[float, float]:
+    """Seconds and peak MiB of a process."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command[0]} ended with {process.returncode}")
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
+
+
+def copied(source: Path, target: Path) -> tuple[float, float]:
+    """`cp`, `sync` of the copy, one read of it."""
+    target.unlink(missing_ok=True)
+    commands = (["cp", source, target], ["sync", target], ["cat", target])
+    return sum(timed([str(word) for word in command])[0] for command in commands), 0.0
+
+
+def migrated(source: Path, target: Path) -> tuple[float, float]:
+    """`migrate` in a process of its own, whose start is not counted."""
+    target.unlink(missing_ok=True)
+    here = [sys.executable, "-m", "experiments.throughput"]
+    idle, _ = timed([*here, "--migrate", "", ""])
+    seconds, peak = timed([*here, "--migrate", str(source), str(target)])
+    return seconds - idle, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", type=int, default=2 << 30, help="bytes (default: 2 GiB)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where; default: the system's folder")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--migrate", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.migrate:
+        if options.migrate[0]:
+            migrate(*map(Path, options.migrate))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        source, target = Path(scratch) / "source.safetensors", Path(scratch) / "target.safetensors"
+        make(source, max(1, options.size // BLOCK))
+        size = source.stat().st_size
+        ways = {"copy": copied, "migrate": migrated}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        peak = 0.0
+        for turn in range(options.rounds + 1):
+            for way in random.Random(turn).sample(list(ways), len(ways)):
+                os.sync()
+                took, most = ways[way](source, target)
+                peak = max(peak, most)
+                if turn:  # the first is for caches
+                    seconds[way].append(took)
+                print(f"{way:8} {took:7.2f} s {size / took / 1e6:7.0f} MB/s", flush=True)
+    ratios = [c / m for c, m in zip(seconds["copy"], seconds["migrate"], strict=True)]
+    result = {
+        "bytes": size,
+        "seconds": seconds,
+        "throughput_of_copy": round(statistics.median(ratios), 3),
+        "peak_mib": round(peak),
+        "largest_tensor_mib": 3 * E * E * 4 >> 20,
+    }
+    print(json.dumps(result, indent=1))
+    if options.write:
+        RESULT.parent.mkdir(exist_ok=True)
+        about = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "system": platform.release(),
+            "cpus": os.cpu_count(),
+            "versions": {name: version(name) for name in ("numpy", "xxhash")},
+        }
+        RESULT.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
