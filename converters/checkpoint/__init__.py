@@ -3,8 +3,10 @@
     with checkpoint.open("model.safetensors") as file:
         checkpoint.write("model.pt", file)
 
-Reads and writes .safetensors, torch zip files, Keras .weights.h5 and .npz. Needs NumPy and
-ml_dtypes, and h5py for .weights.h5; never torch, keras, or code from the file.
+Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
+.weights.h5, .npz and orbax folders; reads .keras archives. Needs NumPy and ml_dtypes, h5py for
+Keras, tensorstore for orbax; never torch, keras, flax, or code from the file. A digest per tensor is
+kept and checked.
 """
 
 from jaxmha.converters.checkpoint.casting import Loss, cast

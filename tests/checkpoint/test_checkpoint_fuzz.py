@@ -12,7 +12,7 @@ import pytest
 from jaxmha.converters import checkpoint
 from tests.checkpoint import hostile
 
-FLIPS = int(os.environ.get("JAXMHA_FUZZ", "600"))
+FLIPS = int(os.environ.get("JAXMHA_FUZZ", "300"))
 EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ
 CHECKED = ("sound_torch", "sound_npz")
 
