@@ -32,6 +32,7 @@ from jaxmha.converters.checkpoint.errors import (
     UnreadableFile,
     UnsupportedDtype,
     UnsupportedFormat,
+    WriteFailed,
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.safetensors import parse_json
@@ -188,7 +189,7 @@ def write(path: Path, plan: Plan) -> None:
     """Writes into an empty folder; memory for one tensor and some chunks.
 
     Raises:
-        MissingDependency, AmbiguousFile, UnsupportedDtype.
+        MissingDependency, AmbiguousFile, UnsupportedDtype, WriteFailed.
     """
     tensorstore = _tensorstore(plan.path)
     names = {name: tuple(name.split("/")) for name in plan.info}
@@ -214,16 +215,15 @@ def write(path: Path, plan: Plan) -> None:
             "metadata": metadata,
             "store_data_equal_to_fill_value": True,
         }
-        array = tensorstore.open(spec, create=True, open=False).result()
+        with _written(plan.path):
+            array = tensorstore.open(spec, create=True, open=False).result()
         at = 0
         for piece in _gathered(plan.blocks(name), rows * row):
-            block = piece.view(info.dtype)
-            if not info.shape:
-                array.write(block[0]).result()
-            elif info.nbytes:
-                count = piece.size // row
-                array[at : at + count].write(block.reshape(count, *info.shape[1:])).result()
-                at += count
+            block = piece.view(info.dtype).reshape(-1, *info.shape[1:])
+            with _written(plan.path):
+                part = array[at : at + len(block)] if info.shape else array
+                part.write(block if info.shape else block[0]).result()
+            at += len(block)
     documents: dict[str, Any] = {TREE: _tree(names), "_CHECKPOINT_METADATA": _ABOUT}
     if plan.keep_digests:
         documents[SIDECAR] = {"all": plan.manifest(), "tensors": plan.digests}
@@ -411,6 +411,16 @@ def _typed(path: Path, name: str | None = None) -> Iterator[None]:
     except Exception as e:
         reason = " ".join(str(e).split())[:300]
         raise MalformedFile(path, f"tensorstore cannot read it ({reason})", _AGAIN, name) from e
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:
+        reason = " ".join(str(e).split())[:300]
+        remedy = "check the folder and its free space"
+        raise WriteFailed(path, f"tensorstore cannot write it ({reason})", remedy) from e
 
 
 def _tensorstore(path: Path) -> Any:

@@ -219,3 +219,51 @@ def test_a_faster_writer_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         checkpoint.write(path, TENSORS)
     assert path.read_bytes() == OLD
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".orbax", ".safetensors.index.json"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_full_and_read_only(
+    code: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that refuses at any step: one clear error, and what was there stays."""
+    path = tmp_path / f"m{suffix}"
+    checkpoint.write(path, {"old/vars/0": np.ones(3)})
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    for step in ("open", "fsync", "chmod" if suffix == ".orbax" else "fchmod"):
+        with monkeypatch.context() as patch:
+            real = os.open
+
+            def opened(name: Any, flags: int, *args: Any, real: Any = real, **settings: Any) -> Any:
+                if flags & os.O_CREAT:
+                    refuse()
+                return real(name, flags, *args, **settings)
+
+            patch.setattr(os, step, opened if step == "open" else refuse)
+            if suffix == ".orbax" and step == "open":
+                patch.setattr(os, "mkdir", refuse)
+            with pytest.raises(checkpoint.WriteFailed, match=os.strerror(code)):
+                checkpoint.write(path, TENSORS, force=True)
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("suffix", [".orbax", ".safetensors.index.json"])
+def test_no_room_for_several_files(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"m{suffix}"
+    checkpoint.write(path, {"w": np.ones(3)})
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    noise = {"w": np.random.default_rng(0).random(9000)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, old[1]))
+    try:
+        with pytest.raises(checkpoint.WriteFailed):
+            checkpoint.write(path, noise, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    with checkpoint.open(path) as file:
+        assert file["w"].tolist() == [1, 1, 1]
+    left = {p.name for p in tmp_path.iterdir() if p.name.startswith(".")}
+    assert not left
