@@ -5,16 +5,26 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check --no-compile
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo test suite test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train docs test newest suite test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
+
+train: $(VENV)/installed  ## a small Flax transformer; with Flax's own attention beside it
+	rm -rf build/train
+	$(RUN) python -m experiments.train --side-by-side 50 --write
+
+docs: $(VENV)/installed  ## the site, in build/docs
+	$(RUN) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict -f jaxmha/docs/mkdocs.yml
 
 test: weights  ## linters, types, the test suite, and the built wheel on its own
 	$(MAKE) --jobs=2 --no-print-directory suite lint wheel
 
 suite: weights
 	$(RUN) python -m pytest -q -n 2 --dist worksteal
+
+newest:  ## core tests on the newest JAX and Flax, where a Python for them is on the machine
+	.ci/newest
 
 bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
 	$(RUN) python -m experiments.benchmarks --write
@@ -58,4 +68,4 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .weights build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .weights build dist *.egg-info

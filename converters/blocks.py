@@ -71,9 +71,14 @@ class Block(NamedTuple):
     def read(
         self, tensors: Mapping[str, Any], num_heads: int | None = None
     ) -> tuple[MHAParams, Semantics]:
-        """Imports the block. Raises ValueError as `import_params` does, for unknown keys, and for
-        families that keep in their configuration what the block computes.
-        """
+        """Imports the block. Raises ValueError as `import_params` and `refuse` do."""
+        self.refuse()
+        state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
+        return engine.import_params([self.layout], state, num_heads=num_heads, prefix=self.prefix)
+
+    def refuse(self) -> None:
+        """Raises ValueError for unknown keys, and for families that keep in their configuration
+        what the block computes."""
         if self.refused:
             raise ValueError(self.refused)
         if self.unknown:
@@ -81,8 +86,6 @@ class Block(NamedTuple):
                 f"unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
                 f"{self.layout.name} has no such parameter, and dropping it could change the function"
             )
-        state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
-        return engine.import_params([self.layout], state, num_heads=num_heads, prefix=self.prefix)
 
 
 def named(name: str) -> Layout:
@@ -204,9 +207,22 @@ def _unknown(
         return ()
     # What stands beside attention in one model stays there when its layout changes.
     beside = {key for other in LAYOUTS for key in other.beside}
-    known = {*keys.values(), *(layout.path(prefix, key) for key in beside)}
+    norms = {module for key in beside if (module := key.removesuffix(".weight")) != key}
     start = prefix + layout.separator
-    return tuple(name for name in shapes if name.startswith(start) and name not in known)
+
+    def known(key: str) -> bool:
+        module, _, array = key.replace("/", ".").rpartition(".")
+        return key in beside or (module in norms and array in _OF_NORMS)
+
+    own = set(keys.values())
+    return tuple(
+        name
+        for name in shapes
+        if name.startswith(start) and name not in own and not known(name.removeprefix(start))
+    )
+
+
+_OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}  # in every framework
 
 
 def _prefixes(candidate: Layout, names: Iterable[str], key: str) -> Iterator[str]:

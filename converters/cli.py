@@ -1,76 +1,28 @@
-"""The command line: a thin skin on `migrate` and `verify`.
+"""The command line: a thin skin on `inspection`, `migrate`, `report` and `verify`.
 
 Exit codes: 0 fine, 1 the two sides differ, 2 bad input.
 """
 
-import json
-import math
-import os
-import sys
-import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import markup
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from jaxmha.converters import blocks, migrate, verify
-from jaxmha.converters.blocks import Block
-from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters import blocks, inspection, migrate, verify
+from jaxmha.converters.cli_convert import convert, plan
+from jaxmha.converters.explain_command import EXAMPLES, explain
+from jaxmha.converters.terminal import SHOWN, Json, NumHeads, escape, one_message, out, print_json
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Multi-head attention weights between torch, Keras, Flax and Hugging Face files.\n\n"
+    help="Checkpoints between torch, Keras, Flax and Hugging Face: attention and what is beside it.\n\n"
     "Files: .safetensors, .pt (zip), .weights.h5, .npz. Nothing in a file is ever executed.\n\n"
     "Exit codes: 0 fine, 1 the two sides differ, 2 bad input.",
 )
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-NumHeads = Annotated[
-    int | None,
-    typer.Option(
-        help="Heads of layouts that do not store them (torch, bert). "
-        "Default: the config.json beside the file.",
-        min=1,
-    ),
-]
-LayoutName = Enum("LayoutName", {x.name: x.name for x in blocks.LAYOUTS}, type=str)  # type: ignore[misc]
-DtypeName = Enum("DtypeName", {x: x for x in migrate.DTYPES}, type=str)  # type: ignore[misc]
-
-
-def escape(text: str, keep: str = "") -> str:
-    """Names from files steer neither rich nor the terminal."""
-    return markup.escape(printable(text, keep))
-
-
-@contextmanager
-def _one_message() -> Iterator[None]:
-    """Whatever goes wrong ends in one message and exit code 2, never in a traceback.
-
-    With JAXMHA_DEBUG=1 in the environment the traceback goes before the message.
-    """
-    try:
-        yield
-    except (typer.Exit, BrokenPipeError):
-        raise
-    except Exception as error:  # noqa: BLE001 (no traceback for users)
-        if os.environ.get("JAXMHA_DEBUG"):
-            traceback.print_exc()
-        expected = isinstance(error, ValueError | TypeError | OSError)
-        what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
-        more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
-        err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
 
 
 @app.command(
@@ -84,7 +36,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """List the attention blocks in a checkpoint, and what else is in it."""
-    with _one_message():
+    with one_message():
         if layouts:
             _print_layouts(as_json)
             return
@@ -92,10 +44,10 @@ def inspect(
             raise ValueError("name a file, or pass --layouts")
         info = migrate.inspect(file, num_heads=num_heads)
         if as_json:
-            _print_json(info.to_json())
+            print_json(info.to_json())
             return
         table = Table(title=f"{escape(str(file))} ({info.format})", title_justify="left")
-        for column in ("block", "layout", "family", "heads", "from", "dtype", "sizes"):
+        for column in ("block", "layout", "family", "heads", "from", "dtype", "sizes", "sure"):
             table.add_column(column, overflow="fold")
         for block in info.blocks:
             sizes = ", ".join("x".join(map(str, s)) for s in list(block.shapes.values())[:2])
@@ -109,79 +61,58 @@ def inspect(
                 block.num_heads_from,
                 block.dtype,
                 sizes,
+                block.confidence,
             )
             table.add_row(*(escape(cell) for cell in cells))
         out.print(table)
         for (layout, why), count in Counter((b.layout, b.why) for b in info.blocks).items():
             reason = escape(f"{layout}, {count} times, for its {why}")
             out.print(reason, soft_wrap=True, highlight=False)
+        _print_layers(info)
         for broken in info.damaged:
             out.print(f"[red]damaged:[/red] {escape(broken)}", soft_wrap=True, highlight=False)
         dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())
         out.print(
-            f"{len(info.blocks)} attention blocks; {len(info.other_tensors)} other tensors "
-            f"({dtypes} in all)",
+            f"{len(info.blocks)} attention blocks; {len(info.layers)} layers beside them; "
+            f"{len(info.not_understood)} tensors not understood ({dtypes} in all)",
             highlight=False,
         )
 
 
-@app.command(
+def _print_layers(info: inspection.FileInfo) -> None:
+    """The layers beside attention by kind, and what is not understood."""
+    groups = Counter((x.kind, x.convention, x.dtype, x.confidence) for x in info.layers)
+    if groups:
+        table = Table(title="beside attention", title_justify="left")
+        for column in ("kind", "of", "count", "dtype", "sure", "for example", "why"):
+            table.add_column(column, overflow="fold")
+        for group, count in groups.items():
+            first = next(
+                x for x in info.layers if (x.kind, x.convention, x.dtype, x.confidence) == group
+            )
+            kind, convention, dtype, confidence = group
+            shown = (kind, convention, str(count), dtype, confidence, first.prefix, first.why)
+            table.add_row(*(escape(cell) for cell in shown))
+        out.print(table)
+    for name, why in list(info.not_understood.items())[:SHOWN]:
+        shape = "x".join(map(str, info.other_tensors[name])) or "scalar"
+        out.print(
+            escape(f"not understood: {name} ({shape}): {why}"), soft_wrap=True, highlight=False
+        )
+    if (more := len(info.not_understood) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)
+
+
+app.command(
+    epilog="Examples:\n\n  jaxmha plan model.safetensors --to flax\n\n"
+    "  jaxmha plan model.safetensors --to flax --output plan.toml"
+)(plan)
+app.command(
     epilog="Examples:\n\n  jaxmha convert model.safetensors flax.safetensors --to flax\n\n"
     "  jaxmha convert encoder.pt encoder.weights.h5 --to keras --num-heads 8\n\n"
-    "  jaxmha convert model.safetensors half.npz --to flax --dtype float16"
-)
-def convert(
-    source: Annotated[Path, typer.Argument(help="The checkpoint to read.", show_default=False)],
-    destination: Annotated[
-        Path, typer.Argument(help="The file to write; its suffix names the format.")
-    ],
-    to: Annotated[LayoutName, typer.Option(help="Layout of the attention blocks.")],
-    from_: Annotated[
-        LayoutName | None, typer.Option("--from", help="Take only blocks of this layout.")
-    ] = None,
-    num_heads: NumHeads = None,
-    dtype: Annotated[
-        DtypeName | None, typer.Option(help="Cast every floating tensor, and say what it cost.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the destination.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Write a checkpoint with its attention blocks in another layout; the rest is carried over."""
-
-    def progress(found: list[Block]) -> Iterator[Block]:
-        quiet = as_json or not err.is_terminal
-        return iter(track(found, "converting", console=err, transient=True, disable=quiet))
-
-    with _one_message():
-        done = migrate.convert(
-            source,
-            destination,
-            to=to.value,
-            from_=from_.value if from_ else None,
-            num_heads=num_heads,
-            dtype=dtype.value if dtype else None,
-            force=force,
-            progress=progress,
-        )
-        if as_json:
-            _print_json(done.to_json())
-            return
-        table = Table(title=escape(str(destination)), title_justify="left")
-        for column in ("from", "layout", "to", "layout"):
-            table.add_column(column, overflow="fold")
-        for row in done.blocks:
-            table.add_row(*(escape(cell or "(top)") for cell in row))
-        out.print(table)
-        out.print(
-            f"{len(done.blocks)} attention blocks converted, {len(done.carried)} other tensors "
-            "carried over unchanged" + (f" but for the cast to {dtype.value}" if dtype else ""),
-            highlight=False,
-        )
-        if done.largest_rounding:
-            name, change = max(done.largest_rounding.items(), key=lambda item: item[1])
-            out.print(f"largest rounding: {change:.3g} in {escape(name)}", highlight=False)
-        for note in done.notes:
-            out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+    "  jaxmha convert model.safetensors half.npz --to flax --dtype float16 --report report.json\n\n"
+    "  jaxmha convert model.safetensors flax.safetensors --plan plan.toml"
+)(convert)
 
 
 @app.command(
@@ -199,13 +130,16 @@ def verify_(
 
     Exit code 1 if anything differs.
     """
-    with _one_message():
+    with one_message():
         report = verify.compare(a, b, num_heads=num_heads)
         if as_json:
-            _print_json(report.to_json())
+            print_json(report.to_json())
         else:
             _print_report(report)
     raise typer.Exit(0 if report.same else 1)
+
+
+app.command(epilog=EXAMPLES)(explain)
 
 
 def _print_report(report: verify.Report) -> None:
@@ -239,7 +173,7 @@ def _print_layouts(as_json: bool) -> None:
         for layout in blocks.LAYOUTS
     }
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     for layout in blocks.LAYOUTS:
         table = Table(title=f"{layout.name}: {layout.about}", title_justify="left")
@@ -248,17 +182,3 @@ def _print_layouts(as_json: bool) -> None:
         for entry in layout.entries:
             table.add_row(entry.key, entry.axes, ", ".join(entry.leaves))
         out.print(table)
-
-
-def _print_json(data: Any) -> None:
-    json.dump(_finite(data), sys.stdout, indent=2, allow_nan=False)
-    print()
-
-
-def _finite(data: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -58,11 +58,13 @@ def import_params(
     found: dict[str, Any] = {}
     for entry in chosen.entries:
         if entry.key in arrays:
-            found |= _unpack(chosen, entry, to_numpy(arrays[entry.key]), sizes)
-    semantics = chosen.semantics
-    if "query_norm" not in found:
-        semantics = replace(semantics, qk_norm=None)
-    return from_leaves(found), semantics
+            found |= unpack(chosen, entry, to_numpy(arrays[entry.key]), sizes)
+    return from_leaves(found), behaviour(chosen, found)
+
+
+def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
+    """What the layer of a layout does that has these leaves."""
+    return layout.semantics if "query_norm" in found else replace(layout.semantics, qk_norm=None)
 
 
 def export_params(
@@ -74,16 +76,21 @@ def export_params(
       ValueError: the layout cannot hold the parameters or the behaviour; says which and why.
     """
     arrays = {name: to_numpy(array) for name, array in leaves(params).items()}
-    sizes = check(params, leading=arrays["query.kernel"].ndim - 3)
-    refuse_sizes(layout, sizes, leaf_shapes(params))
-    refuse_apart(layout, sizes)
-    refuse_leaves(layout, arrays)
-    refuse_semantics(layout, params, semantics, sizes)
+    refuse_export(layout, params, semantics)
     return {
-        layout.path(prefix, entry.key): _pack(layout, entry, arrays)
+        layout.path(prefix, entry.key): pack(layout, entry, arrays)
         for entry in layout.entries
         if entry.leaves[0] in arrays
     }
+
+
+def refuse_export(layout: Layout, params: MHAParams, semantics: Semantics) -> None:
+    """Raises ValueError for what the layout cannot hold; looks at shapes alone."""
+    sizes = check(params, leading=len(np.shape(params.query.kernel)) - 3)
+    refuse_sizes(layout, sizes, leaf_shapes(params))
+    refuse_apart(layout, sizes)
+    refuse_leaves(layout, leaves(params))
+    refuse_semantics(layout, params, semantics, sizes)
 
 
 def bind_shapes(
@@ -115,9 +122,10 @@ def bind_shapes(
     return sizes
 
 
-def _unpack(
+def unpack(
     layout: Layout, entry: Entry, array: NDArray, sizes: Mapping[str, int]
 ) -> dict[str, NDArray]:
+    """The leaves in one array of the layout."""
     axes, target = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     pack = _pack_axis(entry)
     known = {**sizes, pack: len(entry.leaves)}
@@ -127,7 +135,8 @@ def _unpack(
     return {leaf: to_numpy(part) for leaf, part in zip(entry.leaves, parts, strict=True)}
 
 
-def _pack(layout: Layout, entry: Entry, arrays: Mapping[str, NDArray]) -> NDArray:
+def pack(layout: Layout, entry: Entry, arrays: Mapping[str, NDArray]) -> NDArray:
+    """One array of the layout from its leaves."""
     parts = [arrays[leaf] for leaf in entry.leaves]
     refuse_mixed(entry, parts)
     axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])

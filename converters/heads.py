@@ -127,6 +127,17 @@ def refuse_behaviour(path: Path) -> None:
             )
 
 
+def epsilons(path: Path) -> dict[str, float]:
+    """What the config.json beside a checkpoint says of the epsilon of norms, by key."""
+    try:
+        content = json.loads((path.parent / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    keys = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+    found = _search(content, "", keys)
+    return {key: float(value) for _, key, value in found if type(value) in (int, float)}
+
+
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
     """The head count where the layout's shapes hold it."""
     sizes: dict[str, int] = {}

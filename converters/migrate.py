@@ -1,72 +1,30 @@
 """Checkpoint files from one layout to another: find the attention blocks, convert, write."""
 
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmha import MHAParams
-from jaxmha.converters import blocks, checkpoint, heads, keras
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.blocks import Block
+from jaxmha.converters import blocks, checkpoint, digest, heads, keras
+from jaxmha.converters import plan as planning
+from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.checkpoint import CheckpointError, TensorInfo
 from jaxmha.converters.checkpoint.errors import printable
-from jaxmha.converters.engine import bind_shapes, export_params
+from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
-from jaxmha.converters.refusals import several_dtypes
+from jaxmha.converters.moves import Lazy, Made
+from jaxmha.converters.plan import OTHERS, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
 
+__all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-@dataclass(frozen=True)
-class BlockInfo:
-    """One attention block of a file.
-
-    Attributes:
-      prefix: where it stands; `name` is the user's name of it, where the format keeps one.
-      layout: name of its layout.
-      num_heads: None where it is not known; `num_heads_from` says where it is from.
-      shapes: key -> shape, of the keys that were found. dtype: of the query kernel.
-      family, pattern: models that keep such blocks at such a prefix; None: the keys alone decide.
-      also_fits: other layouts with the same keys, where no family decides.
-      why: all this in words.
-    """
-
-    prefix: str
-    name: str
-    layout: str
-    num_heads: int | None
-    num_heads_from: str
-    dtype: str
-    shapes: dict[str, tuple[int, ...]]
-    family: str | None
-    pattern: str | None
-    also_fits: tuple[str, ...]
-    why: str
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """What is in a file: attention blocks, and everything else by dtype.
-
-    `damaged` says what looks like a block and lacks arrays; `convert` and `verify` refuse it.
-    """
-
-    path: str
-    format: str
-    blocks: tuple[BlockInfo, ...]
-    other_tensors: dict[str, tuple[int, ...]]
-    dtypes: dict[str, int]
-    damaged: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -75,176 +33,245 @@ class Conversion:
 
     Attributes:
       blocks: (prefix in the source, layout there, prefix in the destination, layout there).
-      carried: names of tensors that are not attention, taken over as they are.
+      beside: (kind, prefix in the source, prefix in the destination) of the layers beside them.
+      carried: names of tensors that are neither, taken over as they are.
       largest_rounding: tensor name -> largest absolute change by `dtype`, where there was one.
-      notes: what to know of single blocks.
+      notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
     """
 
     source: str
     destination: str
     blocks: tuple[tuple[str, str, str, str], ...]
+    beside: tuple[tuple[str, str, str], ...]
     carried: tuple[str, ...]
     largest_rounding: dict[str, float]
     notes: tuple[str, ...] = ()
+    plan: Plan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "plan"}
 
 
-def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> FileInfo:
-    """Lists the attention blocks of a checkpoint and everything else in it.
+def plan(
+    source: str | os.PathLike[str],
+    *,
+    to: str,
+    from_: str | None = None,
+    num_heads: int | None = None,
+    dtype: str | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+    in_file: bool = False,
+) -> tuple[Plan, Resolved]:
+    """What `convert` would do to every tensor of a checkpoint, bound to its contents' digest.
 
-    Raises:
-      CheckpointError: the file cannot be read.
-      ValueError: its blocks are ambiguous, or the head count given does not fit them.
+    `in_file`: for a .weights.h5 file. Else as `convert`, and raises as it does.
     """
-    with checkpoint.open(path) as file:
-        all_shapes = shapes(file)
-        found = blocks.find(all_shapes)
-        configured = heads.in_config(file.path)
-        infos = []
-        for block in found:
-            count, where = _heads(file, block, all_shapes, num_heads, configured)
-            family, pattern = block.family or (None, None)
-            infos.append(
-                BlockInfo(
-                    block.prefix,
-                    file.names.get(block.prefix, ""),
-                    block.layout.name,
-                    count,
-                    where,
-                    str(file.info[next(iter(block.keys.values()))].dtype),
-                    {key: file.info[name].shape for key, name in block.keys.items()},
-                    family,
-                    pattern,
-                    block.also,
-                    block.why,
-                )
-            )
-        taken = {name for block in found for name in block.keys.values()}
-        others = {name: info.shape for name, info in file.info.items() if name not in taken}
-        dtypes = Counter(str(info.dtype) for info in file.info.values())
-        damaged = tuple(blocks.damaged(all_shapes, found))
-        return FileInfo(str(path), file.format, tuple(infos), others, dict(dtypes), damaged)
+    with checkpoint.open(source) as file:
+        made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
+        named = replace(made, source=str(source), digest=digest.of_file(file))
+        with _naming(file.path):
+            return named, resolve(named, file)
 
 
-def _heads(
+def _make(
     file: checkpoint.Checkpoint,
-    block: Block,
-    all_shapes: Mapping[str, tuple[int, ...]],
-    given: int | None,
-    configured: tuple[int | None, str] | None,
-) -> tuple[int | None, str]:
-    """The head count of a block where it fits the shapes, and where it is from or what is wrong."""
+    to: str,
+    from_: str | None,
+    num_heads: int | None,
+    dtype: str | None,
+    others: str,
+    attention_only: bool,
+    in_file: bool,
+) -> Plan:
+    target = _target(blocks.named(to), in_file)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+    if others not in OTHERS:
+        raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
+    heads.refuse_behaviour(file.path)
+    with _naming(file.path):
+        made = planning.make(
+            file,
+            target,
+            from_=None if from_ is None else blocks.named(from_),
+            num_heads=num_heads,
+            others=others,
+            attention_only=attention_only,
+            configured=heads.in_config(file.path),
+            epsilon=heads.epsilons(file.path),
+        )
+    if not any(move.kind != "other" for move in made.moves):
+        wanted = f" of layout {from_}" if from_ else ""
+        raise ValueError(
+            f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
+        )
+    return replace(made, dtype=dtype)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Messages begin with the file."""
     try:
-        count, where = heads.find(block, all_shapes, given, file.metadata, configured)
-    except heads.UnusableConfigError as error:
-        return None, str(error)
-    own = {key: all_shapes[name] for key, name in block.keys.items()}
-    try:
-        if count is not None and not block.refused:
-            bind_shapes(block.layout, own, count, block.prefix)
+        yield
+    except CheckpointError:
+        raise
+    except heads.UnusableConfigError:
+        raise
     except ValueError as error:
-        if given is not None:
-            raise ValueError(printable(f"{file.path}: {error}")) from error
-        return None, printable(f"{where} says {count}, which does not fit: {error}")
-    return count, where
+        between = ", " if str(error).startswith("block ") else ": "
+        raise ValueError(f"{path}{between}{error}") from error
 
 
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    to: str,
+    to: str | None = None,
     from_: str | None = None,
     num_heads: int | None = None,
     dtype: str | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+    plan: Plan | None = None,
     force: bool = False,
-    progress: Callable[[list[Block]], Iterable[Block]] = list,
+    seen: Callable[[int], None] | None = None,
 ) -> Conversion:
-    """Writes a checkpoint with every attention block in another layout.
+    """Writes a checkpoint with its attention in another layout, and the layers beside it as that
+    layout's framework has them.
 
-    Tensors that are not attention are carried over under their names. The destination is written
-    last and atomically: an error leaves no file, and an old one as it was.
+    What is not understood is carried over under its name, or refused; nothing is dropped. Tensors
+    are read and written one by one. The destination is written last and atomically: an error
+    leaves no file, and an old one as it was.
 
     Args:
       source: .safetensors, .pt (zip), .weights.h5 or .npz; never executed.
       destination: its suffix names the format.
       to: name of the layout, as in `jaxmha inspect --layouts`.
-      from_: takes only blocks of this layout.
+      from_: takes only blocks of this layout; everything else is carried over.
       num_heads: for layouts that do not store it; default: the config.json beside the source.
       dtype: casts every floating tensor; one of `DTYPES`.
+      others: "pass" carries over what is not understood, "refuse" raises for it.
+      attention_only: everything but attention is carried over.
+      plan: does exactly this instead of all the above, to the source that it is for.
       force: overwrite an existing destination.
-      progress: wraps the list of blocks, to show how far the work is.
+      seen: called with the size of every tensor computed; each is, several times.
 
     Raises:
       CheckpointError: a file cannot be read or written.
-      ValueError: no block, an unknown layout, a missing head count, or a block that the layout
-        cannot hold, with the reason.
+      ValueError: no block, an unknown layout, a missing head count, a block that the layout
+        cannot hold, with the reason; or a plan that is not for this source.
     """
     in_file = str(destination).endswith(".weights.h5")
-    target = _target(blocks.named(to), in_file)
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     with checkpoint.open(source) as file:
-        all_shapes = shapes(file)
-        known = blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
-        found = blocks.find(all_shapes, known)
-        if broken := blocks.damaged(all_shapes, found, known):
-            raise ValueError(
-                f"{source}: {broken[0]}; with --from it is carried over as it is, where another "
-                "layout is named"
-            )
-        if not found:
-            wanted = f" of layout {from_}" if from_ else ""
-            raise ValueError(
-                f"{source}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
-            )
-        written: dict[str, NDArray] = {}
-        names: dict[str, str] = {}
-        moves = []
-        notes = []
-        counts: dict[str, int] = {}
-        heads.refuse_behaviour(file.path)
-        configured = heads.in_config(file.path)
-        old_names = {b.prefix: file.names[b.prefix] for b in found if b.prefix in file.names}
-        for i, block in enumerate(progress(found)):
-            count, _ = heads.find(block, all_shapes, num_heads, file.metadata, configured)
-            try:
-                params, semantics = block.read(file, count)
-                if in_file:
-                    _refuse_stacked(params)
-                prefix = _new_prefix(block, target, i, in_file, old_names)
-                arrays = export_params(target, params, semantics, prefix=prefix)
-            except ValueError as error:
-                where = f"{source}, block {block.prefix or '(top)'}"
-                raise ValueError(printable(f"{where}: {error}")) from error
-            if dtype is None and (mixed := several_dtypes(params)):
-                notes.append(f"{prefix or '(top)'} keeps several dtypes: {mixed}")
-            counts[prefix] = params.query.kernel.shape[-2]
-            names[prefix] = file.names.get(block.prefix, block.prefix)
-            moves.append((block.prefix, block.layout.name, prefix, target.name))
-            _add(written, arrays)
-        taken = {name for block in found for name in block.keys.values()}
-        others = [name for name in file if name not in taken]
-        _add(written, {name: file[name] for name in others})
+        if plan is None:
+            if to is None:
+                raise ValueError("name a layout (to=), or give a plan")
+            plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
+        else:
+            _check_plan(plan, file, in_file)
+        with _naming(file.path):
+            found = resolve(plan, file)
+        target = blocks.named(plan.to)
+        whole = all(name in _taken(plan) for name in _attention_names(file))
         metadata = dict(file.metadata)
-    rounding = _cast(written, dtype) if dtype is not None else {}
-    if from_ is None:  # of blocks that are not carried over as they are
-        metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
-    if not target.stores_num_heads:
-        metadata |= heads.to_metadata(counts, whole=from_ is None)
-    _refuse_unreadable(written, {prefix for *_, prefix, _ in moves}, target)
-    settings: dict[str, Any] = {"force": force}
-    if str(destination).endswith(".safetensors"):
-        settings["metadata"] = metadata
-    if in_file:
-        settings["names"] = names
-    checkpoint.write(destination, written, source=source, **settings)
+        if whole:  # no block is carried over as it is
+            metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
+        if not target.stores_num_heads:
+            metadata |= heads.to_metadata(found.counts, whole=whole)
+        _refuse_unreadable(found, target)
+        settings: dict[str, Any] = {"force": force}
+        if str(destination).endswith(".safetensors"):
+            settings["metadata"] = metadata
+        if in_file:
+            settings["names"] = found.names
+        rounding: dict[str, float] = {}
+        made = found.made if plan.dtype is None else _cast(found.made, plan.dtype, rounding)
+        checkpoint.write(destination, Lazy(made, seen), source=source, **settings)
     return Conversion(
-        str(source), str(destination), tuple(moves), tuple(others), rounding, tuple(notes)
+        str(source),
+        str(destination),
+        tuple(
+            (move.source, move.layout, move.target, target.name)
+            for move in plan.moves
+            if move.kind == "attention"
+        ),
+        tuple(
+            (move.kind, move.source, move.target)
+            for move in plan.moves
+            if move.kind not in ("attention", "other")
+        ),
+        tuple(move.target for move in plan.moves if move.kind == "other"),
+        rounding,
+        (*plan.notes, *(found.notes if plan.dtype is None else ())),
+        plan,
     )
+
+
+def convert_state(
+    state: Mapping[str, Any],
+    *,
+    to: str,
+    num_heads: int | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+) -> dict[str, NDArray]:
+    """A flat dict of arrays as `convert` would write it; for models in memory.
+
+    Raises ValueError as `convert` does.
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
+    >>> sorted(convert_state(layer.state_dict(), to="flax", num_heads=2))[:3]
+    ['linear1/bias', 'linear1/kernel', 'linear2/bias']
+    """
+    memory = _Memory(state)
+    made = planning.make(
+        memory,
+        _target(blocks.named(to), in_file=False),
+        num_heads=num_heads,
+        others=others,
+        attention_only=attention_only,
+    )
+    return dict(Lazy(resolve(made, memory).made))
+
+
+class _Memory(dict[str, NDArray]):
+    """A state as a plan wants it."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__({name: to_numpy(array) for name, array in state.items()})
+        self.info: Mapping[str, Any] = self
+        self.metadata: Mapping[str, str] = {}
+        self.names: Mapping[str, str] = {}
+
+
+def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
+    """Raises ValueError where a plan is for another source or another kind of destination."""
+    if _target(blocks.named(plan.to), in_file).name != plan.to:
+        raise ValueError(
+            f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
+        )
+    heads.refuse_behaviour(file.path)
+    if plan.digest and (found := digest.of_file(file)) != plan.digest:
+        raise ValueError(
+            f"{file.path}: its contents are {found}, and the plan is for {plan.source or 'a file'} of "
+            f"{plan.digest}: make a new plan"
+        )
+    if plan.dtype is not None and plan.dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
+    others = [move.source for move in plan.moves if move.kind == "other"]
+    if plan.others == "refuse" and others:
+        raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")
+
+
+def _taken(plan: Plan) -> set[str]:
+    return {name for move in plan.moves if move.kind == "attention" for name in move.tensors}
+
+
+def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
+    return {name for block in blocks.find(shapes(file)) for name in block.keys.values()}
 
 
 def _target(named: Layout, in_file: bool) -> Layout:
@@ -266,53 +293,26 @@ def _target(named: Layout, in_file: bool) -> Layout:
     return named
 
 
-def _refuse_stacked(params: MHAParams) -> None:
-    if lead := np.shape(params.query.kernel)[:-3]:
-        raise ValueError(
-            f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
-            "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
-            ".pt or .npz"
-        )
-
-
-def _new_prefix(
-    block: Block, target: Layout, i: int, in_file: bool, names: Mapping[str, str]
-) -> str:
-    """Keras files name groups by class and number; the block's own name is an attribute there."""
-    groups = {layout.name: group for layout, group in keras.IN_FILE.values()}
-    if in_file and target.name in groups:
-        return f"layers/{groups[target.name]}{f'_{i}' * (i > 0)}"
-    name = names.get(block.prefix)
-    if name is None or list(names.values()).count(name) > 1:
-        return block.prefix.replace(block.layout.separator, target.separator)
-    return re.sub("[./]", target.separator, name)
-
-
-def _add(written: dict[str, NDArray], arrays: Mapping[str, NDArray]) -> None:
-    if clash := sorted(written.keys() & arrays.keys()):
-        raise ValueError(f"two tensors would be written as {clash[0]!r}: rename one in the source")
-    written |= arrays
-
-
-def _refuse_unreadable(written: Mapping[str, NDArray], prefixes: set[str], target: Layout) -> None:
+def _refuse_unreadable(found: Resolved, target: Layout) -> None:
     """Raises ValueError where a carried tensor would make a block of the destination unreadable."""
-    found = blocks.find({name: array.shape for name, array in written.items()}, [target])
-    for block in found:
+    prefixes = {move.target for move, _ in found.by_move if move.kind == "attention"}
+    there = blocks.find({name: one.info.shape for name, one in found.made.items()}, [target])
+    for block in there:
         if block.prefix in prefixes and block.unknown:
             raise ValueError(
                 f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
                 f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
             )
-    if missing := prefixes - {block.prefix for block in found}:
+    if missing := prefixes - {block.prefix for block in there}:
         raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
-def _cast(written: dict[str, NDArray], dtype: str) -> dict[str, float]:
-    """Casts floating tensors in place of the old ones; the largest change of each."""
-    wanted, rounding = jax.numpy.dtype(dtype), {}
-    for name, array in written.items():
-        if not jax.numpy.issubdtype(array.dtype, np.floating) or array.dtype == wanted:
-            continue
+def _cast(made: Mapping[str, Made], dtype: str, rounding: dict[str, float]) -> dict[str, Made]:
+    """The same tensors in another dtype; the largest change of each goes to `rounding`."""
+    wanted = np.dtype(jax.numpy.dtype(dtype))
+
+    def load(name: str, one: Made) -> NDArray:
+        array = one.load()
         with np.errstate(over="ignore"):
             cast = array.astype(wanted)
         if (np.isinf(cast) & ~np.isinf(array)).any():
@@ -323,5 +323,11 @@ def _cast(written: dict[str, NDArray], dtype: str) -> dict[str, float]:
         change = np.abs(cast.astype(np.float64) - array.astype(np.float64)).max(initial=0.0)
         if change:
             rounding[name] = float(change)
-        written[name] = cast
-    return rounding
+        return cast
+
+    return {
+        name: one._replace(info=TensorInfo(one.info.shape, wanted), load=partial(load, name, one))
+        if jax.numpy.issubdtype(one.info.dtype, np.floating) and one.info.dtype != wanted
+        else one
+        for name, one in made.items()
+    }

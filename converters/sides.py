@@ -61,9 +61,9 @@ def read(side: Any, num_heads: int | None = None) -> Side:
         with checkpoint.open(path) as file:
             found = _read_state(file, shapes(file), num_heads, path, file.names, file.metadata)
     elif isinstance(side, MHAParams):
-        found = Side(list(_layers("", "jaxmha", side, Semantics())))
+        found = Side(list(layers("", "jaxmha", side, Semantics())))
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
-        found = Side(list(_layers("", "jaxmha", *side)))
+        found = Side(list(layers("", "jaxmha", *side)))
     elif isinstance(side, Mapping):
         found = _read_state(side, {k: np.shape(v) for k, v in side.items()}, num_heads)
     else:
@@ -99,7 +99,7 @@ def _read_state(
         try:
             params, semantics = block.read(state, count)
             name = (names or {}).get(block.prefix, block.prefix)
-            sides += _layers(name, block.layout.name, params, semantics)
+            sides += layers(name, block.layout.name, params, semantics)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
             raise ValueError(
@@ -108,7 +108,7 @@ def _read_state(
     return Side(sides, len(all_shapes) - sum(len(block.keys) for block in found))
 
 
-def _layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> Iterator[BlockSide]:
+def layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> Iterator[BlockSide]:
     """The block; or, where it has leading axes, every layer in it."""
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]

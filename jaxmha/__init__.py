@@ -5,6 +5,7 @@ from jaxmha.cache import KVCache as KVCache
 from jaxmha.cache import decode_step as decode_step
 from jaxmha.cache import prefill as prefill
 from jaxmha.explain import explain as explain
+from jaxmha.implementations.platforms import lowering_for as lowering_for
 from jaxmha.initialisation import init_params as init_params
 from jaxmha.layer import combine as combine
 from jaxmha.layer import multi_head_attention as multi_head_attention

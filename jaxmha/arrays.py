@@ -3,8 +3,10 @@
 from typing import Any, TypeAlias
 
 import jax
-from numpy.typing import DTypeLike, NDArray
+import numpy as np
+from numpy.typing import DTypeLike
 
-Array: TypeAlias = jax.Array | NDArray[Any]
+# Not NDArray: from NumPy 2.5 on that is an alias that jaxtyping cannot look into.
+Array: TypeAlias = jax.Array | np.ndarray[tuple[Any, ...], np.dtype[Any]]
 
 __all__ = ["Array", "DTypeLike"]

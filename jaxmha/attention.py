@@ -172,6 +172,7 @@ def _dot_product_attention(
         dropout_key,
         return_weights,
         implementation,
+        return_lse=return_lse,
     )
     answer: tuple[Any, ...] = (result.out,)
     if return_weights:
@@ -192,6 +193,8 @@ def attend(
     dropout_key: Any,
     return_weights: ReturnWeights,
     implementation: str | Sequence[str] | None,
+    *,
+    return_lse: bool = False,
 ) -> Result:
     """Attention on checked arrays with one batch axis, by the implementation selected."""
     N, K = query.shape[2], key.shape[2]
@@ -202,12 +205,14 @@ def attend(
         )
     if query.shape[3] == 0:
         raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
-    request = Request(query, key, value, bias, mask, semantics, dropout_key, return_weights)
-    result = implementations.attend(request, implementation)
-    return result._replace(
-        out=checkpoint_name(result.out, "attention_out"),  # type: ignore[no-untyped-call]
-        lse=checkpoint_name(result.lse, "attention_lse"),  # type: ignore[no-untyped-call]
+    request = Request(
+        query, key, value, bias, mask, semantics, dropout_key, return_weights, return_lse
     )
+    out, weights, lse = implementations.attend(request, implementation)
+    out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
+    if lse is not None:
+        lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
+    return Result(out, weights, lse)
 
 
 def as_mask(mask: Any) -> Mask:
@@ -218,6 +223,7 @@ def as_mask(mask: Any) -> Mask:
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    if implementation is None or isinstance(implementation, str):
+    """As a static argument of jit; what is hashable stays what it is."""
+    if implementation is None or isinstance(implementation, str | implementations.Question):
         return implementation
     return tuple(implementation)

@@ -25,6 +25,7 @@ from jaxmha.products import resolved
 from jaxmha.semantics import Semantics
 
 BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
+WORTH_A_COPY = 4  # a copy of a key costs as much as attending about so many
 
 Rotate = Callable[[Any, Any], Any]
 
@@ -314,15 +315,21 @@ def _attend(
             there &= jnp.take(array, slots, 3)
         return there
 
-    def fold(state: tuple[Any, ...], keys: Any, values: Any, there: jax.Array) -> tuple[Any, ...]:
-        """Adds keys `B K s H` to the running highest logit, sum and output."""
+    def fold(
+        state: tuple[Any, ...], keys: Any, values: Any, there: Any, *, dead_too: bool = False
+    ) -> tuple[Any, ...]:
+        """Adds keys `B K s H` to the running highest logit, sum and output.
+
+        `dead_too`: values that nothing attends are multiplied by 0, whatever they hold.
+        """
         highest, total, out = state
         n, s = there.shape[1], keys.shape[2]
         pairs = there if n > 1 else jnp.broadcast_to(there, (B, K * G, T, s))
         pairs = pairs.reshape(B, K, G * T, s)
         keys, values = keys.astype(accumulate), values.astype(accumulate)
-        values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
-        logits = jnp.einsum("bkrh,bksh->bkrs", rows, keys, precision=precision)
+        if not dead_too:
+            values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
+        logits = _logits(rows, keys, precision)
         if semantics.logits_soft_cap is not None:
             logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
         logits = jnp.where(pairs, logits, -jnp.inf)
@@ -333,13 +340,18 @@ def _attend(
 
     shape = (B, K, G * T)
     lowest = float(np.finfo(accumulate).min)  # finite, so that nothing becomes NaN
-    state: tuple[Any, ...] = (
+    nothing: tuple[Any, ...] = (
         jnp.full(shape, lowest, accumulate),
         jnp.zeros(shape, accumulate),
         jnp.zeros((*shape, h), accumulate),
     )
+    used = jnp.minimum(jnp.max(last) + 1, S)
 
-    def body(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def whole() -> tuple[Any, ...]:
+        slots = jnp.arange(S, dtype=np.int32)
+        return fold(nothing, cache.key, cache.value, allowed(slots), dead_too=True)
+
+    def block_of(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         # The last block is moved back to fit; what it shares with the one before is left out.
         start = jnp.minimum(i * size, S - size)
         keys, values = (
@@ -349,12 +361,20 @@ def _attend(
         new = (slots >= i * size).reshape(1, 1, 1, size)
         return fold(state, keys, values, allowed(slots) & new)
 
-    used = jnp.minimum(jnp.max(last) + 1, S)
-    first = jnp.zeros((), used.dtype)
-    if left is not None:  # no sequence has gone round yet: earlier blocks are out of every window
-        before = jnp.maximum(jnp.min(positions) - left, 0)
-        first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
-    state = jax.lax.fori_loop(first, (used + size - 1) // size, body, state)
+    def by_blocks() -> tuple[Any, ...]:
+        first = jnp.zeros((), used.dtype)
+        if left is not None:  # no sequence has gone round yet: earlier blocks are not in a window
+            before = jnp.maximum(jnp.min(positions) - left, 0)
+            first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
+        last_block = (used + size - 1) // size
+        state: tuple[Any, ...] = jax.lax.fori_loop(first, last_block, block_of, nothing)
+        return state
+
+    # Cutting a block out is a copy, which costs more than reading all where much is used. Where
+    # slots that nothing attends hold NaN, that fails, and blocks are right.
+    unread = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nothing)
+    state = jax.lax.cond(used * WORTH_A_COPY > S, whole, lambda: unread)
+    state = jax.lax.cond(jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
 
     heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
     more = [
@@ -370,6 +390,16 @@ def _attend(
     if semantics.fully_masked == "nan":
         out = jnp.where(empty, jnp.nan, out)
     return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
+
+
+def _logits(rows: jax.Array, keys: jax.Array, precision: Any) -> jax.Array:
+    """`B K r s` of rows `B K r H` and keys `B K s H`."""
+    if rows.shape[2] == 1:
+        return jnp.einsum("bkrh,bksh->bkrs", rows, keys, precision=precision)
+    # Few rows times many keys is several times slower on CPUs than the other way round, which
+    # XLA would undo.
+    found = jnp.einsum("bksh,bkrh->bksr", keys, rows, precision=precision)
+    return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]
 
 
 def _kernels(params: MHAParams) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which implementation a call gets, and why the others do not."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxmha.attention import dot_product_attention
-from jaxmha.implementations import UnsupportedError, candidates
+from jaxmha.implementations import Question, platforms
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,21 @@ class Explanation:
     chosen: str | None
     reasons: tuple[tuple[str, str | None], ...]
 
+    def rows(self) -> list[tuple[str, str]]:
+        """Every candidate, and `chosen`, `could`, or why it cannot.
+
+        >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
+        [('blocked', 'chosen'), ('reference', 'could')]
+        """
+        return [
+            (name, reason or ("chosen" if name == self.chosen else "could"))
+            for name, reason in self.reasons
+        ]
+
     def __str__(self) -> str:
         width = max(len(name) for name in ("implementation", *dict(self.reasons)))
         lines = [f"{'implementation':<{width}}  on {self.platform}"]
-        for name, reason in self.reasons:
-            lines.append(f"{name:<{width}}  {reason or ('could', 'chosen')[name == self.chosen]}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"{name:<{width}}  {what}" for name, what in self.rows())])
 
 
 def explain(
@@ -46,7 +56,9 @@ def explain(
 ) -> Explanation:
     """Which implementation `dot_product_attention` picks for the same arguments.
 
-    Nothing is computed, so every array may be a `jax.ShapeDtypeStruct`.
+    Nothing of the call is computed, so every array may be a `jax.ShapeDtypeStruct`. For the
+    platform that is there, kernels are tried out as the call would; for one that is named, it is
+    taken to have working libraries.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -54,12 +66,13 @@ def explain(
       value: `(B, S, K, h)`.
       bias: as in `dot_product_attention`.
       mask: as in `dot_product_attention`.
-      platform: `cpu`, `gpu` or `tpu`; None: JAX's default backend.
+      platform: what would run there: `cpu`, `gpu`, `tpu`, or a device such as `h200`; None: JAX's
+        default backend.
       implementation: candidates, as in `dot_product_attention`.
       options: its other keyword arguments.
 
     Raises:
-      ValueError: a shape, a value or the name of an implementation does not fit.
+      ValueError: a shape, a value, or the name of an implementation or platform does not fit.
       TypeError: a dtype or a keyword does not fit.
 
     >>> import jax
@@ -67,8 +80,10 @@ def explain(
     >>> print(explain(x, x, x, return_weights=True, implementation="blocked", platform="cpu"))
     implementation  on cpu
     blocked         weights are never materialised: return_weights must be False
+    >>> half = jax.ShapeDtypeStruct((1, 8192, 16, 128), "bfloat16")
+    >>> explain(half, half, half, is_causal=True, platform="h200").chosen
+    'cudnn'
     """
-    platform = platform or jax.default_backend()
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     # Options with shapes are traced, the others shape the program.
     traced = {
@@ -77,13 +92,10 @@ def explain(
         if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))
     }
     static = {name: x for name, x in options.items() if name not in traced}
-    found: list[tuple[str, str | None]] = []
-    for name in candidates(implementation, platform):
-        try:
-            call = partial(dot_product_attention, **static, implementation=name)
-            jax.eval_shape(call, **arrays, **traced)
-            found.append((name, None))
-        except UnsupportedError as error:
-            found.append((name, error.reasons[name]))
-    chosen = next((name for name, reason in found if reason is None), None)
-    return Explanation(platform, chosen, tuple(found))
+    question = Question(implementation)
+    with platforms.lowering_for(platform) if platform else nullcontext():
+        call = partial(dot_product_attention, **static, implementation=question)
+        jax.eval_shape(call, **arrays, **traced)
+        device = platforms.current().device
+    chosen = next((name for name, reason in question.answer if reason is None), None)
+    return Explanation(device, chosen, tuple(question.answer))

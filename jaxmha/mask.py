@@ -140,20 +140,18 @@ class Mask:
         return allowed
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        # Python integers shape the program, so they are static; arrays are traced.
-        values = [getattr(self, field.name) for field in fields(self)]
-        static = tuple(
-            value
-            if field.name == "window_size" or (field.name == "causal_offset" and type(value) is int)
-            else None
-            for field, value in zip(fields(self), values, strict=True)
-        )
-        traced = tuple(None if s is not None else v for v, s in zip(values, static, strict=True))
-        return traced, static
+        """Python integers shape the program, so they are static; arrays are traced."""
+        offset, window, *arrays = (getattr(self, name) for name in _FIELDS)
+        static = type(offset) is int
+        return (None if static else offset, *arrays), (offset if static else None, window)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], traced: tuple[Any, ...]) -> "Mask":
-        return cls(*(t if s is None else s for t, s in zip(traced, static, strict=True)))
+        (static_offset, window), (offset, *arrays) = static, traced
+        return cls(offset if static_offset is None else static_offset, window, *arrays)
+
+
+_FIELDS = tuple(field.name for field in fields(Mask))  # the static ones first
 
 
 def _over_rows(per_batch: Any, like: Any, xp: Any) -> Any:

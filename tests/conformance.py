@@ -13,9 +13,13 @@ import numpy as np
 
 import jaxmha
 from jaxmha import dropout
+from jaxmha.implementations import IMPLEMENTATIONS, KERNELS
+from jaxmha.implementations.request import accumulation_dtype
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
+# Fused kernels take a part of the cases: tests/test_kernels.py.
+PLAIN = [name for name in IMPLEMENTATIONS if name not in KERNELS]
 DIFFERENTIABLE = ("query", "key", "value", "bias")
 
 
@@ -44,7 +48,9 @@ def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, A
 
 
 # What an implementation declines: its name, and why.
-WITHOUT_WEIGHTS: dict[str, str] = {"blocked": "weights are never materialised"}
+WITHOUT_WEIGHTS: dict[str, str] = dict.fromkeys(
+    ("blocked", "cudnn", "tokamax", "splash"), "weights are never materialised"
+)
 
 
 def values(case: Case, implementation: str, dtype: str, *, jit: bool) -> None:
@@ -74,8 +80,8 @@ def values(case: Case, implementation: str, dtype: str, *, jit: bool) -> None:
         tolerance.assert_close(lse, want.lse, "lse")
 
 
-def coefficients(case: Case, dtype: str = "float64") -> tuple[Any, Any]:
-    """A random linear functional of output and lse, 0 where they are not finite.
+def coefficients(case: Case, dtype: str = "float64", *, lse: bool = True) -> tuple[Any, Any]:
+    """A random linear functional of output and (if `lse`) lse, 0 where they are not finite.
 
     An empty row has no lse to differentiate. The values fit every dtype: nothing rounds them.
     """
@@ -86,7 +92,7 @@ def coefficients(case: Case, dtype: str = "float64") -> tuple[Any, Any]:
         drawn = rng.standard_normal(x.shape).astype(ml_dtypes.bfloat16).astype(np.float64)
         return np.where(np.isfinite(x), drawn, 0.0)
 
-    return draw(want.out), draw(want.lse)
+    return draw(want.out), draw(want.lse) * lse
 
 
 def weighted(parts: tuple[Any, Any], out: Any, lse: Any) -> Any:
@@ -171,6 +177,43 @@ def dead_keys(case: Case, arrays: dict[str, Any]) -> Any:
     if "bias" in arrays:
         allowed &= np.broadcast_to(arrays["bias"] != -np.inf, allowed.shape)
     return ~allowed.any((-3, -2))
+
+
+def kernel(case: Case, implementation: str, dtype: str, *, lse: bool) -> None:
+    """Output, lse where it is read, and every gradient, of one compiled program.
+
+    Gradients are those of `reference` in float64, which stand against the specification elsewhere.
+    """
+    arrays = cases.arrays(case, dtype)
+    want, parts = expected(case, arrays), coefficients(case, dtype, lse=lse)
+
+    def of(implementation: str) -> Callable[..., Any]:
+        run = call(case, implementation, return_lse=lse)
+
+        def value(inside: dict[str, Any], others: dict[str, Any]) -> Any:
+            answer = run(inside | others)
+            wide = accumulation_dtype(inside["query"].dtype)
+            out, found = answer if lse else (answer, jnp.zeros(parts[1].shape, wide))
+            return weighted(parts, out.astype(found.dtype), found), (out, found)
+
+        return jax.jit(jax.grad(value, has_aux=True))
+
+    found, (out, row_lse) = of(implementation)(*split(arrays))
+    assert out.dtype == arrays["query"].dtype
+    tolerance.assert_close(out, want.out, "output")
+    assert not np.asarray(out)[want.out == 0].any(), "a row that has to be exactly 0"
+    if lse:
+        assert row_lse.dtype == "float32"
+        tolerance.assert_close(row_lse, want.lse, "lse")
+    inside, others = split(arrays)
+    with jax.enable_x64(True):
+        wide = {name: x.astype(np.float64) for name, x in inside.items()}
+        slopes = jax.tree.map(np.asarray, of("reference")(wide, others)[0])
+    for name, slope in slopes.items():
+        assert found[name].dtype == arrays[name].dtype
+        actual = np.asarray(found[name])
+        assert np.isfinite(actual.astype(np.float64)).all(), f"gradient of {name} is not finite"
+        tolerance.assert_slopes(actual, slope, f"gradient of {name}")
 
 
 def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:

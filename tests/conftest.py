@@ -39,8 +39,16 @@ def optimised(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How to draw the same examples again."""
+    """How to draw the same examples again, and the kernels that this machine cannot run."""
     terminalreporter.write_line(f"JAXMHA_PROPERTY_SEED={os.environ['JAXMHA_PROPERTY_SEED']}")
+    from jaxmha.implementations import KERNELS
+
+    device = jax.devices()[0]
+    here = {"gpu": "cuda"}.get(device.platform, device.platform)
+    absent = [f"{name} (needs {needed})" for name, needed in KERNELS.items() if needed != here]
+    terminalreporter.write_line(
+        f"{len(absent)} kernels are not run on {device.platform} themselves: {', '.join(absent)}"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,6 +68,15 @@ def x64() -> Iterator[None]:
     """float64 is float64 within the test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Implementations take sizes that they are not made for, where they must be right too."""
+    from jaxmha.implementations import few_queries
+
+    monkeypatch.setattr(few_queries, "MOST_ROWS", 10**6)
+    monkeypatch.setattr(few_queries, "LEAST_KEYS", 0)
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ import torch
 import jaxmha
 from jaxmha.converters import oracle
 from jaxmha.converters.arrays import to_numpy, to_torch
-from jaxmha.implementations import IMPLEMENTATIONS
+from tests import conformance
+
+pytestmark = pytest.mark.usefixtures("every_size")
 
 OPTIMISED = True  # compiled as users compile it
 
@@ -44,7 +46,7 @@ def ours(dtype: str, implementation: str) -> Any:
     return jaxmha.dot_product_attention(q, k, v, implementation=implementation), exact
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 1.05), ("float16", 1.2)])
 def test_half_precision(implementation: str, dtype: str, allowed: float) -> None:
     out, exact = ours(dtype, implementation)
@@ -52,7 +54,7 @@ def test_half_precision(implementation: str, dtype: str, allowed: float) -> None
     assert floors(out, exact, dtype) <= allowed
 
 
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_float32_is_no_worse_than_torch(implementation: str) -> None:
     out, exact = ours("float32", implementation)
     tensors = [to_torch(x).transpose(1, 2) for x in draws("float32")[:3]]

@@ -68,6 +68,12 @@ def test_numbers_of_the_page() -> None:
     assert stats.memory_relative(entry, ["flax-nnx", "torch-sdpa"]) == 0.125
     assert stats.gap_to_torch(entry) == (0.5, 1.5, 0.5 / 1.5)
     assert stats.to_products(entry) == 2.0
+    assert stats.swapped_relative(entry, stats.time_of) is None
+    entry["peers"]["flax-nnx+jaxmha"] = {"seconds": [2.0, 1.0, 3.0], "memory": 2**21}
+    entry["peers"]["flax-linen+jaxmha"] = {"seconds": [9.0]}  # flax-linen itself has no time
+    assert stats.swapped_relative(entry, stats.time_of) == 0.5
+    assert stats.swapped_relative(entry, stats.memory_of) == 0.25
+    assert stats.relative(entry, stats.OTHERS) == 0.5  # a layer with our attention is no other
     assert stats.mean([0.5, 2.0]) == pytest.approx(1.0)
 
 

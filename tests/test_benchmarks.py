@@ -16,7 +16,7 @@ import pytest
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import cases, data, exact, fleet, measure, programs, report
 from experiments.benchmarks.cases import CASES, Case, select
-from experiments.benchmarks.peers import OURS, PEERS
+from experiments.benchmarks.peers import OURS, PEERS, SWAPPED
 from experiments.benchmarks.program import UnsupportedError
 
 TINY = {
@@ -212,6 +212,23 @@ def test_a_worker_answers_and_its_end_is_a_result(tmp_path: Path) -> None:
         worker.process.wait()
         assert "ended with code -9" in worker.ask("round")["failed"]
         assert "nothing is prepared" in worker.ask("round")["failed"]
+
+
+def test_a_swapped_layer_is_measured_where_that_is_the_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for peer in SWAPPED.values():
+        assert [PEERS[peer].takes(replace(TINY["plain"], T=T)) for T in (512, 1024)] == [0, 1]
+    assert all(PEERS[peer].takes(case) for peer in SWAPPED for case in CASES)
+    case = replace(TINY["plain"], scope="core")
+    script = Script([100.0])
+    monkeypatch.setattr(measure, "Fleet", lambda threads: script)
+    found = measure.measure(
+        [case], ["a", "b"], rounds=1, budget=1.0, threads=1, backends=["xla"],
+        takes=lambda peer, case: peer == "b",
+    )  # fmt: skip
+    assert list(found["cases"][0]["peers"]) == ["b"]
+    assert "a" not in dict(script.asked)
 
 
 def test_the_parent_is_light() -> None:

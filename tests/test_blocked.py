@@ -18,7 +18,7 @@ from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
 
 BY_NAME = {case.name: case for case in CASES}
-# One row and one key, and two rows and three keys of one head; T and S are no multiples of them.
+# One row and one key of one head, and three keys of all heads; T and S are no multiples of them.
 TINY = (
     {"target": 1, "least_rows": 1, "side": 1},
     {"target": 4 * 7 * 2 * 2, "least_rows": 2, "side": 3},

@@ -124,19 +124,36 @@ def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
             tolerance.assert_close(out[:, 0], np.asarray(want[:, t]), f"token {t}", factor=2)
 
 
-def test_blocks_beyond_the_length_are_not_read() -> None:
-    """What is there beyond the longest sequence costs nothing and says nothing."""
+@pytest.mark.parametrize("length", [7, 4096], ids=["read whole", "read in blocks"])
+def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
     params, x = make()
-    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 4096))
+    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, length))
     step = jax.jit(jaxmha.decode_step)
-    program = step.lower(params, x[:, 5:6], cache).as_text()
-    assert "while" in program
-    assert f"tensor<{B}x{K}x4096x" in program
-    assert "x4096xi1>" not in program, "no condition over all slots"
     key, value = jnp.asarray(cache.key), jnp.asarray(cache.value)
     spoiled = cache._replace(key=key.at[:, :, 6:].set(np.nan), value=value.at[:, :, 6:].set(np.inf))
     outs = [step(params, x[:, 5:6], c)[0] for c in (cache, spoiled)]
-    tolerance.assert_same(*outs)
+    tolerance.assert_close(outs[1], np.asarray(outs[0]))
+
+
+def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long caches with little in them are never read whole."""
+    from jaxmha import cache as module
+
+    folded = []
+    logits = module._logits
+
+    def spy(rows: Any, keys: Any, precision: Any) -> Any:
+        jax.debug.callback(lambda: folded.append(keys.shape[2]))
+        return logits(rows, keys, precision)
+
+    monkeypatch.setattr(module, "_logits", spy)
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    params, x = make()
+    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 2048))
+    np.asarray(jaxmha.decode_step(params, x[:, 5:6], cache)[0])
+    jax.effects_barrier()  # type: ignore[no-untyped-call]
+    assert folded == [module.BLOCK]
+    jax.clear_caches()  # type: ignore[no-untyped-call]
 
 
 def test_scan_and_donation() -> None:

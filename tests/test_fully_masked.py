@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha.implementations import IMPLEMENTATIONS
 from jaxmha.semantics import FullyMasked
 from tests import cases, conformance, tolerance
 from tests.cases import Case
 from tests.everyday import everyday
+
+pytestmark = pytest.mark.usefixtures("every_size")
 
 CASE = Case("policies", mask="BNTS", empty_rows=True)
 VALUES = {"zero": 0.0, "nan": np.nan}
@@ -67,7 +68,7 @@ def check(got: Any, arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -
 
 
 @pytest.mark.parametrize("dtype", everyday(cases.DTYPES, "bfloat16"))
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_policies(implementation: str, dtype: str) -> None:
     """Under jit, vmap and grad, in one program."""
 
@@ -96,7 +97,7 @@ def test_policies(implementation: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_eager(implementation: str, policy: FullyMasked) -> None:
     arrays = cases.arrays(CASE)
     for asked in (a for a in ASKED[::2] if supported(implementation, policy, a)):

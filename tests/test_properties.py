@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection
-from jaxmha.implementations import IMPLEMENTATIONS
-from tests import tolerance
+from tests import conformance, tolerance
 from tests.everyday import everyday
+
+pytestmark = pytest.mark.usefixtures("every_size")
 
 SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])  # conftest draws and prints it
 B, K, G, H, D = 2, 1, 2, 3, 5
@@ -29,7 +30,7 @@ PARAMS = MHAParams(
         for i, pair in enumerate(SHAPES)
     ]
 )
-implementations = pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+implementations = pytest.mark.parametrize("implementation", conformance.PLAIN)
 draws = given(
     sizes=st.sampled_from(SIZES),
     number=st.integers(0, 2**32 - 1),
@@ -141,7 +142,7 @@ def same(clean: Any, spoiled: Any) -> None:
         tolerance.assert_same(x, y)
 
 
-@pytest.mark.parametrize("implementation", everyday(IMPLEMENTATIONS, "blocked"))
+@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
 @seed(SEED)
 @quick
 @draws
@@ -149,7 +150,7 @@ def test_attention(implementation: str, **drawn: Any) -> None:
     check_attention(implementation, **drawn)
 
 
-@pytest.mark.parametrize("implementation", everyday(IMPLEMENTATIONS, "blocked"))
+@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
 @seed(SEED)
 @quick
 @draws

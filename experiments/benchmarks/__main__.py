@@ -104,6 +104,7 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
             threads=threads,
             backends=[b for b in sgemm.BACKENDS if b == "xla" or not PEERS["torch-sdpa"].absent],
             memory=lambda case: case.measures_memory and (full or case.direction == "backward"),
+            takes=lambda peer, case: PEERS[peer].takes(case),
             say=say,
             done=lambda: progress.advance(task),
         )

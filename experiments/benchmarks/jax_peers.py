@@ -51,7 +51,7 @@ def _program(case: Case, data: Data, forward: Forward, variables: Any) -> Progra
         out, (_, gradients) = compiled[0](*arguments[:3], jnp.asarray(cotangent))
         return np.asarray(out), [np.asarray(g) for g in gradients]
 
-    return Program(build, run, answer)
+    return Program(build, run, answer, lambda: str(compiled[0].as_text()))
 
 
 def _keys_there(lengths: Any, S: int) -> Any:
@@ -94,8 +94,13 @@ def jax_nn_program(case: Case, data: Data) -> Program:
     return _program(case, data, layer if data.params else core, data.params)
 
 
-def linen_program(case: Case, data: Data) -> Program:
+def linen_program(case: Case, data: Data, *, swapped: bool = False) -> Program:
+    """`swapped`: with jaxmha's `attention_fn`."""
     from flax import linen
+
+    from jaxmha.flax import attention_fn as own
+
+    attention_fn = own if swapped else linen.dot_product_attention
 
     def mask(lengths: Any) -> Any:
         if case.kind == "causal":
@@ -105,10 +110,11 @@ def linen_program(case: Case, data: Data) -> Program:
     if data.params is None:
 
         def core(_: Any, lengths: Any, q: Any, k: Any, v: Any) -> Any:
-            return linen.dot_product_attention(q, k, v, mask=mask(lengths))
+            return attention_fn(q, k, v, mask=mask(lengths))
 
         return _program(case, data, core, None)
     module, variables = flax_converter.to_module(data.params, kind="linen")
+    module = module.clone(attention_fn=attention_fn)
 
     def layer(variables: Any, lengths: Any, q: Any, k: Any, v: Any) -> Any:
         return module.apply(variables, q, k, v, mask=mask(lengths), deterministic=True)
@@ -116,18 +122,24 @@ def linen_program(case: Case, data: Data) -> Program:
     return _program(case, data, layer, variables)
 
 
-def nnx_program(case: Case, data: Data) -> Program:
+def nnx_program(case: Case, data: Data, *, swapped: bool = False) -> Program:
+    """`swapped`: with jaxmha's `attention_fn`."""
     from flax import nnx
 
+    from jaxmha.flax import attention_fn as own
+
+    attention_fn = own if swapped else nnx.dot_product_attention
     causal = case.kind == "causal"
     if data.params is None:
 
         def core(_: Any, lengths: Any, q: Any, k: Any, v: Any) -> Any:
             mask = _keys_there(lengths, case.S)
-            return nnx.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
+            return attention_fn(q, k, v, mask=mask, is_causal=causal)
 
         return _program(case, data, core, None)
-    graph, state, rest = nnx.split(flax_converter.to_module(data.params), nnx.Param, ...)
+    made = flax_converter.to_module(data.params)
+    made.attention_fn = attention_fn
+    graph, state, rest = nnx.split(made, nnx.Param, ...)
 
     def layer(state: Any, lengths: Any, q: Any, k: Any, v: Any) -> Any:
         module = nnx.merge(graph, state, rest)

@@ -55,6 +55,7 @@ def measure(
     threads: int,
     backends: Sequence[str],
     memory: Callable[[Case], bool] = lambda case: False,
+    takes: Callable[[str, Case], bool] = lambda peer, case: True,
     say: Say = lambda line: None,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def measure(
         for case in cases:
             say(case.name)
             expected = Path(folder) / "expected.npz"
-            entry, live = _case(case, peers, fleet, probe, expected, rounds, budget)
+            asked = [peer for peer in peers if takes(peer, case)]
+            entry, live = _case(case, asked, fleet, probe, expected, rounds, budget)
             for peer in live if memory(case) else ():
                 grown = fleet.fresh(peer, "memory", case=case.as_dict())
                 entry["peers"][peer] |= {MEMORY[key]: value for key, value in grown.items()}

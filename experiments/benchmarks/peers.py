@@ -3,13 +3,20 @@
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from experiments.benchmarks.cases import Case
+
 
 class Peer(NamedTuple):
-    """What it is, the packages it needs, and the backend that Keras is to run on."""
+    """What it is, the packages it needs, the backend that Keras is to run on, the smallest T."""
 
     about: str
     packages: tuple[str, ...]
     keras_backend: str = "jax"
+    least: int = 0
+
+    def takes(self, case: Case) -> bool:
+        """Whether it is measured on the case at all."""
+        return self.least <= case.T
 
     @property
     def absent(self) -> str | None:
@@ -29,8 +36,12 @@ PEERS: dict[str, Peer] = {
     "keras-jax": Peer("Keras on JAX, under jit", ("keras", "jax")),
     "flax-linen": Peer("flax.linen.MultiHeadDotProductAttention, under jit", ("flax",)),
     "flax-nnx": Peer("flax.nnx.MultiHeadAttention, under jit", ("flax",)),
+    "flax-linen+jaxmha": Peer("flax-linen with attention_fn of jaxmha", ("flax",), least=1024),
+    "flax-nnx+jaxmha": Peer("flax-nnx with attention_fn of jaxmha", ("flax",), least=1024),
     "jax-nn": Peer("jax.nn.dot_product_attention between einsums, under jit", ("jax",)),
 }
 OURS = "jaxmha"
+# What Flax's own layers become where `attention_fn` alone is replaced.
+SWAPPED = {"flax-linen": "flax-linen+jaxmha", "flax-nnx": "flax-nnx+jaxmha"}
 # The fastest of these is the fastest that JAX users have.
 ON_JAX = ("keras-jax", "flax-linen", "flax-nnx", "jax-nn")

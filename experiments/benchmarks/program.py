@@ -20,8 +20,10 @@ class Program(NamedTuple):
       run: computes everything once and waits for it.
       answer: from a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
         of `Data.distinct` (None where the case is forward only).
+      text: the compiled program, where there is one.
     """
 
     compile: Callable[[], None]
     run: Callable[[], None]
     answer: Callable[[Array], tuple[NDArray[Any], list[NDArray[Any]] | None]]
+    text: Callable[[], str] | None = None

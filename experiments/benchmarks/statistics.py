@@ -6,11 +6,11 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from experiments.benchmarks.cases import Case
-from experiments.benchmarks.peers import ON_JAX, OURS, PEERS
+from experiments.benchmarks.peers import ON_JAX, OURS, PEERS, SWAPPED
 
 Entry = dict[str, Any]  # one of results["cases"]
 TORCH = tuple(peer for peer in PEERS if peer.startswith("torch"))
-OTHERS = tuple(peer for peer in PEERS if peer != OURS)
+OTHERS = tuple(peer for peer in PEERS if peer != OURS and peer not in SWAPPED.values())
 
 
 def case_of(entry: Entry) -> Case:
@@ -63,6 +63,16 @@ def memory_relative(entry: Entry, peers: Iterable[str]) -> float | None:
     ours = memory_of(entry, OURS)
     theirs = [m for peer in peers if (m := memory_of(entry, peer)) is not None]
     return None if ours is None or not theirs else ours / max(min(theirs), 1.0)
+
+
+def swapped_relative(entry: Entry, of: Callable[[Entry, str], float | None]) -> float | None:
+    """Flax's own layers with jaxmha's `attention_fn` relative to without: the worse of the two."""
+    ratios = []
+    for peer, swapped in SWAPPED.items():
+        own, ours = of(entry, peer), of(entry, swapped)
+        if own and ours is not None:
+            ratios.append(ours / own)
+    return max(ratios, default=None)
 
 
 def gap_to_torch(entry: Entry) -> tuple[float, float, float] | None:
@@ -125,5 +135,8 @@ GOALS: tuple[Goal, ...] = (
     Goal("T >= 2048 / fastest on JAX", lambda c: c.T >= 2048, _to(ON_JAX), None, 1 / 3),
     Goal("T >= 4096 / fastest on JAX", lambda c: c.T >= 4096, _to(ON_JAX), None, 1 / 4),
     Goal("seconds to compile a layer", lambda c: c.scope == "layer", lambda e: e["peers"].get(OURS, {}).get("compile"), None, 2.0),
+    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 1 / 2),
+    Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 1 / 3),
+    Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2),
     Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5),
 )  # fmt: skip

@@ -10,7 +10,8 @@ from jaxtyping import Float
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.flax.heads import How, Implementation, attend_heads
+from jaxmha.cache import Rotate
+from jaxmha.flax.heads import How, Implementation, attend_heads, rotated
 from jaxmha.flax.settings import behaviour, cast, read_mask, refuse
 from jaxmha.mask import Mask
 from jaxmha.semantics import Precision, Semantics
@@ -38,6 +39,8 @@ def attention_fn(
     *,
     semantics: Semantics | None = None,
     implementation: Implementation = None,
+    rotate: Rotate | None = None,
+    input_positions: Any = None,
 ) -> Any:
     """What `flax.linen` and `flax.nnx` call `dot_product_attention`, with the same arguments.
 
@@ -68,6 +71,8 @@ def attention_fn(
       is_causal: query i attends keys j <= i.
       semantics: what flax has no argument for (scale, soft cap, fully masked rows).
       implementation: as in `jaxmha.dot_product_attention`.
+      rotate: `rotate(heads, positions)` of queries and keys, such as `jaxmha.rope`; T is S.
+      input_positions: `(*B, T)` for `rotate`, default 0, 1, ...
 
     Returns:
       `(*B, T, N, h)` in `dtype`, or in the promoted dtype.
@@ -122,6 +127,7 @@ def attention_fn(
             f"{query.shape}, {key.shape}, {value.shape}"
         )
     query, key, value = (jnp.asarray(cast(x, dtype)) for x in (query, key, value))
+    query, key = rotated(query, key, rotate, input_positions)
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax's weights stay in it
         query, key, value = cast((query, key, value), np.float32)
     pairs = read_mask(mask, Mask.causal() if is_causal else Mask())

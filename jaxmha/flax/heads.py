@@ -47,8 +47,13 @@ def attend_layer(
     mask: Mask,
     rotate: Rotate | None,
     how: How,
+    positions: Any = None,
 ) -> tuple[Any, Any]:
-    """A layer over query, key and value features; `rotate(heads, positions)` stands inside."""
+    """A layer over query, key and value features; `rotate(heads, positions)` stands inside.
+
+    `positions`: of queries and keys, default 0, 1, ...
+    """
+    _check_positions(positions, rotate, *inputs[:2])
     if rotate is None:
         semantics, dropout_key, kind, implementation = how
         result = multi_head_attention(
@@ -64,7 +69,9 @@ def attend_layer(
         return result if kind else (result, None)
     _checked(params, inputs, bias)
     with forward_mode():
-        out, weights = _attend_layer(params, inputs, bias, mask, *_split(how), rotate=rotate)
+        out, weights = _attend_layer(
+            params, inputs, bias, mask, *_split(how), positions, rotate=rotate
+        )
     return out, weights
 
 
@@ -76,11 +83,13 @@ def attend_cached(
     mask: Mask,
     rotate: Rotate | None,
     how: How,
+    positions: Any = None,
 ) -> tuple[Any, Any, tuple[Any, Any, Any]]:
     """T tokens after those that flax's cache holds: keys `*B S K H`, values `*B S K h`, an index.
 
     `mask` and `bias` are over the S slots; a window is counted in tokens. Where there is no room
-    left the outputs are NaN, since a compiled program cannot raise.
+    left the outputs are NaN, since a compiled program cannot raise. `positions` are those of the
+    new tokens for `rotate`, default their slots.
 
     Returns:
       out `*B T Do`, weights, and the cache after the tokens.
@@ -97,10 +106,11 @@ def attend_cached(
             f"{', '.join(refused) or 'causal with an offset'}: give window, key/value padding or an "
             "array over the slots of the cache"
         )
+    _check_positions(positions, rotate, *inputs[:2])
     _checked(params, inputs, bias)
     with forward_mode():
         out, weights, cached = _attend_cached(
-            params, inputs, cached, bias, mask, *_split(how), rotate=rotate
+            params, inputs, cached, bias, mask, *_split(how), positions, rotate=rotate
         )
     return out, weights, cached
 
@@ -143,6 +153,7 @@ def _attend_layer(
     dropout_key: Any,
     return_weights: bool,
     implementation: Any,
+    positions: Any,
     *,
     rotate: Rotate,
 ) -> tuple[Any, Any]:
@@ -153,8 +164,8 @@ def _attend_layer(
     extra = extra_positions.count(params, semantics)
     inputs = only_live(inputs, *wide, sizes, extra, semantics.fully_masked)
     query, key, value = project(params, *inputs, semantics=semantics)
-    query = rotate(query, _positions(batch, T))
-    key = rotate(key, _positions(batch, S))
+    query = rotate(query, _positions(batch, T) if positions is None else positions)
+    key = rotate(key, _positions(batch, S) if positions is None else positions)
     how = How(semantics, dropout_key, return_weights, implementation)
     out, weights = _between(params, query, key, value, wide, how)
     return combine(params, out, semantics=semantics), weights
@@ -171,6 +182,7 @@ def _attend_cached(
     dropout_key: Any,
     return_weights: bool,
     implementation: Any,
+    positions: Any,
     *,
     rotate: Rotate | None,
 ) -> tuple[Any, Any, tuple[Any, Any, Any]]:
@@ -189,7 +201,7 @@ def _attend_cached(
         raise ValueError(f"T={T} new tokens are more than the S={S} slots of the cache")
     tokens = index + jnp.arange(T, dtype=index.dtype)
     if rotate is not None:
-        places = jnp.broadcast_to(tokens, (*batch, T))
+        places = jnp.broadcast_to(tokens, (*batch, T)) if positions is None else positions
         query, key = rotate(query, places), rotate(key, places)
     start = (jnp.zeros_like(index),) * len(batch) + (index,) + (jnp.zeros_like(index),) * 2
     keys, values = (
@@ -208,6 +220,39 @@ def _attend_cached(
     out, weights = _between(params, query, *heads, wide, how)
     out = jnp.where(index + T > S, jnp.nan, out)
     return combine(params, out, semantics=semantics), weights, (keys, values, index + T)
+
+
+def _check_positions(
+    positions: Any, rotate: Rotate | None, queries: Any, keys: Any, *, features: int = 1
+) -> None:
+    """`queries` and `keys` are `*B T`, `*B S` and so many axes of features."""
+    if positions is None:
+        return
+    if rotate is None:
+        raise ValueError(
+            "input_positions: nothing is rotated; give rotate, such as jaxmha.rope, as well"
+        )
+    expected, others = queries.shape[:-features], keys.shape[:-features]
+    if positions.shape != expected or others != expected:
+        raise ValueError(
+            "input_positions: expected axes (*B, T) of queries and keys alike, got shape "
+            f"{positions.shape} with queries (*B, T) {expected}, keys (*B, S) {others}"
+        )
+
+
+def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) -> tuple[Any, Any]:
+    """Heads `*B T N H`, `*B S K H` as `rotate` turns them at positions, default 0, 1, ..."""
+    _check_positions(positions, rotate, query, key, features=2)
+    if rotate is None:
+        return query, key
+    *batch, T, _, _ = query.shape
+    if key.shape[-3] != T:
+        raise ValueError(
+            f"rotate: which positions T={T} queries have among S={key.shape[-3]} keys is not known "
+            "here; rotate in jaxmha.flax.linen or jaxmha.flax.nnx instead, which hold the cache"
+        )
+    places = _positions(batch, T) if positions is None else positions
+    return rotate(query, places), rotate(key, places)
 
 
 def _positions(batch: Sequence[int], size: int) -> Any:

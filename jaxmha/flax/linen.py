@@ -67,8 +67,10 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       dropout_rate: of the weights.
       deterministic: no dropout; may be given in the call instead.
       precision: of matrix products.
-      kernel_init, out_kernel_init, bias_init, out_bias_init: as in flax; kernels are drawn as
-        matrices. `nn.with_partitioning` is kept.
+      kernel_init: as in flax; kernels are drawn as matrices, `nn.with_partitioning` is kept.
+      out_kernel_init: default `kernel_init`.
+      bias_init: as in flax.
+      out_bias_init: default `bias_init`.
       use_bias: of the four projections; or the names of those that have one.
       attention_fn: must be left out, or be flax's or jaxmha's own.
       decode: keeps `cached_key`, `cached_value` and `cache_index` in the collection `cache`.

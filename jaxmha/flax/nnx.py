@@ -228,6 +228,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: Any = None,
     ) -> Any:
         """Attends from `inputs_q` to `inputs_k`.
 
@@ -243,6 +244,8 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
           decode: appends to the cache of `init_cache`, and attends to all of it.
           is_causal: query i attends keys j <= i.
           out_sharding, qkv_sharding: must be left out.
+          input_positions: `(*B, T)` of queries and keys for `rotate`, default those in the cache,
+            or 0, 1, ...
 
         Returns:
           `(*B, T, Do)`, in `dtype` where it is given.
@@ -272,11 +275,13 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
                 raise ValueError("there is no cache to decode with: call init_cache first")
             cached = tuple(x[...] for x in (self.cached_key, self.cached_value, self.cache_index))
             out, weights, cached = attend_cached(
-                params, inputs, cached, bias, pairs, self.rotate, how
+                params, inputs, cached, bias, pairs, self.rotate, how, input_positions
             )
             self.cached_key[...], self.cached_value[...], self.cache_index[...] = cached
         else:
-            out, weights = attend_layer(params, inputs, bias, pairs, self.rotate, how)
+            out, weights = attend_layer(
+                params, inputs, bias, pairs, self.rotate, how, input_positions
+            )
         if sow_weights:
             sow(self, weights)
         return out

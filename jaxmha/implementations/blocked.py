@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     above: int | None
     dropout_rate: float
     dropout_broadcast: tuple[str, ...]
+    lse: bool
 
 
 def supports(request: Request) -> str | None:
@@ -68,6 +69,8 @@ def attend(request: Request) -> Result:
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     query *= scale
     values, there = value, None
+    out: jax.Array
+    lse: jax.Array | None
     if 0 in (B, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
@@ -91,6 +94,7 @@ def attend(request: Request) -> Result:
             static,
             semantics.dropout_rate if _drops(request) else 0.0,
             semantics.dropout_broadcast,
+            request.return_lse or semantics.fully_masked != "zero",
         )
         traced = conditions._replace(
             window=(None, None), above=None if static is not None else conditions.above
@@ -102,7 +106,15 @@ def attend(request: Request) -> Result:
         there = conditions.rows
         if there is not None:
             out = jnp.where(there[:, None, :, None], out, 0.0)
-            lse = jnp.where(there[:, None, :], lse, -jnp.inf)
+            lse = None if lse is None else jnp.where(there[:, None, :], lse, -jnp.inf)
+    if semantics.fully_masked != "zero":
+        out = _answer_empty(request, out, lse, values)
+    return Result(jnp.moveaxis(out, 1, 2).astype(request.query.dtype), None, lse)
+
+
+def _answer_empty(request: Request, out: jax.Array, lse: Any, values: jax.Array) -> jax.Array:
+    """`B N T h` where rows without keys have the answer of the policy."""
+    semantics, (T, S) = request.semantics, (out.shape[2], values.shape[2])
     empty = (lse == -jnp.inf)[..., None]
     lengths = request.mask.query_lengths
     if lengths is not None:  # rows beyond are 0 whatever the policy
@@ -110,11 +122,11 @@ def attend(request: Request) -> Result:
         within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
         empty &= within[:, None, :, None]
     if semantics.fully_masked == "mean" and S:
-        mean = jnp.repeat(values.mean(2, keepdims=True), N // K, 1)
+        mean = jnp.repeat(values.mean(2, keepdims=True), out.shape[1] // values.shape[1], 1)
         out = jnp.where(empty, mean, out)
-    if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
+    if semantics.fully_masked == "nan":
         out = jnp.where(empty, jnp.nan, out)
-    return Result(jnp.moveaxis(out, 1, 2).astype(request.query.dtype), None, lse)
+    return out
 
 
 def _per_key_head(live: jax.Array, K: int) -> jax.Array:
@@ -133,8 +145,8 @@ def core(
     bias: jax.Array | None,
     traced: Pairs,
     words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Output `B N T h`, 0 on empty rows, and lse `B N T`, -inf there.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Output `B N T h`, 0 on empty rows, and lse `B N T`, -inf there, or None by `rules.lse`.
 
     Args:
       plan: the cut.
@@ -146,38 +158,33 @@ def core(
     """
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
-    keys = jnp.swapaxes(tiles.chunks(plan, key), 3, 4)
 
-    def step(x: tuple[jax.Array, ...]) -> Any:
-        index, rows_of_all, keys, values = x
+    def step(index: Any, x: tuple[jax.Array, ...]) -> Any:
+        rows_of_all, keys, values = x
+        keys = jnp.swapaxes(keys, -1, -2)
 
-        def block(y: tuple[jax.Array, jax.Array]) -> Any:
-            i, rows = y
-
-            def visit(j: jax.Array | int, clear: bool, carry: Running) -> Running:
+        def block(i: Any, rows: jax.Array) -> Any:
+            def visit(j: jax.Array | int, clear: bool, carry: Running | None) -> Running:
                 place = _place(plan, index, i, j)
-                added = pairs.added(
-                    NOTHING if clear else conditions, bias, place, plan.G, rows.dtype
+                added, keep = _beside(
+                    plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
                 )
-                keep = kept(plan, *rules[-2:], words, place)
-                return _forward_block(rules, rows, keys[j], values[j], added, keep, carry)
+                seen, weighed = (tiles.part(plan, x, j) for x in (keys, values))
+                return _forward_block(rules, rows, seen, weighed, added, keep, carry)
 
-            shape = (*rows.shape[:-1], 1)
-            start = Running(
-                jnp.zeros((*shape[:-1], values.shape[-1]), rows.dtype),
-                jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype),
-                jnp.zeros(shape, rows.dtype),
-            )
+            start = None if plan.chunks == 1 else _nothing_yet(rows, values.shape[-1])
             out, highest, total = reach.visit_all(reached, plan, index, i, visit, start)
-            divisor = total if words is None else total * (1 - rules.dropout_rate)
-            out /= jnp.where(total == 0, 1.0, divisor)
-            return out, (highest + jnp.log(total))[..., 0]
+            divisor = jnp.maximum(total, 1.0)  # the highest logit alone gives 1
+            out /= divisor if words is None else divisor * (1 - rules.dropout_rate)
+            # A second answer would keep XLA from making one kernel of small blocks.
+            return out, (highest + jnp.log(total))[..., 0] if rules.lse else None
 
-        return tiles.each(block, (jnp.arange(plan.blocks), rows_of_all))
+        return tiles.each(block, plan.blocks, rows_of_all)
 
-    steps = jnp.arange(plan.steps)
-    out, lse = tiles.each(step, (steps, tiles.tiles(plan, query), keys, tiles.chunks(plan, value)))
-    return tiles.rows(plan, out), tiles.rows(plan, lse[..., None])[..., 0]
+    parts = tiles.tiles(plan, query), tiles.chunks(plan, key), tiles.chunks(plan, value)
+    out, lse = tiles.each(step, plan.steps, parts)
+    out = tiles.rows(plan, out)
+    return out, tiles.rows(plan, lse[..., None])[..., 0] if rules.lse else None
 
 
 class Running(NamedTuple):
@@ -188,6 +195,13 @@ class Running(NamedTuple):
     total: jax.Array
 
 
+def _nothing_yet(rows: jax.Array, h: int) -> Running:
+    shape = (*rows.shape[:-1], 1)
+    zeros = jnp.zeros(shape, rows.dtype)
+    lowest = jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype)
+    return Running(jnp.zeros((*shape[:-1], h), rows.dtype), lowest, zeros)
+
+
 def _forward_block(
     rules: Rules,
     rows: jax.Array,
@@ -195,22 +209,26 @@ def _forward_block(
     values: jax.Array,
     added: jax.Array | None,
     keep: jax.Array | None,
-    before: Running,
+    before: Running | None,
 ) -> Running:
-    """One block more: rows `c r H`, keys `c H s`, values `c s h`."""
+    """One block more: rows `[c] r H`, keys `[c] H s`, values `[c] s h`."""
     logits = matmul(rows, keys, precision=rules.precision)
     if rules.soft_cap is not None:
         logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
     if added is not None:
         logits += added
     # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
-    highest = jnp.maximum(logits.max(-1, keepdims=True), before.highest)
-    exps, shrink = jnp.exp(logits - highest), jnp.exp(before.highest - highest)
-    total = before.total * shrink + _sum(exps)
+    lowest = LOWEST[rows.dtype.name] if before is None else before.highest
+    highest = jnp.maximum(logits.max(-1, keepdims=True), lowest)
+    exps = jnp.exp(logits - highest)
+    total = _sum(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)
-    out = before.out * shrink + matmul(exps, values, precision=rules.precision)
-    return Running(out, highest, total)
+    out = matmul(exps, values, precision=rules.precision)
+    if before is None:
+        return Running(out, highest, total)
+    shrink = jnp.exp(before.highest - highest)
+    return Running(before.out * shrink + out, highest, before.total * shrink + total)
 
 
 def _sum(exps: jax.Array) -> jax.Array:
@@ -225,11 +243,11 @@ SMALL_SUM = 2**14
 
 def _core_forward(
     plan: Plan, rules: Rules, *arguments: Any
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    out, lse = core(plan, rules, *arguments)
+) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    out, lse = core(plan, rules._replace(lse=True), *arguments)
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
-    return (out, lse), (*arguments, out, lse)
+    return (out, lse if rules.lse else None), (*arguments, out, lse)
 
 
 def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
@@ -239,48 +257,49 @@ def _core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[A
     conditions, padded = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
     # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
-    shift = slope_lse - (slope * out).sum(-1)
+    shift = -(slope * out).sum(-1)
+    if slope_lse is not None:
+        shift += slope_lse
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     dtype = query.dtype
-    keys, values = tiles.chunks(plan, key), tiles.chunks(plan, value)
-    per_key = keys, values, jnp.swapaxes(keys, 3, 4)
     per_row = (
         tiles.tiles(plan, query),
         tiles.tiles(plan, slope),
         tiles.tiles(plan, lse[..., None], jnp.inf),
         tiles.tiles(plan, shift[..., None]),
     )
+    per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope = None if padded is None else jnp.zeros(padded.shape, dtype)
 
-    def step(bias_slope: jax.Array | None, x: Any) -> Any:
-        index, per_row, per_key = x
+    def step(bias_slope: jax.Array | None, index: Any, x: Any) -> Any:
+        per_row, (keys, values) = x
+        per_key = keys, values, jnp.swapaxes(keys, -1, -2)
 
-        def block(carry: Any, y: Any) -> Any:
-            i, parts = y
-
+        def block(carry: Any, i: Any, parts: Any) -> Any:
             def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:
                 dq, dk, dv, bias_slope = carry
                 place = _place(plan, index, i, j)
-                added = pairs.added(NOTHING if clear else conditions, padded, place, plan.G, dtype)
-                keep = kept(plan, *rules[-2:], words, place)
-                seen = tuple(x[j] for x in per_key)
+                added, keep = _beside(
+                    plan, rules, NOTHING if clear else conditions, padded, words, place, dtype
+                )
+                seen = tuple(tiles.part(plan, x, j) for x in per_key)
                 more_dq, more_dk, more_dv, d_added = _backward_block(
                     rules, parts, seen, added, keep
                 )
                 if bias_slope is not None:
                     bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)
-                return dq + more_dq, dk.at[j].add(more_dk), dv.at[j].add(more_dv), bias_slope
+                dk, dv = tiles.add(plan, dk, j, more_dk), tiles.add(plan, dv, j, more_dv)
+                return dq + more_dq, dk, dv, bias_slope
 
             start = (jnp.zeros_like(parts[0]), *carry)
             dq, *carry = reach.visit_all(reached, plan, index, i, visit, start)
             return tuple(carry), dq
 
-        zeros = jnp.zeros_like(per_key[0]), jnp.zeros_like(per_key[1]), bias_slope
-        (dk, dv, bias_slope), dq = tiles.scan(block, zeros, (jnp.arange(plan.blocks), per_row))
+        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), bias_slope
+        (dk, dv, bias_slope), dq = tiles.scan(block, plan.blocks, zeros, per_row)
         return bias_slope, (dq, dk, dv)
 
-    steps = jnp.arange(plan.steps)
-    bias_slope, (dq, dk, dv) = tiles.scan(step, bias_slope, (steps, per_row, per_key))
+    bias_slope, (dq, dk, dv) = tiles.scan(step, plan.steps, bias_slope, (per_row, per_key))
     if bias_slope is not None:
         bias_slope = bias_slope[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (tiles.unchunked(plan, x) for x in (dk, dv))
@@ -297,30 +316,30 @@ def _backward_block(
     more: jax.Array | None,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Slopes of rows, keys, values and added logits; scores are `c s r` in here."""
+    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here."""
     rows, slope, lse, shift = per_row
     keys, values, flipped = per_key
     product = partial(matmul, precision=rules.precision)
-    logits = product(keys, jnp.swapaxes(rows, 1, 2))
+    logits = product(keys, jnp.swapaxes(rows, -1, -2))
     bent = None
     if rules.soft_cap is not None:
         bent = jnp.tanh(logits / rules.soft_cap)
         logits = rules.soft_cap * bent
     if more is not None:
-        logits += jnp.swapaxes(more, 1, 2)
-    weights = jnp.exp(logits - jnp.swapaxes(lse, 1, 2))
-    slopes = product(values, jnp.swapaxes(slope, 1, 2))
+        logits += jnp.swapaxes(more, -1, -2)
+    weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
+    slopes = product(values, jnp.swapaxes(slope, -1, -2))
     dropped = weights
     if keep is not None:
-        factor = jnp.where(jnp.swapaxes(keep, 1, 2), 1 / (1 - rules.dropout_rate), 0.0)
+        factor = jnp.where(jnp.swapaxes(keep, -1, -2), 1 / (1 - rules.dropout_rate), 0.0)
         factor = factor.astype(rows.dtype)
         dropped, slopes = weights * factor, slopes * factor
     value_slope = product(dropped, slope)
-    d_added = weights * (slopes + jnp.swapaxes(shift, 1, 2))
+    d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
     d_logits = d_added if bent is None else d_added * (1 - bent * bent)
     key_slope = product(d_logits, rows)
-    row_slope = jnp.swapaxes(product(flipped, d_logits), 1, 2)
-    return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, 1, 2)
+    row_slope = jnp.swapaxes(product(flipped, d_logits), -1, -2)
+    return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)
 
 
 def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:
@@ -345,7 +364,22 @@ def _conditions(
     return pairs.pad(traced._replace(window=rules.window, above=above), bias, plan)
 
 
-def _place(plan: Plan, step: jax.Array, i: jax.Array, j: jax.Array | int) -> Place:
+def _beside(
+    plan: Plan,
+    rules: Rules,
+    conditions: Pairs,
+    bias: jax.Array | None,
+    words: jax.Array | None,
+    place: Place,
+    dtype: Any,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """What the scores of a block meet: added logits and kept weights, `[cells] rows keys`."""
+    added = pairs.added(conditions, bias, place, plan.G, dtype)
+    keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, words, place)
+    return tiles.cells(plan, added), tiles.cells(plan, keep)
+
+
+def _place(plan: Plan, step: jax.Array | int, i: jax.Array | int, j: jax.Array | int) -> Place:
     return Place(
         step // plan.groups * plan.batches,
         plan.batches,

@@ -102,9 +102,10 @@ def plan(
     if keys < S:
         rows = min(rows, max(side // G, 1))
     rows = _even(T, rows)
-    cells = max(target // (itemsize * G * rows * keys), 1) if rows == T else 1
+    cells = max(target // (itemsize * G * rows * keys), 1) if rows == T or keys < S else 1
     heads = _divisor(K, cells)
-    batches = _divisor(B, cells // K) if heads == K else 1
+    # Batch rows of one block would share what is left out.
+    batches = _divisor(B, cells // K) if heads == K and keys == S else 1
     return Plan(B, K, G, T, S, batches, heads, rows, keys)
 
 

@@ -90,8 +90,8 @@ def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
 def visit_all(
     reached: Reach | None,
     plan: Plan,
-    step: jax.Array,
-    i: jax.Array,
+    step: jax.Array | int,
+    i: jax.Array | int,
     visit: Callable[[Any, bool, Any], Any],
     carry: Any,
 ) -> Any:

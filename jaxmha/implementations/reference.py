@@ -4,6 +4,9 @@ Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; grouped
 Ainslie et al., "GQA" (2023).
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +22,40 @@ def supports(request: Request) -> str | None:
     return None
 
 
-def attend(request: Request) -> Result:
+class Products(NamedTuple):
+    """The two products of attention, with the precision last.
+
+    Attributes:
+      logits: of queries `B T N H` and keys `B S K H`: `B N T S`.
+      out: of weights `B N T S` and values `B S K h`: `B T N h`.
+    """
+
+    logits: Callable[[jax.Array, jax.Array, Any], jax.Array]
+    out: Callable[[jax.Array, jax.Array, Any], jax.Array]
+
+
+def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    """Query heads of a group are rows of one product."""
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    rows = jnp.moveaxis(query.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, N // K * T, H)
+    logits = matmul(rows, jnp.transpose(key, (0, 2, 3, 1)), precision=precision)
+    return logits.reshape(B, N, T, S)
+
+
+def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+    (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
+    rows = weights.reshape(B, K, N // K * T, S)
+    out = matmul(rows, jnp.moveaxis(value, 1, 2), precision=precision)
+    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2)
+
+
+HEAD_BY_HEAD = Products(_logits, _out)
+
+
+def attend(request: Request, products: Products = HEAD_BY_HEAD) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs."""
     semantics = request.semantics
-    (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
+    (B, T, N, H), S = request.query.shape, request.value.shape[1]
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (x.astype(accumulate) for x in request[:3])
     bias = None if request.bias is None else request.bias.astype(accumulate)
@@ -32,11 +65,7 @@ def attend(request: Request) -> Result:
 
     precision = semantics.precision
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    # Query heads of a group are rows of one product.
-    grouped = jnp.moveaxis((query * scale).reshape(B, T, K, N // K, H), 1, 3)
-    rows = grouped.reshape(B, K, N // K * T, H)
-    logits = matmul(rows, jnp.transpose(key, (0, 2, 3, 1)), precision=precision)
-    logits = logits.reshape(B, N, T, S)
+    logits = products.logits(query * scale, key, precision)
     if semantics.logits_soft_cap is not None:
         logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
     if bias is not None:
@@ -65,9 +94,7 @@ def attend(request: Request) -> Result:
         rate = semantics.dropout_rate
         draws = dropout.keep(request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast)
         kept = jnp.where(draws, weights / (1 - rate), 0.0)
-    rows = kept.reshape(B, K, N // K * T, S)
-    out = matmul(rows, jnp.moveaxis(value, 1, 2), precision=precision)
-    out = jnp.moveaxis(out.reshape(B, N, T, h), 1, 2)
+    out = products.out(kept, value, precision)
     if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
         out = jnp.where(jnp.swapaxes(empty, 1, 2), jnp.nan, out)
         weights, kept = (jnp.where(empty, jnp.nan, w) for w in (weights, kept))

@@ -22,6 +22,7 @@ class Request(NamedTuple):
       semantics: scale, soft cap, policy, dtypes, dropout.
       dropout_key: None: no dropout.
       return_weights: False, "before_dropout" or "after_dropout".
+      return_lse: whether the caller reads lse.
     """
 
     query: jax.Array
@@ -32,14 +33,18 @@ class Request(NamedTuple):
     semantics: Semantics
     dropout_key: Array | None
     return_weights: ReturnWeights
+    return_lse: bool = False
 
 
 class Result(NamedTuple):
-    """out `B T N h`; weights `B N T S` where asked for; lse `B N T`, -inf on empty rows."""
+    """out `B T N h`; weights `B N T S` where asked for; lse `B N T`, -inf on empty rows.
+
+    lse may be None where it was not asked for.
+    """
 
     out: jax.Array
     weights: jax.Array | None
-    lse: jax.Array
+    lse: jax.Array | None
 
 
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype[Any]:

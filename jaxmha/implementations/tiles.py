@@ -1,5 +1,9 @@
-"""Arrays cut as a plan says, loops over the parts, and the way back."""
+"""Arrays cut as a plan says, loops over the parts, and the way back.
 
+An axis of one part does not exist: between layouts that differ in such an axis XLA would copy.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,51 +13,74 @@ from jaxmha.implementations.blocks import Plan
 
 
 def chunks(plan: Plan, x: jax.Array) -> jax.Array:
-    """`B K S d` as `steps chunks cells keys d`, filled up where S ends."""
-    missing = plan.chunks * plan.keys - plan.S
-    if missing:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    """`B K S d` as `[steps] [chunks] [cells] keys d`, filled up where S ends."""
+    x = _filled(x, plan.chunks * plan.keys - plan.S, 0.0)
     d = x.shape[-1]
-    x = x.reshape(plan.steps, plan.cells, plan.chunks, plan.keys * d)
-    return jnp.swapaxes(x, 1, 2).reshape(plan.steps, plan.chunks, plan.cells, plan.keys, d)
+    x = _swapped(x.reshape(plan.steps, plan.cells, plan.chunks, plan.keys * d))
+    return x.reshape(*_counts(plan.steps, plan.chunks, plan.cells), plan.keys, d)
 
 
 def unchunked(plan: Plan, x: jax.Array) -> jax.Array:
     """The inverse of `chunks`."""
     d = x.shape[-1]
-    x = jnp.swapaxes(x.reshape(plan.steps, plan.chunks, plan.cells, plan.keys * d), 1, 2)
+    x = _swapped(x.reshape(plan.steps, plan.chunks, plan.cells, plan.keys * d))
     return x.reshape(plan.B, plan.K, plan.chunks * plan.keys, d)[:, :, : plan.S]
 
 
 def tiles(plan: Plan, x: jax.Array, fill: float = 0.0) -> jax.Array:
-    """`B N T d` as `steps blocks cells G*rows d`, filled up where T ends."""
-    missing = plan.blocks * plan.rows - plan.T
-    if missing:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=fill)
+    """`B N T d` as `[steps] [blocks] [cells] G*rows d`, filled up where T ends."""
+    x = _filled(x, plan.blocks * plan.rows - plan.T, fill)
     d = x.shape[-1]
-    # Axes that are not 1 and trade places cost a copy: none does without groups.
-    x = x.reshape(plan.steps, plan.cells * plan.G, plan.blocks, plan.rows * d)
-    x = jnp.swapaxes(x, 1, 2)
-    return x.reshape(plan.steps, plan.blocks, plan.cells, plan.G * plan.rows, d)
+    x = _swapped(x.reshape(plan.steps, plan.cells * plan.G, plan.blocks, plan.rows * d))
+    return x.reshape(*_counts(plan.steps, plan.blocks, plan.cells), plan.G * plan.rows, d)
 
 
 def rows(plan: Plan, x: jax.Array) -> jax.Array:
     """The inverse of `tiles`."""
     d = x.shape[-1]
-    x = x.reshape(plan.steps, plan.blocks, plan.cells * plan.G, plan.rows * d)
-    x = jnp.swapaxes(x, 1, 2)
+    x = _swapped(x.reshape(plan.steps, plan.blocks, plan.cells * plan.G, plan.rows * d))
     x = x.reshape(plan.B, plan.K * plan.G, plan.blocks * plan.rows, d)
     return x[:, :, : plan.T]
 
 
-def each(f: Any, xs: Any) -> Any:
-    """`lax.map`, without a loop around a single step."""
-    return scan(lambda _, x: (None, f(x)), None, xs)[1]
+def part(plan: Plan, x: jax.Array, j: jax.Array | int) -> jax.Array:
+    """Chunk `j` of `[chunks] ...`."""
+    return x if plan.chunks == 1 else x[j]
 
 
-def scan(f: Any, carry: Any, xs: Any) -> Any:
-    """`lax.scan`, without a loop around a single step."""
-    if len(jax.tree.leaves(xs)[0]) > 1:
-        return jax.lax.scan(f, carry, xs)
-    carry, ys = f(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda y: y[None], ys)
+def add(plan: Plan, x: jax.Array, j: jax.Array | int, more: jax.Array) -> jax.Array:
+    """`x`, with more in chunk `j`."""
+    return x + more if plan.chunks == 1 else x.at[j].add(more)
+
+
+def cells(plan: Plan, x: jax.Array | None) -> jax.Array | None:
+    """`cells ...`, where 1 stands for all of them, as `[cells] ...`."""
+    return x[0] if x is not None and plan.cells == 1 else x
+
+
+def each(f: Callable[[Any, Any], Any], count: int, xs: Any) -> Any:
+    """`f(i, part)` of every part of `[count] ...`."""
+    return scan(lambda _, i, x: (None, f(i, x)), count, None, xs)[1]
+
+
+def scan(f: Callable[[Any, Any, Any], Any], count: int, carry: Any, xs: Any) -> Any:
+    """`carry, part = f(carry, i, part)` of every part of `[count] ...`."""
+    if count == 1:
+        return f(carry, 0, xs)
+    return jax.lax.scan(lambda carry, x: f(carry, *x), carry, (jnp.arange(count), xs))
+
+
+def _counts(*counts: int) -> tuple[int, ...]:
+    return tuple(count for count in counts if count > 1)
+
+
+def _filled(x: jax.Array, missing: int, fill: float) -> jax.Array:
+    if not missing:
+        return x
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=fill)
+
+
+def _swapped(x: jax.Array) -> jax.Array:
+    """Axes 1 and 2 exchanged; a reshape where one is 1, which is never a copy."""
+    a, b = x.shape[1:3]
+    return x.reshape(x.shape[0], b, a, *x.shape[3:]) if 1 in (a, b) else jnp.swapaxes(x, 1, 2)

@@ -1,5 +1,6 @@
 """Layers of flax and of jaxmha side by side: sizes, random weights, inputs and masks."""
 
+import inspect
 import zlib
 from typing import Any, NamedTuple
 
@@ -12,6 +13,11 @@ from tests.converters.layers import foreign
 
 B, T, S, N, H = 2, 5, 7, 3, 11
 DQ, DK, DV, DO = 17, 19, 23, 29
+
+
+# The oldest flax says it by a mask alone; newer ones hand the argument on to attention_fn.
+KNOWN = inspect.signature(nnx.MultiHeadAttention.__call__).parameters
+CAUSAL = {"is_causal": True} if "is_causal" in KNOWN else {}
 
 
 class Row(NamedTuple):

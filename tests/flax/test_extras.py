@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
 
-import jaxmha.converters.torch as torch_converter
 from jaxmha import (
     KVCache,
     Mask,
@@ -195,6 +193,10 @@ def test_parameters_come_back(without: tuple[str, ...]) -> None:
 
 
 def test_an_import_from_torch_is_one_line() -> None:
+    import torch
+
+    import jaxmha.converters.torch as torch_converter
+
     layer = torch.nn.MultiheadAttention(12, 3, add_bias_kv=True, add_zero_attn=True, dropout=0.1)
     layer = layer.eval()
     x = normal("torch", (B, T, 12))

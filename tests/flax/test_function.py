@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.flax import attention_fn
-from tests.flax.common import DQ, B, H, N, S, T, normal, pairs, plain, randomise, theirs
+from tests.flax.common import CAUSAL, DQ, B, H, N, S, T, normal, pairs, plain, randomise, theirs
 from tests.flax.test_same import WIDE, ZEROS
 from tests.tolerance import LAYER, assert_close, assert_same
 
@@ -89,7 +89,7 @@ def test_in_linen(dropout: bool) -> None:
 
 
 def test_in_nnx() -> None:
-    x, mask = normal("x", (B, T, DQ)), pairs(T)
+    x, mask = normal("x", (B, T, DQ)), pairs(T) & jnp.tri(T, dtype=bool)[None, None]
     settings = {**WIDE, **ZEROS, "in_features": DQ, "decode": False}
     flax = theirs(nnx.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
     swapped = theirs(
@@ -97,8 +97,8 @@ def test_in_nnx() -> None:
     )
     for module in (flax, swapped):
         nnx.update(module, randomise(nnx.state(flax, nnx.Param)))
-    expected = theirs(flax, x, mask=mask, is_causal=True)
-    assert_close(theirs(swapped, x, mask=mask, is_causal=True), expected)
+    expected = theirs(flax, x, mask=mask, **CAUSAL)
+    assert_close(theirs(swapped, x, mask=mask, **CAUSAL), expected)
     run = [
         nnx.capture(lambda m, x: m(x, mask=mask, sow_weights=True), nnx.Intermediate)
         for _ in range(2)

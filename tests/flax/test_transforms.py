@@ -1,5 +1,9 @@
 """Partitioning metadata, mixed precision, and the transformations of linen, nnx and jax."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -47,6 +51,61 @@ def test_partitioning_of_linen() -> None:
     assert_same(
         ours.to_params(variables)[0].query.kernel, variables["params"]["query"]["kernel"].value
     )
+
+
+SHARDED = """
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxmha import Mask
+from jaxmha.flax import linen, nnx as modules
+
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+x = jax.random.normal(jax.random.key(0), (2, 6, 8))
+mask = Mask.lengths(key_value=jnp.array([4, 6]))
+rows = NamedSharding(mesh, P("data"))
+
+
+def boxed(*names):
+    return nn.with_partitioning(nn.initializers.lecun_normal(), names)
+
+
+layer = linen.MultiHeadAttention(
+    4, kernel_init=boxed(None, "model", None), out_kernel_init=boxed("model", None, None)
+)
+variables = nn.meta.unbox(layer.init(jax.random.key(1), x))
+shapes = jax.eval_shape(layer.init, jax.random.key(1), x)
+placed = jax.device_put(variables, nn.meta.unbox(nn.get_sharding(shapes, mesh)))
+assert placed["params"]["query"]["kernel"].sharding.spec == P(None, "model", None)
+out = jax.jit(layer.apply, out_shardings=rows)(placed, jax.device_put(x, rows), mask=mask)
+np.testing.assert_allclose(out, layer.apply(variables, x, mask=mask), atol=1e-6)
+
+metadata = {
+    "kernel_metadata": {"out_sharding": (None, "model", None)},
+    "out_kernel_metadata": {"out_sharding": ("model", None, None)},
+}
+alone = modules.MultiHeadAttention(4, 8, rngs=nnx.Rngs(1))
+with jax.set_mesh(mesh):
+    module = modules.MultiHeadAttention(4, 8, rngs=nnx.Rngs(1), **metadata)
+    assert module.query.kernel[...].sharding.spec == P(None, "model", None)
+    out = nnx.jit(lambda module, x: module(x, mask=mask))(module, jax.device_put(x, rows))
+np.testing.assert_allclose(out, alone(x, mask=mask), atol=1e-6)
+print("sharded")
+"""
+
+
+def test_parameters_that_lie_on_several_devices() -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", SHARDED]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=environment, cwd=root
+    )
+    assert (done.returncode, done.stdout) == (0, "sharded\n"), done.stderr
 
 
 def test_metadata_of_nnx() -> None:

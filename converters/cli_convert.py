@@ -1,0 +1,252 @@
+"""`jaxmha plan` and `jaxmha convert`."""
+
+import json
+from collections import Counter
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from jaxmha.converters import checkpoint, migrate, plan_file, report
+from jaxmha.converters.migrate import Conversion
+from jaxmha.converters.plan import OTHERS, Plan, Resolved
+from jaxmha.converters.terminal import (
+    SHOWN,
+    DtypeName,
+    Json,
+    LayoutName,
+    NumHeads,
+    byte_bar,
+    err,
+    escape,
+    finite,
+    items,
+    one_message,
+    out,
+    print_json,
+)
+
+PASSES = 3  # a writer asks for every tensor: its size, its data, and to compare
+Others = Enum("Others", {x: x for x in OTHERS}, type=str)  # type: ignore[misc]
+Check = Enum("Check", {x: x for x in ("all", "weights", "none")}, type=str)  # type: ignore[misc]
+
+Source = Annotated[Path, typer.Argument(help="The checkpoint to read.", show_default=False)]
+From = Annotated[
+    LayoutName | None,
+    typer.Option("--from", help="Take only blocks of this layout; the rest is carried over."),
+]
+Dtype = Annotated[
+    DtypeName | None, typer.Option(help="Cast every floating tensor, and say what it cost.")
+]
+OthersOption = Annotated[
+    Others,
+    typer.Option("--others", help="What is not understood: pass carries it over by its name."),
+]
+AttentionOnly = Annotated[
+    bool, typer.Option("--attention-only", help="Carry over everything but attention as it is.")
+]
+
+
+def plan(
+    source: Source,
+    to: Annotated[LayoutName, typer.Option(help="Layout of the attention blocks.")],
+    from_: From = None,
+    num_heads: NumHeads = None,
+    dtype: Dtype = None,
+    others: OthersOption = Others("pass"),
+    attention_only: AttentionOnly = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the plan as TOML, to edit and convert by."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the plan.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what convert would do to every tensor; with --output write it as an editable file."""
+    with one_message():
+        made, resolved = migrate.plan(
+            source,
+            to=to.value,
+            from_=from_.value if from_ else None,
+            num_heads=num_heads,
+            dtype=dtype.value if dtype else None,
+            others=others.value,
+            attention_only=attention_only,
+            in_file=to.value.endswith("-file"),
+        )
+        if output is not None:
+            with open(output, "w" if force else "x", encoding="utf-8") as file:
+                file.write(plan_file.dumps(made, dict(resolved.by_move)))
+        if as_json:
+            print_json(_plan_data(made, resolved))
+            return
+        _print_plan(made, resolved)
+        where = (
+            f"written to {output}" if output else "nothing is written without --output plan.toml"
+        )
+        out.print(escape(where), highlight=False)
+
+
+def _plan_data(made: Plan, resolved: Resolved) -> dict[str, Any]:
+    modules = [
+        {
+            "kind": move.kind,
+            "layout": move.layout,
+            "from": move.source,
+            "to": move.target,
+            "as": move.becomes,
+            "num_heads": move.num_heads,
+            "confidence": move.confidence,
+            "why": move.why,
+            "tensors": {
+                name: {
+                    "sources": one.sources,
+                    "shape": one.info.shape,
+                    "dtype": str(one.info.dtype),
+                    "arrow": one.arrow,
+                }
+                for name, one in tensors.items()
+            },
+        }
+        for move, tensors in resolved.by_move
+    ]
+    head = {
+        key: getattr(made, key) for key in ("source", "digest", "to", "others", "dtype", "notes")
+    }
+    return {**head, "modules": modules}
+
+
+def _print_plan(made: Plan, resolved: Resolved) -> None:
+    for move, tensors in resolved.by_move:
+        heads = f", {move.num_heads} heads" * (move.num_heads is not None)
+        sure = f" ({move.confidence}: {move.why})" if move.confidence else f" ({move.why})"
+        kind = "carried over" if move.kind == "other" else f"{move.kind}, {move.layout}{heads}"
+        start = f"{kind}: {move.source or '(top)'} -> {move.target or '(top)'}{sure}"
+        out.print(escape(start), soft_wrap=True, highlight=False)
+        for name, one in tensors.items() if move.kind != "other" else ():
+            arrow = f"  {one.arrow}" if one.arrow else ""
+            line = f"    {', '.join(one.sources)} -> {name} {one.info.shape}{arrow}"
+            out.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True, highlight=False)
+    counts = Counter(move.kind for move in made.moves)
+    shown = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    out.print(f"{len(resolved.made)} tensors: {shown}", highlight=False)
+    for note in [*made.notes, *resolved.notes]:
+        out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+
+
+def convert(
+    source: Source,
+    destination: Annotated[
+        Path, typer.Argument(help="The file to write; its suffix names the format.")
+    ],
+    to: Annotated[LayoutName | None, typer.Option(help="Layout of the attention blocks.")] = None,
+    by_plan: Annotated[
+        Path | None, typer.Option("--plan", help="Do exactly what this plan says (jaxmha plan).")
+    ] = None,
+    from_: From = None,
+    num_heads: NumHeads = None,
+    dtype: Dtype = None,
+    others: OthersOption = Others("pass"),
+    attention_only: AttentionOnly = False,
+    check: Annotated[
+        Check,
+        typer.Option(
+            "--check",
+            help="What to compare afterwards: all runs every block as well, weights compares every "
+            "tensor, none trusts the writer, which reads back what it wrote.",
+        ),
+    ] = Check("all"),
+    report_to: Annotated[
+        Path | None, typer.Option("--report", help="Write what was compared as JSON.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the destination.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint in another framework's layout: attention and the layers beside it.
+
+    What is not understood is carried over, or refused; nothing is dropped. Both files are compared
+    afterwards; exit code 1 if anything differs.
+    """
+    with one_message():
+        if (to is None) == (by_plan is None):
+            raise ValueError("name a layout with --to, or a plan with --plan")
+        if by_plan is not None and (from_ or num_heads or dtype or attention_only):
+            raise ValueError("a plan says it all: edit it instead of passing other options")
+        if report_to is not None and check.value == "none":
+            raise ValueError("--report has nothing to say with --check none")
+        with checkpoint.open(source) as file:
+            size = PASSES * sum(info.nbytes for info in file.info.values())
+        with byte_bar("converting", size, as_json) as seen:
+            done = migrate.convert(
+                source,
+                destination,
+                to=to.value if to else None,
+                from_=from_.value if from_ else None,
+                num_heads=num_heads,
+                dtype=dtype.value if dtype else None,
+                others=others.value,
+                attention_only=attention_only,
+                plan=plan_file.read(by_plan) if by_plan else None,
+                force=force,
+                seen=seen,
+            )
+        checked = None
+        if check.value != "none":
+            assert done.plan is not None
+            checked = report.check(
+                source,
+                destination,
+                done.plan,
+                forward=check.value == "all",
+                progress=items("comparing", as_json),
+                notes=done.notes,
+            )
+        if report_to is not None and checked is not None:
+            report_to.write_text(json.dumps(finite(checked.to_json()), indent=1) + "\n")
+        if as_json:
+            print_json(done.to_json() | {"report": checked.to_json() if checked else None})
+        else:
+            _print_conversion(destination, done, checked)
+    if checked is not None and not checked.same:
+        raise typer.Exit(1)
+
+
+def _print_conversion(
+    destination: Path, done: Conversion, checked: report.ConversionReport | None
+) -> None:
+    table = Table(title=escape(str(destination)), title_justify="left")
+    for column in ("from", "layout", "to", "layout"):
+        table.add_column(column, overflow="fold")
+    for row in done.blocks:
+        table.add_row(*(escape(cell or "(top)") for cell in row))
+    out.print(table)
+    dtype = done.plan.dtype if done.plan else None
+    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.beside).items())
+    out.print(
+        f"{len(done.blocks)} attention blocks converted"
+        + (f"; beside them {kinds}" if kinds else "")
+        + f"; {len(done.carried)} other tensors carried over unchanged"
+        + (f" but for the cast to {dtype}" if dtype else ""),
+        highlight=False,
+    )
+    if done.largest_rounding:
+        name, change = max(done.largest_rounding.items(), key=lambda item: item[1])
+        out.print(f"largest rounding: {change:.3g} in {escape(name)}", highlight=False)
+    for name in done.carried[:SHOWN]:
+        out.print(f"carried over: {escape(name)}", soft_wrap=True, highlight=False)
+    if (more := len(done.carried) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)
+    for note in done.notes:
+        out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+    if checked is None:
+        return
+    if not checked.same:
+        err.print(escape(str(checked), keep="\n"), highlight=False)
+        out.print("[red]the files differ[/red]")
+        return
+    errors = [error for one in checked.modules for pair in one.errors.values() for error in pair]
+    ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
+    tensors = checked.target["tensors"]
+    out.print(f"[green]verified[/green]: {tensors} tensors identical{ran}", highlight=False)

@@ -1,0 +1,130 @@
+"""What each family of models keeps beside its attention: key maps as data.
+
+Kinds are those of `neighbours`; `{i}` stands for a number, a space separates alternatives, and any
+path may go before. Names that are not listed are judged by their shapes (see `modules`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class KeyMap(NamedTuple):
+    """The neighbours of a family, which its attention blocks tell (`families`).
+
+    `kinds`: kind -> places. `epsilon`: where a config.json keeps what the norms add to the
+    variance. `bare`: parameters and buffers that belong to no layer, which keep their names.
+    """
+
+    family: str
+    kinds: Mapping[str, str]
+    epsilon: str = "layer_norm_eps"
+    bare: str = ""
+
+
+_VIT_KINDS = {
+    "convolution": "patch_embeddings.projection",
+    "norm": "layernorm_before layernorm_after layernorm",
+    "linear": "intermediate.dense output.dense pooler.dense classifier mlp.fc1 mlp.fc2",
+}
+_VIT_BARE = "embeddings.cls_token embeddings.position_embeddings embeddings.mask_token"
+
+KEYMAPS: tuple[KeyMap, ...] = (
+    KeyMap(
+        "BERT",
+        {
+            "embedding": "embeddings.word_embeddings embeddings.position_embeddings "
+            "embeddings.token_type_embeddings",
+            "norm": "embeddings.LayerNorm attention.output.LayerNorm crossattention.output.LayerNorm "
+            "layer.{i}.output.LayerNorm predictions.transform.LayerNorm lm_head.layer_norm",
+            "linear": "intermediate.dense layer.{i}.output.dense pooler.dense "
+            "predictions.transform.dense predictions.decoder seq_relationship lm_head.dense "
+            "lm_head.decoder classifier classifier.dense classifier.out_proj qa_outputs",
+        },
+        bare="embeddings.position_ids embeddings.token_type_ids predictions.bias lm_head.bias",
+    ),
+    KeyMap(
+        "GPT-2",
+        {
+            "embedding": "wte wpe",
+            "norm": "h.{i}.ln_1 h.{i}.ln_2 h.{i}.ln_cross_attn ln_f",
+            "conv1d": "h.{i}.mlp.c_fc h.{i}.mlp.c_proj",
+            "linear": "lm_head score classifier",
+        },
+        "layer_norm_epsilon",
+        "attn.bias attn.masked_bias",
+    ),
+    KeyMap(
+        "Llama",
+        {
+            "embedding": "embed_tokens",
+            "rmsnorm": "layers.{i}.input_layernorm layers.{i}.post_attention_layernorm norm",
+            "linear": "mlp.gate_proj mlp.up_proj mlp.down_proj lm_head score",
+        },
+        "rms_norm_eps",
+        "rotary_emb.inv_freq",
+    ),
+    KeyMap("ViT (transformers 4)", _VIT_KINDS, bare=_VIT_BARE),
+    KeyMap("ViT (transformers 5)", _VIT_KINDS, bare=_VIT_BARE),
+    KeyMap(
+        "CLIP",
+        {
+            "embedding": "embeddings.token_embedding embeddings.position_embedding",
+            "convolution": "embeddings.patch_embedding",
+            "norm": "layers.{i}.layer_norm1 layers.{i}.layer_norm2 pre_layrnorm pre_layernorm "
+            "post_layernorm final_layer_norm",
+            "linear": "mlp.fc1 mlp.fc2 visual_projection text_projection",
+        },
+        bare="logit_scale embeddings.class_embedding embeddings.position_ids",
+    ),
+    KeyMap(
+        "T5",
+        {
+            "embedding": "shared embed_tokens",
+            "rmsnorm": "layer_norm final_layer_norm",
+            "linear": "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1 DenseReluDense.wo "
+            "lm_head",
+        },
+        "layer_norm_epsilon",
+        "relative_attention_bias.weight",
+    ),
+    KeyMap(
+        "nn.Transformer",
+        {
+            "linear": "layers.{i}.linear1 layers.{i}.linear2",
+            "norm": "layers.{i}.norm1 layers.{i}.norm2 layers.{i}.norm3 encoder.norm decoder.norm norm",
+        },
+        "",
+    ),
+)
+
+
+def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
+    """The kind that a family has at a place, and the place; None: none of these families says.
+
+    >>> kind_at("transformer.h.3.mlp.c_fc", ["GPT-2"])
+    ('conv1d', 'GPT-2: h.{i}.mlp.c_fc')
+    >>> kind_at("model.embed_tokens", ["BERT"])
+    """
+    for keymap in KEYMAPS:
+        if keymap.family in families:
+            for kind, places in keymap.kinds.items():
+                for place in places.split():
+                    if _ends(prefix, place):
+                        return kind, f"{keymap.family}: {place}"
+    return None
+
+
+def is_bare(name: str, families: Iterable[str]) -> bool:
+    """Whether a family has a parameter or buffer of that name that belongs to no layer."""
+    return any(
+        _ends(name, place)
+        for keymap in KEYMAPS
+        if keymap.family in families
+        for place in keymap.bare.split()
+    )
+
+
+def _ends(path: str, place: str) -> bool:
+    numbered = re.escape(place).replace(r"\{i\}", r"\d+")
+    return re.search(rf"(^|\.){numbered}$", path.replace("/", ".")) is not None

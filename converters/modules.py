@@ -1,0 +1,190 @@
+"""Neighbours of attention in a flat dict of tensors: which kind, under which prefix, and why.
+
+A family's key map decides where there is one; then keys and shapes, where they leave one reading;
+then the name. What none of these decides is not understood, and never guessed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxmha.axes import parse
+from jaxmha.converters import keymaps, neighbours
+from jaxmha.converters.blocks import Block, natural
+from jaxmha.converters.layout import Entry
+from jaxmha.converters.neighbours import CONVENTIONS, KERAS_FILE, TORCH, Convention
+
+# Names of layers without a bias, whose arrays could be a linear layer's or an embedding's.
+_NAMES = (
+    ("linear", r"proj|projector|projection|linear\d*|dense|fc\d*|head|classifier|gate|up|down|mlp"),
+    ("embedding", r"emb|embed|embedding|embeddings|wte|wpe|embed_tokens|embedder"),
+)
+
+
+class Module(NamedTuple):
+    """One layer beside attention and the place of every array.
+
+    Attributes:
+      kind, convention: as in `neighbours`.
+      keys: key of the convention -> name in the file.
+      sizes: of every letter of the axes.
+      confidence: "certain": a known family has it there; "likely": keys and shapes leave one
+        reading; "by name": only the name decides.
+      why: this in words.
+    """
+
+    prefix: str
+    kind: str
+    convention: Convention
+    keys: dict[str, str]
+    sizes: dict[str, int]
+    confidence: str
+    why: str
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The entries that are there, by leaf."""
+        of_kind = self.convention.kinds[self.kind]
+        return {entry.leaves[0]: entry for entry in of_kind if entry.key in self.keys}
+
+
+def find(info: Mapping[str, Any], blocks: Sequence[Block]) -> tuple[list[Module], dict[str, str]]:
+    """Every neighbour, and what is left over: name -> why nothing is known of it.
+
+    `info` gives shape and dtype of every tensor; those of `blocks` are left out.
+
+    >>> import numpy as np
+    >>> found, others = find({"a.weight": np.zeros((3, 5)), "a.bias": np.zeros(3)}, [])
+    >>> found[0].kind, found[0].sizes, found[0].confidence
+    ('linear', {'Do': 3, 'Di': 5}, 'likely')
+    """
+    taken = {name for block in blocks for name in block.keys.values()}
+    groups: dict[tuple[str, str], dict[str, str]] = {}
+    for name in info:
+        if name not in taken:
+            prefix, separator, key = split(name)
+            groups.setdefault((prefix, separator), {})[key] = name
+    families = {block.family[0] for block in blocks if block.family}
+    preferred = [c for block in blocks if (c := neighbours.beside(block.layout.name))]
+    order = list(dict.fromkeys([*preferred, *CONVENTIONS]))
+    found: list[Module] = []
+    others: dict[str, str] = {}
+    for (prefix, _), keys in groups.items():
+        module = _decide(prefix, keys, info, families, order)
+        if isinstance(module, Module):
+            found.append(module)
+        else:
+            others |= dict.fromkeys(keys.values(), module)
+    return sorted(found, key=lambda module: natural(module.prefix)), others
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Prefix, separator and key of a name.
+
+    >>> split("a.b.weight"), split("layers/dense/vars/0"), split("w")
+    (('a.b', '.', 'weight'), ('layers/dense', '/', 'vars/0'), ('', '', 'w'))
+    """
+    match = re.fullmatch(r"(?s:(?:(.*)(/))?(vars/\d+))", name)
+    match = match or re.fullmatch(r"(?s:(?:(.*)([./]))?([^./]*))", name)
+    assert match is not None
+    return match[1] or "", match[2] or "", match[3]
+
+
+def as_kind(
+    prefix: str,
+    kind: str,
+    convention: Convention,
+    keys: Mapping[str, str],
+    info: Mapping[str, Any],
+    why: str = "named",
+) -> Module:
+    """The module of that kind. Raises ValueError where its arrays are not of it, with the axes."""
+    if kind not in convention.kinds:
+        known = ", ".join(convention.kinds)
+        raise ValueError(f"convention {convention.name} has no {kind}: it has {known}")
+    sizes: dict[str, int] = {}
+    there = {entry.key: entry for entry in convention.kinds[kind]}
+    for key, name in keys.items():
+        if key not in there:
+            raise ValueError(f"{name}: a {kind} of {convention.name} has {', '.join(there)}")
+        shape, axes = tuple(info[name].shape), there[key].axes
+        letters = [group[0] for group in parse(axes)]
+        bound = {**dict(zip(letters, shape, strict=False)), **sizes}
+        if len(letters) != len(shape) or shape != tuple(bound[a] for a in letters):
+            known = "".join(f", {a}={sizes[a]}" for a in letters if a in sizes)
+            raise ValueError(f"{name}: expected axes ({axes}){known}, got shape {shape}")
+        if "float" not in str(info[name].dtype):
+            raise ValueError(f"{name}: expected a floating array, got {info[name].dtype}")
+        sizes |= bound
+    for key, entry in there.items():
+        if not entry.group and key not in keys:
+            raise ValueError(f"{prefix or '(top)'} lacks {key}, which a {kind} has")
+    return Module(prefix, kind, convention, dict(keys), sizes, "certain", why)
+
+
+def _decide(
+    prefix: str,
+    keys: Mapping[str, str],
+    info: Mapping[str, Any],
+    families: set[str],
+    order: Iterable[Convention],
+) -> Module | str:
+    """The module, or why there is none."""
+    candidates: dict[str, Module] = {}
+    for convention in order:
+        for kind, entries in convention.kinds.items():
+            required = {entry.key for entry in entries if not entry.group}
+            if kind in candidates or not required <= keys.keys() or len(keys) > len(entries):
+                continue
+            try:
+                module = as_kind(prefix, kind, convention, keys, info)
+            except ValueError:
+                continue
+            candidates[kind] = module
+    if any(keymaps.is_bare(name, families) for name in keys.values()):
+        return "a parameter or buffer that belongs to no layer"
+    if not candidates:
+        return "no layer known here has such keys and shapes"
+    named = keymaps.kind_at(prefix, families) or _keras_group(prefix, candidates)
+    if named is not None:
+        kind, place = named
+        if kind not in candidates and (other := neighbours.INSTEAD.get(kind)) in candidates:
+            kind = str(other)
+        if kind not in candidates:
+            return f"{place} has a {kind}, which these keys and shapes are not"
+        return candidates[kind]._replace(why=f"the place of {place}")
+    return _by_shape(prefix, candidates, families)
+
+
+def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) -> Module | str:
+    kinds = set(candidates)
+    if kinds == {"norm", "rmsnorm"}:  # the same array
+        rms = "rms" in prefix.rpartition("/")[2].rpartition(".")[2].lower()
+        first = next(iter(candidates.values()))
+        chosen = candidates["rmsnorm"] if rms else first
+        return chosen._replace(confidence="likely", why="its keys and shapes")
+    if kinds == {"linear", "conv1d"} and "GPT-2" not in families:
+        # Square: only GPT-2 and its kin have Conv1D.
+        return candidates["linear"]._replace(
+            confidence="likely", why="its keys and shapes (no GPT-2 is there, which has Conv1D)"
+        )
+    if len(kinds) == 1:
+        (module,) = candidates.values()
+        if module.kind == "convolution" and module.convention is TORCH and len(module.keys) == 1:
+            return "a convolution of torch, or a transposed one: the shapes do not tell"
+        return module._replace(confidence="likely", why="its keys and shapes")
+    last = re.split("[./]", prefix)[-1].lower()
+    for kind, names in _NAMES:
+        if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
+            why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
+            return candidates[kind]._replace(confidence="by name", why=why)
+    return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
+
+
+def _keras_group(prefix: str, candidates: Mapping[str, Module]) -> tuple[str, str] | None:
+    """In a .weights.h5 file the group is named after the layer's class."""
+    last = re.sub(r"_\d+$", "", prefix.rpartition("/")[2])
+    for kind, group in KERAS_FILE.group.items():
+        if last == group and any(m.convention is KERAS_FILE for m in candidates.values()):
+            return kind, f"Keras file: {group}"
+    return None

@@ -1,0 +1,379 @@
+"""What a conversion will do to every tensor: a plan, which is data until `resolve` checks it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxmha.converters import blocks, families, heads, keras, keymaps, modules, moves, neighbours
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.layout import Layout
+from jaxmha.converters.modules import Module
+from jaxmha.converters.moves import Made
+from jaxmha.converters.neighbours import Convention
+from jaxmha.converters.refusals import several_dtypes
+
+OTHERS = ("pass", "refuse")
+
+
+@runtime_checkable
+class Tensors(Protocol):
+    """What a plan is made of: an open checkpoint, or a state in memory."""
+
+    info: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    names: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> NDArray: ...
+
+
+@dataclass(frozen=True)
+class Move:
+    """One layer of the source, and what becomes of it.
+
+    Attributes:
+      kind: "attention", a kind of `neighbours`, or "other": carried over as it is.
+      layout: of attention, or the convention of a neighbour; "" for others.
+      source, target: prefixes; the names themselves for others.
+      tensors: every name of the source that belongs to it.
+      becomes: the kind in the target.
+      num_heads: of attention. name: what a .weights.h5 file keeps as the layer's name.
+      confidence, why: of the reading; not read back from a file.
+    """
+
+    kind: str
+    layout: str
+    source: str
+    target: str
+    tensors: tuple[str, ...]
+    becomes: str = ""
+    num_heads: int | None = None
+    name: str = ""
+    confidence: str = field(default="", compare=False)
+    why: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to every tensor of one source.
+
+    Attributes:
+      to: layout of attention in the destination; neighbours are written as its framework does.
+      others: "pass" carries over what is not understood, "refuse" raises for it.
+      dtype: every floating tensor is cast to it; None: as it is.
+      source, digest: the file the plan is for; its contents' SHA-256, "" where it was not asked for.
+      notes: what the tensors do not say, such as the epsilon of norms.
+    """
+
+    to: str
+    moves: tuple[Move, ...]
+    others: str = "pass"
+    dtype: str | None = None
+    source: str = ""
+    digest: str = ""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+class Resolved(NamedTuple):
+    """A plan, checked against its source: every tensor of the destination, ready to be computed.
+
+    `made` is by name, `by_move` the same by move; `blocks` are those of the source; `counts` are
+    head counts by prefix of the destination, `names` those of Keras layers.
+    """
+
+    made: dict[str, Made]
+    by_move: list[tuple[Move, dict[str, Made]]]
+    blocks: dict[Move, Block]
+    counts: dict[str, int]
+    names: dict[str, str]
+    notes: list[str]
+
+
+def make(
+    file: Tensors,
+    to: Layout,
+    *,
+    from_: Layout | None = None,
+    num_heads: int | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+    configured: tuple[int | None, str] | None = None,
+    epsilon: Mapping[str, float] | None = None,
+) -> Plan:
+    """The plan for a source, with everything that is found in it.
+
+    Raises:
+      ValueError: a damaged block, a head count that is not known, or, with `others="refuse"`,
+        tensors that are not understood.
+    """
+    shapes = {name: tuple(one.shape) for name, one in file.info.items()}
+    known = blocks.LAYOUTS if from_ is None else [from_]
+    found = blocks.find(shapes, known)
+    if broken := blocks.damaged(shapes, found, known):
+        raise ValueError(
+            f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
+        )
+    convention = neighbours.beside(to.name)
+    layers, why = modules.find(file.info, found)
+    if from_ is not None or attention_only or convention is None:
+        layers = []
+    taken = {name for block in found for name in block.keys.values()}
+    taken |= {name for layer in layers for name in layer.keys.values()}
+    rest = [name for name in file.info if name not in taken]
+    if rest and others == "refuse":
+        listed = "; ".join(f"{name} ({why.get(name, 'left as it is')})" for name in rest[:5])
+        more = f" and {len(rest) - 5} more" * (len(rest) > 5)
+        raise ValueError(
+            f"not understood: {listed}{more}; --others pass carries them over as they are"
+        )
+    planned = []
+    for i, block in enumerate(found):
+        count, _ = heads.find(block, shapes, num_heads, file.metadata, configured)
+        planned.append(
+            Move(
+                "attention",
+                block.layout.name,
+                block.prefix,
+                _target(block.prefix, block.layout.separator, to.separator, file.names)
+                if not _in_file(to)
+                else f"layers/{_in_file(to)}{f'_{i}' * (i > 0)}",
+                tuple(block.keys.values()),
+                "attention",
+                count,
+                _user_name(block.prefix, block.layout.separator, file.names) * bool(_in_file(to)),
+                confidence(block),
+                block.why,
+            )
+        )
+    numbers: Counter[str] = Counter()
+    for layer in layers:
+        assert convention is not None
+        planned.append(_neighbour(layer, to, convention, file.names, numbers))
+    planned += [
+        Move("other", "", name, name, (name,), "other", why=why.get(name, "left as it is"))
+        for name in rest
+    ]
+    return Plan(
+        to.name,
+        tuple(planned),
+        others,
+        notes=tuple(_epsilons(layers, convention, found, epsilon or {})),
+    )
+
+
+def confidence(block: Block) -> str:
+    """How sure the layout of a block is: its place decides, its keys, or neither.
+
+    >>> confidence(Block("h.0.attn", blocks.named("gpt2"), {}))
+    'likely'
+    """
+    if block.family:
+        return "certain"
+    return "ambiguous" if block.also else "likely"
+
+
+def _neighbour(
+    layer: Module,
+    to: Layout,
+    convention: Convention,
+    names: Mapping[str, str],
+    numbers: Counter[str],
+) -> Move:
+    separator = modules.split(next(iter(layer.keys.values())))[1] or layer.convention.separator
+    if convention.group:
+        kind = _kind_there(layer, to, convention, layer.prefix)
+        group = convention.group[kind]
+        target = f"layers/{group}{f'_{numbers[group]}' * (numbers[group] > 0)}"
+        numbers[group] += 1
+    else:
+        target = _target(layer.prefix, separator, convention.separator, names)
+        kind = _kind_there(layer, to, convention, target)
+    return Move(
+        layer.kind,
+        layer.convention.name,
+        layer.prefix,
+        target,
+        tuple(layer.keys.values()),
+        kind,
+        None,
+        _user_name(layer.prefix, separator, names) * bool(convention.group),
+        layer.confidence,
+        layer.why,
+    )
+
+
+def _kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
+    """The kind in the target: what its family has at that place, else the ordinary one."""
+    leaves = set(layer.entries)
+    there = {family.name for family in families.FAMILIES if family.layout == to.name}
+    named = keymaps.kind_at(prefix, there)
+    wanted = [named[0]] if named else []
+    if layer.kind != "conv1d" or to.name == "gpt2":
+        wanted.append(layer.kind)
+    wanted.append(neighbours.INSTEAD.get(layer.kind, layer.kind))
+    for kind in wanted:
+        if leaves <= {e.leaves[0] for e in convention.kinds.get(kind, ())}:
+            return kind
+    raise ValueError(f"{layer.prefix}: {convention.name} has no place for a {layer.kind}")
+
+
+def _in_file(to: Layout) -> str:
+    """The group of a .weights.h5 file that holds the layout; empty for other layouts."""
+    return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")
+
+
+_SWAP = str.maketrans("./", "/.")
+
+
+def _user_name(prefix: str, separator: str, names: Mapping[str, str]) -> str:
+    """What a .weights.h5 file keeps as a layer's name: a path with dots."""
+    name = names.get(prefix)
+    if name is None or list(names.values()).count(name) > 1:
+        return prefix.translate(_SWAP) if separator == "/" else prefix
+    return name if "." in name else name.replace("/", ".")
+
+
+def _target(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
+    """The prefix with the other separator; both are exchanged, so that it comes back the same."""
+    name = _user_name(prefix, separator, names)
+    return name.translate(_SWAP) if wanted == "/" else name
+
+
+def _epsilons(
+    layers: Sequence[Module],
+    convention: Convention | None,
+    found: Sequence[Block],
+    configured: Mapping[str, float],
+) -> list[str]:
+    """What norms add to the variance, where the target's own default is another."""
+    notes = []
+    families_there = {block.family[0] for block in found if block.family}
+    keys = {k.epsilon for k in keymaps.KEYMAPS if k.family in families_there and k.epsilon}
+    said = {key: value for key, value in configured.items() if key in keys or not keys}
+    counts = Counter((x.kind, x.convention) for x in layers if x.kind in ("norm", "rmsnorm"))
+    for (kind, source), count in counts.items():
+        if convention is None:
+            continue
+        theirs = convention.epsilon[kind if kind in convention.kinds else "norm"]
+        key, ours = next(iter(said.items()), ("", source.epsilon.get(kind, theirs)))
+        if ours != theirs:
+            where = f"config.json: {key}" if key else f"the default of {source.name}"
+            notes.append(
+                f"{count} x {kind}: epsilon is {ours:.3g} ({where}), and {theirs:.3g} by default in "
+                f"{convention.name}: no tensor holds it, so give it to the layers"
+            )
+    return notes
+
+
+def resolve(plan: Plan, file: Tensors) -> Resolved:
+    """Every tensor of the destination, after every path of the plan has been checked.
+
+    Raises:
+      ValueError: a tensor of the source that is not there, is in no move or in two; arrays that
+        are not of their kind; a layout that cannot hold them; a name that is written twice.
+    """
+    to = blocks.named(plan.to)
+    convention = neighbours.beside(to.name)
+    used = Counter(name for move in plan.moves for name in move.tensors)
+    if unknown := [name for name in used if name not in file.info]:
+        raise ValueError(f"the plan names {unknown[0]!r}, which the source does not have")
+    if twice := [name for name, count in used.items() if count > 1]:
+        raise ValueError(f"the plan has {twice[0]!r} in {used[twice[0]]} modules: leave it in one")
+    if dropped := [name for name in file.info if name not in used]:
+        raise ValueError(
+            f"the plan leaves out {len(dropped)} tensors, {dropped[0]!r} the first: nothing is "
+            'dropped; carry them over in a module of kind = "other"'
+        )
+    there = _blocks(plan, file.info)
+    parts = moves.Parts(file)
+    found = Resolved({}, [], {}, {}, {}, [])
+    for move in plan.moves:
+        try:
+            if move.kind == "attention":
+                block = there.get((move.layout, move.source, frozenset(move.tensors)))
+                made = _attention(move, block, to, file, parts, found)
+            else:
+                made = _beside(move, to, convention, file)
+        except ValueError as error:
+            what = "block" if move.kind == "attention" else move.kind
+            raise ValueError(printable(f"{what} {move.source or '(top)'}: {error}")) from error
+        if clash := sorted(found.made.keys() & made.keys()):
+            raise ValueError(
+                f"two tensors would be written as {clash[0]!r}: rename one in the source, or in a plan"
+            )
+        found.made.update(made)
+        found.by_move.append((move, made))
+        if move.name:
+            found.names[move.target] = move.name
+    return found
+
+
+def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
+    """Every block of the layouts that a plan names, by layout, prefix and tensors."""
+    shapes = {name: tuple(one.shape) for name, one in info.items()}
+    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    return {
+        (name, block.prefix, frozenset(block.keys.values())): block
+        for name in layouts
+        for block in blocks.find(shapes, [blocks.named(name)])
+    }
+
+
+def _attention(
+    move: Move,
+    block: Block | None,
+    to: Layout,
+    file: Tensors,
+    parts: moves.Parts,
+    found: Resolved,
+) -> dict[str, Made]:
+    """The tensors of an attention block; its head count and notes go to `found`."""
+    if block is None:
+        raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
+    made, params = moves.attention(block, file.info, parts, to, move.target, move.num_heads)
+    if _in_file(to) and (lead := np.shape(params.query.kernel)[:-3]):
+        raise ValueError(
+            f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
+            "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
+            ".pt or .npz"
+        )
+    found.blocks[move] = block
+    found.counts[move.target] = np.shape(params.query.kernel)[-2]
+    if mixed := several_dtypes(params):
+        found.notes.append(f"{move.target or '(top)'} keeps several dtypes: {mixed}")
+    return made
+
+
+def _beside(
+    move: Move, to: Layout, convention: Convention | None, file: Tensors
+) -> dict[str, Made]:
+    """The tensors of what is no attention."""
+    if move.kind == "other":
+        if len(move.tensors) != 1:
+            raise ValueError(f"a module of kind other has one tensor, got {len(move.tensors)}")
+        return {move.target: moves.other(file, file.info, move.tensors[0])}
+    if convention is None:
+        raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")
+    module = module_of(move, file.info)
+    becomes = move.becomes or _kind_there(module, to, convention, move.target)
+    if becomes not in convention.kinds:
+        raise ValueError(
+            f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"
+        )
+    return moves.neighbour(module, file.info, file, convention, becomes, move.target)
+
+
+def module_of(move: Move, info: Mapping[str, Any]) -> Module:
+    """The neighbour of a move, from the shapes of the source."""
+    convention = neighbours.named(move.layout)
+    keys = {}
+    for name in move.tensors:
+        prefix, _, key = modules.split(name)
+        if prefix != move.source:
+            raise ValueError(f"{name} is not under {move.source or '(top)'}")
+        keys[key] = name
+    return modules.as_kind(move.source, move.kind, convention, keys, info)

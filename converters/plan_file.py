@@ -1,0 +1,149 @@
+"""Plans as TOML files, to be read and edited by people.
+
+[plan]                            # what the file is for
+version = 1
+source = "model.safetensors"
+digest = "sha256:..."             # of the source's contents; another source is refused
+to = "flax"                       # layout of attention; neighbours as its framework has them
+others = "pass"                   # "refuse": stop where something is not understood
+dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
+
+[[module]]                        # one per layer; every tensor of the source is in one of them
+kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,
+                                  # or other: one tensor, carried over under the name in `to`
+layout = "bert"                   # of attention; torch, keras, flax ... of its neighbours
+from = "encoder.layer.0.attention"
+to = "encoder/layer/0/attention"
+as = "attention"                  # the kind there, such as linear for a conv1d
+num_heads = 12                    # of attention
+name = "attention_0"              # of the layer, in .weights.h5 files
+tensors = ["encoder.layer.0.attention.self.query.weight", ...]
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.moves import Made
+from jaxmha.converters.plan import OTHERS, Move, Plan
+
+VERSION = 1
+_KEYS = {
+    "kind": str,
+    "layout": str,
+    "from": str,
+    "to": str,
+    "as": str,
+    "num_heads": int,
+    "name": str,
+    "tensors": list,
+}
+_FIELDS = {"from": "source", "to": "target", "as": "becomes"}
+
+
+def dumps(plan: Plan, made: Mapping[Move, Mapping[str, Made]] | None = None) -> str:
+    """The TOML of a plan, with what is made of every tensor as comments.
+
+    >>> text = dumps(Plan("flax", (Move("other", "", "a", "b", ("a",)),)))
+    >>> loads(text) == Plan("flax", (Move("other", "", "a", "b", ("a",)),))
+    True
+    """
+    return "\n".join(_lines(plan, made or {})) + "\n"
+
+
+def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]:
+    yield "# Edit, then run: jaxmha convert SOURCE DESTINATION --plan THIS_FILE"
+    yield "[plan]"
+    yield f"version = {VERSION}"
+    for key in ("source", "digest", "to", "others", "dtype"):
+        if value := getattr(plan, key):
+            yield f"{key} = {_quoted(value)}"
+    for note in plan.notes:
+        yield f"# note: {printable(note)}"
+    for move in plan.moves:
+        yield ""
+        yield "[[module]]"
+        if move.why:
+            yield f"# {printable(f'{move.confidence}: {move.why}' if move.confidence else move.why)}"
+        for key, kind in _KEYS.items():
+            value = getattr(move, _FIELDS.get(key, key))
+            if kind is list:
+                listed = ",\n  ".join(_quoted(name) for name in value)
+                yield f"{key} = [{listed}]" if len(value) == 1 else f"{key} = [\n  {listed},\n]"
+            elif value not in ("", None) or key in ("from", "to"):
+                yield f"{key} = {value if kind is int else _quoted(value)}"
+        for name, one in made.get(move, {}).items():
+            arrow = f" ({one.arrow})" if one.arrow else ""
+            yield f"# -> {printable(name)} {one.info.shape}{arrow}"
+
+
+def loads(text: str) -> Plan:
+    """The plan in a TOML text.
+
+    Raises:
+      ValueError: it is no TOML, or a key is missing, unknown, or of another type.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the plan is no TOML: {error}") from error
+    head = content.get("plan", {})
+    _demand(
+        isinstance(head, dict) and not content.keys() - {"plan", "module"},
+        "the plan must have one table [plan] and tables [[module]]",
+    )
+    found = head.get("version")
+    _demand(found == VERSION, f"the plan has version {found!r}, and this program reads {VERSION}")
+    known = {"version", "source", "digest", "to", "others", "dtype"}
+    extra = sorted(head.keys() - known)
+    _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
+    settings = {key: head[key] for key in sorted(known - {"version"}) if key in head}
+    for key, value in settings.items():
+        _demand(isinstance(value, str), f"[plan] {key} must be a string, got {value!r}")
+    _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
+    others = settings.get("others", "pass")
+    _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {others!r}")
+    listed = content.get("module", [])
+    _demand(isinstance(listed, list), "modules are written as [[module]]")
+    return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
+
+
+def _move(i: int, table: Any) -> Move:
+    where = f"module {i}"
+    _demand(isinstance(table, dict), f"{where} is no table")
+    extra = sorted(table.keys() - _KEYS.keys())
+    _demand(not extra, f"{where} has an unknown key {extra[:1]}: it has {', '.join(_KEYS)}")
+    for key in ("kind", "from", "to", "tensors"):
+        _demand(key in table, f"{where} lacks {key!r}")
+    for key, value in table.items():
+        wanted = _KEYS[key]
+        _demand(type(value) is wanted, f"{where}: {key} must be {wanted.__name__}, got {value!r}")
+    names = table["tensors"]
+    _demand(
+        bool(names) and all(isinstance(name, str) for name in names),
+        f"{where}: tensors must be a list of names",
+    )
+    settings = {_FIELDS.get(key, key): value for key, value in table.items()}
+    return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})
+
+
+def _demand(fine: bool, message: str) -> None:
+    if not fine:
+        raise ValueError(message)
+
+
+def read(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file. Raises ValueError as `loads` does, with the path."""
+    try:
+        return loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

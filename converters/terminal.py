@@ -1,0 +1,105 @@
+"""What every command shares: where it prints, its options, and how it fails."""
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich import markup
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+    track,
+)
+
+from jaxmha.converters import blocks, migrate
+from jaxmha.converters.checkpoint.errors import printable
+
+Item = TypeVar("Item")
+SHOWN = 10  # names that are listed before "and more"
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+NumHeads = Annotated[
+    int | None,
+    typer.Option(
+        help="Heads of layouts that do not store them (torch, bert). "
+        "Default: the config.json beside the file.",
+        min=1,
+    ),
+]
+LayoutName = Enum("LayoutName", {x.name: x.name for x in blocks.LAYOUTS}, type=str)  # type: ignore[misc]
+DtypeName = Enum("DtypeName", {x: x for x in migrate.DTYPES}, type=str)  # type: ignore[misc]
+
+
+def escape(text: str, keep: str = "") -> str:
+    """Names from files steer neither rich nor the terminal."""
+    return markup.escape(printable(text, keep))
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """Whatever goes wrong ends in one message and exit code 2, never in a traceback.
+
+    With JAXMHA_DEBUG=1 in the environment the traceback goes before the message.
+    """
+    try:
+        yield
+    except (typer.Exit, BrokenPipeError):
+        raise
+    except Exception as error:  # noqa: BLE001 (no traceback for users)
+        if os.environ.get("JAXMHA_DEBUG"):
+            traceback.print_exc()
+        expected = isinstance(error, ValueError | TypeError | OSError)
+        what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
+        more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
+        err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def print_json(data: Any) -> None:
+    """Data as JSON on stdout."""
+    json.dump(finite(data), sys.stdout, indent=2, allow_nan=False)
+    print()
+
+
+def finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def items(what: str, quiet: bool) -> Callable[[Sequence[Item]], Iterable[Item]]:
+    """A bar over a sequence; nothing where nobody watches."""
+    silent = quiet or not err.is_terminal
+    return lambda work: track(work, what, console=err, transient=True, disable=silent)
+
+
+@contextmanager
+def byte_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes with their rate; nothing where nobody watches."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    silent = quiet or not err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=silent) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda size: bar.advance(task, size)

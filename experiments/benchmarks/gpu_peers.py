@@ -1,0 +1,280 @@
+"""Who is timed on a GPU. A program is compiled once, and `run(n)` calls it n times and waits."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmha
+from experiments.benchmarks.gpu_cases import Shape
+from jaxmha import Mask
+
+
+class Program(NamedTuple):
+    """`run(n)` computes n times and waits; `bytes`: temporaries and results, where it is known."""
+
+    run: Callable[[int], None]
+    bytes: int | None
+
+
+# Name and whether it holds all scores.
+JAX = {"jaxmha": False, "jax-nn": True, "jax-cudnn": False, "flax-nnx": True, "flax-linen": True}
+TORCH = ("torch", "torch-cudnn", "torch-flash", "torch-efficient")
+
+
+def names(shape: Shape) -> list[str]:
+    """Peers of a shape that are installed."""
+    found = [name for name, slow in JAX.items() if not slow or shape.peers == "all"]
+    if find_spec("flax") is None:
+        found = [name for name in found if not name.startswith("flax")]
+    return found + (list(TORCH) if find_spec("torch") is not None else [])
+
+
+def inputs(shape: Shape) -> dict[str, Any]:
+    """Normal values in float32; whoever computes casts them to bfloat16."""
+    rng = np.random.default_rng(0)
+    B, T, N, K, H = shape.B, shape.T, shape.N, shape.K, shape.H
+
+    def normal(*sizes: int) -> Any:
+        return rng.standard_normal(sizes, np.float32)
+
+    found = {"query": normal(B, T, N, H), "key": normal(B, T, K, H), "value": normal(B, T, K, H)}
+    if shape.kind == "bias":
+        found["bias"] = normal(1, N, T, T)
+    if shape.backward:
+        found["slope"] = normal(B, T, N, H)
+    return found
+
+
+def _attention(name: str, shape: Shape) -> Callable[..., Any]:
+    """`(query, key, value, bias, lengths, there) -> out`."""
+    causal = shape.kind == "causal"
+
+    def ours(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
+        mask = None if there is None else Mask.padding(key_value=there)
+        return jaxmha.dot_product_attention(
+            q, k, v, bias, mask, is_causal=causal, key_value_seq_lengths=lengths
+        )
+
+    def jax_nn(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
+        mask = None if there is None else there[:, None, None]
+        if mask is not None and name == "jax-cudnn":  # it broadcasts neither T nor S
+            mask = jnp.broadcast_to(mask, (shape.B, 1, shape.T, shape.T))
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            bias,
+            mask,
+            is_causal=causal,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn" if name == "jax-cudnn" else None,
+        )
+
+    def flax(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
+        if lengths is not None:
+            there = jnp.arange(shape.T).reshape(1, -1) < lengths[:, None]
+        mask = None if there is None else there[:, None, None]
+        k, v = (jnp.repeat(x, shape.N // shape.K, 2) for x in (k, v))
+        if name == "flax-nnx":
+            from flax import nnx
+
+            return nnx.dot_product_attention(q, k, v, bias, mask, is_causal=causal)
+        from flax import linen
+
+        if causal:
+            mask = linen.make_causal_mask(jnp.ones((shape.B, shape.T)))
+        return linen.dot_product_attention(q, k, v, bias, mask)
+
+    return {"jaxmha": ours}.get(name, flax if name.startswith("flax") else jax_nn)
+
+
+def jax_program(name: str, shape: Shape, given: dict[str, Any]) -> Program:
+    """A JAX peer, compiled."""
+    attention = _attention(name, shape)
+    heads = tuple(jnp.asarray(given[x], jnp.bfloat16) for x in ("query", "key", "value"))
+    bias = None if "bias" not in given else jnp.asarray(given["bias"], jnp.bfloat16)
+    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
+    there = None
+    if shape.kind == "padding":
+        assert lengths is not None
+        there, lengths = jnp.arange(shape.T).reshape(1, -1) < lengths[:, None], None
+
+    def forward(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
+        return attention(q, k, v, bias, lengths, there)
+
+    def both(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any, slope: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, bias, lengths, there), q, k, v)
+        return out, pull(slope)
+
+    arguments: tuple[Any, ...] = (*heads, bias, lengths, there)
+    if shape.backward:
+        arguments += (jnp.asarray(given["slope"], jnp.bfloat16),)
+    return compiled(both if shape.backward else forward, *arguments)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any, donate: Sequence[int] = ()) -> Program:
+    """Any function of JAX."""
+    program = jax.jit(function).lower(*arguments).compile()
+    memory = program.memory_analysis()
+    used = None
+    if memory is not None:
+        used = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+    def run(n: int) -> None:
+        out = None
+        for _ in range(n):
+            out = program(*arguments)
+        jax.block_until_ready(out)  # type: ignore[no-untyped-call]
+
+    return Program(run, used)
+
+
+def torch_program(name: str, shape: Shape, given: dict[str, Any], device: str) -> Program:
+    """torch's scaled_dot_product_attention, by one of its backends or by its own choice."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = {
+        "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "torch-flash": SDPBackend.FLASH_ATTENTION,
+        "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }.get(name)
+
+    def load(x: Any) -> Any:
+        return torch.from_numpy(x).to(device, torch.bfloat16)
+
+    q, k, v = (load(given[x]).transpose(1, 2).contiguous() for x in ("query", "key", "value"))
+    mask = load(given["bias"]) if "bias" in given else None
+    if shape.lengths is not None:
+        counts = torch.from_numpy(shape.lengths).to(device)
+        mask = (torch.arange(shape.T, device=device) < counts[:, None])[:, None, None]
+        mask = mask.expand(shape.B, 1, shape.T, shape.T)
+    leaves = [x.requires_grad_(shape.backward) for x in (q, k, v)]
+    slope = load(given["slope"]).transpose(1, 2) if shape.backward else None
+    attend = partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        attn_mask=mask,
+        is_causal=shape.kind == "causal",
+        enable_gqa=shape.N != shape.K,
+    )
+
+    def once() -> None:
+        if not shape.backward:
+            with torch.no_grad():
+                attend(q, k, v)
+            return
+        torch.autograd.grad(attend(q, k, v), leaves, slope)
+
+    def run(n: int) -> None:
+        if backend is None:
+            for _ in range(n):
+                once()
+        else:
+            with sdpa_kernel(backend):
+                for _ in range(n):
+                    once()
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    run(1)
+    return Program(run, None)
+
+
+def program(name: str, shape: Shape, given: dict[str, Any], device: str) -> Program:
+    """The peer's program for a shape; whatever its framework raises says why there is none."""
+    if name.startswith("torch"):
+        return torch_program(name, shape, given, device)
+    return jax_program(name, shape, given)
+
+
+def layer(name: str, T: int, E: int, N: int, B: int, device: str) -> Program:
+    """A whole layer, causal self-attention, forward."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((B, T, E), np.float32)
+    if name.startswith("torch"):
+        import torch
+
+        module = torch.nn.MultiheadAttention(E, N, batch_first=True).to(device, torch.bfloat16)
+        module = module.eval()
+        given = torch.from_numpy(x).to(device, torch.bfloat16)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(T).to(device)
+        mask = mask.to(torch.bfloat16)
+
+        def run(n: int) -> None:
+            with torch.no_grad():
+                for _ in range(n):
+                    module(
+                        given, given, given,
+                        attn_mask=mask, is_causal=True, need_weights=name == "torch-weights",
+                    )  # fmt: skip
+            if device != "cpu":
+                torch.cuda.synchronize()
+
+        run(1)
+        return Program(run, None)
+    tokens = jnp.asarray(x, jnp.bfloat16)
+    if name == "jaxmha":
+        params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=E, dtype=jnp.bfloat16)
+        return compiled(
+            lambda p, x: jaxmha.multi_head_attention(p, x, is_causal=True), params, tokens
+        )
+    from flax import linen, nnx
+
+    if name == "flax-linen":
+        linen_module: Any = linen.MultiHeadDotProductAttention(
+            N, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, deterministic=True
+        )
+        mask = linen.make_causal_mask(jnp.ones((1, T)))
+        variables = jax.jit(linen_module.init)(jax.random.key(0), tokens[:, :8])
+        return compiled(lambda v, x: linen_module.apply(v, x, mask=mask), variables, tokens)
+    module = nnx.MultiHeadAttention(
+        N, E, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(module)
+    return compiled(
+        lambda s, x: nnx.merge(graph, s)(x, is_causal=True, deterministic=True), state, tokens
+    )
+
+
+LAYER_PEERS = ("jaxmha", "flax-nnx", "flax-linen", "torch", "torch-weights")
+
+
+def decode(name: str, B: int, S: int, N: int, K: int, H: int) -> Program:
+    """One query per sequence over a full cache, without projections."""
+    rng = np.random.default_rng(0)
+
+    def normal(*sizes: int) -> Any:
+        return jnp.asarray(rng.standard_normal(sizes, np.float32), jnp.bfloat16)
+
+    query, key, value = normal(B, 1, N, H), normal(B, S, K, H), normal(B, S, K, H)
+    lengths = jnp.full(B, S - 3, np.int32)
+    attend: Any = {
+        "jaxmha": jaxmha.dot_product_attention,
+        "jax-nn": jax.nn.dot_product_attention,
+        "jax-cudnn": partial(jax.nn.dot_product_attention, implementation="cudnn"),
+    }[name]
+    return compiled(
+        lambda q, k, v, n: attend(q, k, v, key_value_seq_lengths=n), query, key, value, lengths
+    )
+
+
+def decode_step(B: int, S: int, N: int, K: int, H: int) -> Program:
+    """`jaxmha.decode_step` with the smallest projections that there are, over a full cache."""
+    params = jaxmha.init_params(
+        jax.random.key(0), num_heads=N, num_kv_heads=K, head_dim=H, features=64, dtype=jnp.bfloat16
+    )
+    cache = jaxmha.KVCache.empty(params, B, S, jnp.bfloat16)
+    cache = cache._replace(lengths=jnp.full(B, S - 3, np.int32))
+
+    def step(cache: Any, x: Any) -> Any:
+        return jaxmha.decode_step(params, x, cache)[0]
+
+    return compiled(step, cache, jnp.ones((B, 1, 64), jnp.bfloat16))
+
+
+DECODE_PEERS = ("jaxmha", "jax-nn", "jax-cudnn")

@@ -1,0 +1,1 @@
+"""Do whole migrated encoders compute what torch computes? `python -m experiments.encoders`."""

@@ -1,0 +1,1 @@
+"""Does a Flax model train the same with this attention, and faster?"""

@@ -1,0 +1,54 @@
+"""Loss and accuracy of the run; loss of both attentions side by side."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Two panels, and a third where the attentions were compared."""
+    curve, beside = results["curve"], results["side_by_side"]
+    count = 3 if beside else 2
+    figure, axes = plt.subplots(1, count, figsize=(4.2 * count, 3.6), layout="constrained")
+    loss = np.array(curve["loss"])
+    window = min(20, len(loss))
+    smooth = np.convolve(loss, np.full(window, 1 / window), "valid")
+    axes[0].plot(range(1, len(loss) + 1), loss, color="C0", alpha=0.25, linewidth=0.7)
+    axes[0].plot(range(window, len(loss) + 1), smooth, color="C0", label="training")
+    axes[0].plot(curve["steps"], curve["held_out_loss"], "ko-", markersize=4, label="held out")
+    axes[0].set_ylabel("cross entropy (nats)")
+    axes[0].legend(fontsize=8)
+    axes[1].plot(curve["steps"], [100 * x for x in curve["accuracy"]], "ko-", markersize=4)
+    axes[1].axhline(100 * results["most_frequent"], color="C3", linestyle=":", linewidth=1)
+    axes[1].text(
+        9, 100 * results["most_frequent"] + 1, "most frequent label", color="C3", fontsize=8
+    )
+    axes[1].set_ylim(0, 100)
+    axes[1].set_xlim(left=0)
+    axes[1].set_ylabel("accuracy on held-out functions (%)")
+    if beside:
+        for name, style in zip(beside["runs"], ("-", "k--"), strict=True):
+            run = beside["runs"][name]
+            label = f"{name}: {1e3 * run['seconds_per_step']:.0f} ms per step"
+            steps = range(1, len(run["loss"]) + 1)
+            axes[2].plot(steps, run["loss"], style, label=label, linewidth=3 if style == "-" else 1)
+        axes[2].set_ylabel("training loss, same seed, no dropout")
+        axes[2].set_title(f"largest relative difference {beside['difference']:.0e}", fontsize=9)
+        axes[2].legend(fontsize=8)
+    for panel in axes:
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.25)
+    settings, versions = results["settings"], results["versions"]
+    figure.suptitle(
+        f"Which package is this function from? {settings['blocks']} blocks of width "
+        f"{settings['D']}, {settings['T']} bytes, attention by {settings['attention']} "
+        f"(jax {versions['jax']}, flax {versions['flax']}, CPU)",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,206 @@
+"""Training that can stop anywhere: after a restart the curve is the same, bit for bit."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from orbax import checkpoint as ocp
+
+from experiments.train import data
+from experiments.train.data import Examples
+from experiments.train.model import Classifier
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a curve depends on, beside machine and versions."""
+
+    attention: str = "jaxmha"
+    seed: int = 0
+    steps: int = 600
+    dropout: float = 0.1
+    batch: int = 16
+    T: int = 256
+    D: int = 64
+    N: int = 4
+    blocks: int = 2
+    rate: float = 3e-3
+    every: int = 100  # steps between checkpoints, each with an evaluation
+
+
+@dataclass
+class Curve:
+    """Loss of every step; steps, loss and accuracy of every evaluation on what is held out."""
+
+    loss: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    held_out_loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+
+
+class Trainer:
+    """Model and optimiser of some settings, before the first step."""
+
+    def __init__(self, settings: Settings, examples: tuple[Examples, Examples]) -> None:
+        self.settings, self.curve = settings, Curve()
+        self.examples, self.held_out = examples
+        model = Classifier(
+            settings.attention,
+            labels=len(data.PACKAGES),
+            T=settings.T,
+            D=settings.D,
+            N=settings.N,
+            blocks=settings.blocks,
+            dropout=settings.dropout,
+            rngs=nnx.Rngs(settings.seed),
+        )
+        rule = optimiser(settings.rate, settings.steps)
+        self.model, self.optimizer = model, nnx.Optimizer(model, rule, wrt=nnx.Param)
+        self.model.train()
+
+    def step(self) -> float:
+        """One step; its loss."""
+        settings = self.settings
+        batch = data.batch(self.examples, settings.batch, settings.seed, len(self.curve.loss))
+        loss = float(_step(self.model, self.optimizer, *batch))
+        self.curve.loss.append(loss)
+        return loss
+
+    def evaluate(self) -> None:
+        """Loss and accuracy on what is held out, into the curve."""
+        self.model.eval()
+        size, found = self.settings.batch, []
+        for start in range(0, len(self.held_out.labels), size):
+            rows = np.arange(start, start + size) % len(self.held_out.labels)
+            losses, right = answers(self.model, *self.held_out.take(rows))
+            found.append(np.stack([losses, right]))
+        self.model.train()
+        loss, accuracy = np.concatenate(found, 1)[:, : len(self.held_out.labels)].mean(1)
+        self.curve.steps.append(len(self.curve.loss))
+        self.curve.held_out_loss.append(float(loss))
+        self.curve.accuracy.append(float(accuracy))
+
+    @property
+    def state(self) -> Any:
+        """What changes from step to step, as a tree of arrays: keys of streams are the seed's."""
+        changing = nnx.Not(nnx.RngKey)
+        return nnx.to_pure_dict(nnx.state((self.model, self.optimizer), changing))
+
+    def load(self, state: Any) -> None:
+        """The way back from `state`."""
+        kept = nnx.state((self.model, self.optimizer), nnx.Not(nnx.RngKey))
+        nnx.replace_by_pure_dict(kept, state)
+        nnx.update((self.model, self.optimizer), kept)
+
+
+@cache
+def optimiser(rate: float, steps: int) -> optax.GradientTransformation:
+    """AdamW on clipped gradients, its rate warmed up and cooled down.
+
+    One object for equal arguments and one vector for all leaves: little to compile.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), steps)
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
+
+
+def train(
+    settings: Settings,
+    examples: tuple[Examples, Examples],
+    folder: Path,
+    *,
+    resume: bool = False,
+    progress: Callable[[Trainer], None] = lambda trainer: None,
+) -> Trainer:
+    """Trains, with a checkpoint at every evaluation; `progress` hears of every step.
+
+    Raises:
+      FileExistsError: there is a checkpoint, and `resume` is not asked for.
+      ValueError: the checkpoint is one of other settings.
+    """
+    trainer = Trainer(settings, examples)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        last = manager.latest_step()
+        if last is not None:
+            if not resume:
+                raise FileExistsError(
+                    f"{folder} has a checkpoint of step {last}: resume, or remove it"
+                )
+            _restore(manager, last, trainer)
+        while len(trainer.curve.loss) < settings.steps:
+            trainer.step()
+            done = len(trainer.curve.loss)
+            if done % settings.every == 0 or done == settings.steps:
+                trainer.evaluate()
+                notes = {"settings": asdict(settings), "curve": asdict(trainer.curve)}
+                manager.save(
+                    done,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardSave(trainer.state), notes=ocp.args.JsonSave(notes)
+                    ),
+                )
+            progress(trainer)
+    return trainer
+
+
+def _restore(manager: Any, step: int, trainer: Trainer) -> None:
+    notes = manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
+    own, other = asdict(trainer.settings), notes["settings"]
+    different = [
+        f"{name} {other.get(name)}, not {own[name]}" for name in own if own[name] != other.get(name)
+    ]
+    if different:
+        raise ValueError(f"the checkpoint has other settings: {'; '.join(different)}")
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(trainer.state))
+    trainer.load(manager.restore(step, args=args).state)
+    trainer.curve = Curve(**notes["curve"])
+
+
+def side_by_side(
+    settings: Sequence[Settings],
+    examples: tuple[Examples, Examples],
+    steps: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, list[float]]]:
+    """Loss and seconds of every step, in turns; the first step compiles."""
+    trainers = [Trainer(one, examples) for one in settings]
+    seconds: list[list[float]] = [[] for _ in trainers]
+    for _ in range(steps):
+        for trainer, times in zip(trainers, seconds, strict=True):
+            start = time.perf_counter()
+            trainer.step()
+            times.append(time.perf_counter() - start)
+        progress()
+    return [
+        {"loss": trainer.curve.loss, "seconds": times}
+        for trainer, times in zip(trainers, seconds, strict=True)
+    ]
+
+
+def _losses(model: Any, texts: Any, lengths: Any, labels: Any) -> tuple[Any, Any]:
+    logits = model(texts, lengths)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels), logits
+
+
+@nnx.jit  # type: ignore[untyped-decorator]
+def _step(model: Any, optimizer: Any, texts: Any, lengths: Any, labels: Any) -> Any:
+    def mean(model: Any) -> Any:
+        return _losses(model, texts, lengths, labels)[0].mean()
+
+    loss, slopes = nnx.value_and_grad(mean)(model)
+    optimizer.update(model, slopes)
+    return loss
+
+
+@nnx.jit  # type: ignore[untyped-decorator]
+def answers(model: Any, texts: Any, lengths: Any, labels: Any) -> tuple[Any, Any]:
+    """Loss of every example, and whether its label was found."""
+    losses, logits = _losses(model, texts, lengths, labels)
+    return losses, jnp.argmax(logits, -1) == labels

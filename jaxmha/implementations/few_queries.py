@@ -1,0 +1,61 @@
+"""Attention of few queries over many keys, as in decoding: keys and values are read where they lie.
+
+Products head by head would first copy keys and values into another order, which costs more than
+the products. Here one product of matrices takes all heads together: each query is filled up with
+zeros for the other heads, and of each output the own head is taken.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmha.implementations import reference
+from jaxmha.implementations.request import Request, Result
+from jaxmha.products import matmul
+
+# Rows of a product up to which reading the keys takes longer than multiplying them K times as
+# often as needed, by measurement; and keys from which on that is worth a program of its own.
+MOST_ROWS = 32
+LEAST_KEYS = 64
+
+
+def supports(request: Request) -> str | None:
+    """None, or why not."""
+    (_, T, N, _), S = request.query.shape, request.key.shape[1]
+    if not all(isinstance(size, int) for size in (*request.query.shape, *request.value.shape)):
+        return "sizes must be known"
+    if T * N > MOST_ROWS:
+        return f"T*N = {T * N} queries of all heads are more than {MOST_ROWS}"
+    if S < LEAST_KEYS:
+        return f"S = {S} keys are less than {LEAST_KEYS}"
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+    return reference.attend(request, ALL_HEADS)
+
+
+def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    own = jnp.repeat(jnp.eye(K, dtype=bool), N // K, 1)  # K N
+    columns = jnp.where(
+        own.reshape(1, K, 1, N, 1), jnp.transpose(query, (0, 3, 2, 1))[:, None], 0.0
+    )  # B K H N T
+    columns = columns.reshape(B, K * H, N * T)
+    logits = matmul(key.reshape(B, S, K * H), columns, precision=precision)
+    # XLA would merge product and transpose into a product that is several times slower.
+    logits = jax.lax.optimization_barrier(logits)  # type: ignore[no-untyped-call]
+    return jnp.swapaxes(logits, 1, 2).reshape(B, N, T, S)
+
+
+def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+    (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
+    out = matmul(weights.reshape(B, N * T, S), value.reshape(B, S, K * h), precision=precision)
+    heads = out.reshape(B, N, T, K, h)
+    own = [heads[:, n, :, n // (N // K)] for n in range(N)]  # N times B T h
+    return jnp.stack(own, 2)
+
+
+ALL_HEADS = reference.Products(_logits, _out)

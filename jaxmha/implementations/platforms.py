@@ -1,0 +1,98 @@
+"""What a call is lowered for: where JAX runs it, unless something else is named."""
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Platform(NamedTuple):
+    """A kind of device.
+
+    Attributes:
+      name: as JAX lowers for it: `cpu`, `cuda`, `rocm` or `tpu`.
+      device: what it is called.
+      capability: CUDA compute capability; None on other platforms.
+      live: whether it is the one that JAX runs on here, so that kernels can be tried out.
+    """
+
+    name: str
+    device: str
+    capability: tuple[int, int] | None = None
+    live: bool = False
+
+
+def _cuda(device: str, major: int, minor: int) -> Platform:
+    return Platform("cuda", device, (major, minor))
+
+
+# Devices that can be named without being there. Source of the capabilities: NVIDIA's list of
+# CUDA GPUs. A GPU without a name is taken for one of the Hopper generation.
+KNOWN: dict[str, Platform] = {
+    "cpu": Platform("cpu", "cpu"),
+    "tpu": Platform("tpu", "tpu"),
+    "rocm": Platform("rocm", "rocm"),
+    "gpu": _cuda("gpu", 9, 0),
+    "cuda": _cuda("cuda", 9, 0),
+    "t4": _cuda("t4", 7, 5),
+    "a100": _cuda("a100", 8, 0),
+    "l4": _cuda("l4", 8, 9),
+    "l40s": _cuda("l40s", 8, 9),
+    "h100": _cuda("h100", 9, 0),
+    "h200": _cuda("h200", 9, 0),
+    "gh200": _cuda("gh200", 9, 0),
+    "b200": _cuda("b200", 10, 0),
+}
+
+# Part of the keys of JAX's caches: another platform is another program.
+_CHOSEN: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+
+
+def named(name: str) -> Platform:
+    """A platform or device by name, in any case.
+
+    Raises:
+      ValueError: nobody has heard of it.
+
+    >>> named("H200").capability
+    (9, 0)
+    """
+    known = KNOWN.get(name.lower())
+    if known is None:
+        raise ValueError(f"platform must be among {list(KNOWN)}, got {name!r}")
+    return known
+
+
+def lowering_for(name: str) -> AbstractContextManager[None]:
+    """Chooses implementations as on that platform, whatever this machine has.
+
+    For `jax.export` and `lower(lowering_platforms=...)`. Without it, programs lowered for another
+    platform than JAX's default backend hold the implementation that runs everywhere.
+
+    >>> with lowering_for("h200"):
+    ...     current().capability
+    (9, 0)
+    """
+    context: AbstractContextManager[None] = _CHOSEN(named(name))
+    return context
+
+
+def current() -> Platform:
+    """The platform named by `lowering_for`, else that of JAX's default device."""
+    chosen: Platform | None = _CHOSEN.value
+    return chosen or _live()
+
+
+def _live() -> Platform:
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(default, str):
+        default = jax.devices(default)[0]
+    backend = default.platform if default is not None else jax.default_backend()
+    if backend != "gpu":
+        return Platform(backend, backend, live=True)
+    device = default or jax.local_devices(backend="gpu")[0]
+    try:
+        major, minor = map(int, device.compute_capability.split("."))
+    except (AttributeError, ValueError):  # gfx942 and the like
+        return Platform("rocm", device.device_kind, live=True)
+    return Platform("cuda", device.device_kind, (major, minor), live=True)

@@ -1,0 +1,287 @@
+"""Plans: what they say, what a file of one may hold, and that conversion does exactly that."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint, engine, migrate, plan_file
+from jaxmha.converters.blocks import named
+from jaxmha.converters.cli import app
+from jaxmha.converters.plan import Move, Plan, make, resolve
+from tests.converters.test_every_layout import N, params_of
+
+State = dict[str, Any]
+
+
+def model() -> State:
+    """Attention, each kind of neighbour, and what is not understood."""
+    layout, rng = named("bert"), np.random.default_rng(0)
+    params = params_of(layout)
+    shapes = {
+        "encoder.layer.0.intermediate.dense.weight": (7, 13),
+        "encoder.layer.0.intermediate.dense.bias": (7,),
+        "encoder.layer.0.attention.output.LayerNorm.weight": (13,),
+        "encoder.layer.0.attention.output.LayerNorm.bias": (13,),
+        "embeddings.word_embeddings.weight": (17, 13),
+        "mystery.weight": (2, 3),
+    }
+    drawn = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    attention = engine.export_params(layout, params, prefix="encoder.layer.0.attention")
+    return attention | drawn | {"embeddings.position_ids": np.arange(5)[None]}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "model.safetensors"
+    checkpoint.write(path, model())
+    (path.parent / "config.json").write_text(json.dumps({"n_head": N, "layer_norm_eps": 1e-12}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(source: Path) -> Plan:
+    return migrate.plan(source, to="flax")[0]
+
+
+def cli(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_every_tensor_is_in_it(plan: Plan) -> None:
+    assert sorted(name for move in plan.moves for name in move.tensors) == sorted(model())
+    assert {(move.kind, move.target) for move in plan.moves} == {
+        ("attention", "encoder/layer/0/attention"),
+        ("linear", "encoder/layer/0/intermediate/dense"),
+        ("norm", "encoder/layer/0/attention/output/LayerNorm"),
+        ("embedding", "embeddings/word_embeddings"),
+        ("other", "mystery.weight"),
+        ("other", "embeddings.position_ids"),
+    }
+
+
+def test_the_epsilon_of_norms_is_stated(plan: Plan, source: Path) -> None:
+    (note,) = plan.notes
+    assert note.startswith("1 x norm: epsilon is 1e-12 (config.json: layer_norm_eps), and 1e-06")
+    assert "1e-05 by default in torch" in migrate.plan(source, to="linear")[0].notes[0]
+
+
+def test_the_file_of_a_plan_is_that_plan(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan_file.dumps(plan))
+    assert plan_file.read(path) == plan
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9)
+fields = st.tuples(
+    st.sampled_from(["attention", "linear", "other"]),
+    *[names] * 3,
+    st.lists(names, min_size=1, max_size=3).map(tuple),
+    names,
+    st.none() | st.integers(1, 99),
+    names,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(names, st.lists(fields, max_size=3), names, names)
+def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: str) -> None:
+    made = Plan(to, tuple(Move(*one) for one in drawn), source=source, digest=digest)
+    assert plan_file.loads(plan_file.dumps(made)) == made
+
+
+def test_conversion_by_a_plan_is_conversion(plan: Plan, source: Path, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    migrate.convert(source, a, to="flax")
+    done = migrate.convert(source, b, plan=plan)
+    assert a.read_bytes() == b.read_bytes()
+    assert set(done.carried) == {"mystery.weight", "embeddings.position_ids"}
+
+
+def test_edited_plans_are_followed(plan: Plan, source: Path, tmp_path: Path) -> None:
+    text = plan_file.dumps(plan).replace('to = "encoder/layer/0/', 'to = "blocks/0/')
+    old = 'kind = "other"\nfrom = "mystery.weight"\nto = "mystery.weight"\nas = "other"'
+    assert old in text
+    new = 'kind = "linear"\nlayout = "torch"\nfrom = "mystery"\nto = "known"'
+    path, target = tmp_path / "plan.toml", tmp_path / "a.npz"
+    path.write_text(text.replace(old, new))
+    done = cli("convert", source, target, "--plan", path, "--json")
+    assert done.exit_code == 0, done.output
+    with checkpoint.open(target) as file:
+        np.testing.assert_array_equal(file["known/kernel"], model()["mystery.weight"].T)
+        assert "blocks/0/attention/query/kernel" in file
+        assert "blocks/0/attention/output/LayerNorm/scale" in file
+
+
+def edited(plan: Plan, which: str, **changes: Any) -> Plan:
+    """The plan with the first move of a kind changed."""
+    first = next(move for move in plan.moves if move.kind == which)
+    return replace(
+        plan, moves=tuple(replace(m, **changes) if m is first else m for m in plan.moves)
+    )
+
+
+BIAS, KERNEL = (f"encoder.layer.0.intermediate.dense.{x}" for x in ("bias", "weight"))
+WRONG: dict[str, tuple[Any, str]] = {
+    "dropped": (lambda p: replace(p, moves=p.moves[:-1]), r"leaves out 1 tensors, .* is dropped"),
+    "invented": (lambda p: edited(p, "other", tensors=("no",)), r"names 'no', which the source"),
+    "twice": (
+        lambda p: replace(p, moves=(*p.moves, Move("other", "", "x", "x", (BIAS,)))),
+        r"in 2 modules: leave it in one",
+    ),
+    "clash": (
+        lambda p: edited(p, "other", target="embeddings/word_embeddings/embedding"),
+        r"two tensors would be written as 'embeddings/word_embeddings/embedding'",
+    ),
+    "kind": (lambda p: edited(p, "linear", kind="embedding"), r"a embedding of torch has weight"),
+    "no kind": (lambda p: edited(p, "linear", kind="lstm"), r"torch has no lstm: it has linear"),
+    "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Di Do\), Do=7"),
+    "convention": (lambda p: edited(p, "linear", layout="jax"), r"unknown convention 'jax'"),
+    "layout": (lambda p: edited(p, "attention", layout="vit"), r"no block of layout vit"),
+    "unknown layout": (lambda p: edited(p, "attention", layout="x"), r"unknown layout 'x'"),
+    "heads": (lambda p: edited(p, "attention", num_heads=7), r"N=7"),
+    "no heads": (lambda p: edited(p, "attention", num_heads=None), r"does not store the head"),
+    "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
+    "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
+    "digest": (lambda p: replace(p, digest="sha256:0"), r"make a new plan"),
+    "refuse": (lambda p: replace(p, others="refuse"), r"the plan refuses others"),
+    "to": (lambda p: replace(p, to="keras-file"), r"inside a .weights.h5 file"),
+    "dtype": (lambda p: replace(p, dtype="int3"), r"unknown dtype 'int3'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: Path) -> None:
+    edit, message = WRONG[what]
+    with pytest.raises(ValueError, match=message) as caught:
+        migrate.convert(source, tmp_path / "x.npz", plan=edit(plan))
+    assert not list(tmp_path.iterdir())
+    path = tmp_path / "plan.toml"
+    path.write_text(plan_file.dumps(edit(plan)))
+    done = cli("convert", source, tmp_path / "x.npz", "--plan", path)
+    assert done.exit_code == 2
+    assert str(caught.value).split(":")[-1].split()[-1] in done.output
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.toml"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[plan]", "[plan", "no TOML"),
+        ("version = 1", "version = 2", "has version 2"),
+        ("version = 1", "version = 1\nfast = 1", "unknown key ['fast'] in [plan]"),
+        ('to = "flax"\nothers', "others", "lacks `to`"),
+        ('others = "pass"', 'others = "drop"', "others must be pass or refuse"),
+        ('others = "pass"', "others = 1", "others must be a string"),
+        ('kind = "linear"', "kind = 3", "kind must be str, got 3"),
+        ('kind = "linear"', "", "lacks 'kind'"),
+        ('kind = "linear"', 'kind = "linear"\nshape = 3', "has an unknown key ['shape']"),
+        ('tensors = ["mystery.weight"]', "tensors = []", "must be a list of names"),
+        ("num_heads = 6", "num_heads = true", "num_heads must be int, got True"),
+    ],
+)
+def test_files_that_are_no_plans_are_refused(
+    old: str, new: str, message: str, plan: Plan, source: Path, tmp_path: Path
+) -> None:
+    text = plan_file.dumps(plan)
+    assert old in text
+    (tmp_path / "plan.toml").write_text(text.replace(old, new, 1))
+    done = cli("convert", source, tmp_path / "x.npz", "--plan", tmp_path / "plan.toml")
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+    assert done.stderr.count("error:") == 1
+
+
+def test_another_source_is_refused(plan: Plan, tmp_path: Path) -> None:
+    state = model()
+    state["mystery.weight"][1, 1] += 1
+    checkpoint.write(tmp_path / "other.npz", state)
+    with pytest.raises(ValueError, match=r"other.npz: its contents are sha256:.* make a new plan"):
+        migrate.convert(tmp_path / "other.npz", tmp_path / "x.npz", plan=plan)
+
+
+def test_the_same_contents_in_another_format_are_the_same_source(
+    plan: Plan, tmp_path: Path
+) -> None:
+    state = dict(reversed(model().items()))
+    checkpoint.write(tmp_path / "same.npz", state)
+    migrate.convert(tmp_path / "same.npz", tmp_path / "x.npz", plan=plan)
+
+
+def test_others_are_passed_or_refused_and_always_reported(source: Path, tmp_path: Path) -> None:
+    done = cli("convert", source, tmp_path / "a.npz", "--to", "flax", "--check", "weights")
+    assert done.exit_code == 0, done.output
+    for name in ("mystery.weight", "embeddings.position_ids"):
+        assert f"carried over: {name}" in done.stdout
+    for command in (["plan", source], ["convert", source, tmp_path / "b.npz"]):
+        refused = cli(*command, "--to", "flax", "--others", "refuse")
+        assert refused.exit_code == 2
+        message = " ".join(refused.stderr.split())
+        assert "mystery.weight (could be conv1d or embedding or linear" in message
+        assert "embeddings.position_ids (a parameter or buffer" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_attention_only(source: Path, tmp_path: Path) -> None:
+    done = migrate.convert(source, tmp_path / "a.npz", to="flax", attention_only=True)
+    assert done.beside == ()
+    assert BIAS in done.carried
+    with checkpoint.open(tmp_path / "a.npz") as file:
+        assert file[KERNEL].tobytes() == model()[KERNEL].tobytes()
+
+
+def test_plan_prints_every_tensor_and_writes_the_file(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    done = cli("plan", source, "--to", "flax", "--output", path)
+    assert done.exit_code == 0, done.output
+    for name in model():
+        assert name in done.stdout
+    assert "layer_norm_eps" in done.stdout
+    assert f"{KERNEL} -> encoder/layer/0/intermediate/dense/kernel (13, 7)" in done.stdout
+    assert plan_file.read(path) == migrate.plan(source, to="flax")[0]
+    assert "# -> encoder/layer/0/attention/query/kernel (13, 6, 4) ((N H) Dq -> Dq N H)" in (
+        path.read_text()
+    )
+    again = cli("plan", source, "--to", "flax", "--output", path)
+    assert again.exit_code == 2
+    assert "plan.toml" in again.stderr
+    assert cli("plan", source, "--to", "flax", "--output", path, "--force").exit_code == 0
+    printed = json.loads(cli("plan", source, "--to", "flax", "--json").stdout)
+    tensors = [
+        t for m in printed["modules"] for one in m["tensors"].values() for t in one["sources"]
+    ]
+    assert sorted(tensors) == sorted(model())
+
+
+def test_nothing_is_loaded_to_plan() -> None:
+    """Shapes are enough: terabytes are planned in no time."""
+
+    class Huge:
+        shape, dtype = (2**20, 2**20), np.dtype(np.float32)
+
+    class File(dict[str, Any]):
+        metadata: dict[str, str] = {}  # noqa: RUF012
+        names: dict[str, str] = {}  # noqa: RUF012
+
+        @property
+        def info(self) -> dict[str, Any]:
+            return self
+
+        def __getitem__(self, name: str) -> Any:
+            return super().__getitem__(name)
+
+    shapes: dict[str, Any] = {
+        "in_proj_weight": (3 * 2**20, 2**20),
+        "out_proj.weight": (2**20, 2**20),
+    }
+    file: Any = File({f"a.{key}": type("T", (Huge,), {"shape": x})() for key, x in shapes.items()})
+    file["proj.weight"] = Huge()
+    found = resolve(make(file, named("flax"), num_heads=N - 2), file)
+    assert found.made["a/query/kernel"].info.shape == (2**20, 4, 2**18)
+    assert found.made["proj/kernel"].info.nbytes == 2**42

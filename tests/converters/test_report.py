@@ -1,0 +1,144 @@
+"""What a conversion is checked for afterwards, and that every kind of damage is seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint, digest, migrate, report
+from jaxmha.converters.cli import app
+from tests.converters.test_every_layout import N
+from tests.converters.test_plan import model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    """A source, its conversion, and the plan that was carried out."""
+    folder = tmp_path_factory.mktemp("report")
+    source, target = folder / "a.safetensors", folder / "b.npz"
+    checkpoint.write(source, model())
+    done = migrate.convert(source, target, to="flax", num_heads=N)
+    return source, target, done.plan
+
+
+def damaged(files: tuple[Path, Path, Any], folder: Path, edit: Any) -> report.ConversionReport:
+    """The report on a destination that was changed after it was written."""
+    source, target, plan = files
+    with checkpoint.open(target) as file:
+        arrays = {name: file[name] for name in file}
+    edit(arrays)
+    checkpoint.write(folder / "changed.npz", arrays)
+    return report.check(source, folder / "changed.npz", plan, forward=False)
+
+
+def test_a_conversion_is_the_same(files: tuple[Path, Path, Any]) -> None:
+    source, target, plan = files
+    found = report.check(source, target, plan)
+    assert found.same
+    assert str(found) == ""
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["source"]["path"] == str(source)
+    assert data["target"] | {"digest": ""} == {
+        "path": str(target), "format": "npz", "tensors": len(found.digests), "digest": "",
+    }  # fmt: skip
+    for side in ("source", "target"):
+        with checkpoint.open(data[side]["path"]) as file:
+            assert data[side]["digest"] == digest.of_file(file)
+    assert {"python", "numpy", "jax"} <= data["versions"].keys()
+    sources = [name for m in data["modules"] for names in m["tensors"].values() for name in names]
+    assert sorted(sources) == sorted(model())
+    (attention,) = [m for m in data["modules"] if m["kind"] == "attention"]
+    assert attention["errors"].keys() == {"no mask", "padding", "causal"}
+    assert all(0 < error < 100 for pair in attention["errors"].values() for error in pair)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "what"),
+    [
+        ("encoder/layer/0/attention/key/bias", "encoder/layer/0/attention", "key.bias"),
+        (
+            "encoder/layer/0/intermediate/dense/kernel",
+            "encoder/layer/0/intermediate/dense",
+            "kernel",
+        ),
+        ("encoder/layer/0/attention/output/LayerNorm/scale", "LayerNorm", "norm.scale"),
+        ("embeddings/word_embeddings/embedding", "embeddings/word_embeddings", "embedding.table"),
+        ("mystery.weight", "mystery.weight", "1 of 6 elements differ"),
+        ("embeddings.position_ids", "embeddings.position_ids", "1 of 5 elements differ"),
+    ],
+)
+def test_one_bit_is_seen(
+    name: str, where: str, what: str, files: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    def flip(arrays: dict[str, Any]) -> None:
+        arrays[name].reshape(-1).view(np.uint8)[5] ^= 1
+
+    found = damaged(files, tmp_path, flip)
+    assert not found.same
+    (line,) = str(found).splitlines()
+    assert where in line
+    assert what in line
+    assert "1 of " in line
+
+
+def test_missing_and_unexpected_tensors_are_seen(
+    files: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    def rename(arrays: dict[str, Any]) -> None:
+        arrays["mine.weight"] = arrays.pop("mystery.weight")
+
+    found = damaged(files, tmp_path, rename)
+    assert not found.same
+    assert (found.missing, found.unexpected) == (("mystery.weight",), ("mine.weight",))
+    assert "mystery.weight: not in the destination" in str(found)
+
+
+def test_another_dtype_is_seen_and_a_cast_is_checked(
+    files: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    def narrow(arrays: dict[str, Any]) -> None:
+        name = "encoder/layer/0/intermediate/dense/bias"
+        arrays[name] = arrays[name].astype(np.float16)
+
+    assert "linear.bias is float32 (7,), and float16" in str(damaged(files, tmp_path, narrow))
+    source = files[0]
+    done = migrate.convert(source, tmp_path / "half.npz", to="flax", num_heads=N, dtype="float16")
+    assert done.plan is not None
+    assert report.check(source, tmp_path / "half.npz", done.plan, forward=False).same
+
+
+def test_the_command_line_exits_with_1(
+    files: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that loses a bit, which its own comparison does not see."""
+    write = checkpoint.write
+
+    def careless(path: Path, tensors: Any, **settings: Any) -> None:
+        arrays = {name: tensors[name] for name in tensors}
+        arrays["encoder/layer/0/intermediate/dense/bias"][3] += 1
+        write(path, arrays, **settings)
+
+    command = [
+        "convert",
+        str(files[0]),
+        str(tmp_path / "x.npz"),
+        "--to",
+        "flax",
+        "--num-heads",
+        str(N),
+    ]
+    command += ["--report", str(tmp_path / "report.json"), "--check", "weights"]
+    monkeypatch.setattr(checkpoint, "write", careless)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1, done.output
+    assert "the files differ" in done.stdout
+    assert "dense: linear.bias: 1 of 7 elements differ" in " ".join(done.stderr.split())
+    assert not json.loads((tmp_path / "report.json").read_text())["same"]
+    monkeypatch.setattr(checkpoint, "write", write)
+    done = CliRunner().invoke(app, [*command, "--force"])
+    assert done.exit_code == 0, done.output
+    assert "verified: 15 tensors identical" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["same"]

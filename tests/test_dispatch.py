@@ -1,0 +1,336 @@
+"""Which implementation runs: platforms, trials of kernels, and `explain`."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jaxmha
+from jaxmha import Mask, implementations
+from jaxmha.converters.cli import app
+from jaxmha.implementations import KERNELS, UnsupportedError, cudnn, platforms, probe, reference
+from tests import cudnn_contract
+from tests.everyday import everyday
+
+PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
+WINDOW = Mask.window(3, None)
+
+
+def struct(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
+
+
+HALF = struct(2, 1024, 8, 128)
+
+
+def chosen(*, platform: str = "h200", like: Any = HALF, **options: Any) -> str | None:
+    return jaxmha.explain(like, like, like, platform=platform, **options).chosen
+
+
+def reason(name: str, *, platform: str = "h200", like: Any = HALF, **options: Any) -> str:
+    found = jaxmha.explain(like, like, like, platform=platform, implementation=name, **options)
+    assert found.chosen is None
+    return found.reasons[0][1] or ""
+
+
+@pytest.mark.parametrize("device", ["h200", "H100", "gpu", "cuda", "a100", "b200"])
+def test_gpus_run_cudnn_in_half_precision(device: str) -> None:
+    assert chosen(platform=device) == "cudnn"
+    assert chosen(platform=device, like=struct(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu", "rocm", "t4"])
+def test_others_run_plain_xla(device: str) -> None:
+    assert chosen(platform=device) == "blocked"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"key_value_seq_lengths": struct(2, dtype=jnp.int32)},
+        {"mask": PADDED},
+        {"mask": PADDED, "is_causal": True},
+        {"mask": struct(2, 1, 1, 1024, dtype=jnp.bool_)},
+        {"mask": Mask.causal(7)},
+        {"local_window_size": (128, 0)},
+        {"bias": struct(1, 8, 1024, 1024)},
+        {"fully_masked": "mean"},
+        {"return_lse": True},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_cudnn_takes(options: dict[str, Any]) -> None:
+    assert chosen(**options) == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"like": struct(2, 64, 8, 128, dtype=jnp.float32)}, "got float32"),
+        ({"like": struct(2, 64, 8, 264)}, "at most 256"),
+        ({"like": struct(2, 64, 8, 136), "platform": "a100"}, "at most 128"),
+        ({"platform": "t4"}, "capability 8.0, not t4"),
+        ({"platform": "tpu"}, "not tpu"),
+        ({"logits_soft_cap": 3.0}, "soft cap"),
+        ({"return_weights": True}, "never materialised"),
+        ({"dropout_rate": 0.1, "dropout_key": struct(2, dtype=jnp.uint32)}, "dropout"),
+        ({"segment_ids": struct(2, 1024, dtype=jnp.int32)}, "offsets"),
+        ({"mask": Mask.causal(np.asarray([1, 2]))}, "Python integer"),
+        ({"mask": WINDOW}, "right side"),
+        ({"bias": struct(1, 8, 1024, 1024), "return_lse": True}, "to a bias"),
+        (
+            {"like": struct(2, 64, 8, 64, dtype=jnp.float16), "bias": struct(1, 8, 64, 64)},
+            "far below",
+        ),
+        ({"mask": PADDED, "is_causal": True, "scale": 1e-9}, "larger scale"),
+        ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype"),
+        ({"like": struct(2, 0, 8, 64)}, "at least 1"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_cudnn_says_why_not(options: dict[str, Any], why: str) -> None:
+    assert why in reason("cudnn", **options)
+
+
+def test_named_implementations_raise_the_reason() -> None:
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.raises(UnsupportedError, match="cuDNN takes bfloat16 and float16, got float32"):
+        jaxmha.dot_product_attention(x, x, x, implementation="cudnn")
+    half = x.astype(jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match="runs on TPU, not on cpu"):
+        jaxmha.dot_product_attention(half, half, half, implementation=["splash"])
+
+
+def test_splash_runs_where_it_is_named() -> None:
+    assert chosen(platform="tpu", implementation=["splash", "blocked"]) == "splash"
+
+
+def test_biases_go_to_tokamax_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations.tokamax, "find_spec", lambda name: object())
+    bias = struct(1, 8, 1024, 1024)
+    with jax.numpy_dtype_promotion("standard"):
+        assert chosen(bias=bias) == "tokamax"
+        assert chosen() == "cudnn"
+        assert "log-sum-exp" in reason("tokamax", return_lse=True)
+        assert "after the bias" in reason("tokamax", bias=bias, logits_soft_cap=2.0)
+    assert "promotion of dtypes" in reason("tokamax")
+
+
+def test_unknown_platform() -> None:
+    with pytest.raises(ValueError, match="platform must be among"):
+        jaxmha.explain(HALF, HALF, HALF, platform="warp")
+
+
+def test_a_host_without_cudnn_lowers_plain_xla() -> None:
+    """JAX cannot trace cuDNN here, and says so; explain is not asked for a program."""
+    with jaxmha.lowering_for("h200"):
+        with pytest.raises(UnsupportedError, match="JAX asks the cuDNN of this machine"):
+            jax.eval_shape(
+                lambda x: jaxmha.dot_product_attention(x, x, x, implementation="cudnn"), HALF
+            )
+        jax.eval_shape(lambda x: jaxmha.dot_product_attention(x, x, x), HALF)
+
+
+# Trials on the machine that is there.
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A machine that takes itself for one with a GPU, whose cuDNN is its contract."""
+    live = platforms.named("h200")._replace(live=True)
+    monkeypatch.setattr(platforms, "_live", lambda: live)
+    # What runs is lowered for the CPU that is there.
+    monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
+    calls = cudnn_contract.install(monkeypatch)
+    trials = probe._failure
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    trials.cache_clear()
+    yield calls
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    trials.cache_clear()
+
+
+def small() -> Any:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.bfloat16)
+
+
+def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
+    x = small()
+    run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x))
+    run(x)
+    assert [call["T"] for call in gpu] == [128, 6]  # the trial, the call
+    run(x[:, :4])
+    assert [call["T"] for call in gpu] == [128, 6, 4]
+
+
+@pytest.mark.parametrize(
+    "defect", everyday(["raises", "wrong", "wrong gradient", "NaN"], "raises", "wrong gradient")
+)
+def test_a_broken_kernel_means_the_next_and_one_warning(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    right = cudnn_contract.public
+
+    @jax.custom_vjp
+    def bent(x: Any) -> Any:
+        return x
+
+    bent.defvjp(lambda x: (x, None), lambda _, slope: (1.5 * slope,))
+
+    def broken(*args: Any, **options: Any) -> Any:
+        if defect == "raises":
+            raise RuntimeError("no kernel image is available\nand more lines")
+        out = right(*args, **options)
+        return {"wrong": 1.1 * out, "NaN": out * jnp.nan, "wrong gradient": bent(out)}[defect]
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", broken)
+    x = small()
+    with pytest.warns(RuntimeWarning, match="cudnn does not work here in bfloat16") as caught:
+        out = jaxmha.dot_product_attention(x, x, x)
+    assert len(caught) == 1
+    assert "and more lines" not in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxmha.dot_product_attention(x[:, :4], x, x)
+    want = jaxmha.dot_product_attention(x, x, x, implementation="blocked")
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(want, np.float32))
+
+
+def test_nothing_is_tried_for_another_platform(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("tried")
+
+    monkeypatch.setattr(probe, "failure", never)
+    with jaxmha.lowering_for("h200"):
+        jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x)).trace(small())
+    assert jaxmha.explain(HALF, HALF, HALF, platform="a100").chosen == "cudnn"
+    with pytest.raises(AssertionError, match="tried"):
+        jaxmha.explain(HALF, HALF, HALF)
+
+
+def test_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in one process is used in none."""
+    from jax.experimental import multihost_utils
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    seen: list[Any] = []
+
+    def gathered(works: Any) -> Any:
+        seen.append(bool(works))
+        return np.asarray([True, False, bool(works)])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+    monkeypatch.setattr(probe, "_tried", lambda *_: None)
+    assert probe._agreed(reference.attend, "float32", False) == "it fails in process 1"
+    assert seen == [True]
+
+
+@pytest.mark.slow  # trials that pass are part of other tests
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_trial_is_right_about_a_right_kernel(dense: bool) -> None:
+    assert probe._tried(reference.attend, "float32", dense) is None
+
+
+def test_default_device_counts() -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert platforms.current() == platforms.Platform("cpu", "cpu", live=True)
+
+
+def test_the_private_call_is_as_it_was() -> None:
+    """What `cudnn` uses of JAX beside its public functions."""
+    import inspect
+
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    found = list(inspect.signature(private.dot_product_attention).parameters)
+    assert found[:7] == ["query", "key", "value", "bias", "mask", "q_seqlen", "kv_seqlen"]
+    assert {"scale", "mask_type", "sliding_window_length", "return_residual"} <= set(found)
+    kinds = {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}
+    assert kinds <= {kind.name for kind in private.MaskType}
+    assert cudnn.traceable() is None or "cuDNN" in (cudnn.traceable() or "")
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:
+    """Nobody named the kernel, and every transformation meets it."""
+    x = small()
+
+    def value(q: Any) -> Any:
+        found = jaxmha.dot_product_attention(q, x, x, is_causal=True, return_lse=lse)
+        return sum(part.astype(jnp.float32).sum() for part in jax.tree.leaves(found))
+
+    def plain(q: Any) -> Any:
+        found = jaxmha.dot_product_attention(
+            q, x, x, is_causal=True, return_lse=lse, implementation="blocked"
+        )
+        return sum(part.astype(jnp.float32).sum() for part in jax.tree.leaves(found))
+
+    queries = jnp.stack([x, 2 * x])
+    slopes = jax.jit(jax.vmap(jax.grad(value)))(queries)
+    assert gpu[-1]["T"] == 6
+    want = jax.jit(jax.vmap(jax.grad(plain)))(queries)
+    largest = float(jnp.abs(want.astype(jnp.float32)).max())
+    error = jnp.abs(slopes.astype(jnp.float32) - want.astype(jnp.float32)).max()
+    assert float(error) <= 2**-7 * largest
+
+
+# The command line.
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["explain", *arguments])
+
+
+def test_command() -> None:
+    done = run("-T", "8192", "-N", "16", "-H", "128", "--causal", "--platform", "h200")
+    assert done.exit_code == 0
+    assert "cudnn" in done.stdout
+    assert "chosen" in done.stdout
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_command_as_json() -> None:
+    sizes = ("-B", "2", "-T", "5", "-S", "7", "-N", "4", "-K", "2", "-H", "8", "-h", "3")
+    flags = ("--lengths", "--query-lengths", "--padding", "--segments", "--window", "2,0", "--lse")
+    done = run(
+        *sizes, *flags, "--mask", "2,1,5,7", "--bias", "4,1,1", "--platform", "gpu", "--json"
+    )
+    found = json.loads(done.stdout)
+    assert found["chosen"] == "blocked"
+    assert "offsets" in found["reasons"]["cudnn"]
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dtype", "nope"), "--dtype must be a dtype"),
+        (("--dtype", "int32"), "floating"),
+        (("--platform", "warp"), "platform must be among"),
+        (("--window", "a"), "--window must be integers"),
+        (("--mask", "3,3"), "mask: expected axes"),
+        (("--implementation", "flash"), "implementation must be among"),
+        (("-K", "3"), "must be a multiple"),
+    ],
+)
+def test_command_with_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
+    done = run("-T", "5", "-N", "4", "-H", "8", *arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert message in " ".join(done.stderr.split())
+
+
+def test_command_says_by_its_code_that_none_can() -> None:
+    done = run("-T", "5", "-N", "4", "-H", "8", "--weights", "--implementation", "cudnn")
+    assert done.exit_code == 1

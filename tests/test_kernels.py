@@ -1,0 +1,217 @@
+"""Fused kernels behind the contract: what surrounds them, exactly; they themselves where they run."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import Mask
+from jaxmha.implementations import UnsupportedError, kernels, splash, tokamax
+from tests import cases, conformance, cudnn_contract
+from tests.cases import CASES, POISONED, Case
+from tests.cudnn_contract import MaskType
+from tests.everyday import everyday
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU whose cuDNN is its documented contract."""
+    calls = cudnn_contract.install(monkeypatch)
+    with jaxmha.lowering_for("h200"):
+        yield calls
+
+
+# Beside the common ones: what is moved, padded or compacted.
+MORE = (
+    Case("one_query_causal", T=1, is_causal=True),
+    Case("window_and_lengths", T=11, S=7, local_window_size=(2, 0),
+         key_value_seq_lengths=(2, 0), query_seq_lengths=(11, 5)),
+    Case("window_symmetric", T=7, S=11, local_window_size=3, key_value_seq_lengths=(3, 11)),
+    Case("mask_keys_causal", mask="B11S", is_causal=True, T=7, S=7, H=8, h=8),
+    Case("mask_keys_negative_scale", mask="B11S", is_causal=True, scale=-0.4),
+    Case("mask_keys_window", mask="B11S", local_window_size=(3, 1), T=7, S=5),
+    Case("mask_keys_lengths", mask="B11S", key_value_seq_lengths=(5, 3)),
+    Case("mask_queries", mask="B1T1", empty_rows=True),
+    Case("bias_causal_padded", bias="1NTS", bias_excludes=True, mask="B11S", is_causal=True),
+    Case("power_of_two", H=16, scale=None, local_window_size=(3, 1), key_value_seq_lengths=(7, 3)),
+    Case("mask_of_heads", mask="N1S", key_value_seq_lengths=(6, 2), is_causal=True),
+)  # fmt: skip
+ALL = (*CASES, *MORE)
+BY_NAME = {case.name: case for case in ALL}
+
+
+EVERYDAY = ("bias_per_head", "window_and_lengths", "mask_keys_causal")
+
+
+def check(case: Case, implementation: str, dtype: str, *, lse: bool) -> None:
+    """The suite where the implementation takes the case; else that it says why."""
+    arrays = cases.arrays(case, dtype)
+    options = {**case.options, "return_lse": lse, "implementation": implementation}
+    if case.dropout_rate:
+        options["dropout_key"] = jax.random.key(7)
+    reason = dict(jaxmha.explain(**arrays, **options).reasons)[implementation]
+    if reason is None:
+        conformance.kernel(case, implementation, dtype, lse=lse)
+        return
+    with pytest.raises(UnsupportedError, match=re.escape(reason)):
+        conformance.kernel(case, implementation, dtype, lse=lse)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("case", everyday(ALL, *EVERYDAY))
+def test_cudnn(case: Case) -> None:
+    check(case, "cudnn", "bfloat16", lse=case.bias is None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+def test_cudnn_without_lse(case: Case) -> None:
+    check(case, "cudnn", "bfloat16", lse=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+def test_cudnn_float16(case: Case) -> None:
+    check(case, "cudnn", "float16", lse=case.bias is None)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("case", everyday(POISONED, "poisoned_causal"))
+def test_cudnn_poisoned(case: Case) -> None:
+    bare = replace(case, logits_soft_cap=None, segments=None, bias=None, bias_excludes=False)
+    if "bias" not in case.name:
+        conformance.poisoned_padding(bare, "cudnn", "bfloat16")
+
+
+@pytest.mark.slow  # for its traces; `check` holds every single one
+@pytest.mark.usefixtures("cudnn")
+def test_cudnn_declines_what_it_cannot() -> None:
+    """By kind of request; what the cases decline is all of this kind."""
+    declined = {
+        case.name
+        for case in ALL
+        if dict(
+            jaxmha.explain(
+                **cases.arrays(case, "bfloat16"),
+                **case.options,
+                dropout_key=jax.random.key(7),
+                implementation="cudnn",
+            ).reasons
+        )["cudnn"]
+    }
+    assert declined == {
+        *("segments_self", "segments_pair", "soft_cap", "dropout", "dropout_shared"),
+        *("no_keys", "no_keys_nan", "no_queries", "everything"),
+    }
+
+
+# What the kernel is asked, whatever its answer.
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, {"mask_type": MaskType.NO_MASK, "T": 128, "S": 192, "H": 16}),
+        ({"is_causal": True}, {"mask_type": MaskType.CAUSAL, "S": 128}),
+        ({"lengths": True}, {"mask_type": MaskType.PADDING, "S": 192, "bias": False}),
+        ({"padding": True}, {"mask_type": MaskType.PADDING, "H": 16, "bias": False}),
+        (
+            {"padding": True, "is_causal": True},
+            {"mask_type": MaskType.CAUSAL, "H": 24, "bias": False},
+        ),
+        ({"offset": 5}, {"mask_type": MaskType.PADDING_CAUSAL, "T": 134}),
+        ({"offset": -5}, {"mask_type": MaskType.PADDING_CAUSAL, "T": 124, "S": 124}),
+    ],
+    ids=str,
+)
+def test_cudnn_is_asked_for_no_more_than_needed(
+    cudnn: Any, options: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    B, T, S = 2, 128, 192
+    mask = Mask()
+    if "lengths" in options:
+        mask &= Mask.lengths(key_value=np.full(B, 7, np.int32))
+    if "padding" in options:
+        mask &= Mask.padding(key_value=np.ones((B, S), bool))
+    if "offset" in options:
+        mask &= Mask.causal(options["offset"])
+    make: Any = jax.ShapeDtypeStruct
+    heads = (make((B, n, 2, 16), jnp.bfloat16) for n in (T, S, S))
+    run = partial(
+        jaxmha.dot_product_attention,
+        mask=mask,
+        is_causal="is_causal" in options,
+        implementation="cudnn",
+    )
+    jax.eval_shape(run, *heads)
+    (found,) = cudnn
+    assert {name: found[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize("without", ["_lengths", "_sum"])
+def test_what_is_normalised_matters(
+    cudnn: Any, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    """Without lengths, and without the slope of lse, the suite fails."""
+    monkeypatch.setattr(
+        kernels, without, {"_lengths": lambda *_: None, "_sum": lambda a, b: a}[without]
+    )
+    with pytest.raises(AssertionError):
+        conformance.kernel(
+            Case("defect", T=6, S=6, key_value_seq_lengths=(0, 3)), "cudnn", "bfloat16", lse=True
+        )
+
+
+@pytest.fixture
+def splash_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel itself, interpreted; in float32 too, where errors show."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "DTYPES", ("bfloat16", "float32"))
+    with jaxmha.lowering_for("tpu"):
+        yield
+
+
+@pytest.mark.usefixtures("splash_here")
+def test_splash_values() -> None:
+    conformance.values(replace(BY_NAME["window_and_lengths"], K=1), "splash", "float32", jit=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("splash_here")
+@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+def test_splash(case: Case) -> None:
+    check(case, "splash", "float32", lse=case.logits_soft_cap is None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("splash_here")
+@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+def test_splash_bfloat16(case: Case) -> None:
+    check(case, "splash", "bfloat16", lse=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("splash_here")
+@pytest.mark.parametrize("case", [POISONED[0], POISONED[1], POISONED[2]], ids=cases.ids)
+def test_splash_poisoned(case: Case) -> None:
+    bare = replace(case, bias=None, logits_soft_cap=None)
+    conformance.poisoned_padding(bare, "splash", "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+def test_tokamax(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its public function, by the plain implementation that it has for every device."""
+    pytest.importorskip("tokamax")
+    monkeypatch.setattr(tokamax, "BACKENDS", ("xla",))
+    monkeypatch.setattr(tokamax, "traceable", lambda: None)
+    promotes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with jaxmha.lowering_for("h200"), promotes[0], promotes[1]:
+        check(case, "tokamax", "bfloat16", lse=False)

@@ -1,0 +1,149 @@
+"""Programs for platforms that are not here: what they hold, and what they do not."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as private
+
+import jaxmha
+from jaxmha import Mask
+from tests.everyday import everyday
+
+# No axis of anything else is of these sizes.
+B, T, S, N, K, H = 2, 896, 1408, 4, 2, 64
+CUDNN, CUDNN_BACKWARD, TPU = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "tpu_custom_call"
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX asks for the version of a library that only a GPU brings; nothing else is replaced."""
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
+
+
+HEADS = array(B, T, N, H), array(B, S, K, H), array(B, S, K, H)
+COUNTS, THERE = array(B, dtype=jnp.int32), array(B, S, dtype=jnp.bool_)
+
+CALLS: dict[str, Any] = {
+    "full": lambda q, k, v, *_, **o: jaxmha.dot_product_attention(q, k, v, **o),
+    "causal": lambda q, k, v, *_, **o: jaxmha.dot_product_attention(q, k, v, is_causal=True, **o),
+    "lengths": lambda q, k, v, counts, _, **o: jaxmha.dot_product_attention(
+        q, k, v, key_value_seq_lengths=counts, **o
+    ),
+    "padding": lambda q, k, v, _, there, **o: jaxmha.dot_product_attention(
+        q, k, v, mask=Mask.padding(key_value=there), **o
+    ),
+    "padding causal": lambda q, k, v, _, there, **o: jaxmha.dot_product_attention(
+        q, k, v, mask=Mask.padding(key_value=there), is_causal=True, **o
+    ),
+    "window": lambda q, k, v, counts, _, **o: jaxmha.dot_product_attention(
+        q, k, v, key_value_seq_lengths=counts, local_window_size=(100, 3), **o
+    ),
+}
+
+
+def lowered(function: Any, *arguments: Any, platform: str) -> str:
+    return str(jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text())
+
+
+def no_scores(text: str) -> bool:
+    """Whether no tensor of the program has an axis of (about) T and one of S, or S twice."""
+    for shape in re.findall(r"tensor<([0-9x]+)x[a-z]", text):
+        sizes = [int(size) for size in shape.split("x") if size]
+        long = [size for size in sizes if size >= T]
+        if len(long) > 1:
+            return False
+    return True
+
+
+def gradient(call: Any, **options: Any) -> Any:
+    def of(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        def value(*heads: Any) -> Any:
+            found = call(*heads, *others, **options)
+            return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(found))
+
+        return jax.grad(value, (0, 1, 2))(q, k, v)
+
+    return of
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("name", everyday(CALLS, "lengths", "padding causal"))
+def test_cudnn(name: str) -> None:
+    with jaxmha.lowering_for("h200"):
+        text = lowered(CALLS[name], *HEADS, COUNTS, THERE, platform="cuda")
+        slopes = lowered(gradient(CALLS[name]), *HEADS, COUNTS, THERE, platform="cuda")
+    assert CUDNN in text
+    assert CUDNN_BACKWARD in slopes
+    assert no_scores(text)
+    assert no_scores(slopes)
+    # Padding that causality or a window leaves in place is a feature more, never a bias.
+    assert "ScaleBias" not in text
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_cudnn_log_sum_exp_has_its_gradient() -> None:
+    """Two kernels backward: its own, and that of lse."""
+    with jaxmha.lowering_for("h200"):
+        text = lowered(
+            gradient(CALLS["causal"], return_lse=True), *HEADS, COUNTS, THERE, platform="cuda"
+        )
+    assert text.count(CUDNN_BACKWARD) == 2
+    assert no_scores(text)
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_layer() -> None:
+    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H, dtype=jnp.bfloat16)
+
+    def layer(x: Any, counts: Any) -> Any:
+        mask = Mask.lengths(key_value=counts)
+        return jaxmha.multi_head_attention(params, x, mask=mask, is_causal=True)
+
+    with jaxmha.lowering_for("h200"):
+        text = lowered(layer, array(B, T, N * H), COUNTS, platform="cuda")
+    assert CUDNN in text
+    assert no_scores(text)
+
+
+@pytest.mark.parametrize("name", everyday(CALLS, "window"))
+def test_splash(name: str) -> None:
+    with jaxmha.lowering_for("tpu"):
+        text = lowered(
+            lambda *x: CALLS[name](*x, implementation="splash"),
+            *HEADS, COUNTS, THERE, platform="tpu",
+        )  # fmt: skip
+        slopes = lowered(
+            gradient(CALLS[name], implementation="splash"), *HEADS, COUNTS, THERE, platform="tpu"
+        )
+    assert TPU in text
+    assert slopes.count(TPU) >= 3  # forward, and a kernel each for queries and for keys
+    assert no_scores(text)
+    assert no_scores(slopes)
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_another_platform_gets_plain_xla() -> None:
+    """Whatever was chosen while tracing: where a program runs is known later."""
+    with jaxmha.lowering_for("h200"):
+        text = lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cpu")
+    assert "custom_call" not in text
+    assert "while" in text  # block by block
+    assert "custom_call" not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cuda")
+    with jaxmha.lowering_for("tpu"):  # off until measured
+        assert TPU not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="tpu")
+
+
+def test_materialised_scores_are_noticed() -> None:
+    text = lowered(
+        lambda *x: CALLS["full"](*x, implementation="reference"), *HEADS, COUNTS, THERE,
+        platform="cuda",
+    )  # fmt: skip
+    assert not no_scores(text)
