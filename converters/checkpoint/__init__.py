@@ -10,7 +10,7 @@ kept and checked.
 """
 
 from jaxmha.converters.checkpoint.casting import Loss, cast
-from jaxmha.converters.checkpoint.digests import digest
+from jaxmha.converters.checkpoint.digests import ALGORITHMS, digest
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
     BudgetExceeded,
@@ -35,6 +35,7 @@ from jaxmha.converters.checkpoint.tensor import TensorInfo
 from jaxmha.converters.checkpoint.writing import Written, write
 
 __all__ = [
+    "ALGORITHMS",
     "FORMATS",
     "AmbiguousFile",
     "BudgetExceeded",

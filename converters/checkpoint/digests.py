@@ -18,6 +18,7 @@ from jaxmha.converters.checkpoint.tensor import TensorInfo, blocks, to_bytes
 
 # xxh3 is as fast as memory; SHA-256 also withstands somebody who wants a collision.
 LENGTHS = {"xxh3_128": 32, "sha256": 64}
+ALGORITHMS = tuple(LENGTHS)
 KEY = "jaxmha.digests"  # where a format keeps them by name
 _AGAIN = "copy the file again from where it was written"
 

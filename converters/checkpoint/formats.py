@@ -155,6 +155,23 @@ def is_folder(path: Path) -> bool:
     return False
 
 
+def index_in(path: Path) -> Path:
+    """The index in a folder of shards; else the path itself. Both torch's and safetensors' may be
+    there, as on Hugging Face: the latter then.
+
+    Raises:
+        AmbiguousFile: several.
+    """
+    for suffix in SHARDED.suffixes:
+        found = sorted(path.glob(f"*{suffix}")) if os.path.isdir(path) else []
+        if len(found) > 1:
+            names = ", ".join(one.name for one in found)
+            raise AmbiguousFile(path, f"holds several checkpoints ({names})", "name one")
+        if found:
+            return found[0]
+    return path
+
+
 def recognise(source: Source, limits: Limits) -> Format:
     """The format by content, which must agree with the suffix.
 

@@ -13,12 +13,11 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import digests
-from jaxmha.converters.checkpoint.casting import DTYPES
+from jaxmha.converters.checkpoint import digests, zarr
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
@@ -37,14 +36,12 @@ from jaxmha.converters.checkpoint.errors import (
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.safetensors import parse_json
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import BFLOAT16, FLOAT8, TensorInfo
 
 SUFFIX = ".orbax"
 TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", "manifest.ocdbt"
 SIDECAR = f"{digests.KEY}.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
-_CODECS = frozenset(["bytes", "zstd", "gzip", "zlib", "crc32c", "transpose", "sharding_indexed"])
 _DEPTH = 6  # folders within folders
 _CHUNK = 32 << 20
 _AGAIN = "save it again with orbax"
@@ -158,7 +155,9 @@ def read(folder: Folder, limits: Limits) -> Contents:
     for key, name in leaves.items():
         with _typed(path, name):
             raw = keys.read(f"{key}/{document}").result().value
-        info, chunk = (_zarr3 if zarr3 else _zarr2)(path, name, parse_json(raw.strip(), path, True))
+        info, chunk = (zarr.read3 if zarr3 else zarr.read2)(
+            path, name, parse_json(raw.strip(), path, True)
+        )
         budget.tensor(name, info.shape, info.dtype)
         # tensorstore ends the process where it cannot get the memory for one chunk.
         size = math.prod(chunk) * info.dtype.itemsize
@@ -202,7 +201,7 @@ def write(path: Path, plan: Plan) -> None:
         metadata = {
             "shape": list(info.shape),
             "chunks": chunk,
-            "dtype": _zarr_dtype(info.dtype),
+            "dtype": zarr.written(info.dtype),
             "compressor": {"id": "zstd", "level": 1},
             "filters": None,
             "fill_value": None,
@@ -289,7 +288,7 @@ def _check_tree(plan: Plan, names: Mapping[str, tuple[str, ...]]) -> None:
         if places.setdefault(place, name) != name:
             problem = f"orbax stores it at the same place as {places[place]!r}"
             raise AmbiguousFile(plan.path, problem, "rename one of them", name)
-        if plan.info[name].dtype not in _ZARR:
+        if plan.info[name].dtype not in zarr.NAMES:
             problem = f"orbax stores no {plan.info[name].dtype}"
             raise UnsupportedDtype(plan.path, problem, "convert the tensor first", name)
 
@@ -320,75 +319,6 @@ def _leaves(path: Path, tree: dict[str, Any], limits: Limits) -> dict[str, str]:
             raise AmbiguousFile(path, "two arrays are stored at one place", _AGAIN, name)
         leaves[place] = name
     return leaves
-
-
-_ZARR = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _zarr_dtype(dtype: np.dtype) -> str:
-    return str(dtype) if dtype in (BFLOAT16, *FLOAT8) else dtype.newbyteorder("<").str
-
-
-def _zarr2(path: Path, name: str, document: dict[str, Any]) -> tuple[TensorInfo, tuple[int, ...]]:
-    """Shape, dtype and chunk of a .zarray document."""
-    compressor = document.get("compressor")
-    codecs = [] if compressor is None else [compressor]
-    if document.get("filters") not in (None, []):
-        raise ForbiddenContent(path, "a zarr filter", _AGAIN, name)
-    _check_codecs(path, name, codecs, "id")
-    dtype = _dtype(path, name, document.get("dtype"))
-    return _shapes(path, name, document.get("shape"), document.get("chunks"), dtype)
-
-
-def _zarr3(path: Path, name: str, document: dict[str, Any]) -> tuple[TensorInfo, tuple[int, ...]]:
-    """Shape, dtype and chunk of a zarr.json document."""
-    try:
-        grid = document["chunk_grid"]
-        chunk = grid["configuration"]["chunk_shape"]
-        codecs = list(document["codecs"])
-        for codec in codecs:  # the chunks inside of a chunk have codecs too
-            if isinstance(codec, dict) and codec.get("name") == "sharding_indexed":
-                inner = codec["configuration"]
-                codecs += [*inner["codecs"], *inner.get("index_codecs", [])]
-    except (TypeError, KeyError):
-        _damaged(path, name)
-    if grid.get("name") != "regular" or document.get("storage_transformers") or len(codecs) > 20:
-        raise ForbiddenContent(path, "an unusual zarr array", _AGAIN, name)
-    _check_codecs(path, name, codecs, "name")
-    dtype = _dtype(path, name, document.get("data_type"))
-    return _shapes(path, name, document.get("shape"), chunk, dtype)
-
-
-def _check_codecs(path: Path, name: str, codecs: list[Any], key: str) -> None:
-    for codec in codecs:
-        kind = codec.get(key) if isinstance(codec, dict) else codec
-        if not isinstance(kind, str) or kind not in _CODECS:
-            raise ForbiddenContent(path, f"the codec {str(kind)[:40]!r}", _AGAIN, name)
-
-
-def _dtype(path: Path, name: str, text: Any) -> np.dtype:
-    named: np.dtype | None = DTYPES.get(text) if isinstance(text, str) else None
-    if named is None and isinstance(text, str) and text[:1] in "<>|":
-        with contextlib.suppress(TypeError, ValueError):
-            named = np.dtype(text).newbyteorder("=")
-    if named not in _ZARR or named is None:
-        raise UnsupportedDtype(path, f"the dtype {str(text)[:40]!r}", _AGAIN, name)
-    return named
-
-
-def _shapes(
-    path: Path, name: str, shape: Any, chunk: Any, dtype: np.dtype
-) -> tuple[TensorInfo, tuple[int, ...]]:
-    for numbers, least in ((shape, 0), (chunk, 1)):
-        if not isinstance(numbers, list) or any(type(n) is not int or n < least for n in numbers):
-            _damaged(path, name)
-    if len(shape) != len(chunk):
-        _damaged(path, name)
-    return TensorInfo(tuple(shape), dtype), tuple(chunk)
-
-
-def _damaged(path: Path, name: str) -> NoReturn:
-    raise MalformedFile(path, "its zarr document is damaged", _AGAIN, name)
 
 
 def _digests(folder: Folder, budget: Budget, limits: Limits) -> dict[str, str]:

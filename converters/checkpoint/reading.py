@@ -182,7 +182,7 @@ def open(
     no link followed and no framework imported.
 
     Args:
-        path: a file; the index of a sharded checkpoint; a folder written by orbax.
+        path: a file; the index of a sharded checkpoint or its folder; a folder written by orbax.
         limits: budgets, for every file of the checkpoint.
         mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
             made. If another process cuts the file short meanwhile, the system ends this one.
@@ -202,7 +202,7 @@ def open(
     """
     if formats.is_folder(Path(path)):
         return read(Folder(Path(path), limits), formats.ORBAX, limits, verify)
-    source = Source(path, mapped=mmap)
+    source = Source(formats.index_in(Path(path)), mapped=mmap)
     try:
         found = formats.recognise(source, limits)
         return read(source, found, limits, verify)

@@ -1147,6 +1147,26 @@ def h5_virtual(path: Path) -> None:
         file["layers/dense/vars"].create_virtual_dataset("1", layout)
 
 
+def damaged_virtual(path: Path, at: int, byte: int) -> None:
+    """One byte of the list of sources of a virtual dataset changed."""
+    h5_virtual(path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"GCOL") + at] = byte
+    path.write_bytes(raw)
+
+
+@case(".weights.h5", ck.ForbiddenContent)
+def h5_virtual_that_hangs(path: Path) -> None:
+    """16 million sources: the library allocates and decodes them where it opens the dataset."""
+    damaged_virtual(path, 59, 0xFF)
+
+
+@case(".weights.h5", ck.ForbiddenContent)
+def h5_virtual_that_crashes(path: Path) -> None:
+    """2**62 sources: h5py alone ends with a segmentation fault."""
+    damaged_virtual(path, 64, 0x40)
+
+
 @case(".weights.h5", ck.BudgetExceeded)
 def h5_shape_bomb(path: Path) -> None:
     with keras(path) as file:
