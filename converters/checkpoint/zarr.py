@@ -1,6 +1,6 @@
 """What the documents of zarr arrays, version 2 and 3, say of shape, dtype and chunks.
 
-Format: https://zarr-specs.readthedocs.io/en/latest/specs.html
+Format: https://zarr-specs.readthedocs.io/en/latest/
 """
 
 import contextlib
