@@ -58,15 +58,11 @@ def make(path: Path, blocks: int) -> None:
     checkpoint.write(path, checkpoint.Lazy(info, load))
 
 
-def timed(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak MiB of a process."""
+def timed(command: list[str], stdout: int = subprocess.DEVNULL) -> tuple[float, str]:
+    """Seconds of a process, and what it printed if asked for."""
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{command[0]} ended with {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
+    done = subprocess.run(command, stdout=stdout, text=True, check=True)
+    return time.perf_counter() - start, done.stdout or "0"
 
 
 def copied(source: Path, target: Path) -> tuple[float, float]:
@@ -79,10 +75,25 @@ def copied(source: Path, target: Path) -> tuple[float, float]:
 def migrated(source: Path, target: Path) -> tuple[float, float]:
     """`migrate.convert` in a process of its own, whose start and imports are not counted."""
     target.unlink(missing_ok=True)
-    here = [sys.executable, "-m", "experiments.throughput"]
-    idle, imports = timed([*here, "--migrate", "", ""])
-    seconds, peak = timed([*here, "--migrate", str(source), str(target)])
-    return seconds - idle, peak - imports
+    here = [sys.executable, "-m", "experiments.throughput", "--migrate"]
+    idle, _ = timed([*here, "", ""])
+    seconds, peak = timed([*here, str(source), str(target)], subprocess.PIPE)
+    return seconds - idle, float(peak)
+
+
+def convert(source: str, target: str) -> None:
+    """Prints the most MiB held above those before."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = memory("VmRSS")
+    migrate.convert(source, target, to="flax", num_heads=HEADS)
+    print(memory("VmHWM") - before)
+
+
+def memory(field: str) -> float:
+    """MiB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) / 1024
 
 
 def main() -> None:
@@ -95,8 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.migrate:
         if options.migrate[0]:
-            source, target = options.migrate
-            migrate.convert(source, target, to="flax", num_heads=HEADS)
+            convert(*options.migrate)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         source, target = Path(scratch) / "source.safetensors", Path(scratch) / "target.safetensors"
@@ -118,7 +128,7 @@ def main() -> None:
         "bytes": size,
         "seconds": seconds,
         "throughput_of_copy": round(statistics.median(ratios), 3),
-        "peak_mib_above_imports": round(peak),
+        "peak_mib": round(peak),
         "largest_tensor_mib": 3 * E * E * 4 >> 20,
     }
     print(json.dumps(result, indent=1))

@@ -204,7 +204,8 @@ class Counting(dict[str, Any]):
 
 def test_every_tensor_is_read_once(tmp_path: Path) -> None:
     """Of packed arrays too, in the order of a safetensors file."""
-    layout, state = blocks.named("torch"), {}
+    layout = blocks.named("torch")
+    state: dict[str, NDArray] = {}
     for i in range(3):
         drawn = engine.export_params(layout, params_of(layout, seed=i), prefix=f"layers.{i}.mha")
         state |= {name: array for name, array in drawn.items() if "bias_" not in name}
@@ -220,13 +221,11 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("layout", "to"), [("torch", "flax"), ("bert", "torch")])
 def test_memory_is_that_of_the_largest_tensor(layout: str, to: str, tmp_path: Path) -> None:
     width = 1024
-    keys = {"torch": "in_proj_weight", "bert": "self.query.weight"}
     shapes = {"in_proj_weight": (3 * width, width), "out_proj.weight": (width, width)}
     if layout == "bert":
         names = ("self.query", "self.key", "self.value", "output.dense")
         shapes = {f"{name}.weight": (width, width) for name in names}
-    assert keys[layout] in shapes
-    state = {f"a.{key}": np.ones(shape, np.float32) for key, shape in shapes.items()}
+    state: dict[str, NDArray] = {f"a.{key}": np.ones(n, np.float32) for key, n in shapes.items()}
     state |= {
         f"a.{key.replace('_weight', '_bias').replace('.weight', '.bias')}": np.ones(n[0], "f4")
         for key, n in shapes.items()
