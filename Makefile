@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check --no-compile
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo train docs test newest suite test-slow bench bench-full weights lint wheel clean
+.PHONY: demo train docs test newest suite test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -34,6 +34,13 @@ bench-full: $(VENV)/installed  ## every shape
 
 test-slow: weights  ## every test, compiled as users do, with more examples and other backends
 	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist worksteal -m "slow or not slow"
+
+soak: $(VENV)/installed  ## fuzz every reader of checkpoints for 10 minutes each
+	$(PIP) install $(QUIET) -c .ci/constraints.txt -e '.[fuzz]'
+	$(RUN) python -m experiments.fuzz --write
+
+throughput: $(VENV)/installed  ## migrate 2 GiB beside cp + sync + one read: some minutes, quiet machine
+	$(RUN) python -m experiments.throughput --write
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy

@@ -20,7 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Checkpoints between torch, Keras, Flax and Hugging Face: attention and what is beside it.\n\n"
-    "Files: .safetensors, .pt (zip), .weights.h5, .npz. Nothing in a file is ever executed.\n\n"
+    "Files: .safetensors (one, or shards with an index), .pt (zip), .weights.h5, .keras (read only), "
+    ".npz, folders of orbax. Nothing in a file is ever executed.\n\n"
     "Exit codes: 0 fine, 1 the two sides differ, 2 bad input.",
 )
 
@@ -111,7 +112,9 @@ app.command(
     epilog="Examples:\n\n  jaxmha convert model.safetensors flax.safetensors --to flax\n\n"
     "  jaxmha convert encoder.pt encoder.weights.h5 --to keras --num-heads 8\n\n"
     "  jaxmha convert model.safetensors half.npz --to flax --dtype float16 --report report.json\n\n"
-    "  jaxmha convert model.safetensors flax.safetensors --plan plan.toml"
+    "  jaxmha convert model.safetensors flax.safetensors --plan plan.toml\n\n"
+    "  jaxmha convert checkpoints/llama/ flax.safetensors --to flax --shard-size 5GB --resume\n\n"
+    "  jaxmha convert model.safetensors.index.json flax.orbax --to flax --digest sha256"
 )(convert)
 
 

@@ -1,7 +1,9 @@
 """`jaxmha plan` and `jaxmha convert`."""
 
 import json
+import re
 from collections import Counter
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,11 +30,22 @@ from jaxmha.converters.terminal import (
     print_json,
 )
 
-PASSES = 3  # a writer asks for every tensor: its size, its data, and to compare
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
 Others = Enum("Others", {x: x for x in OTHERS}, type=str)  # type: ignore[misc]
 Check = Enum("Check", {x: x for x in ("all", "weights", "none")}, type=str)  # type: ignore[misc]
 
-Source = Annotated[Path, typer.Argument(help="The checkpoint to read.", show_default=False)]
+Digest = Enum("Digest", {x: x for x in ("fast", *checkpoint.ALGORITHMS, "none")}, type=str)  # type: ignore[misc]
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        help="The checkpoint to read: a file, the index of a sharded one or its folder, or a "
+        "folder of orbax.",
+        show_default=False,
+    ),
+]
 From = Annotated[
     LayoutName | None,
     typer.Option("--from", help="Take only blocks of this layout; the rest is carried over."),
@@ -139,7 +152,12 @@ def _print_plan(made: Plan, resolved: Resolved) -> None:
 def convert(
     source: Source,
     destination: Annotated[
-        Path, typer.Argument(help="The file to write; its suffix names the format.")
+        Path,
+        typer.Argument(
+            help="The file to write; its suffix names the format: .safetensors, "
+            ".safetensors.index.json (shards), .pt, .weights.h5, .npz or .orbax (a folder).",
+            show_default=False,
+        ),
     ],
     to: Annotated[LayoutName | None, typer.Option(help="Layout of the attention blocks.")] = None,
     by_plan: Annotated[
@@ -161,6 +179,30 @@ def convert(
     report_to: Annotated[
         Path | None, typer.Option("--report", help="Write what was compared as JSON.")
     ] = None,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            metavar="BYTES",
+            help="Write shards of at most this size, such as 5GB or 500MiB, and their index.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Of shards: keep the complete ones if interrupted, and go on where the same "
+            "conversion with --resume was interrupted.",
+        ),
+    ] = False,
+    digest: Annotated[
+        Digest,
+        typer.Option(
+            "--digest",
+            help="Kept for every tensor and checked on reading: fast takes xxh3_128 where xxhash "
+            "is installed, sha256 also withstands whoever wants a collision.",
+        ),
+    ] = Digest("fast"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the destination.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -176,9 +218,10 @@ def convert(
             raise ValueError("a plan says it all: edit it instead of passing other options")
         if report_to is not None and check.value == "none":
             raise ValueError("--report has nothing to say with --check none")
-        with checkpoint.open(source) as file:
-            size = PASSES * sum(info.nbytes for info in file.info.values())
-        with byte_bar("converting", size, as_json) as seen:
+        size = None if shard_size is None else _bytes(shard_size)
+        if size is not None and destination.suffix in (".safetensors", ".bin"):
+            destination = destination.with_name(f"{destination.name}.index.json")
+        with byte_bar("converting", as_json) as progress:
             done = migrate.convert(
                 source,
                 destination,
@@ -190,7 +233,10 @@ def convert(
                 attention_only=attention_only,
                 plan=plan_file.read(by_plan) if by_plan else None,
                 force=force,
-                seen=seen,
+                shard_size=size,
+                resume=resume,
+                digest=None if digest.value == "none" else digest.value,
+                progress=progress,
             )
         checked = None
         if check.value != "none":
@@ -202,6 +248,7 @@ def convert(
                 forward=check.value == "all",
                 progress=items("comparing", as_json),
                 notes=done.notes,
+                losses=done.losses,
             )
         if report_to is not None and checked is not None:
             report_to.write_text(json.dumps(finite(checked.to_json()), indent=1) + "\n")
@@ -211,6 +258,18 @@ def convert(
             _print_conversion(destination, done, checked)
     if checked is not None and not checked.same:
         raise typer.Exit(1)
+
+
+def _bytes(text: str) -> int:
+    """A size such as 5GB.
+
+    >>> _bytes("5GB"), _bytes("1.5 MiB"), _bytes("700")
+    (5000000000, 1572864, 700)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
+    if found is None or not (size := int(float(found[1]) * _UNITS[found[2] or ""])):
+        raise ValueError(f"--shard-size: {text!r} is no size: give bytes, or such as 5GB or 500MiB")
+    return size
 
 
 def _print_conversion(
@@ -231,9 +290,9 @@ def _print_conversion(
         + (f" but for the cast to {dtype}" if dtype else ""),
         highlight=False,
     )
-    if done.largest_rounding:
-        name, change = max(done.largest_rounding.items(), key=lambda item: item[1])
-        out.print(f"largest rounding: {change:.3g} in {escape(name)}", highlight=False)
+    if len(done.files) > 1:
+        out.print(f"{len(done.files) - 1} shards and their index", highlight=False)
+    _print_losses(done.losses)
     for name in done.carried[:SHOWN]:
         out.print(f"carried over: {escape(name)}", soft_wrap=True, highlight=False)
     if (more := len(done.carried) - SHOWN) > 0:
@@ -250,3 +309,22 @@ def _print_conversion(
     ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
     tensors = checked.target["tensors"]
     out.print(f"[green]verified[/green]: {tensors} tensors identical{ran}", highlight=False)
+
+
+def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
+    """What casting lost, where it was most."""
+    lossy = {name: loss for name, loss in losses.items() if not loss.exact}
+    if losses and not lossy:
+        out.print("the cast lost nothing", highlight=False)
+    if not lossy:
+        return
+    table = Table(title="lost by the cast: largest relative error, and how many became 0")
+    for column in ("tensor", "from", "to", "error", "became 0"):
+        table.add_column(column, overflow="fold")
+    worst = sorted(lossy.items(), key=lambda x: (-x[1].underflowed, -x[1].max_relative_error))
+    for name, loss in worst[:SHOWN]:
+        error = f"{loss.max_relative_error:.3g}"
+        table.add_row(escape(name), loss.before, loss.after, error, str(loss.underflowed))
+    out.print(table)
+    if (more := len(lossy) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)

@@ -4,6 +4,7 @@ Import is one einops arrow from the axes of an entry to the canonical ones, expo
 turned round, so that a round trip is exact by construction.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,10 +82,12 @@ def export_params(
     """
     arrays = {name: to_numpy(array) for name, array in leaves(params).items()}
     refuse_export(layout, params, semantics)
+    held = [entry for entry in layout.entries if entry.leaves[0] in arrays]
+    for entry in held:
+        refuse_mixed(entry, [arrays[leaf] for leaf in entry.leaves])
     return {
-        layout.path(prefix, entry.key): pack(layout, entry, arrays)
-        for entry in layout.entries
-        if entry.leaves[0] in arrays
+        layout.path(prefix, entry.key): to_numpy(pack(layout, entry, arrays.__getitem__))
+        for entry in held
     }
 
 
@@ -129,23 +132,42 @@ def bind_shapes(
 def unpack(
     layout: Layout, entry: Entry, array: NDArray, sizes: Mapping[str, int]
 ) -> dict[str, NDArray]:
-    """The leaves in one array of the layout."""
+    """The leaves in one array of the layout: views of it, where NumPy has them."""
     axes, target = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     pack = _pack_axis(entry)
     known = {**sizes, pack: len(entry.leaves)}
-    # What einops cannot infer: letters that share an array axis with others.
-    shared = {a: known[a] for group in parse(axes) if len(group) > 1 for a in group}
-    parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **shared)
+    parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **_shared(axes, known))
     return dict(zip(entry.leaves, parts, strict=True))
 
 
-def pack(layout: Layout, entry: Entry, arrays: Mapping[str, NDArray]) -> NDArray:
-    """One array of the layout from its leaves."""
-    parts = [arrays[leaf] for leaf in entry.leaves]
-    refuse_mixed(entry, parts)
+def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
+    """One array of the layout from its leaves, which are asked for one by one; a view of a single
+    leaf, where NumPy has one."""
     axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
-    stacked = np.stack(parts)
-    return to_numpy(rearrange(stacked, f"{_pack_axis(entry)} ... {source} -> ... {axes}"))
+    first = leaf(entry.leaves[0])
+    if len(entry.leaves) == 1:
+        alone: NDArray = rearrange(first[None], f"1 ... {source} -> ... {axes}")
+        return alone
+    letters = parse(source)
+    lead = first.shape[: first.ndim - len(letters)]
+    sizes = {a: n for (a,), n in zip(letters, first.shape[len(lead) :], strict=True)}
+    sizes[_pack_axis(entry)] = len(entry.leaves)
+    shape = [math.prod(int(a) if a.isdigit() else sizes[a] for a in g) for g in parse(axes)]
+    packed = np.empty((*lead, *shape), first.dtype)
+    places = rearrange(
+        packed, f"... {axes} -> {_pack_axis(entry)} ... {source}", **_shared(axes, sizes)
+    )
+    assert np.may_share_memory(places, packed) or not packed.size
+    places[0] = first
+    del first
+    for place, name in zip(places[1:], entry.leaves[1:], strict=True):
+        place[...] = leaf(name)
+    return packed
+
+
+def _shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """What einops cannot infer: letters that share an array axis with others."""
+    return {a: sizes[a] for group in parse(axes) if len(group) > 1 for a in group}
 
 
 def _pack_axis(entry: Entry) -> str:

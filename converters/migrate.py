@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmha.converters import blocks, checkpoint, digest, heads, keras
+from jaxmha import __version__
+from jaxmha.converters import blocks, checkpoint, heads, keras, moves
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.checkpoint import CheckpointError, TensorInfo
+from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
+from jaxmha.converters.checkpoint.casting import is_float
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
 from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
-from jaxmha.converters.moves import Lazy, Made
-from jaxmha.converters.plan import OTHERS, Plan, Resolved, resolve
+from jaxmha.converters.moves import Made
+from jaxmha.converters.plan import OTHERS, Move, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Conversion:
       blocks: (prefix in the source, layout there, prefix in the destination, layout there).
       beside: (kind, prefix in the source, prefix in the destination) of the layers beside them.
       carried: names of tensors that are neither, taken over as they are.
-      largest_rounding: tensor name -> largest absolute change by `dtype`, where there was one.
+      files: what was written. digests: tensor name -> digest, of what was read back.
+      losses: tensor name -> what the cast to `dtype` did to it, for every tensor that it changed.
       notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
     """
 
@@ -44,13 +49,17 @@ class Conversion:
     blocks: tuple[tuple[str, str, str, str], ...]
     beside: tuple[tuple[str, str, str], ...]
     carried: tuple[str, ...]
-    largest_rounding: dict[str, float]
+    files: tuple[str, ...]
+    digests: dict[str, str]
+    losses: dict[str, Loss]
     notes: tuple[str, ...] = ()
     plan: Plan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
-        return {key: value for key, value in asdict(self).items() if key != "plan"}
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        del data["plan"]
+        return data | {"losses": {name: loss._asdict() for name, loss in self.losses.items()}}
 
 
 def plan(
@@ -70,7 +79,7 @@ def plan(
     """
     with checkpoint.open(source) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
-        named = replace(made, source=str(source), digest=digest.of_file(file))
+        named = replace(made, source=str(source), digest=file.digest(DIGEST))
         with _naming(file.path):
             return named, resolve(named, file)
 
@@ -136,18 +145,22 @@ def convert(
     attention_only: bool = False,
     plan: Plan | None = None,
     force: bool = False,
-    seen: Callable[[int], None] | None = None,
+    shard_size: int | None = None,
+    resume: bool = False,
+    digest: str | None = "fast",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Writes a checkpoint with its attention in another layout, and the layers beside it as that
     layout's framework has them.
 
     What is not understood is carried over under its name, or refused; nothing is dropped. Tensors
-    are read and written one by one. The destination is written last and atomically: an error
-    leaves no file, and an old one as it was.
+    are read and written one by one, so that memory holds the largest of them and some blocks. The
+    destination is put in place last and atomically: an error leaves no file, and an old one as it
+    was.
 
     Args:
-      source: .safetensors, .pt (zip), .weights.h5 or .npz; never executed.
-      destination: its suffix names the format.
+      source: anything that `checkpoint.open` reads; never executed.
+      destination: its suffix names the format; NAME.safetensors.index.json writes shards.
       to: name of the layout, as in `jaxmha inspect --layouts`.
       from_: takes only blocks of this layout; everything else is carried over.
       num_heads: for layouts that do not store it; default: the config.json beside the source.
@@ -156,7 +169,11 @@ def convert(
       attention_only: everything but attention is carried over.
       plan: does exactly this instead of all the above, to the source that it is for.
       force: overwrite an existing destination.
-      seen: called with the size of every tensor computed; each is, several times.
+      shard_size: bytes of tensors per shard, where the destination is an index.
+      resume: where shards are written: an interruption leaves the complete ones, and the same
+        conversion goes on from there.
+      digest: per tensor, kept in the file: "fast", "xxh3_128", "sha256" or None.
+      progress: called as progress(done, total) with bytes, written and read back.
 
     Raises:
       CheckpointError: a file cannot be read or written.
@@ -181,14 +198,25 @@ def convert(
         if not target.stores_num_heads:
             metadata |= heads.to_metadata(found.counts, whole=whole)
         _refuse_unreadable(found, target)
-        settings: dict[str, Any] = {"force": force}
-        if str(destination).endswith(".safetensors"):
+        settings: dict[str, Any] = {}
+        if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
             settings["metadata"] = metadata
         if in_file:
             settings["names"] = found.names
-        rounding: dict[str, float] = {}
-        made = found.made if plan.dtype is None else _cast(found.made, plan.dtype, rounding)
-        checkpoint.write(destination, Lazy(made, seen), source=source, **settings)
+        if resume:
+            settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
+        made = found.made if plan.dtype is None else _fitting(found.made, plan.dtype)
+        written = checkpoint.write(
+            destination,
+            moves.lazy(made),
+            source=file.path,
+            force=force,
+            dtype=plan.dtype,
+            shard_size=shard_size,
+            digest=digest,
+            progress=progress,
+            **settings,
+        )
     return Conversion(
         str(source),
         str(destination),
@@ -203,7 +231,9 @@ def convert(
             if move.kind not in ("attention", "other")
         ),
         tuple(move.target for move in plan.moves if move.kind == "other"),
-        rounding,
+        tuple(map(str, written.files)),
+        dict(written.digests),
+        dict(written.losses),
         (*plan.notes, *(found.notes if plan.dtype is None else ())),
         plan,
     )
@@ -234,7 +264,7 @@ def convert_state(
         others=others,
         attention_only=attention_only,
     )
-    return dict(Lazy(resolve(made, memory).made))
+    return {name: to_numpy(one.load()) for name, one in resolve(made, memory).made.items()}
 
 
 class _Memory(dict[str, NDArray]):
@@ -254,7 +284,7 @@ def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
         )
     heads.refuse_behaviour(file.path)
-    if plan.digest and (found := digest.of_file(file)) != plan.digest:
+    if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
             f"{file.path}: its contents are {found}, and the plan is for {plan.source or 'a file'} of "
             f"{plan.digest}: make a new plan"
@@ -307,27 +337,35 @@ def _refuse_unreadable(found: Resolved, target: Layout) -> None:
         raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
-def _cast(made: Mapping[str, Made], dtype: str, rounding: dict[str, float]) -> dict[str, Made]:
-    """The same tensors in another dtype; the largest change of each goes to `rounding`."""
+def _what(plan: Plan) -> str:
+    """What a plan does, whatever it is called and however it was found."""
+    return repr(replace(plan, source="", digest="", notes=(), moves=tuple(map(_bare, plan.moves))))
+
+
+def _bare(move: Move) -> Move:
+    return replace(move, confidence="", why="")
+
+
+def _fitting(made: Mapping[str, Made], dtype: str) -> dict[str, Made]:
+    """The same tensors, refused where a number is beyond the range of the dtype to come."""
     wanted = np.dtype(jax.numpy.dtype(dtype))
 
     def load(name: str, one: Made) -> NDArray:
         array = one.load()
-        with np.errstate(over="ignore"):
-            cast = array.astype(wanted)
-        if (np.isinf(cast) & ~np.isinf(array)).any():
-            raise ValueError(
-                f"{name}: values up to {np.abs(array).max():.3g} do not fit into {dtype}: choose "
-                "a wider dtype (bfloat16 has the range of float32)"
-            )
-        change = np.abs(cast.astype(np.float64) - array.astype(np.float64)).max(initial=0.0)
-        if change:
-            rounding[name] = float(change)
-        return cast
+        for block in blocks_of(array):
+            with np.errstate(over="ignore"):
+                lost = np.isinf(block.astype(wanted)) & np.isfinite(block)
+            if lost.any():
+                most = np.abs(block[lost].astype(np.float64)).max()
+                raise ValueError(
+                    f"{name}: values up to {most:.3g} do not fit into {dtype}: choose a wider "
+                    "dtype (bfloat16 has the range of float32)"
+                )
+        return array
 
     return {
-        name: one._replace(info=TensorInfo(one.info.shape, wanted), load=partial(load, name, one))
-        if jax.numpy.issubdtype(one.info.dtype, np.floating) and one.info.dtype != wanted
+        name: one._replace(load=partial(load, name, one))
+        if is_float(one.info.dtype) and one.info.dtype.itemsize >= wanted.itemsize
         else one
         for name, one in made.items()
     }

@@ -1,7 +1,7 @@
 """Tensors of a destination, each computed from the source when it is asked for."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -10,9 +10,9 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import parse
 from jaxmha.converters import engine, neighbours
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
-from jaxmha.converters.checkpoint import TensorInfo
+from jaxmha.converters.checkpoint import Lazy, TensorInfo
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.modules import Module
 from jaxmha.converters.neighbours import Convention
@@ -41,46 +41,37 @@ class Made(NamedTuple):
     arrow: str = ""
 
 
-class Lazy(Mapping[str, NDArray]):
-    """Tensors by name, computed one by one. `info` gives shapes and dtypes without computing."""
-
-    def __init__(self, made: Mapping[str, Made], seen: Callable[[int], None] | None = None) -> None:
-        self._made, self._seen = made, seen
-        self.info = {name: one.info for name, one in made.items()}
-
-    def __getitem__(self, name: str) -> NDArray:
-        array = self._made[name].load()
-        if self._seen is not None:
-            self._seen(array.nbytes)
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-
-# Type checkers that run look into generic mappings; looking into this one would compute a tensor.
-type.__delattr__(Lazy, "__orig_bases__")
+def lazy(made: Mapping[str, Made]) -> Lazy:
+    """The tensors as `checkpoint.write` asks for them: one by one, their sizes known before."""
+    return Lazy({name: one.info for name, one in made.items()}, lambda name: made[name].load())
 
 
 class Parts:
-    """Leaves of source arrays. The last arrays read are kept, since packed ones are asked for
-    leaf by leaf."""
+    """Leaves of source arrays, as views of them.
+
+    The last packed arrays are kept, since they are asked for leaf by leaf: two of them, as writers
+    go by dtype and name, from the kernel of a query to its bias and on to those of a value.
+    """
 
     def __init__(self, file: Arrays, keep: int = 2) -> None:
         self._file, self._keep = file, keep
         self._last: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
 
     def leaf(
-        self, name: str, leaf: str, unpack: Callable[[NDArray], dict[str, NDArray]]
+        self,
+        name: str,
+        leaf: str,
+        unpack: Callable[[NDArray], dict[str, NDArray]],
+        packed: bool,
     ) -> NDArray:
-        """One leaf of the array of that name."""
+        """One leaf of the array of that name, which holds several where it is packed."""
+        if not packed:
+            return unpack(np.asarray(self._file[name]))[leaf]
         if name not in self._last:
-            self._last[name] = unpack(to_numpy(self._file[name]))
-            while len(self._last) > self._keep:
+            while len(self._last) >= self._keep:  # before the next one takes its memory
                 self._last.popitem(last=False)
+            self._last[name] = unpack(np.asarray(self._file[name]))
+        self._last.move_to_end(name)
         return self._last[name][leaf]
 
 
@@ -130,10 +121,11 @@ def attention(
     def leaf(name: str) -> NDArray:
         entry = holder[name]
         unpack = partial(engine.unpack, block.layout, entry, sizes=sizes)
-        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
+        packed = len(entry.leaves) > 1
+        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array), packed)
 
     def load(entry: Entry) -> NDArray:
-        return engine.pack(target, entry, {name: leaf(name) for name in entry.leaves})
+        return engine.pack(target, entry, leaf)
 
     made = {}
     for entry in target.entries:
@@ -190,7 +182,7 @@ def neighbour(
 
 
 def _neighbour(file: Arrays, name: str, source: Entry, target: Entry) -> NDArray:
-    return neighbours.pack(target, neighbours.unpack(source, to_numpy(file[name])))
+    return neighbours.pack(target, neighbours.unpack(source, np.asarray(file[name])))
 
 
 def other(file: Arrays, info: Mapping[str, Any], name: str) -> Made:

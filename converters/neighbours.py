@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from einops import rearrange
 
 from jaxmha.axes import parse
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.layout import Entry
 
 # Every leaf of a neighbour and its axes.
@@ -168,18 +168,20 @@ def named(name: str) -> Convention:
 
 
 def unpack(entry: Entry, array: NDArray) -> NDArray:
-    """The leaf in an array.
+    """The leaf in an array: a view of it.
 
     >>> import numpy as np
     >>> unpack(TORCH.kinds["linear"][0], np.zeros((3, 5))).shape
     (5, 3)
     """
-    return to_numpy(rearrange(array, f"{entry.axes} -> {CANONICAL[entry.leaves[0]]}"))
+    leaf: NDArray = rearrange(array, f"{entry.axes} -> {CANONICAL[entry.leaves[0]]}")
+    return leaf
 
 
 def pack(entry: Entry, leaf: NDArray) -> NDArray:
     """The inverse of `unpack`."""
-    return to_numpy(rearrange(leaf, f"{CANONICAL[entry.leaves[0]]} -> {entry.axes}"))
+    array: NDArray = rearrange(leaf, f"{CANONICAL[entry.leaves[0]]} -> {entry.axes}")
+    return array
 
 
 def shape(entry: Entry, sizes: Mapping[str, int]) -> tuple[int, ...]:

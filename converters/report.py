@@ -5,16 +5,20 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmha import MHAParams
-from jaxmha.converters import blocks, checkpoint, digest, neighbours, plan, sides, verify
+from jaxmha.converters import blocks, checkpoint, neighbours, plan, sides, verify
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint import Loss
+from jaxmha.converters.checkpoint.digests import manifest
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.migrate import DIGEST
 from jaxmha.converters.plan import Move, Plan
 from jaxmha.params import from_leaves, leaves
 
@@ -46,7 +50,7 @@ class ConversionReport:
     """A conversion, checked by reading both files again; true exactly when nothing differs.
 
     `source` and `target` name path, format, number of tensors and digest of the contents;
-    `digests` those of every tensor of the target.
+    `digests` those of every tensor of the target; `losses` what a cast did to each.
     """
 
     same: bool
@@ -59,6 +63,7 @@ class ConversionReport:
     unexpected: tuple[str, ...]
     notes: tuple[str, ...]
     digests: dict[str, str]
+    losses: dict[str, dict[str, Any]]
     versions: dict[str, str]
 
     def __bool__(self) -> bool:
@@ -87,6 +92,7 @@ def check(
     forward: bool = True,
     progress: Callable[[Sequence[Move]], Iterable[Move]] = iter,
     notes: Sequence[str] = (),
+    losses: Mapping[str, Loss] = MappingProxyType({}),
 ) -> ConversionReport:
     """Compares a converted file with its source by the plan that was carried out.
 
@@ -97,7 +103,7 @@ def check(
       source, destination, done: the files and the plan.
       forward: False: weights alone, without running any block.
       progress: wraps the moves, to show how far the work is.
-      notes: what to put into the report.
+      notes, losses: what to put into the report.
 
     Raises:
       CheckpointError, ValueError: a file cannot be read.
@@ -115,7 +121,7 @@ def check(
             before = {name: old[name] for name in move.tensors}
             after = {name: new[name] for name in made if name in new}
             for seen, arrays in zip(digests, (before, after), strict=True):
-                seen |= {name: digest.of_tensor(array) for name, array in arrays.items()}
+                seen |= {name: checkpoint.digest(a, DIGEST) for name, a in arrays.items()}
             tensors = {name: one.sources for name, one in made.items()}
             differences: list[str] = []
             errors: dict[str, tuple[float, float]] = {}
@@ -133,7 +139,7 @@ def check(
                 MoveReport(move.kind, move.source, move.target, tensors, tuple(differences), errors)
             )
         unexpected = tuple(name for name in new if name not in resolved.made)
-        digests[1].update({name: digest.of_tensor(new[name]) for name in unexpected})
+        digests[1].update({name: checkpoint.digest(new[name], DIGEST) for name in unexpected})
         same = not missing and not unexpected and not any(one.differences for one in reports)
         return ConversionReport(
             same,
@@ -146,6 +152,7 @@ def check(
             unexpected,
             tuple(notes),
             digests[1],
+            {name: loss._asdict() for name, loss in losses.items()},
             _versions(),
         )
 
@@ -155,7 +162,7 @@ def _file(file: checkpoint.Checkpoint, digests: Mapping[str, str]) -> dict[str, 
         "path": str(file.path),
         "format": file.format,
         "tensors": len(file),
-        "digest": digest.of_contents(file.info, digests),
+        "digest": manifest(file.info, digests, (), DIGEST, file.path),
     }
 
 

@@ -90,8 +90,8 @@ def items(what: str, quiet: bool) -> Callable[[Sequence[Item]], Iterable[Item]]:
 
 
 @contextmanager
-def byte_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes with their rate; nothing where nobody watches."""
+def byte_bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes done and in total, with their rate; nothing where nobody watches."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -101,5 +101,5 @@ def byte_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], Non
     )
     silent = quiet or not err.is_terminal
     with Progress(*columns, console=err, transient=True, disable=silent) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda size: bar.advance(task, size)
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,10 +3,14 @@
     with checkpoint.open("model.safetensors") as file:
         checkpoint.write("model.pt", file)
 
-Reads and writes .safetensors, torch zip files, Keras .weights.h5 and .npz. Needs NumPy and
-ml_dtypes, and h5py for .weights.h5; never torch, keras, or code from the file.
+Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
+.weights.h5, .npz and orbax folders; reads .keras archives. Needs NumPy and ml_dtypes, h5py for
+Keras, tensorstore for orbax; never torch, keras, flax, or code from the file. A digest per tensor is
+kept and checked.
 """
 
+from jaxmha.converters.checkpoint.casting import Loss, cast
+from jaxmha.converters.checkpoint.digests import ALGORITHMS, digest
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
     BudgetExceeded,
@@ -26,11 +30,12 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.formats import FORMATS, Format, suffixes
 from jaxmha.converters.checkpoint.limits import Limits
-from jaxmha.converters.checkpoint.reading import Checkpoint, open
+from jaxmha.converters.checkpoint.reading import Checkpoint, Lazy, open
 from jaxmha.converters.checkpoint.tensor import TensorInfo
-from jaxmha.converters.checkpoint.writing import write
+from jaxmha.converters.checkpoint.writing import Written, write
 
 __all__ = [
+    "ALGORITHMS",
     "FORMATS",
     "AmbiguousFile",
     "BudgetExceeded",
@@ -41,7 +46,9 @@ __all__ = [
     "Format",
     "IncompleteCheckpoint",
     "IntegrityError",
+    "Lazy",
     "Limits",
+    "Loss",
     "MalformedFile",
     "MissingDependency",
     "PathEscape",
@@ -51,6 +58,9 @@ __all__ = [
     "UnsupportedDtype",
     "UnsupportedFormat",
     "WriteFailed",
+    "Written",
+    "cast",
+    "digest",
     "open",
     "suffixes",
     "write",

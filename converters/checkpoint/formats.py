@@ -2,19 +2,30 @@
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from jaxmha.converters.checkpoint import hdf5, npz, safetensors, torch_zip
+from jaxmha.converters.checkpoint import (
+    hdf5,
+    keras_archive,
+    npz,
+    orbax,
+    safetensors,
+    sharded,
+    torch_zip,
+)
 from jaxmha.converters.checkpoint import zip as zip_directory
 from jaxmha.converters.checkpoint.contents import Contents, Plan
-from jaxmha.converters.checkpoint.errors import AmbiguousFile, MalformedFile, UnsupportedFormat
+from jaxmha.converters.checkpoint.errors import (
+    AmbiguousFile,
+    IncompleteCheckpoint,
+    MalformedFile,
+    UnsupportedFormat,
+)
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-
-Writer = Callable[[BinaryIO, Plan, Mapping[str, str], Mapping[str, str]], None]
 
 
 @dataclass(frozen=True)
@@ -23,10 +34,12 @@ class Format:
 
     name: str
     suffixes: tuple[str, ...]
-    read: Callable[[Source, Limits], Contents]
-    write: Writer
+    read: Callable[[Any, Limits], Contents]
+    write: Callable[[BinaryIO, Plan], None] | None
     holds_metadata: bool = False
     holds_names: bool = False
+    sharded: bool = False
+    folder: bool = False
 
 
 FORMATS: tuple[Format, ...] = (
@@ -36,19 +49,36 @@ FORMATS: tuple[Format, ...] = (
     Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write),
     Format("keras_h5", (".weights.h5",), hdf5.read, hdf5.write, holds_names=True),
     Format("npz", (".npz",), npz.read, npz.write),
+    Format("keras", (".keras",), keras_archive.read, None),
+    Format("orbax", (orbax.SUFFIX,), orbax.read, None, folder=True),
+    Format(
+        "sharded",
+        (".safetensors.index.json", ".bin.index.json"),
+        sharded.read,
+        None,
+        holds_metadata=True,
+        sharded=True,
+    ),
 )
 _BY_NAME = {format.name: format for format in FORMATS}
+BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
+SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
 # What else people have, and the line that turns it into something read here.
-_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+_DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
-        ("saved_model.pb",),
-        "a TensorFlow SavedModel",
+        "saved_model.pb",
+        "a TensorFlow SavedModel, which is not read here",
         "load the model with keras and call model.save_weights('new.weights.h5')",
     ),
     (
-        ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "_sharding", "checkpoint"),
-        "an orbax checkpoint",
+        "_CHECKPOINT_METADATA",
+        "an orbax checkpoint of several items",
+        "name one of its folders, such as 'default'",
+    ),
+    (
+        "checkpoint",
+        "an orbax checkpoint of before 2023",
         "orbax.checkpoint.PyTreeCheckpointer().restore(path), flatten, checkpoint.write(...)",
     ),
 )
@@ -66,7 +96,7 @@ _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, npz.MAGIC, "a single .npy array, without names", "numpy.savez('NEW.npz', name=array)"),
     (0, b"\x1f\x8b", "compressed with gzip", "decompress it with gunzip"),
 )
-_SHARDED = ".index.json", ".weights.json"
+_KERAS_SHARDS = "load the model with keras and call model.save_weights('new.weights.h5')"
 _FLAX = (
     "convert it: safetensors.numpy.save_file(flax.traverse_util.flatten_dict("
     "flax.serialization.msgpack_restore(pathlib.Path('OLD').read_bytes()), sep='/'), "
@@ -96,20 +126,50 @@ def for_writing(path: Path) -> Format:
     if found is None:
         known = ", ".join(suffixes())
         raise UnsupportedFormat(path, "the suffix names no format", f"use one of {known}")
+    if found.write is None and not (found.sharded or found.folder):
+        problem = f"{found.name} is read only"
+        raise UnsupportedFormat(path, problem, "write NAME.weights.h5, and load it into the model")
     return found
 
 
-def refuse_directory(path: Path) -> None:
-    """Raises UnsupportedFormat, with the way out, for directories that frameworks write."""
+def is_folder(path: Path) -> bool:
+    """Whether a path is a folder that orbax wrote.
+
+    Raises:
+        UnsupportedFormat: a folder that another framework wrote, with the way out.
+    """
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
-            return
+            return False
         inside = set(os.listdir(path))
     except (OSError, ValueError):
-        return  # opening it says what is wrong
-    for marks, what, remedy in _DIRECTORIES:
-        if inside & set(marks):
-            raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
+        return False  # opening it says what is wrong
+    if orbax.TREE in inside:
+        return True
+    if orbax.MANIFEST in inside:
+        problem = "is an orbax checkpoint without its tree of names"
+        raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
+    for mark, what, remedy in _DIRECTORIES:
+        if mark in inside:
+            raise UnsupportedFormat(path, f"is {what}", remedy)
+    return False
+
+
+def index_in(path: Path) -> Path:
+    """The index in a folder of shards; else the path itself. Both torch's and safetensors' may be
+    there, as on Hugging Face: the latter then.
+
+    Raises:
+        AmbiguousFile: several.
+    """
+    for suffix in SHARDED.suffixes:
+        found = sorted(path.glob(f"*{suffix}")) if os.path.isdir(path) else []
+        if len(found) > 1:
+            names = ", ".join(one.name for one in found)
+            raise AmbiguousFile(path, f"holds several checkpoints ({names})", "name one")
+        if found:
+            return found[0]
+    return path
 
 
 def recognise(source: Source, limits: Limits) -> Format:
@@ -138,14 +198,17 @@ def _by_content(source: Source, limits: Limits) -> Format:
         return _BY_NAME["keras_h5"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return _zip_format(source, limits)
-    header = head[8:10] == b'{"'  # of safetensors; one of 640 bytes begins as a pickle does
+    # A length may begin with the bytes of any magic, so this comes first.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size - 8:
+        return _BY_NAME["safetensors"]
     for at, magic, what, remedy in _MAGIC:
-        if head[at:].startswith(magic) and not header:
+        if head[at:].startswith(magic):
             raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
-    if path.name.endswith(_SHARDED) or head[:1] == b"{":
-        raise UnsupportedFormat(
-            path, "is the index of a sharded checkpoint", "name its shards one by one"
-        )
+    if path.name.endswith(".weights.json"):
+        problem = "is the index of sharded Keras weights, which are not read here"
+        raise UnsupportedFormat(path, problem, _KERAS_SHARDS)
+    if head[:1] == b"{":
+        return SHARDED
     if path.suffix == ".msgpack" or path.name == "checkpoint":
         raise UnsupportedFormat(path, "is flax msgpack, which is not read here", _FLAX)
     if head[8:9] == b"{" or path.suffix == ".safetensors":
@@ -161,11 +224,7 @@ def _zip_format(source: Source, limits: Limits) -> Format:
     budget = Budget(source.path, source.size, limits)
     names = zip_directory.members(source, budget)
     if "config.json" in names or "model.weights.h5" in names:
-        raise UnsupportedFormat(
-            source.path,
-            "is a .keras archive, which is not read here",
-            "take the weights out: python -m zipfile -e FILE.keras DIRECTORY",
-        )
+        return _BY_NAME["keras"]
     if any(name.partition("/")[2] == torch_zip.PROGRAM for name in names):
         return _BY_NAME["torch"]
     if all(name.endswith(".npy") for name in names):

@@ -7,15 +7,14 @@ Format: https://keras.io/api/models/model_saving_apis/weights_saving_and_loading
 """
 
 import contextlib
-import io
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from jaxmha.converters.checkpoint import digests
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
@@ -37,6 +36,7 @@ from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY
 MAGIC = b"\x89HDF\r\n\x1a\n"
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
+_DIGEST = "jaxmha.digest"  # an attribute of datasets, and of the root for all of them
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 _MOST_DEFLATED = 1032  # deflate cannot expand further
 _LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
@@ -53,7 +53,7 @@ def read(source: Source, limits: Limits) -> Contents:
     """
     h5py = _h5py(source.path)
     # The checked descriptor is handed over, so that no name is opened a second time.
-    raw = io.FileIO(os.dup(source.fd))
+    raw = source.file()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(raw.close)
         with _typed(source):
@@ -71,10 +71,18 @@ def read(source: Source, limits: Limits) -> Contents:
             data = np.asarray(file[name][()])
         return data.view(BFLOAT16) if info.dtype == BFLOAT16 else data.astype(info.dtype, "C")
 
-    return Contents(walk.budget.info, load, names=walk.names, close=close)
+    try:
+        every = text_attribute(source, root, _DIGEST, "/")
+        if every is not None:
+            texts = walk.names.items()
+            digests.check_manifest(every, walk.budget.info, walk.digests, texts, source.path)
+    except CheckpointError:
+        close()
+        raise
+    return Contents(walk.budget.info, load, names=walk.names, digests=walk.digests, close=close)
 
 
-def write(file: BinaryIO, plan: Plan, _: Mapping[str, str], names: Mapping[str, str]) -> None:
+def write(file: BinaryIO, plan: Plan) -> None:
     """Writes datasets at their names and the `name` attributes of the `vars` groups."""
     h5py = _h5py(plan.path)
     with h5py.File(file, "w") as target:
@@ -85,12 +93,27 @@ def write(file: BinaryIO, plan: Plan, _: Mapping[str, str], names: Mapping[str, 
                 )
             if "" in name.split("/"):
                 raise PathEscape(plan.path, "an empty group name", "rename the tensor", name)
-            data = plan.load(name)
+            kind = np.dtype("V2") if info.dtype == BFLOAT16 else info.dtype
             with _no_clash(plan, name):
-                dataset = target.create_dataset(name, data=data)
+                early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+                early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+                dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
+            # The place of the data is known, so that blocks go there without a copy in HDF5.
+            at = dataset.id.get_offset()
+            for block in plan.blocks(name):
+                if at is not None:
+                    file.seek(at)
+                    at += file.write(block.data)
+                elif info.nbytes:  # a scalar, which h5py gives no place in advance
+                    dataset[()] = block.view(kind)[0]
             if info.dtype == BFLOAT16:
                 dataset.attrs["dtype"] = "bfloat16"
-        for group, name in names.items():
+            if plan.keep_digests:
+                dataset.attrs[_DIGEST] = np.bytes_(plan.digests[name])
+        if plan.keep_digests:
+            target.attrs[_DIGEST] = np.bytes_(plan.manifest())
+        for group, name in plan.names.items():
             path = f"{group}/{VARIABLES}" if group else VARIABLES
             check_name(plan.path, path, Limits())
             with _no_clash(plan, path):
@@ -114,6 +137,7 @@ class _Walk:
         self.h5py, self.source, self.limits = h5py, source, limits
         self.budget = Budget(source.path, source.size, limits)
         self.names: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         self.groups: set[int] = set()
         self.links = 0
 
@@ -178,15 +202,11 @@ class _Walk:
             self.names[path.rpartition("/")[0]] = name
 
     def dataset(self, item: Any, address: int, name: str) -> None:
-        """Checks storage, type and size; the order keeps HDF5 from opening other files."""
+        """Checks storage, type and size."""
         h5py = self.h5py
         layout = item.get_create_plist()
-        if layout.get_layout() == h5py.h5d.VIRTUAL:
-            self.fail(ForbiddenContent, "a virtual dataset, made of other files", name)
         if layout.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
             self.fail(ForbiddenContent, "an unknown storage layout", name)
-        if layout.get_external_count():
-            self.fail(ForbiddenContent, "the data is in another file", name)
         filters = {layout.get_filter(i)[0] for i in range(layout.get_nfilters())}
         if not filters <= _FILTERS.keys():
             unknown = sorted(filters - _FILTERS.keys())
@@ -197,6 +217,9 @@ class _Walk:
             self.fail(MalformedFile, "the dataset has no shape", name)
         info = self.budget.tensor(name, tuple(space.get_simple_extent_dims()), dtype)
 
+        kept = text_attribute(self.source, address, _DIGEST, name)
+        if kept is not None:
+            self.digests[name] = kept
         declared, stored = info.size * width, item.get_storage_size()
         if stored > self.source.size:
             self.fail(MalformedFile, "stores more than the file has", name)

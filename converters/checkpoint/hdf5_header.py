@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 from jaxmha.converters.checkpoint.source import Source
 
-LINK_INFO, LAYOUT, ATTRIBUTE, CONTINUATION, SYMBOL_TABLE = 0x02, 0x08, 0x0C, 0x10, 0x11
+LINK_INFO, EXTERNAL_FILES, LAYOUT, ATTRIBUTE, CONTINUATION, SYMBOL_TABLE = (
+    0x02,
+    0x07,
+    0x08,
+    0x0C,
+    0x10,
+    0x11,
+)
 ATTRIBUTE_INFO = 0x15
 UNDEFINED = b"\xff" * 8  # the address of what is not there
 _MOST_BLOCKS, _LARGEST_BLOCK = 64, 1 << 20

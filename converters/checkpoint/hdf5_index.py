@@ -8,8 +8,13 @@ Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html
 
 import struct
 
-from jaxmha.converters.checkpoint.errors import MalformedFile, UnsupportedFormat
+from jaxmha.converters.checkpoint.errors import (
+    ForbiddenContent,
+    MalformedFile,
+    UnsupportedFormat,
+)
 from jaxmha.converters.checkpoint.hdf5_header import (
+    EXTERNAL_FILES,
     LAYOUT,
     LINK_INFO,
     SYMBOL_TABLE,
@@ -19,7 +24,7 @@ from jaxmha.converters.checkpoint.hdf5_header import (
 from jaxmha.converters.checkpoint.source import Source
 
 _GROUP, _CHUNK = 0, 1  # kinds of tree
-_CHUNKED = 2
+_CHUNKED, _VIRTUAL = 2, 3
 _END_OF_LIST = 1
 _AGAIN = "save it again with model.save_weights"
 
@@ -47,6 +52,7 @@ def check_index(source: Source, address: int, member: str, limit: int) -> None:
     Raises:
         MalformedFile: it is not, or has more than `limit` nodes.
         UnsupportedFormat: an index of a kind that Keras does not write.
+        ForbiddenContent: data in other files, whose lists the library follows when it opens them.
     """
     try:
         for kind, _, body in messages(source, address):
@@ -58,6 +64,11 @@ def check_index(source: Source, address: int, member: str, limit: int) -> None:
             elif kind == LINK_INFO and body[2 + 8 * (body[1] & 1) :][:8] != UNDEFINED:
                 problem = "its links are stored densely"
                 raise UnsupportedFormat(source.path, problem, _AGAIN, member)
+            elif kind == EXTERNAL_FILES:
+                raise ForbiddenContent(source.path, "the data is in another file", _AGAIN, member)
+            elif kind == LAYOUT and body[1 if body[0] >= 3 else 2] == _VIRTUAL:
+                problem = "a virtual dataset, made of other files"
+                raise ForbiddenContent(source.path, problem, _AGAIN, member)
             elif kind == LAYOUT and body[1 if body[0] >= 3 else 2] == _CHUNKED:
                 if body[0] != 3:
                     problem = "its chunks are indexed in a rare way"
@@ -66,7 +77,7 @@ def check_index(source: Source, address: int, member: str, limit: int) -> None:
                     (tree,) = struct.unpack_from("<Q", body, 3)
                     _leaves(source, tree, _CHUNK, 8 + 8 * body[2], limit)
     except (ValueError, IndexError, struct.error) as e:
-        if isinstance(e, UnsupportedFormat):
+        if isinstance(e, UnsupportedFormat | ForbiddenContent):
             raise
         reason = e.problem if isinstance(e, MalformedFile) else e
         raise MalformedFile(source.path, f"its index is damaged ({reason})", _AGAIN, member) from e

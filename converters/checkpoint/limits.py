@@ -33,6 +33,8 @@ class Limits:
     pickle_bytes: int = 64 << 20
     opcodes: int = 10**7
     tensors: int = 10**6
+    index_bytes: int = 64 << 20
+    shards: int = 500  # each is held open
     members: int = 10**6  # zip members, HDF5 links
     depth: int = 64  # nested groups and containers
     tuple_depth: int = 8
@@ -40,6 +42,9 @@ class Limits:
     rank: int = 32
     dimension: int = 2**53
     chunk_bytes: int = 64 << 20  # one HDF5 chunk beyond the size of its dataset
+
+
+UNLIMITED = Limits(logical_bytes=2**63 - 1)
 
 
 class Budget:

@@ -6,7 +6,6 @@ Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
 from typing import BinaryIO, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import NUMPY, from_bytes, to_bytes
+from jaxmha.converters.checkpoint.tensor import NUMPY, from_bytes
 
 MAGIC = b"\x93NUMPY"
 DTYPES = frozenset(NUMPY)
@@ -76,10 +75,11 @@ def read(source: Source, limits: Limits) -> Contents:
             return flat.reshape(info.shape[::-1]).T.copy(order="C")
         return flat.reshape(info.shape)
 
-    return Contents(budget.info, load)
+    kept = {name: member.digest for name, (member, *_) in where.items() if member.digest}
+    return Contents(budget.info, load, digests=kept)
 
 
-def write(file: BinaryIO, plan: Plan, _: Mapping[str, str], __: Mapping[str, str]) -> None:
+def write(file: BinaryIO, plan: Plan) -> None:
     """Writes stored members with a fixed date, so that equal tensors give equal files."""
     for name, info in plan.info.items():
         if info.dtype not in DTYPES:
@@ -90,14 +90,14 @@ def write(file: BinaryIO, plan: Plan, _: Mapping[str, str], __: Mapping[str, str
                 name,
             )
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name in plan.info:
-            array = np.asarray(plan.load(name))
-            descr = array.dtype.newbyteorder("<").str
-            header = {"descr": descr, "fortran_order": False, "shape": array.shape}
+        for name, info in plan.info.items():
+            descr = info.dtype.newbyteorder("<").str
+            header = {"descr": descr, "fortran_order": False, "shape": info.shape}
             member = zipfile.ZipInfo(f"{name}.npy", _DATE)
-            with archive.open(member, "w", force_zip64=True) as out:
+            with zip_directory.writing(archive, member, plan, name) as out:
                 np.lib.format.write_array_header_1_0(out, header)
-                out.write(to_bytes(array).data)
+                for block in plan.blocks(name):
+                    out.write(block.data)
 
 
 def _header(

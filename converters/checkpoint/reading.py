@@ -2,14 +2,14 @@
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import formats
-from jaxmha.converters.checkpoint.contents import Contents
+from jaxmha.converters.checkpoint import digests, formats
+from jaxmha.converters.checkpoint.contents import Contents, Progress
 from jaxmha.converters.checkpoint.errors import (
     BudgetExceeded,
     CheckpointError,
@@ -18,34 +18,77 @@ from jaxmha.converters.checkpoint.errors import (
     shown,
 )
 from jaxmha.converters.checkpoint.limits import Limits
+from jaxmha.converters.checkpoint.orbax import Folder
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
 _DEFAULT = Limits()
 
 
-class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of one file. Indexing reads one tensor into a fresh, writable array.
+class Lazy(Mapping[str, np.ndarray]):
+    """Tensors that are made when they are asked for; what `write` needs to hold one at a time.
 
     Attributes:
-        path: the file.
-        format: "safetensors", "torch", "keras_h5" or "npz".
+        info: name -> TensorInfo(shape, dtype).
+
+    Args:
+        info: what `load` will give.
+        load: one tensor by name. A view, such as a transposed one, is written block by block and
+            needs no copy.
+
+    Example:
+        >>> from jaxmha.converters import checkpoint
+        >>> info = {"w": checkpoint.TensorInfo((2, 3), np.dtype("float32"))}
+        >>> checkpoint.Lazy(info, lambda name: np.ones((3, 2), "float32").T)["w"].shape
+        (2, 3)
+    """
+
+    def __init__(self, info: Mapping[str, TensorInfo], load: Callable[[str], np.ndarray]) -> None:
+        self.info: Mapping[str, TensorInfo] = MappingProxyType(dict(info))
+        self._make = load
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.info:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.info
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info)
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+
+class Checkpoint(Lazy):
+    """The tensors of one checkpoint. Indexing reads one tensor into a fresh, writable array.
+
+    Attributes:
+        path: the file or folder.
+        format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax" or "sharded".
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings of a safetensors file; empty elsewhere.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
+        digests: name -> digest as the writer kept it; empty where it kept none.
     """
 
-    def __init__(self, source: Source, format: str, contents: Contents) -> None:
+    def __init__(
+        self, source: Source | Folder, format: str, contents: Contents, verify: bool = True
+    ) -> None:
+        super().__init__(contents.info, contents.load)
         self.path: Path = source.path
         self.format = format
-        self.info: Mapping[str, TensorInfo] = MappingProxyType(dict(contents.info))
+        self.digests: Mapping[str, str] = MappingProxyType(dict(contents.digests))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
-        self._source, self._load = source, contents.load
+        self._source, self._load, self._verify = source, contents.load, verify
+        self._stream = contents.stream
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """One tensor.
+        """One tensor, checked against its digest where there is one.
 
         Raises:
             UnknownTensor (a KeyError), IntegrityError, MalformedFile, UnreadableFile.
@@ -60,6 +103,8 @@ class Checkpoint(Mapping[str, np.ndarray]):
             )
         try:
             array = self._load(name)
+            if self._verify and name in self.digests:
+                digests.check(array, self.digests[name], self.path, name)
         except MemoryError as e:
             raise BudgetExceeded(
                 self.path, "there is not enough memory for it", "use a larger machine", name
@@ -69,14 +114,37 @@ class Checkpoint(Mapping[str, np.ndarray]):
             self._source.check_unchanged()
         return array
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.info
+    def digest(self, algorithm: str | None = None, progress: Progress | None = None) -> str:
+        """One digest over names, dtypes, shapes and values; it reads every tensor.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.info)
+        Equal tensors give equal digests, whatever the format and the order of names.
+        """
+        algorithm = algorithm or digests.usual()
+        done, total, each = 0, sum(info.nbytes for info in self.info.values()), {}
+        for name, info in self.info.items():
+            array = self[name]
+            kept = self.digests.get(name, "") if self._verify else ""
+            known = kept.startswith(f"{algorithm}:")  # and was checked
+            each[name] = kept if known else digests.digest(array, algorithm)
+            done += info.nbytes
+            if progress:
+                progress(done, total)
+        return digests.manifest(self.info, each, (), algorithm, self.path)
 
-    def __len__(self) -> int:
-        return len(self.info)
+    def recompute(
+        self, name: str, algorithm: str, advance: Callable[[int], None] = lambda count: None
+    ) -> str:
+        """The digest of the data of one tensor as it is in the file now."""
+        if self._stream is None:
+            array = self[name]
+            advance(array.nbytes)
+            return digests.digest(array, algorithm)
+        state = digests.hasher(algorithm, self.path)
+        for piece in self._stream(name):
+            state.update(piece)
+            advance(len(piece))
+        self._source.check_unchanged()
+        return f"{algorithm}:{state.hexdigest()}"
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"
@@ -98,14 +166,27 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
 
 # Type checkers that run look into generic mappings; looking into this one would read a tensor.
-type.__delattr__(Checkpoint, "__orig_bases__")
+type.__delattr__(Lazy, "__orig_bases__")
 
 
-def open(path: str | os.PathLike[str], *, limits: Limits = _DEFAULT) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits = _DEFAULT,
+    mmap: bool = False,
+    verify: bool = True,
+) -> Checkpoint:
     """Opens a checkpoint and checks everything that it declares; reads no tensor yet.
 
     The format is decided by content and must agree with the suffix. No code in the file is run,
     no link followed and no framework imported.
+
+    Args:
+        path: a file; the index of a sharded checkpoint or its folder; a folder written by orbax.
+        limits: budgets, for every file of the checkpoint.
+        mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
+            made. If another process cuts the file short meanwhile, the system ends this one.
+        verify: check tensors against the digests kept in the file, if any.
 
     Raises:
         CheckpointError: always one of the classes in `jaxmha.converters.checkpoint.errors`.
@@ -114,22 +195,25 @@ def open(path: str | os.PathLike[str], *, limits: Limits = _DEFAULT) -> Checkpoi
         >>> import numpy, tempfile
         >>> from jaxmha.converters import checkpoint
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpoint.write(f"{folder}/a.pt", {"weight": numpy.ones((2, 3), "float32")})
+        ...     done = checkpoint.write(f"{folder}/a.pt", {"weight": numpy.ones((2, 3), "float32")})
         ...     with checkpoint.open(f"{folder}/a.pt") as file:
         ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
         torch (2, 3) 6.0
     """
-    formats.refuse_directory(Path(path))
-    source = Source(path)
+    if formats.is_folder(Path(path)):
+        return read(Folder(Path(path), limits), formats.ORBAX, limits, verify)
+    source = Source(formats.index_in(Path(path)), mapped=mmap)
     try:
         found = formats.recognise(source, limits)
-        return read(source, found, limits)
+        return read(source, found, limits, verify)
     except BaseException:
         source.close()
         raise
 
 
-def read(source: Source, format: formats.Format, limits: Limits = _DEFAULT) -> Checkpoint:
+def read(
+    source: Source | Folder, format: formats.Format, limits: Limits = _DEFAULT, verify: bool = True
+) -> Checkpoint:
     """A checkpoint of a known format."""
     try:
         contents = format.read(source, limits)
@@ -142,9 +226,9 @@ def read(source: Source, format: formats.Format, limits: Limits = _DEFAULT) -> C
     except CheckpointError:
         contents.close()
         raise
-    return Checkpoint(source, format.name, contents)
+    return Checkpoint(source, format.name, contents, verify)
 
 
-def _close(contents: Contents, source: Source) -> None:
+def _close(contents: Contents, source: Source | Folder) -> None:
     contents.close()
     source.close()

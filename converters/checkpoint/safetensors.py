@@ -4,22 +4,25 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
+from jaxmha.converters.checkpoint import digests
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
+    IntegrityError,
     MalformedFile,
     UnsupportedDtype,
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import from_bytes, to_bytes
+from jaxmha.converters.checkpoint.tensor import from_bytes
 
 DTYPES: dict[str, np.dtype] = {
     code: np.dtype(dtype)
@@ -55,14 +58,14 @@ def read(source: Source, limits: Limits) -> Contents:
     """Checks the whole header.
 
     Raises:
-        MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype.
+        MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype, IntegrityError.
     """
     path, budget = source.path, Budget(source.path, source.size, limits)
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > source.size - 8:
         raise MalformedFile(path, f"the header length {length} leaves the file", _AGAIN)
     budget.spend("the header length", length, limits.header_bytes)
-    header = _parse(source, source.read(8, length))
+    header = parse_json(source.read(8, length), path)
     metadata = _metadata(source, header.pop("__metadata__", {}))
 
     start = 8 + length
@@ -99,11 +102,15 @@ def read(source: Source, limits: Limits) -> Contents:
         raw = source.read_array(offsets[name], info.nbytes)
         return from_bytes(raw, info.dtype, "little", path, name).reshape(info.shape)
 
-    return Contents(budget.info, load, metadata=metadata)
+    def stream(name: str) -> Iterator[memoryview]:
+        return source.stream(offsets[name], budget.info[name].nbytes)
+
+    kept = _digests(source, metadata, budget) if digests.KEY in metadata else {}
+    return Contents(budget.info, load, metadata=metadata, digests=kept, stream=stream)
 
 
-def write(file: BinaryIO, plan: Plan, metadata: Mapping[str, str], _: Mapping[str, str]) -> None:
-    """Writes what the safetensors library writes for the same tensors, byte for byte."""
+def write(file: BinaryIO, plan: Plan) -> None:
+    """Writes what the safetensors library writes for the same tensors and metadata."""
     for name, info in plan.info.items():
         if info.dtype not in CODES:
             raise UnsupportedDtype(
@@ -113,7 +120,22 @@ def write(file: BinaryIO, plan: Plan, metadata: Mapping[str, str], _: Mapping[st
             raise AmbiguousFile(plan.path, "this name is reserved", "rename the tensor", name)
     rank = {dtype: i for i, dtype in enumerate(CODES)}
     names = sorted(plan.info, key=lambda name: (-rank[plan.info[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    file.write(_header(plan, names))
+    for name in names:
+        file.writelines(block.data for block in plan.blocks(name))
+    if plan.keep_digests:
+        file.seek(0)
+        file.write(_header(plan, names))  # as long as before, now with digests
+
+
+def _header(plan: Plan, names: list[str]) -> bytes:
+    metadata = dict(plan.metadata)
+    if plan.keep_digests:
+        whole = plan.digests.keys() >= plan.info.keys()
+        kept = {name: plan.digests.get(name, digests.blank(plan.algorithm)) for name in names}
+        every = plan.manifest() if whole else digests.blank(plan.algorithm)
+        metadata[digests.KEY] = json.dumps({"all": every, "tensors": kept}, separators=(",", ":"))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for name in names:
         info = plan.info[name]
@@ -126,13 +148,28 @@ def write(file: BinaryIO, plan: Plan, metadata: Mapping[str, str], _: Mapping[st
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for name in names:
-        file.write(to_bytes(plan.load(name)).data)
+    return struct.pack("<Q", len(text)) + text
 
 
-def _parse(source: Source, raw: bytes) -> dict[str, Any]:
-    path = source.path
+def _digests(source: Source, metadata: dict[str, str], budget: Budget) -> dict[str, str]:
+    """Takes the digests out of the metadata and checks what they say about the header."""
+    try:
+        kept = json.loads(metadata.pop(digests.KEY))
+        every, tensors = kept["all"], kept["tensors"]
+        if not isinstance(every, str) or not isinstance(tensors, dict):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise IntegrityError(source.path, f"{digests.KEY} is damaged", _AGAIN) from e
+    digests.check_manifest(every, budget.info, tensors, metadata.items(), source.path)
+    return tensors
+
+
+def parse_json(raw: bytes, path: str | os.PathLike[str], numbers: bool = False) -> dict[str, Any]:
+    """A JSON object without doubt about its content; `numbers` allows 1.0.
+
+    Raises:
+        MalformedFile, AmbiguousFile.
+    """
     if not raw.startswith(b"{") or not raw.rstrip(b" ").endswith(b"}"):
         raise MalformedFile(path, "the header does not run from '{' to '}'", _AGAIN)
 
@@ -149,7 +186,10 @@ def _parse(source: Source, raw: bytes) -> dict[str, Any]:
 
     try:
         header = json.loads(
-            raw.decode(), object_pairs_hook=unique, parse_float=refused, parse_constant=refused
+            raw.decode(),
+            object_pairs_hook=unique,
+            parse_float=float if numbers else refused,
+            parse_constant=refused,
         )
     except (MalformedFile, AmbiguousFile):
         raise

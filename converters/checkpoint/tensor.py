@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import ml_dtypes
@@ -75,7 +76,7 @@ def from_bytes(
     path: str | os.PathLike[str],
     name: str,
 ) -> np.ndarray:
-    """A flat array over raw bytes, which it takes over.
+    """A flat array over raw bytes, which it takes over, or which are read-only.
 
     Raises:
         MalformedFile: a Boolean byte that is neither 0 nor 1.
@@ -84,6 +85,8 @@ def from_bytes(
         raise MalformedFile(
             path, "a Boolean tensor holds bytes other than 0 and 1", "write it again", name
         )
+    if order != sys.byteorder and not raw.flags.writeable:
+        raw = raw.copy()
     swapped(raw, dtype, order)
     return raw.view(dtype)
 
@@ -98,3 +101,70 @@ def to_bytes(array: np.ndarray) -> NDArray[np.uint8]:
         raw = raw.copy()
         swapped(raw, flat.dtype, "little")
     return raw
+
+
+def blocks(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
+    """The elements in C order, in pieces of at most about `most` bytes, contiguous each.
+
+    The usual size stays in a cache between casting, digest and copy to the system.
+
+    Of an array that is not contiguous, such as a transposed one, no whole copy is made.
+    """
+    if array.nbytes <= most or not array.ndim:
+        yield contiguous(array).reshape(-1)
+    elif array.flags.c_contiguous:
+        flat, step = array.reshape(-1), max(1, most // array.itemsize)
+        for at in range(0, flat.size, step):
+            yield flat[at : at + step]
+    elif len(array) == 1:
+        yield from blocks(array[0], most)
+    else:
+        rows = max(1, most * len(array) // array.nbytes)
+        for at in range(0, len(array), rows):
+            yield from blocks(array[at : at + rows], most)
+
+
+def contiguous(array: np.ndarray) -> np.ndarray:
+    """The array in C order: itself, or a copy, which is made tile by tile of a transposed one.
+
+    NumPy goes along whole rows of the copy, which touches a page of the source for each element.
+    """
+    if array.flags.c_contiguous:
+        return array
+    out = np.empty(array.shape, array.dtype)
+    _copy(out, array)
+    return out
+
+
+def _copy(out: np.ndarray, array: np.ndarray) -> None:
+    out, array = _merged(out, array)
+    transposed = array.ndim > 1 and abs(array.strides[-1]) > abs(array.strides[-2])
+    if not transposed:
+        np.copyto(out, array)
+    elif array.ndim > 2:
+        for i in range(len(array)):
+            _copy(out[i], array[i])
+    else:
+        # 8 lines of the source at once: caches hold few whose addresses differ by a power of 2.
+        for i in range(0, len(array), 256):
+            rows, block = out[i : i + 256], array[i : i + 256]
+            for j in range(0, array.shape[1], 8):
+                rows[:, j : j + 8] = block[:, j : j + 8]
+
+
+def _merged(out: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same elements with neighbouring axes merged where both arrays run on."""
+    shape: list[int] = []
+    strides: list[tuple[int, int]] = []
+    for size, *steps in zip(array.shape, out.strides, array.strides, strict=True):
+        if shape and strides[-1] == (size * steps[0], size * steps[1]):
+            shape[-1] *= size
+            strides[-1] = steps[0], steps[1]
+        elif size != 1:
+            shape.append(size)
+            strides.append((steps[0], steps[1]))
+    view = np.lib.stride_tricks.as_strided
+    return (
+        view(out, shape, [pair[0] for pair in strides]),
+        view(array, shape, [pair[1] for pair in strides], writeable=False),
+    )

@@ -25,7 +25,7 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import TensorInfo, from_bytes, to_bytes
+from jaxmha.converters.checkpoint.tensor import TensorInfo, from_bytes
 
 PROGRAM = "data.pkl"
 # What torch writes beside the program and the storages.
@@ -87,17 +87,21 @@ def read(source: Source, limits: Limits) -> Contents:
             return np.empty(info.shape, info.dtype)
         return np.ndarray(info.shape, info.dtype, flat, 0, strides).copy(order="C")
 
-    return Contents(budget.info, load)
+    return Contents(budget.info, load, digests=_digests(members, views, budget))
 
 
-def write(file: BinaryIO, plan: Plan, _: Mapping[str, str], __: Mapping[str, str]) -> None:
+def write(file: BinaryIO, plan: Plan) -> None:
     """Writes an OrderedDict of tensors, each with a storage of its own."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _put(file, archive, PROGRAM, memoryview(_program(plan)))
-        _put(file, archive, "byteorder", memoryview(b"little"))
-        for key, name in enumerate(plan.info):
-            _put(file, archive, f"data/{key}", to_bytes(plan.load(name)).data)
-        _put(file, archive, "version", memoryview(b"3\n"))
+        _put(file, archive, PROGRAM, _program(plan))
+        _put(file, archive, "byteorder", b"little")
+        for key, (name, info) in enumerate(plan.info.items()):
+            kept = zip_directory.digest_bytes(plan)
+            member = _member(file, f"data/{key}", info.nbytes, kept)
+            with zip_directory.writing(archive, member, plan, name) as out:
+                for block in plan.blocks(name):
+                    out.write(block.data)
+        _put(file, archive, "version", b"3\n")
 
 
 def _members(
@@ -174,6 +178,20 @@ def _check_view(source: Source, name: str, view: torch_records.View, info: Tenso
         raise MalformedFile(source.path, "the tensor reaches beyond its storage", _AGAIN, name)
 
 
+def _digests(
+    members: Mapping[str, zip_directory.Member],
+    views: Mapping[str, torch_records.View],
+    budget: Budget,
+) -> dict[str, str]:
+    """Digests of the tensors that are whole storages, as all are that are written here."""
+    kept = {}
+    for name, view in views.items():
+        member = members[f"data/{view.storage.key}"]
+        if member.digest and member.size == budget.info[name].nbytes:
+            kept[name] = member.digest
+    return kept
+
+
 def _extent(view: torch_records.View) -> int:
     """Elements from the first to the last of a view that is not empty."""
     return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
@@ -196,16 +214,21 @@ def _verify(source: Source, member: zip_directory.Member) -> None:
     zip_directory.check_crc(source, member, crc)
 
 
-def _put(file: BinaryIO, archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
-    """Adds a stored member whose data begins at a multiple of 64 bytes, as torch does."""
+def _put(file: BinaryIO, archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    with archive.open(_member(file, name, len(data)), "w", force_zip64=True) as out:
+        out.write(data)
+
+
+def _member(file: BinaryIO, name: str, size: int, extra: int = 0) -> zipfile.ZipInfo:
+    """A stored member whose data begins at a multiple of 64 bytes, as torch has it."""
     member = zipfile.ZipInfo(f"archive/{name}", _DATE)
-    member.file_size = data.nbytes
-    # The local header is 30 bytes, the name, the padding field and, always here, 20 of ZIP64.
-    before = file.tell() + 30 + len(member.filename) + 20 + 4
+    member.file_size = size
+    # The local header is 30 bytes, the name, what else is put there, the padding field and,
+    # always here, 20 of ZIP64.
+    before = file.tell() + 30 + len(member.filename) + extra + 20 + 4
     padding = -before % _ALIGNMENT
     member.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    with archive.open(member, "w", force_zip64=True) as out:
-        out.write(data)
+    return member
 
 
 def _program(plan: Plan) -> bytes:

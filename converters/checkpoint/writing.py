@@ -1,35 +1,51 @@
-"""Writing a checkpoint: all of it, verified, or nothing.
+"""Writing a checkpoint: all of it, verified, or nothing."""
 
-The file is written beside its target, read back and compared, and put in place in one step. At
-every moment the target is the old file or the complete new one.
-"""
-
-import contextlib
-import fcntl
 import os
-import re
-import secrets
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import formats, reading
-from jaxmha.converters.checkpoint.contents import Plan
+from jaxmha.converters.checkpoint import digests, formats, orbax, reading, replacing, sharding
+from jaxmha.converters.checkpoint.casting import DTYPES, Loss, Wanted
+from jaxmha.converters.checkpoint.casting import target as cast_target
+from jaxmha.converters.checkpoint.contents import Plan, Progress
 from jaxmha.converters.checkpoint.errors import (
     DestinationExists,
     UnsupportedDtype,
     UnsupportedFormat,
     WriteFailed,
 )
-from jaxmha.converters.checkpoint.limits import Budget, Limits
+from jaxmha.converters.checkpoint.limits import UNLIMITED, Budget
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import BFLOAT16, FLOAT8, NUMPY, to_bytes
+from jaxmha.converters.checkpoint.tensor import TensorInfo
 
-_DTYPES = frozenset((*NUMPY, BFLOAT16, *FLOAT8))
-_UNLIMITED = Limits(logical_bytes=2**63 - 1)
+SHARD_SIZE = 5 * 10**9
+_LARGE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        path: the target.
+        files: every file of it; of a sharded checkpoint the index is the last.
+        info: name -> TensorInfo, as written.
+        digests: name -> digest, as written and read back.
+        losses: name -> Loss, for every tensor whose dtype was changed.
+        kept: the files that an interrupted write of the same had completed.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    info: Mapping[str, TensorInfo]
+    digests: Mapping[str, str]
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    kept: tuple[Path, ...] = ()
 
 
 def write(
@@ -40,37 +56,148 @@ def write(
     names: Mapping[str, str] | None = None,
     force: bool = False,
     source: str | os.PathLike[str] | None = None,
-) -> None:
+    dtype: Wanted | Mapping[str, Wanted] | None = None,
+    shard_size: int | None = None,
+    resume: str | None = None,
+    digest: str | None = "fast",
+    progress: Progress | None = None,
+) -> Written:
     """Writes tensors in the format that the suffix of the path names.
 
+    The target is, at every moment, the old file or the complete new one, which was read back and
+    compared. Memory: the largest tensor and some blocks of 1 MiB, where `tensors` is lazy (orbax
+    holds more).
+
     Args:
-        path: the target; its folder must exist.
-        tensors: NumPy arrays by name, or an open Checkpoint, which is copied tensor by tensor.
-            A lazy mapping is asked for each tensor three times: size, data, comparison.
+        path: the target; its folder must exist. `NAME.safetensors.index.json` writes shards
+            beside the index, `NAME.orbax` a folder.
+        tensors: arrays by name; or an open Checkpoint, or a Lazy, which are asked for one tensor
+            after the other. Transposed or otherwise strided views are written without a copy.
         metadata: strings to keep with the tensors; .safetensors only.
         names: names of Keras layers by group path; .weights.h5 only.
-        force: replace an existing file.
+        force: replace what is there.
         source: the file that the tensors came from, which is never replaced.
+        dtype: cast floating-point tensors to this dtype; or a dtype for each name, which may also
+            be an integer one. What that lost is in `Written.losses`.
+        shard_size: bytes of tensors per shard (default: 5 * 10**9), where the target is an index.
+        resume: sharded only: a text that is the same exactly when the tensors are, such as the
+            digest of the source and of the plan. An interrupted write with the same text is
+            continued: its complete shards are checked and kept.
+        digest: "xxh3_128" or "sha256" per tensor, kept in the file and checked on reading; "fast":
+            the former where xxhash is installed; None: none is kept.
+        progress: called as progress(done, total) with bytes, written and read back again.
 
     Raises:
-        DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed, MissingDependency,
-        and the errors of names: PathEscape, AmbiguousFile, MalformedFile, BudgetExceeded.
+        CheckpointError: DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed,
+            MissingDependency, and the errors of names: PathEscape, AmbiguousFile, MalformedFile,
+            BudgetExceeded.
 
     Example:
         >>> import numpy, tempfile
         >>> from jaxmha.converters import checkpoint
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpoint.write(f"{folder}/a.npz", {"bias": numpy.zeros(4)})
-        ...     checkpoint.write(f"{folder}/a.npz", {"bias": numpy.ones(4)}, force=True)
+        ...     done = checkpoint.write(f"{folder}/a.npz", {"bias": numpy.zeros(4)})
+        ...     done = checkpoint.write(
+        ...         f"{folder}/a.npz", {"bias": numpy.full(4, 0.1)}, force=True, dtype="float16"
+        ...     )
+        ...     print(done.losses["bias"].max_relative_error < 1e-3)
         ...     print(checkpoint.open(f"{folder}/a.npz")["bias"])
-        [1. 1. 1. 1.]
+        True
+        [0.1 0.1 0.1 0.1]
     """
     target = Path(path)
     format = formats.for_writing(target)
-    metadata, names = dict(metadata or {}), dict(names or {})
+    _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
+    if isinstance(tensors, reading.Checkpoint):
+        source = tensors.path
+    plan = Plan(
+        target,
+        *_tensors(target, tensors, dtype),
+        metadata=dict(metadata or {}),
+        names=dict(names or {}),
+        algorithm=digests.usual() if digest in ("fast", None) else digest,
+        keep_digests=digest is not None,
+    )
+    digests.hasher(plan.algorithm, target)  # raises here and not halfway
+    total = 2 * sum(info.nbytes for info in plan.info.values())
+    plan = changed(plan, advance=_Counter(total, progress))
+    files: list[Path] = [target]
+    kept: list[Path] = []
+    if format.name == "sharded":
+        files, kept = sharding.write(
+            plan, _write_file, shard_size or SHARD_SIZE, force, source, resume
+        )
+    elif format.folder:
+        _write_folder(plan, force, source)
+    else:
+        _write_file(plan, format, force, source)
+    return Written(target, tuple(files), plan.info, plan.digests, plan.losses, tuple(kept))
+
+
+def _write_file(
+    plan: Plan,
+    format: formats.Format,
+    force: bool,
+    source: str | os.PathLike[str] | None = None,
+    mode: int | None = None,
+) -> None:
+    def emit(file: BinaryIO) -> None:
+        assert format.write is not None
+        format.write(file, plan)
+
+    def verify(temporary: Path) -> None:
+        with reading.read(Source(temporary), format, UNLIMITED) as written:
+            compare(plan, written)
+
+    large = sum(info.nbytes for info in plan.info.values()) > _LARGE
+    replacing.replace(plan.path, emit, verify, force=force, source=source, mode=mode, large=large)
+
+
+def _write_folder(plan: Plan, force: bool, source: str | os.PathLike[str] | None) -> None:
+    with replacing.typed(plan.path):
+        mode = replacing.check_target(plan.path, force, source, folder=True)
+        if mode is not None and not (plan.path / orbax.TREE).is_file():
+            problem = "is a folder that is no orbax checkpoint"
+            raise DestinationExists(plan.path, problem, "choose another name")
+        target = Path(os.path.realpath(plan.path))
+        for _ in replacing.stale(target):
+            pass
+        with replacing.temporary_folder(target) as path:
+            orbax.write(path, plan)
+            with reading.read(orbax.Folder(path, UNLIMITED), formats.ORBAX, UNLIMITED) as written:
+                compare(plan, written)
+            replacing.commit_folder(path, target, mode)
+
+
+def compare(plan: Plan, written: reading.Checkpoint) -> None:
+    """Raises WriteFailed unless a file holds what the plan wrote, by digest of its data."""
+    same = dict(written.info) == dict(plan.info) and (
+        dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
+    )
+    if plan.keep_digests:
+        same = same and dict(written.digests) == {n: plan.digests[n] for n in plan.info}
+    for name in plan.info if same else ():
+        same = same and written.recompute(name, plan.algorithm, plan.advance) == plan.digests[name]
+    if not same:
+        raise WriteFailed(plan.path, "does not read back as it was written", "check the disk")
+
+
+def _check_arguments(
+    target: Path,
+    format: formats.Format,
+    metadata: Mapping[str, str],
+    names: Mapping[str, str],
+    shard_size: int | None,
+    resume: str | None,
+) -> None:
     for given, held, what in (
         (metadata, format.holds_metadata, "metadata"),
         (names, format.holds_names, "layer names"),
+        (
+            {"": ""} if shard_size is not None or resume is not None else {},
+            format.sharded,
+            "shards",
+        ),
     ):
         if given and not held:
             raise UnsupportedFormat(
@@ -78,155 +205,64 @@ def write(
             )
         if any(type(text) is not str for pair in given.items() for text in pair):
             raise UnsupportedFormat(target, f"{what} must be strings", "convert them with str()")
-    if isinstance(tensors, reading.Checkpoint):
-        source = tensors.path
-    plan = _plan(target, tensors)
-
-    def emit(file: BinaryIO) -> None:
-        format.write(file, plan, metadata, names)
-
-    def verify(temporary: Path) -> None:
-        _compare(plan, metadata, names, temporary, format)
-
-    replace(target, emit, verify, force=force, source=source)
+    if digests.KEY in metadata:
+        raise UnsupportedFormat(target, f"the key {digests.KEY!r} is reserved", "leave it out")
+    if shard_size is not None and shard_size < 1:
+        raise UnsupportedFormat(target, f"shards of {shard_size} bytes", "give a positive size")
 
 
-def replace(
+def _tensors(
     target: Path,
-    emit: Callable[[BinaryIO], None],
-    verify: Callable[[Path], None],
-    *,
-    force: bool,
-    source: str | os.PathLike[str] | None = None,
-) -> None:
-    """Puts a file in place in one step, after `verify` has accepted it.
-
-    Raises:
-        DestinationExists, WriteFailed, and whatever emit and verify raise.
-    """
-    temporary: Path | None = None
-    try:
-        mode = _check_target(target, force, source)
-        target = Path(os.path.realpath(target))  # a link typed by the user stays a link
-        _remove_stale(target)
-        temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        # Without a file to replace, the umask decides.
-        fd = os.open(temporary, flags, 0o666 if mode is None else 0o600)
-        with os.fdopen(fd, "w+b") as file:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # alive: not stale
-            emit(file)
-            file.flush()
-            if mode is not None:
-                os.fchmod(fd, mode)
-            verify(temporary)
-            os.fsync(fd)
-            _commit(temporary, target, force)
-            temporary = None
-        _sync_folder(target.parent)
-    except OSError as e:
-        raise WriteFailed(
-            target, f"cannot be written ({e.strerror or e})", "check the folder and its free space"
-        ) from e
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-
-
-def _plan(target: Path, tensors: Mapping[str, np.ndarray]) -> Plan:
+    tensors: Mapping[str, np.ndarray],
+    dtype: Wanted | Mapping[str, Wanted] | None,
+) -> tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo], Callable[[str], np.ndarray]]:
     """Checks names, shapes and dtypes before anything is written."""
-    budget = Budget(target, 0, _UNLIMITED)
-    known = tensors.info if isinstance(tensors, reading.Checkpoint) else None
+    budget = Budget(target, 0, UNLIMITED)
+    declared: dict[str, TensorInfo] = {}
+    known = tensors.info if isinstance(tensors, reading.Lazy) else None
     for name in tensors:
         if not isinstance(name, str):
             raise UnsupportedFormat(target, f"the name {name!r} is not a string", "use strings")
         given = known[name] if known is not None else np.asarray(tensors[name])
-        dtype = given.dtype.newbyteorder("=")
-        if dtype not in _DTYPES:
+        before = given.dtype.newbyteorder("=")
+        if before not in DTYPES.values():
             raise UnsupportedDtype(
                 target, f"the dtype {given.dtype} is not numeric", "convert the tensor first", name
             )
-        budget.tensor(name, tuple(given.shape), dtype)
+        declared[name] = TensorInfo(tuple(given.shape), before)
+        try:
+            after = cast_target(dtype, name, before)
+        except TypeError:
+            after = np.dtype(object)
+        if after not in DTYPES.values() or (before.kind == "c" and after.kind != "c"):
+            raise UnsupportedDtype(
+                target,
+                f"{before} cannot become {dtype if after == object else after}",
+                "choose another dtype",
+                name,
+            )
+        budget.tensor(name, declared[name].shape, after)
+    if isinstance(dtype, Mapping) and not dtype.keys() <= declared.keys():
+        unknown = min(dtype.keys() - declared.keys())
+        raise UnsupportedFormat(target, f"a dtype is given for {unknown!r}", "there is none such")
 
     def load(name: str) -> np.ndarray:
         array = np.asarray(tensors[name])
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
+        if TensorInfo(array.shape, array.dtype.newbyteorder("=")) != declared[name]:
+            problem = f"is {array.dtype} {array.shape}, and was declared otherwise"
+            raise WriteFailed(target, problem, "give the same tensor every time", name)
+        return array
 
-    return Plan(target, budget.info, load)
-
-
-def _compare(
-    plan: Plan,
-    metadata: Mapping[str, str],
-    names: Mapping[str, str],
-    temporary: Path,
-    format: formats.Format,
-) -> None:
-    def same() -> Iterator[bool]:
-        with reading.read(Source(temporary), format, _UNLIMITED) as written:
-            yield dict(written.info) == dict(plan.info)
-            yield dict(written.metadata) == metadata and dict(written.names) == names
-            for name in plan.info:
-                yield np.array_equal(to_bytes(written[name]), to_bytes(plan.load(name)))
-
-    if not all(same()):
-        raise WriteFailed(plan.path, "does not read back as it was written", "check the disk")
+    return budget.info, declared, load
 
 
-def _check_target(target: Path, force: bool, source: str | os.PathLike[str] | None) -> int | None:
-    """The mode of the file to replace, None where there is none."""
-    try:
-        status = os.stat(target)
-    except FileNotFoundError:
-        if target.is_symlink():
-            raise DestinationExists(target, "is a dangling link", "remove it first") from None
-        return None
-    except ValueError as e:
-        raise WriteFailed(target, f"is not a path ({e})", "choose another name") from e
-    if not stat.S_ISREG(status.st_mode):
-        raise DestinationExists(target, "is there and not a regular file", "choose another name")
-    if source is not None and os.path.exists(source) and os.path.samefile(source, target):
-        raise DestinationExists(target, "is the file being read", "choose another name")
-    if not force:
-        raise DestinationExists(target, "is already there", "choose another name, or force it")
-    return stat.S_IMODE(status.st_mode)
+class _Counter:
+    """Adds bytes up and reports them."""
 
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done, self.total, self.progress = 0, total, progress
 
-def _commit(temporary: Path, target: Path, force: bool) -> None:
-    if not force:
-        try:
-            # Unlike a rename, a link fails where another process was faster.
-            os.link(temporary, target)
-        except FileExistsError:
-            raise DestinationExists(target, "is already there", "choose another name") from None
-        except OSError:  # a file system without hard links
-            if os.path.lexists(target):
-                raise DestinationExists(target, "is already there", "force it") from None
-        else:
-            os.unlink(temporary)
-            return
-    os.replace(temporary, target)
-
-
-def _remove_stale(target: Path) -> None:
-    """Removes what a killed writer of the same target left: a temporary that nobody locks."""
-    ours = re.compile(re.escape(f".{target.name[:100]}.") + r"[0-9a-f]{16}\.tmp")
-    for entry in os.scandir(target.parent):
-        if not ours.fullmatch(entry.name):
-            continue
-        with contextlib.suppress(OSError):
-            fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(entry.path)
-            finally:
-                os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def __call__(self, count: int) -> None:
+        self.done += count
+        if self.progress:
+            self.progress(self.done, self.total)

@@ -6,14 +6,19 @@ resolve differently. Here both must agree, and the members must tile the file fr
 Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
+import contextlib
 import stat
 import struct
+import zipfile
 import zlib
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import IO, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmha.converters.checkpoint import digests
+from jaxmha.converters.checkpoint.contents import Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
     CheckpointError,
@@ -36,6 +41,7 @@ _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
 _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: how hard deflate tried
 _ZIP64, _UNICODE_PATH = 1, 0x7075
+_DIGEST = 0x6D6A  # "jm"; extra fields of unknown kinds are skipped by every reader
 _BLOCK = 1 << 20
 _AGAIN = "save it again with the library that made it"
 
@@ -49,6 +55,7 @@ class Member(NamedTuple):
     size: int
     compressed: int
     offset: int
+    digest: str | None
 
 
 class _Entry(NamedTuple):
@@ -62,6 +69,7 @@ class _Entry(NamedTuple):
     compressed: int
     size: int
     offset: int
+    digest: bytes | None
 
 
 def members(source: Source, budget: Budget) -> dict[str, Member]:
@@ -90,7 +98,8 @@ def members(source: Source, budget: Budget) -> dict[str, Member]:
         if entry.flags & _DESCRIPTOR:
             position += _descriptor(source, entry, position, start)
         found[entry.name] = Member(
-            entry.name, entry.method, entry.crc, entry.size, entry.compressed, data
+            *(entry.name, entry.method, entry.crc, entry.size, entry.compressed, data),
+            None if entry.digest is None else entry.digest.decode("ascii", "replace"),
         )
     if position != start:
         _fail(source, MalformedFile, "bytes before the zip directory belong to no member")
@@ -148,6 +157,30 @@ def check_crc(source: Source, member: Member, crc: int) -> None:
         raise IntegrityError(
             source.path, "CRC-32 mismatch: the data is damaged", "copy the file again", member.name
         )
+
+
+@contextlib.contextmanager
+def writing(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, plan: Plan, name: str
+) -> Iterator[IO[bytes]]:
+    """A new member for a tensor, whose digest goes to both of its headers."""
+    rest = member.extra
+    if plan.keep_digests:
+        member.extra = _digest_field(digests.blank(plan.algorithm)) + rest
+    # Closing the member writes its header again, with the checksum and now with the digest.
+    with archive.open(member, "w", force_zip64=True) as out:
+        yield out
+        if plan.keep_digests:
+            member.extra = _digest_field(plan.digests[name]) + rest
+
+
+def digest_bytes(plan: Plan) -> int:
+    """How much longer `writing` makes a header."""
+    return len(_digest_field(digests.blank(plan.algorithm))) if plan.keep_digests else 0
+
+
+def _digest_field(digest: str) -> bytes:
+    return struct.pack("<HH", _DIGEST, len(digest)) + digest.encode()
 
 
 def _fail(
@@ -220,7 +253,9 @@ def _central(source: Source, count: int, start: int, size: int) -> list[_Entry]:
             _fail(source, UnsupportedFormat, f"zip compression method {method}", name)
         if method == STORED and compressed != plain:
             _fail(source, MalformedFile, "a stored member has two sizes", name)
-        entries.append(_Entry(name, raw_name, flags, method, crc, compressed, plain, offset))
+        sizes_and_place = compressed, plain, offset
+        kept = _extra(extra, _DIGEST)
+        entries.append(_Entry(name, raw_name, flags, method, crc, *sizes_and_place, kept))
     if at != size:
         _fail(source, MalformedFile, "the zip directory has more entries than it declares")
     return entries
@@ -243,6 +278,8 @@ def _local(source: Source, entry: _Entry) -> int:
     later = (*true[:2], 0, 0, 0) if flags & _DESCRIPTOR else true
     if said not in (true, later):
         _fail(source, AmbiguousFile, "the two zip headers contradict each other", entry.name)
+    if _extra(extra, _DIGEST) != entry.digest:
+        _fail(source, AmbiguousFile, "the two zip headers give different digests", entry.name)
     data: int = at + name_len + extra_len
     return data
 

@@ -3,37 +3,43 @@
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxmha.converters import checkpoint
-from tests.checkpoint import hostile
+from tests.checkpoint import hostile, hostile_composed
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "keras", "tensorflow", "safetensors", "flax")
 
 _AUDITED = """
-import sys
+import os, sys
 import jaxmha.converters.checkpoint as checkpoint
 frameworks = {frameworks!r}
 assert "h5py" not in sys.modules, "h5py"
 # What importing jaxmha itself brings is not the reader's doing.
 before = set(sys.modules)
-import h5py
+import h5py, tensorstore
 seen = []
 def hook(event, args):
     if event.startswith(("pickle.", "os.system", "subprocess.", "socket.", "marshal.", "exec")):
         seen.append((event, str(args)[:200]))
-    if event == "open" and recording and args[0] != path and not isinstance(args[0], int):
-        seen.append((event, args[0]))
+    if event == "open" and recording and not isinstance(args[0], int):
+        # The file or folder given, its folder, and what an index lists beside itself.
+        opened = os.path.realpath(os.path.join(folder, os.fsdecode(args[0])))
+        if opened != folder and not opened.startswith(stem):
+            seen.append((event, args[0]))
     if event in ("import", "compile") and recording:
         seen.append((event, str(args[0])[:80]))
 recording, path = False, None
 sys.addaudithook(hook)
 for warm in (True, False):
     for path in sys.argv[1:]:
+        folder = os.path.realpath(os.path.dirname(path))
+        stem = os.path.join(folder, os.path.basename(path).partition(".")[0])
         recording = not warm
         try:
             with checkpoint.open(path) as file:
@@ -66,9 +72,9 @@ def test_nothing_runs_while_reading(tmp_path: Path) -> None:
     for name, case in (hostile.SOUND | hostile.CASES).items():
         path = tmp_path / f"{name}{case.suffix}"
         case.build(path)
-        if path.is_file() and not path.is_symlink():
+        if path.exists() and not path.is_symlink():
             paths.append(str(path))
-    assert len(paths) > 100
+    assert len(paths) > 200
     done = _python(_AUDITED.format(frameworks=FRAMEWORKS), *paths)
     assert done.stdout == "fine\n", done.stderr
 
@@ -85,23 +91,96 @@ def test_the_audit_can_fail(tmp_path: Path) -> None:
     assert "AssertionError" in _python(imports, str(path)).stderr
 
 
-def test_h5py_is_optional(tmp_path: Path) -> None:
-    hostile.keras(tmp_path / "m.weights.h5").close()
-    code = """
+_WITHOUT = """
 import sys
-sys.modules["h5py"] = None
+for name in sys.argv[2].split(","):
+    sys.modules[name] = None
 import numpy
 from jaxmha.converters import checkpoint
-path = sys.argv[1]
-for attempt in (lambda: checkpoint.open(path), lambda: checkpoint.write(path + ".weights.h5", {"w": numpy.ones(2)})):
-    try:
-        attempt()
-    except checkpoint.MissingDependency as e:
-        print(e)
+place = sys.argv[1]
+with open(place + "/plain.npz", "rb"):  # written before, without digests
+    assert checkpoint.open(place + "/plain.npz")["w"].sum() == 2
+for suffix in sys.argv[3].split(","):
+    for attempt in (
+        lambda: checkpoint.write(f"{place}/new{suffix}", {"w": numpy.ones(2)}),
+        lambda: print("read", suffix, checkpoint.open(f"{place}/old{suffix}")["w"].sum()),
+    ):
+        try:
+            attempt()
+        except checkpoint.MissingDependency as e:
+            print(e.problem, "|", e.remedy)
 """
-    done = _python(code, str(tmp_path / "m.weights.h5"))
-    assert done.stdout.count("needs h5py; pip install 'jaxmha[files]'") == 2, done.stderr
-    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _without(place: Path, blocked: str, suffixes: tuple[str, ...]) -> list[str]:
+    for suffix in suffixes:
+        if suffix == ".keras":
+            hostile_composed.archive(place / "old.keras")
+        else:
+            checkpoint.write(place / f"old{suffix}", {"w": np.ones(2)})
+    np.savez(place / "plain.npz", w=np.ones(2))
+    done = _python(_WITHOUT, str(place), blocked, ",".join(suffixes))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+WRITTEN = (".safetensors", ".pt", ".weights.h5", ".npz", ".orbax", ".bin.index.json")
+
+
+def test_no_framework_is_needed(tmp_path: Path) -> None:
+    blocked = "torch,keras,tensorflow,flax,safetensors,orbax,transformers"
+    said = _without(tmp_path, blocked, WRITTEN)
+    assert said == [f"read {suffix} 2.0" for suffix in WRITTEN]
+    with checkpoint.open(tmp_path / "new.orbax") as file:
+        assert file["w"].tolist() == [1, 1]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    said = _without(tmp_path, "h5py,xxhash,tensorstore", WRITTEN)
+    h5py, orbax = "reading .weights.h5 needs h5py", "orbax checkpoints need tensorstore"
+    assert said.count(f"{h5py} | pip install 'jaxmha[files]'") == 2
+    assert said.count(f"{orbax} | pip install 'jaxmha[orbax]'") == 2
+    digests = "checking its digests needs xxhash"
+    remedy = "pip install 'jaxmha[files]', or open it with verify=False"
+    assert said.count(f"{digests} | {remedy}") == 4
+    assert len(said) == 8
+    with checkpoint.open(tmp_path / "new.safetensors") as file:
+        assert file.digests["w"].startswith("sha256:")
+    with checkpoint.open(tmp_path / "old.pt", verify=False) as file:
+        assert file["w"].tolist() == [1, 1]
+
+
+_CLEAN = """
+import sys
+import numpy
+from jaxmha.converters import checkpoint
+for suffix in sys.argv[1].split(","):
+    checkpoint.write(f"new{suffix}", {"w": numpy.ones(2)})
+    assert checkpoint.open(f"new{suffix}")["w"].sum() == 2
+    assert checkpoint.open(f"old{suffix}")["w"].sum() == 2
+assert "site-packages" in checkpoint.__file__
+print(*{"torch", "keras", "tensorflow", "flax"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.slow
+def test_a_clean_environment(tmp_path: Path) -> None:
+    """Only jaxmha with its extras for files, installed from the checkout."""
+    for suffix in WRITTEN:
+        checkpoint.write(tmp_path / f"old{suffix}", {"w": np.ones(2)})
+    home = tmp_path / "environment"
+    venv.create(home)
+    python = str(home / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    constraints = str(ROOT / ".ci" / "constraints.txt")
+    needed = "h5py", "xxhash", "tensorstore"  # orbax itself would bring flax's company
+    subprocess.run([*pip, "-c", constraints, str(ROOT), *needed], check=True)
+    for framework in ("torch", "keras", "tensorflow", "flax"):
+        absent = [python, "-c", f"import {framework}"]
+        assert subprocess.run(absent, check=False, capture_output=True).returncode
+    command = [python, "-c", _CLEAN, ",".join(WRITTEN)]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("name", hostile.SOUND)
@@ -111,11 +190,12 @@ def test_a_file_that_changes_is_noticed(name: str, tmp_path: Path) -> None:
     case.build(path)
     with checkpoint.open(path) as file:
         (key,) = file
-        status = path.stat()
-        with path.open("r+b") as other:
+        changed = hostile.files(path)[-1]
+        status = changed.stat()
+        with changed.open("r+b") as other:
             other.seek(-1, os.SEEK_END)
             other.write(b"!")
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
         with pytest.raises(checkpoint.IntegrityError, match="changed"):
             _ = file[key]
 
@@ -130,17 +210,21 @@ def test_nothing_stays_open(name: str, tmp_path: Path) -> None:
         links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
         return [os.readlink(link) for link in links if os.path.lexists(link)]
 
+    def of_this() -> list[str]:
+        return [file for file in opened() if file.startswith(str(tmp_path))]
+
     file = checkpoint.open(path)
-    assert str(path) in opened()
+    assert path.is_dir() or {str(path), *map(str, hostile.files(path))} <= {*of_this()}
     file.close()
-    assert str(path) not in opened()
+    assert not of_this()
     file = checkpoint.open(path)
     del file
-    assert str(path) not in opened()
-    path.write_bytes(path.read_bytes()[:-3])
+    assert not of_this()
+    first = hostile.files(path)[0] if path.is_file() else path / "_METADATA"
+    first.write_bytes(first.read_bytes()[:-3])
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.open(path)
-    assert str(path) not in opened()
+    assert not of_this()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

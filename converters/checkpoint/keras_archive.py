@@ -1,0 +1,66 @@
+"""The .keras archives of Keras 3: a zip of two JSON files and the weights.
+
+Only the weights are read. What config.json says about classes is never looked at.
+
+Format: https://keras.io/api/models/model_saving_apis/model_saving_and_loading/
+"""
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+
+from jaxmha.converters.checkpoint import hdf5
+from jaxmha.converters.checkpoint import zip as zip_directory
+from jaxmha.converters.checkpoint.contents import Contents
+from jaxmha.converters.checkpoint.errors import (
+    IncompleteCheckpoint,
+    MalformedFile,
+    UnsupportedFormat,
+)
+from jaxmha.converters.checkpoint.limits import Budget, Limits
+from jaxmha.converters.checkpoint.safetensors import parse_json
+from jaxmha.converters.checkpoint.source import Section, Source
+
+WEIGHTS, CONFIG, ABOUT = "model.weights.h5", "config.json", "metadata.json"
+_ASSETS = "assets/"
+_BLOCK = 1 << 20
+_AGAIN = "save it again with model.save"
+
+
+def read(source: Source, limits: Limits) -> Contents:
+    """Reads the weights inside the archive as `hdf5.read` reads a file of them.
+
+    Raises:
+        IncompleteCheckpoint, MalformedFile, UnsupportedFormat, IntegrityError, and the errors of
+        zip and HDF5 files.
+    """
+    path, budget = source.path, Budget(source.path, source.size, limits)
+    members = zip_directory.members(source, budget)
+    for name in (WEIGHTS, CONFIG, ABOUT):
+        if name not in members:
+            raise IncompleteCheckpoint(path, "the member is missing", _AGAIN, name)
+    for name, member in members.items():
+        if name in (CONFIG, ABOUT):
+            budget.spend("the size", member.size, limits.index_bytes, name)
+            parse_json(zip_directory.read_member(source, member).tobytes().strip(), path, True)
+        elif name != WEIGHTS and not name.startswith(_ASSETS):
+            raise MalformedFile(path, "Keras writes no such member", _AGAIN, name)
+    member = members[WEIGHTS]
+    if member.method != zip_directory.STORED:
+        raise UnsupportedFormat(path, "the weights are compressed", _AGAIN, WEIGHTS)
+    inside = hdf5.read(Section(source, member.offset, member.size), limits)
+    verified = False
+
+    def load(name: str) -> np.ndarray:
+        nonlocal verified
+        if not verified:
+            crc = 0
+            for at in range(0, member.size, _BLOCK):
+                block = source.read(member.offset + at, min(_BLOCK, member.size - at))
+                crc = zlib.crc32(block, crc)
+            zip_directory.check_crc(source, member, crc)
+            verified = True
+        return inside.load(name)
+
+    return replace(inside, load=load)

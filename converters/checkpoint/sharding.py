@@ -1,0 +1,201 @@
+"""Writing a sharded checkpoint: shards under fresh names first, the index last.
+
+The index is the one file that makes shards a checkpoint, so that putting it in place is the step
+from the old checkpoint to the new one. Until then its temporary lists the shards that are being
+written: by it, the next run finds what a killed one left.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace as changed
+from pathlib import Path
+
+from jaxmha.converters.checkpoint import formats, reading, replacing, sharded
+from jaxmha.converters.checkpoint.contents import Plan
+from jaxmha.converters.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
+from jaxmha.converters.checkpoint.limits import UNLIMITED, Limits
+from jaxmha.converters.checkpoint.source import Source
+
+_TAG = 12  # hexadecimal digits
+WriteFile = Callable[..., None]
+
+
+def write(
+    plan: Plan,
+    write_file: WriteFile,
+    shard_size: int,
+    force: bool,
+    source: str | os.PathLike[str] | None,
+    resume: str | None,
+) -> tuple[list[Path], list[Path]]:
+    """Writes shards and index; the files in order, and those kept from an interrupted write.
+
+    Raises:
+        DestinationExists, WriteFailed, and what writing a shard raises.
+    """
+    with replacing.typed(plan.path):
+        mode = replacing.check_target(plan.path, force, source)
+        target = Path(os.path.realpath(plan.path))
+        ending = sharded.suffix(target)
+        format, parts = formats.BY_SUFFIX[ending], _split(plan, shard_size)
+        stem, tag = target.name[: -len(ending + sharded.SUFFIX)], _tag(plan, parts, resume)
+        shards = [
+            target.with_name(f"{stem}-{tag}-{k:05}-of-{len(parts):05}{ending}")
+            for k in range(1, len(parts) + 1)
+        ]
+        old = _listed(target)
+        with replacing.temporary(target, mode) as (file, path):
+            where = {n: s for part, s in zip(parts, shards, strict=True) for n in part}
+            total = sum(info.nbytes for info in plan.info.values())
+            file.write(_index(where, {**plan.metadata, "total_size": total}))
+            file.flush()
+            os.fsync(file.fileno())
+            _clean(target, path, shards, old)
+            kept: list[Path] = []
+            try:
+                for part, shard in zip(parts, shards, strict=True):
+                    piece = changed(plan, path=shard, info={n: plan.info[n] for n in part})
+                    if _is_complete(piece, shard, format):
+                        kept.append(shard)
+                    else:
+                        write_file(piece, format, True, None, mode)
+                _compare(plan, path)
+                done_with = _replaced(old, shards, stem, ending, source)
+                # Lists what goes, for the next run, should this one be killed while it removes it.
+                with replacing.temporary(target) as (leaving, _):
+                    leaving.write(_index({str(i): p for i, p in enumerate(done_with)}))
+                    leaving.flush()
+                    replacing.commit(file, path, target, force)
+                    _remove(done_with)
+            except BaseException:
+                if replacing.is_placed(path, target):
+                    pass  # the shards are in use
+                elif resume is None:
+                    _remove(shards)
+                else:  # what lists the shards stays with them
+                    os.replace(path, replacing.temporary_name(target))
+                raise
+    return [*shards, target], kept
+
+
+def _split(plan: Plan, shard_size: int) -> list[list[str]]:
+    """Names by shard, in their order; a larger tensor has a shard of its own."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, info in plan.info.items():
+        if parts[-1] and size + info.nbytes > shard_size:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += info.nbytes
+    return parts
+
+
+def _replaced(
+    old: list[Path],
+    shards: list[Path],
+    stem: str,
+    ending: str,
+    source: str | os.PathLike[str] | None,
+) -> list[Path]:
+    """The shards of the old index that were written here, as their names show, for this index."""
+    mine = re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5}-of-\d{5}" + re.escape(ending))
+    ours = [p for p in old if mine.fullmatch(p.name) and p not in shards]
+    return [p for p in ours if not _is(p, source)]
+
+
+def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
+    """What makes the names of the shards fresh; the same for the same write, to resume it."""
+    if resume is None:
+        return secrets.token_hex(_TAG // 2)
+    said = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
+    said.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_TAG]
+
+
+def _index(where: Mapping[str, Path], metadata: Mapping[str, str | int] | None = None) -> bytes:
+    weight_map = {name: shard.name for name, shard in where.items()}
+    index = {"metadata": metadata or {}, "weight_map": weight_map}
+    return json.dumps(index, indent=1, ensure_ascii=False).encode()
+
+
+def _listed(index: Path) -> list[Path]:
+    """The shards of an index; none where it cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        source = Source(index)
+        try:
+            shards = set(sharded.parse(source, Limits()).shards.values())
+            for shard in shards:
+                sharded.check_shard_name(index, shard)
+            return [index.with_name(shard) for shard in shards]
+        finally:
+            source.close()
+    return []
+
+
+def _clean(target: Path, own: Path, shards: list[Path], old: list[Path]) -> None:
+    """Removes what killed writes of this target left, except what can be continued."""
+    for other in replacing.alive(target):
+        if other != own and set(_listed(other)) & set(shards):
+            problem = "the same tensors are being written there by another process"
+            raise DestinationExists(target, problem, "wait for it")
+    for journal in replacing.stale(target):
+        listed = _listed(journal)
+        for shard in listed:
+            for _ in replacing.stale(shard):
+                pass
+        _remove(set(listed) - set(shards) - set(old))
+
+
+def _is_complete(piece: Plan, shard: Path, format: formats.Format) -> bool:
+    """Whether a shard of an interrupted write is there and sound; takes over its digests."""
+    if not shard.exists():
+        return False
+    found: dict[str, str] = {}
+    with (
+        contextlib.suppress(CheckpointError),
+        reading.read(Source(shard), format, UNLIMITED) as file,
+    ):
+        if dict(file.info) != dict(piece.info) or dict(file.metadata) != piece.metadata:
+            return False
+        for name in piece.info:
+            found[name] = file.recompute(name, piece.algorithm, piece.advance)
+        if piece.keep_digests and dict(file.digests) != found:
+            return False
+        for name in piece.info:
+            if piece.casts(name):  # what it lost is known by doing it again
+                for _ in piece.blocks(name):
+                    pass
+                if piece.digests[name] != found[name]:
+                    return False
+            else:
+                piece.advance(piece.info[name].nbytes)
+        piece.digests.update(found)
+        return True
+    return False
+
+
+def _compare(plan: Plan, index: Path) -> None:
+    source = Source(index)
+    try:
+        with reading.read(source, formats.SHARDED, UNLIMITED) as file:
+            if dict(file.info) != dict(plan.info):
+                problem = "does not read back as it was written"
+                raise WriteFailed(plan.path, problem, "check the disk")
+    finally:
+        source.close()
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _is(path: Path, source: str | os.PathLike[str] | None) -> bool:
+    return source is not None and os.path.exists(source) and os.path.samefile(path, source)

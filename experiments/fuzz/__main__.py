@@ -1,0 +1,78 @@
+"""Fuzzes every reader of checkpoints and writes down how many inputs it survived.
+
+    python -m experiments.fuzz --seconds 600 [--reader safetensors] [--write]
+
+`make soak` gives every reader 10 minutes. The result is experiments/results/fuzz.json.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+READERS = ("safetensors", "torch", "keras_h5", "npz", "keras", "sharded", "orbax")
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "experiments" / "results" / "fuzz.json"
+LIBRARIES = ("atheris", "numpy", "h5py", "tensorstore")
+
+
+def soak(reader: str, seconds: int, folder: Path) -> dict[str, int | float | str]:
+    """Runs one reader; what libFuzzer counted, and what it found."""
+    corpus = folder / reader
+    corpus.mkdir()
+    command = [
+        *(sys.executable, "-m", "experiments.fuzz.target", reader, str(corpus)),
+        *(f"-max_total_time={seconds}", "-max_len=65536", "-rss_limit_mb=4096", "-timeout=10"),
+        *("-print_final_stats=1", f"-artifact_prefix={folder}/{reader}-"),
+    ]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    counted = re.search(r"stat::number_of_executed_units:\s*(\d+)", done.stderr)
+    covered = re.findall(r"cov: (\d+)", done.stderr)
+    found = sorted(file.name for file in folder.glob(f"{reader}-*"))
+    result: dict[str, int | float | str] = {
+        "seconds": seconds,
+        "executions": int(counted[1]) if counted else 0,
+        "coverage": int(covered[-1]) if covered else 0,
+        "findings": len(found),
+        "exit_code": done.returncode,
+    }
+    if done.returncode:
+        print(done.stderr[-4000:], file=sys.stderr)
+    return result
+
+
+def main() -> int:
+    """0 where nothing was found, 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=int, default=600, help="for each reader (default: 600)")
+    parser.add_argument("--reader", choices=READERS, action="append", help="only this one")
+    parser.add_argument("--artifacts", type=Path, help="keep what crashed in this folder")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.artifacts or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = {}
+        for reader in options.reader or READERS:
+            results[reader] = soak(reader, options.seconds, folder)
+            print(f"{reader}: {results[reader]}", flush=True)
+    if options.write:
+        RESULT.parent.mkdir(exist_ok=True)
+        about = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "versions": {name: version(name) for name in LIBRARIES},
+        }
+        RESULT.write_text(json.dumps({"about": about, "readers": results}, indent=1) + "\n")
+    return int(any(result["exit_code"] or result["findings"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

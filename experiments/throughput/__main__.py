@@ -1,0 +1,148 @@
+"""Migration of a large checkpoint beside `cp`, `sync` and one read of the copy, in turns.
+
+    python -m experiments.throughput [--size 2147483648] [--rounds 5] [--folder DIR] [--write]
+
+The checkpoint has attention blocks of torch.nn.MultiheadAttention; they are written in the layout
+of Flax, whose kernels are transposed. Digests are checked on reading, kept, and checked once more
+on what was written; files are synced. With --write the result is experiments/results/
+throughput.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from jaxmha.converters import checkpoint, migrate
+
+E, HEADS = 2048, 16
+BLOCK = (3 * E * E + E * E + 4 * E) * 4  # bytes
+RESULT = Path(__file__).parents[1] / "results" / "throughput.json"
+Shapes = dict[str, tuple[int, ...]]
+
+
+def torch_shapes(blocks: int) -> Shapes:
+    """Names and shapes of the source."""
+    shapes: Shapes = {}
+    for i in range(blocks):
+        shapes[f"layers.{i}.in_proj_weight"] = (3 * E, E)
+        shapes[f"layers.{i}.in_proj_bias"] = (3 * E,)
+        shapes[f"layers.{i}.out_proj.weight"] = (E, E)
+        shapes[f"layers.{i}.out_proj.bias"] = (E,)
+    return shapes
+
+
+def make(path: Path, blocks: int) -> None:
+    """Writes the source; every tensor is different."""
+    shapes = torch_shapes(blocks)
+    noise = np.random.default_rng(0).standard_normal(3 * E * E, np.float32)
+
+    def load(name: str) -> np.ndarray:
+        shape = shapes[name]
+        return (noise[: int(np.prod(shape))] + np.float32(len(name) + hash(name) % 97)).reshape(
+            shape
+        )
+
+    info = {n: checkpoint.TensorInfo(s, np.dtype(np.float32)) for n, s in shapes.items()}
+    checkpoint.write(path, checkpoint.Lazy(info, load))
+
+
+def timed(command: list[str], stdout: int = subprocess.DEVNULL) -> tuple[float, str]:
+    """Seconds of a process, and what it printed if asked for."""
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=stdout, text=True, check=True)
+    return time.perf_counter() - start, done.stdout or "0"
+
+
+def copied(source: Path, target: Path) -> tuple[float, float]:
+    """`cp`, `sync` of the copy, one read of it."""
+    target.unlink(missing_ok=True)
+    commands = (["cp", source, target], ["sync", target], ["cat", target])
+    return sum(timed([str(word) for word in command])[0] for command in commands), 0.0
+
+
+def migrated(source: Path, target: Path) -> tuple[float, float]:
+    """`migrate.convert` in a process of its own, whose start and imports are not counted."""
+    target.unlink(missing_ok=True)
+    here = [sys.executable, "-m", "experiments.throughput", "--migrate"]
+    idle, _ = timed([*here, "", ""])
+    seconds, peak = timed([*here, str(source), str(target)], subprocess.PIPE)
+    return seconds - idle, float(peak)
+
+
+def convert(source: str, target: str) -> None:
+    """Prints the most MiB held above those before."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = memory("VmRSS")
+    migrate.convert(source, target, to="flax", num_heads=HEADS)
+    print(memory("VmHWM") - before)
+
+
+def memory(field: str) -> float:
+    """MiB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", type=int, default=2 << 30, help="bytes (default: 2 GiB)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where; default: the system's folder")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--migrate", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.migrate:
+        if options.migrate[0]:
+            convert(*options.migrate)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        source, target = Path(scratch) / "source.safetensors", Path(scratch) / "target.safetensors"
+        make(source, max(1, options.size // BLOCK))
+        size = source.stat().st_size
+        ways = {"copy": copied, "migrate": migrated}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        peak = 0.0
+        for turn in range(options.rounds + 1):
+            for way in random.Random(turn).sample(list(ways), len(ways)):
+                os.sync()
+                took, most = ways[way](source, target)
+                peak = max(peak, most)
+                if turn:  # the first is for caches
+                    seconds[way].append(took)
+                print(f"{way:8} {took:7.2f} s {size / took / 1e6:7.0f} MB/s", flush=True)
+    ratios = [c / m for c, m in zip(seconds["copy"], seconds["migrate"], strict=True)]
+    result = {
+        "bytes": size,
+        "seconds": seconds,
+        "throughput_of_copy": round(statistics.median(ratios), 3),
+        "peak_mib": round(peak),
+        "largest_tensor_mib": 3 * E * E * 4 >> 20,
+    }
+    print(json.dumps(result, indent=1))
+    if options.write:
+        RESULT.parent.mkdir(exist_ok=True)
+        about = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "system": platform.release(),
+            "cpus": os.cpu_count(),
+            "versions": {name: version(name) for name in ("numpy", "xxhash")},
+        }
+        RESULT.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Casting while writing, what it loses, and memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint.tensor import blocks
+
+ROOT = Path(__file__).parents[2]
+VALUES = np.array([1.0, 1 / 3, 70000.0, -1e-9, 0.0, np.inf, np.nan, -65504.0])
+
+
+def test_what_is_lost_is_reported() -> None:
+    half, loss = checkpoint.cast(VALUES, np.dtype("float16"))
+    assert half[2] == np.inf
+    assert (loss.overflowed, loss.underflowed) == (1, 1)
+    assert loss.max_relative_error == abs(float(half[1]) - 1 / 3) * 3
+    assert not loss.exact
+    assert checkpoint.cast(VALUES.astype("f4"), np.dtype("float64"))[1].exact
+    assert checkpoint.cast(np.array([448.0, 500.0]), np.dtype(ml_dtypes.float8_e4m3fn))[1] == (
+        checkpoint.Loss("float64", "float8_e4m3fn", 0.0, 1, 0)
+    )
+    assert checkpoint.cast(np.array([2**53 + 1]), np.dtype("float64"))[1].max_relative_error > 0
+
+
+@given(hnp.arrays(np.float32, st.integers(0, 9), elements=st.floats(width=32)))
+@settings(max_examples=30, deadline=None)
+def test_losses_element_by_element(array: np.ndarray) -> None:
+    """The same by Python's own floats."""
+    half, loss = checkpoint.cast(array, np.dtype(ml_dtypes.bfloat16))
+    pairs = [(float(a), float(b)) for a, b in zip(array, half, strict=True)]
+    finite = [(a, b) for a, b in pairs if np.isfinite(a)]
+    assert loss.overflowed == sum(not np.isfinite(b) for _, b in finite)
+    assert loss.underflowed == sum(a != 0 and b == 0 for a, b in finite)
+    errors = [abs(a - b) / abs(a) for a, b in finite if a and b and np.isfinite(b)]
+    assert loss.max_relative_error == max(errors, default=0.0)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".weights.h5", ".orbax"])
+def test_floats_are_cast_and_the_rest_is_not(suffix: str, tmp_path: Path) -> None:
+    tensors = {"w": np.linspace(0, 1, 21).reshape(3, 7), "n": np.arange(4), "b": np.ones(2, bool)}
+    done = checkpoint.write(tmp_path / f"m{suffix}", tensors, dtype="bfloat16")
+    assert set(done.losses) == {"w"}
+    assert 0 < done.losses["w"].max_relative_error <= 2**-8
+    with checkpoint.open(tmp_path / f"m{suffix}") as file:
+        assert [str(file[n].dtype) for n in ("w", "n", "b")] == ["bfloat16", "int64", "bool"]
+        assert file["w"].tobytes() == tensors["w"].astype(ml_dtypes.bfloat16).tobytes()
+        assert file.digests["w"] == checkpoint.digest(file["w"]) == done.digests["w"]
+
+
+def test_a_dtype_by_name(tmp_path: Path) -> None:
+    tensors = {"w": np.ones((3, 7)), "v": np.ones(5), "n": np.arange(4)}
+    wanted: dict[str, str | type] = {"w": "float16", "n": np.int8}
+    done = checkpoint.write(tmp_path / "m.npz", tensors, dtype=wanted)
+    assert {n: str(i.dtype) for n, i in done.info.items()} == {
+        "w": "float16",
+        "v": "float64",
+        "n": "int8",
+    }
+    assert all(loss.exact for loss in done.losses.values())
+    for dtype in ("float17", {"absent": "float16"}, {"w": "complex64", "v": "U4"}):
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.write(tmp_path / "bad.npz", tensors, dtype=dtype)
+    with pytest.raises(checkpoint.UnsupportedDtype, match="cannot become"):
+        checkpoint.write(tmp_path / "bad.npz", {"z": np.ones(2, complex)}, dtype={"z": "float32"})
+    assert not (tmp_path / "bad.npz").exists()
+
+
+@given(
+    hnp.arrays(np.int32, hnp.array_shapes(max_dims=4, max_side=7, min_side=0)),
+    st.permutations(range(4)),
+    st.integers(1, 300),
+)
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_the_array(array: np.ndarray, axes: list[int], most: int) -> None:
+    view = array.transpose([axis for axis in axes if axis < array.ndim])
+    pieces = list(blocks(view, most))
+    assert b"".join(piece.tobytes() for piece in pieces) == view.tobytes()
+    assert all(piece.flags.c_contiguous for piece in pieces)
+    assert all(piece.nbytes <= max(most, 4) for piece in pieces)
+
+
+def test_a_mapping_that_lies(tmp_path: Path) -> None:
+    info = {"w": checkpoint.TensorInfo((2, 3), np.dtype("f4"))}
+    for lie in (np.ones((3, 2), "f4"), np.ones((2, 3), "f8")):
+        lazy = checkpoint.Lazy(info, {"w": lie}.__getitem__)
+        with pytest.raises(checkpoint.WriteFailed, match="declared otherwise"):
+            checkpoint.write(tmp_path / "m.npz", lazy)
+    assert not list(tmp_path.iterdir())
+
+
+def test_digest_of_a_checkpoint(tmp_path: Path) -> None:
+    tensors = {"w": np.ones((3, 7), "f4"), "n": np.arange(4)}
+    found = set()
+    for suffix in (".safetensors", ".npz", ".pt", ".orbax", ".bin.index.json"):
+        checkpoint.write(tmp_path / f"m{suffix}", tensors)
+        with checkpoint.open(tmp_path / f"m{suffix}") as file:
+            found.add(file.digest())
+    assert len(found) == 1
+    checkpoint.write(tmp_path / "m.npz", tensors | {"n": np.arange(1, 5)}, force=True)
+    with checkpoint.open(tmp_path / "m.npz") as file:
+        assert file.digest() not in found
+
+
+_PEAK = """
+import os, resource, sys
+import numpy as np
+from jaxmha.converters import checkpoint
+source, target, dtype = sys.argv[1:4]
+settings = {"shard_size": 200 << 20} if target.endswith(".json") else {}
+if target.endswith((".h5", ".orbax")):
+    import h5py, tensorstore
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with checkpoint.open(source) as file:
+    flax = checkpoint.Lazy(
+        {n: checkpoint.TensorInfo(i.shape[::-1], i.dtype) for n, i in file.info.items()},
+        lambda name: file[name].T,
+    )
+    checkpoint.write(target, flax, dtype=dtype or None, **settings)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("suffix", "dtype"),
+    [
+        (".safetensors", ""),
+        (".safetensors", "bfloat16"),
+        (".pt", "bfloat16"),
+        (".weights.h5", "bfloat16"),
+        (".npz", "float16"),
+        (".safetensors.index.json", "bfloat16"),
+        (".orbax", "bfloat16"),
+    ],
+)
+def test_memory(suffix: str, dtype: str, tmp_path: Path) -> None:
+    """Transposing 1 GiB takes its largest tensor of 256 MiB and less than 256 MiB more."""
+    tensors = {f"layers/{i}/vars/0": (4096, 8192) for i in range(6)} | {"large": (8192, 8192)}
+    info = {n: checkpoint.TensorInfo(s, np.dtype("f4")) for n, s in tensors.items()}
+    source = checkpoint.Lazy(info, lambda name: np.full(tensors[name], len(name), "f4"))
+    checkpoint.write(tmp_path / "source.safetensors", source)
+    command = [sys.executable, "-c", _PEAK, "source.safetensors", f"m{suffix}", dtype]
+    done = subprocess.run(
+        command,
+        check=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert int(done.stdout) < 256 + 256, done.stdout

@@ -1,0 +1,235 @@
+"""Sharded checkpoints: what is read, what is written, and how an interrupted write goes on."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import replacing, writing
+
+INDEX = "m.safetensors.index.json"
+TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
+SHARD = 2 * 7 * 11 * 4
+
+
+def same(path: Path, expected: dict[str, np.ndarray] = TENSORS) -> bool:
+    with checkpoint.open(path) as file:
+        return {n: file[n].tolist() for n in file} == {n: a.tolist() for n, a in expected.items()}
+
+
+@pytest.mark.parametrize("name", [INDEX, "m.bin.index.json"])
+def test_shards_are_filled_in_order(name: str, tmp_path: Path) -> None:
+    done = checkpoint.write(tmp_path / name, TENSORS, shard_size=SHARD)
+    assert done.files[-1] == tmp_path / name
+    assert sorted(done.files) == sorted(tmp_path.iterdir())
+    held = [list(checkpoint.open(file).info) for file in done.files[:-1]]
+    assert held == [["layers.0.w", "layers.1.w"], ["layers.2.w", "layers.3.w"], ["layers.4.w"]]
+    assert same(tmp_path / name)
+    with checkpoint.open(tmp_path / name) as file:
+        assert file.format == "sharded"
+        assert file.digests == done.digests
+    index = json.loads((tmp_path / name).read_text())
+    assert index["metadata"]["total_size"] == 5 * 7 * 11 * 4
+
+
+def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path: Path) -> None:
+    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=1)
+    assert len(done.files) == 6
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    """The library that made the format finds every tensor by the index."""
+    from safetensors.numpy import load_file
+
+    checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD)
+    index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    for name, shard in index.items():
+        assert load_file(tmp_path / shard)[name].tolist() == TENSORS[name].tolist()
+
+
+def test_shards_of_others_are_read(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    parts: list[dict[str, np.ndarray]] = [{"b": np.arange(3)}, {"a": np.ones((2, 5), np.float16)}]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, tmp_path / name)
+    index = {"metadata": {"total_size": 44.0}, "weight_map": {"a": names[1], "b": names[0]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with checkpoint.open(tmp_path / "model.safetensors.index.json") as file:
+        assert list(file) == ["a", "b"]
+        assert file["b"].tolist() == [0, 1, 2]
+        assert file["a"].dtype == np.float16
+    with checkpoint.open(tmp_path / "model.safetensors.index.json", mmap=True) as file:
+        assert not file["b"].flags.writeable
+
+
+def test_links_of_the_hugging_face_cache(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b/snapshots/1"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD)
+    for i, file in enumerate(done.files):
+        digest = f"{i:040x}"
+        os.replace(file, blobs / digest)
+        (snapshot / file.name).symlink_to(f"../../blobs/{digest}")
+    assert same(snapshot / INDEX)
+    elsewhere = tmp_path / "other"
+    os.replace(blobs / f"{0:040x}", elsewhere)
+    (blobs / f"{0:040x}").symlink_to(elsewhere)
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.open(snapshot / INDEX)
+
+
+def test_replacing_removes_only_what_was_written_here(tmp_path: Path) -> None:
+    first = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD)
+    other = tmp_path / "m-00001-of-00001.safetensors"
+    checkpoint.write(other, {"mine": np.ones(3)})
+    second = checkpoint.write(tmp_path / INDEX, {"w": np.ones(5)}, force=True)
+    assert sorted(tmp_path.iterdir()) == sorted([*second.files, other])
+    assert not set(first.files[:-1]) & set(second.files)
+    with pytest.raises(checkpoint.DestinationExists, match="already there"):
+        checkpoint.write(tmp_path / INDEX, TENSORS)
+    assert same(tmp_path / INDEX, {"w": np.ones(5)})
+
+
+def test_onto_itself(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD)
+    with (
+        checkpoint.open(tmp_path / INDEX) as file,
+        pytest.raises(checkpoint.DestinationExists, match="being read"),
+    ):
+        checkpoint.write(tmp_path / INDEX, file, force=True)
+    assert same(tmp_path / INDEX)
+
+
+def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, after: int, **settings: Any) -> None:
+    real, count = writing._write_file, 0
+
+    def stops(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_write_file", stops)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write(path, TENSORS, shard_size=SHARD, **settings)
+
+
+def test_an_interrupted_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / INDEX
+    _interrupted(path, monkeypatch, 1, resume="this", dtype="float16")
+    assert not path.exists()
+    seen: list[tuple[int, int]] = []
+    done = checkpoint.write(
+        path,
+        TENSORS,
+        shard_size=SHARD,
+        resume="this",
+        dtype="float16",
+        progress=lambda *counts: seen.append(counts),
+    )
+    assert len(done.kept) == 1
+    assert done.losses.keys() == TENSORS.keys()  # of the kept ones too
+    assert sorted(tmp_path.iterdir()) == sorted(done.files)
+    assert same(path)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_without_casting_nothing_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _interrupted(tmp_path / INDEX, monkeypatch, 2, resume="this")
+    info = {n: checkpoint.TensorInfo(a.shape, a.dtype) for n, a in TENSORS.items()}
+    asked: list[str] = []
+
+    def load(name: str) -> np.ndarray:
+        asked.append(name)
+        return TENSORS[name]
+
+    lazy = checkpoint.Lazy(info, load)
+    checkpoint.write(tmp_path / INDEX, lazy, shard_size=SHARD, resume="this")
+    # beartype looks at the first.
+    assert set(asked) - {"layers.0.w"} == {"layers.4.w"}
+    assert same(tmp_path / INDEX)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_damaged_shards_are_not_kept(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _interrupted(tmp_path / INDEX, monkeypatch, 2, resume="this")
+    shard = min(tmp_path.glob("m-*"))
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[:-1] if damage == "cut" else raw[:-1] + bytes([raw[-1] ^ 4]))
+    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD, resume="this")
+    assert len(done.kept) == 1
+    assert same(tmp_path / INDEX)
+
+
+def test_another_write_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupted(tmp_path / INDEX, monkeypatch, 2, resume="this")
+    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD, resume="that")
+    assert not done.kept
+    assert sorted(tmp_path.iterdir()) == sorted(done.files)
+
+
+def test_without_resume_an_interruption_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _interrupted(tmp_path / INDEX, monkeypatch, 2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["sync_folder", "put"])
+def test_a_late_interruption_never_takes_shards_in_use(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / INDEX
+    checkpoint.write(path, {"w": np.ones(3)})
+    real = getattr(replacing, call)
+
+    def late(*args: Any) -> None:
+        real(*args)
+        if not same(path, {"w": np.ones(3)}):  # the new index is in place
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(replacing, call, late)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write(path, TENSORS, shard_size=SHARD, force=True)
+    monkeypatch.undo()
+    assert same(path)
+
+
+def test_two_at_once_on_the_same_shards(tmp_path: Path) -> None:
+    path = tmp_path / INDEX
+
+    def load(name: str) -> np.ndarray:
+        if name == "layers.4.w":
+            with pytest.raises(checkpoint.DestinationExists, match="another process"):
+                checkpoint.write(path, TENSORS, shard_size=SHARD, resume="this")
+        return TENSORS[name]
+
+    info = {n: checkpoint.TensorInfo(a.shape, a.dtype) for n, a in TENSORS.items()}
+    checkpoint.write(path, checkpoint.Lazy(info, load), shard_size=SHARD, resume="this")
+    assert same(path)
+
+
+def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
+    for settings in ({"shard_size": 5}, {"resume": "this"}):
+        with pytest.raises(checkpoint.UnsupportedFormat, match="shards"):
+            checkpoint.write(tmp_path / "m.npz", TENSORS, **settings)
+    with pytest.raises(checkpoint.UnsupportedFormat, match="positive"):
+        checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=0)
+    with pytest.raises(checkpoint.UnsupportedFormat, match="xxh3_128"):
+        checkpoint.write(tmp_path / INDEX, TENSORS, digest="md5")
+    with pytest.raises(checkpoint.UnsupportedFormat, match="read only"):
+        checkpoint.write(tmp_path / "m.keras", TENSORS)
+    assert not list(tmp_path.iterdir())
