@@ -55,7 +55,7 @@ def digest(array: np.ndarray, algorithm: str | None = None) -> str:
         algorithm: "xxh3_128" or "sha256"; None: the former where xxhash is installed.
 
     Raises:
-        MissingDependency, UnsupportedFormat.
+        CheckpointError: MissingDependency, UnsupportedFormat.
 
     Example:
         >>> digest(np.arange(3, dtype=np.int32), "sha256")[:14]
