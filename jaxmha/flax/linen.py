@@ -55,8 +55,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     flax, with `semantics=Semantics.flax()`); the softmax is at least in float32, and half
     precision is rounded less often; float32 products are float32 on every platform; dropout makes
     other draws of the same distribution; a decoding step may have several tokens, and is NaN
-    where the cache has no room; integer inputs are refused; scalar masks are refused;
-    forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
+    where the cache has no room; integer inputs are refused; masks that are Python scalars are
+    refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
     `implementation="reference"`.
 
     Attributes:

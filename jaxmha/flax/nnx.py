@@ -47,10 +47,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
     rounded less often; float32 products are float32 on every platform; dropout makes other draws
     of the same distribution; `decode` may be left out; a decoding step may have several tokens,
     attends all earlier ones with `is_causal` too, and is NaN where the cache has no room; integer
-    inputs are refused; scalar masks are refused; forward-mode differentiation (`jax.jvp`,
-    `jax.linearize`, `jax.hessian`) needs `implementation="reference"`; projections and norms hold
-    parameters and are not called, so another module in their place (such as one of LoRA) is
-    refused.
+    inputs are refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`)
+    needs `implementation="reference"`; projections and norms hold parameters and are not called,
+    so another module in their place (such as one of LoRA) is refused.
 
     `dropout_rate`, `broadcast_dropout` and `precision` may be set later, and are those of
     `semantics`. `use_bias`, `normalize_qk` and `attention_fn` can be read alone. Flax's attributes
