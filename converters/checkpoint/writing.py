@@ -53,8 +53,13 @@ def write(
         source: the file that the tensors came from, which is never replaced.
 
     Raises:
-        DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed, MissingDependency,
-        and the errors of names: PathEscape, AmbiguousFile, MalformedFile, BudgetExceeded.
+        DestinationExists: the file is there, and is not to be replaced.
+        UnsupportedFormat: no format that is written here has this suffix.
+        UnsupportedDtype: the format cannot hold a tensor.
+        WriteFailed: the operating system refused, or what was written reads back otherwise.
+        MissingDependency: the format needs an optional package.
+        CheckpointError: a name does not fit, as PathEscape, AmbiguousFile, MalformedFile or
+            BudgetExceeded.
 
     Example:
         >>> import numpy, tempfile
