@@ -79,7 +79,7 @@ def progress(trainer):
     if sys.argv[2] == "kill" and len(trainer.curve.loss) == 23:
         os.kill(os.getpid(), signal.SIGKILL)
 
-trainer = train(TINY, BOTH, Path(sys.argv[1]), resume=True, progress=progress)
+trainer = train(TINY, BOTH, Path(sys.argv[1]), resume=sys.argv[2] == "resume", progress=progress)
 print(json.dumps(asdict(trainer.curve)))
 """
 
@@ -92,7 +92,7 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
         return subprocess.run(code, check=False, capture_output=True, text=True, env=environment)
 
     assert run("parts", "kill").returncode == -signal.SIGKILL
-    parts, whole = run("parts", ""), run("whole", "")
+    parts, whole = run("parts", "resume"), run("whole", "")
     assert parts.returncode == whole.returncode == 0, parts.stderr + whole.stderr
     assert parts.stdout == whole.stdout
     assert len(json.loads(whole.stdout)["loss"]) == 50
@@ -184,6 +184,36 @@ def test_the_command(
     monkeypatch.setattr(sys, "argv", [*arguments[:3], "--resume"])
     command.main()
     assert "accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_to_resume_from(there: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    if there:
+        folder.mkdir()
+    with pytest.raises(FileNotFoundError, match=f"{folder} has no checkpoint to resume from"):
+        train(TINY, BOTH, folder, resume=True)
+    assert folder.exists() == there
+
+
+@pytest.mark.parametrize("more", [[], ["--resume"]], ids=str)
+def test_a_folder_that_cannot_be_used_ends_with_a_message(
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "kept")
+    monkeypatch.setattr(sys, "argv", ["train", "--checkpoints", folder, *more])
+    monkeypatch.setattr(command, "Settings", lambda *_: TINY)
+    monkeypatch.setattr(data, "read", lambda T: BOTH)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert folder in message
+    assert "\n" not in message.strip()
 
 
 def test_stored_results_are_of_the_present_command() -> None:

@@ -82,7 +82,7 @@ def main() -> None:
     try:
         beside = compare(settings, examples, chosen.side_by_side, console)
         trainer = run(settings, examples, chosen, console)
-    except (FileExistsError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(fail(error))
     except KeyboardInterrupt:
         console.print("stopped; --resume goes on from the last checkpoint")

@@ -122,12 +122,18 @@ def train(
 
     Raises:
       FileExistsError: there is a checkpoint, and `resume` is not asked for.
+      FileNotFoundError: there is none, and `resume` is asked for.
+      OSError: the folder cannot be made.
       ValueError: the checkpoint is one of other settings.
     """
     trainer = Trainer(settings, examples)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, create=not resume, enable_async_checkpointing=False
+    )
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         last = manager.latest_step()
+        if resume and last is None:
+            raise FileNotFoundError(f"{folder} has no checkpoint to resume from")
         if last is not None:
             if not resume:
                 raise FileExistsError(

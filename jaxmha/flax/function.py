@@ -48,8 +48,10 @@ def attention_fn(
     `nnx.MultiHeadAttention(..., attention_fn=attention_fn)` use it. It means what flax's own
     means but for what is left open there: fully masked rows are 0 (in flax the mean of the
     values: `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at
-    least in float32, float32 products are float32 on every platform, and dropout makes other
-    draws from the same key.
+    least in float32, float32 products are float32 on every platform, dropout makes other draws
+    from the same key, integer inputs and masks that are Python scalars are refused, and
+    forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
+    `implementation="reference"`.
 
     Args:
       query: `(*B, T, N, H)`.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
+from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding, promoted
 from jaxmha.flax.function import attention_fn as own_attention_fn
@@ -54,7 +55,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     flax, with `semantics=Semantics.flax()`); the softmax is at least in float32, and half
     precision is rounded less often; float32 products are float32 on every platform; dropout makes
     other draws of the same distribution; a decoding step may have several tokens, and is NaN
-    where the cache has no room.
+    where the cache has no room; integer inputs are refused; masks that are Python scalars are
+    refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
+    `implementation="reference"`.
 
     Attributes:
       num_heads: N.
@@ -131,6 +134,10 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     local_window_size: Window = None
     rotate: Rotate | None = None
     implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        self.implementation = hashable(self.implementation)  # as transformations need it
+        super().__post_init__()
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(

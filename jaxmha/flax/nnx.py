@@ -1,6 +1,7 @@
 """Multi-head attention as a `flax.nnx` module."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding
 from jaxmha.flax.function import attention_fn as own_attention_fn
@@ -44,7 +46,15 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
     with `semantics=Semantics.flax()`); the softmax is at least in float32, and half precision is
     rounded less often; float32 products are float32 on every platform; dropout makes other draws
     of the same distribution; `decode` may be left out; a decoding step may have several tokens,
-    attends all earlier ones with `is_causal` too, and is NaN where the cache has no room.
+    attends all earlier ones with `is_causal` too, and is NaN where the cache has no room; integer
+    inputs are refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`)
+    needs `implementation="reference"`; projections and norms hold parameters and are not called,
+    so another module in their place (such as one of LoRA) is refused.
+
+    `dropout_rate`, `broadcast_dropout` and `precision` may be set later, and are those of
+    `semantics`. `use_bias`, `normalize_qk` and `attention_fn` can be read alone. Flax's attributes
+    `*_promote_dtype`, `*_dot_general` and `*_dot_general_cls` are not there: nothing would call
+    them.
 
     Args:
       num_heads: N.
@@ -161,14 +171,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         self.in_features, self.in_kv_features, self.qkv_features = in_features, kv, features
         self.out_features = in_features if out_features is None else out_features
         self.dtype, self.param_dtype = dtype, param_dtype
-        self.dropout_rate, self.deterministic = self.semantics.dropout_rate, deterministic
-        self.decode = decode
+        self.deterministic, self.decode = deterministic, decode
         self.local_window_size, self.rotate = local_window_size, rotate
-        self.implementation = (
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        )
+        self.implementation = hashable(implementation)
 
         # flax's own layers hold the parameters under its names, drawn in its order; they are
         # not called.
@@ -213,6 +218,52 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         self.cached_value = nnx.data(None)
         self.cache_index = nnx.data(None)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("dropout_rate", "precision"):
+            name, value = "semantics", replace(self.semantics, **{name: value})
+        elif name == "broadcast_dropout":
+            shared = {None: self.semantics.dropout_broadcast, True: ("B", "N"), False: ()}[value]
+            name, value = "semantics", replace(self.semantics, dropout_broadcast=shared)
+        elif getattr(getattr(type(self), name, None), "fset", self) is None:
+            raise AttributeError(f"{name} cannot change in a module: construct another")
+        super().__setattr__(name, value)
+
+    @property
+    def dropout_rate(self) -> float:
+        """That of `semantics`; may be set."""
+        return self.semantics.dropout_rate
+
+    @property
+    def broadcast_dropout(self) -> bool:
+        """Whether `semantics` shares a draw for dropout; may be set."""
+        return bool(self.semantics.dropout_broadcast)
+
+    @property
+    def precision(self) -> Precision:
+        """That of `semantics`; may be set."""
+        return self.semantics.precision
+
+    @property
+    def normalize_qk(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.semantics.qk_norm is not None
+
+    @property
+    def use_bias(self) -> UseBias:
+        """Whether the projections have biases; or the names of those that have one."""
+        layers = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
+        there = {
+            name: layer.bias is not None for name, layer in layers.items() if layer is not None
+        }
+        if len(set(there.values())) == 1:
+            return there["query"]
+        return tuple(name for name, has in there.items() if has)
+
+    @property
+    def attention_fn(self) -> Any:
+        """`jaxmha.flax.attention_fn`, which means what this module does."""
+        return own_attention_fn
+
     def __call__(
         self,
         inputs_q: Any,
@@ -252,6 +303,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
 
         Raises:
           ValueError: a shape does not fit, dropout has no rngs, or decoding no cache.
+          TypeError: a submodule was replaced by one of another type.
         """
         for name, sharding in (("out_sharding", out_sharding), ("qkv_sharding", qkv_sharding)):
             if sharding is not None:
@@ -299,25 +351,43 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
         stream = self.rngs if stream is None else stream
         if stream is None:
-            raise ValueError("rngs: dropout needs them in the call where keep_rngs=False")
+            raise ValueError(
+                "rngs: dropout needs them in the call where keep_rngs=False, or where the module "
+                "was made without dropout"
+            )
         return stream()
 
     def _params(self) -> MHAParams:
         def value(variable: Any) -> Any:
             return None if variable is None else variable[...]
 
-        def projection(layer: Any) -> Projection:
-            return Projection(value(layer.kernel), value(layer.bias))
+        def held(name: str, kind: Any) -> Any:
+            layer = getattr(self, name)
+            if layer is not None and type(layer) is not kind:
+                raise TypeError(
+                    f"{name} must be an nnx.{kind.__name__}, which holds parameters and is not "
+                    f"called, got {type(layer).__name__}: change its parameters instead, or use "
+                    "flax's own module with attention_fn=jaxmha.flax.attention_fn"
+                )
+            return layer
+
+        def projection(name: str) -> Any:
+            layer = held(name, nnx.LinearGeneral)
+            return None if layer is None else Projection(value(layer.kernel), value(layer.bias))
+
+        def scale(name: str) -> Any:
+            layer = held(name, nnx.LayerNorm)
+            return None if layer is None else value(layer.scale)
 
         return MHAParams(
-            projection(self.query),
-            projection(self.key),
-            projection(self.value),
-            None if self.out is None else projection(self.out),
+            projection("query"),
+            projection("key"),
+            projection("value"),
+            projection("out"),
             value(self.bias_k),
             value(self.bias_v),
-            None if self.query_ln is None else value(self.query_ln.scale),
-            None if self.key_ln is None else value(self.key_ln.scale),
+            scale("query_ln"),
+            scale("key_ln"),
         )
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:

@@ -116,6 +116,8 @@ def head_sizes(
 ) -> tuple[int, int, int]:
     """K, H and h of a module. Raises ValueError where heads do not divide."""
     K = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got N={num_heads}")
     if qkv_features % num_heads:
         raise ValueError(
             f"qkv_features={qkv_features} must be a multiple of num_heads N={num_heads}"
