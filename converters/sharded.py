@@ -61,7 +61,7 @@ def load_sharded(
     >>> import tempfile
     >>> mesh = jax.make_mesh((1,), ("tensor",))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     checkpoint.write(f"{folder}/a.npz", {"weight": np.ones((4, 3), "float32")})
+    ...     _ = checkpoint.write(f"{folder}/a.npz", {"weight": np.ones((4, 3), "float32")})
     ...     load_sharded(f"{folder}/a.npz", mesh, {"weight": PartitionSpec("tensor")})["weight"].shape
     (4, 3)
     """

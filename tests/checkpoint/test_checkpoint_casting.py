@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint.tensor import blocks
+from jaxmha.converters.checkpoint.tensor import blocks, contiguous
 
 ROOT = Path(__file__).parents[2]
 VALUES = np.array([1.0, 1 / 3, 70000.0, -1e-9, 0.0, np.inf, np.nan, -65504.0])
@@ -158,3 +158,16 @@ def test_memory(suffix: str, dtype: str, tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )
     assert int(done.stdout) < 256 + 256, done.stdout
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "float8_e5m2", "float8_e4m3fn", "bfloat16", "float64", "complex128"]
+)
+def test_strided_arrays_of_every_dtype_are_copied_in_order(dtype: str) -> None:
+    array = np.arange(210).reshape(2, 3, 5, 7).astype(np.dtype(dtype))
+    views = (array.T, array.transpose(0, 2, 1, 3), array[:, ::2].transpose(3, 1, 0, 2), array[::-1])
+    for view in (*views, np.broadcast_to(array[:1], (4, 3, 5, 7)).T):
+        copy = contiguous(view)
+        assert copy.flags.c_contiguous
+        assert copy.dtype == view.dtype
+        assert (copy.astype(complex) == view.astype(complex)).all()
