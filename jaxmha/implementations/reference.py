@@ -52,15 +52,20 @@ def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
 HEAD_BY_HEAD = Products(_logits, _out)
 
 
-def attend(request: Request, products: Products = HEAD_BY_HEAD) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+def attend(
+    request: Request, products: Products = HEAD_BY_HEAD, *, all_finite: bool = False
+) -> Result:
+    """Computes the request; intermediates are float32, or float64 for float64 inputs.
+
+    `all_finite`: nothing that no pair uses can spoil anything, so it is multiplied by 0.
+    """
     semantics = request.semantics
     (B, T, N, H), S = request.query.shape, request.value.shape[1]
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (x.astype(accumulate) for x in request[:3])
     bias = None if request.bias is None else request.bias.astype(accumulate)
     allowed = allowed_pairs(request.mask, bias, T, S)
-    if allowed is not None:
+    if allowed is not None and not all_finite:
         query, key, value = _drop_dead(query, key, value, allowed, semantics.fully_masked)
 
     precision = semantics.precision
