@@ -348,12 +348,15 @@ def test_a_subclass_that_fails_is_left_as_it_was() -> None:
     assert "_compute_attention" not in vars(made)
 
 
+KINDS = "every_combination or one_layer or shared_memory or is_the_one"
+
+
 def test_on_tensorflow() -> None:
     """In a process of its own, since Keras chooses its backend once."""
     pytest.importorskip("tensorflow")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        [*command, "-k", "every_combination or one_layer or shared_memory or is_the_one"],
+        [*command, "-m", "slow or not slow", "-k", KINDS],
         env=os.environ | {"KERAS_BACKEND": "tensorflow"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
