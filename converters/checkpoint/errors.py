@@ -4,7 +4,9 @@
 Every message names the file, the member or tensor, the rule that was broken and what to do about it.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 _LONGEST_SHOWN = 120
@@ -86,6 +88,28 @@ class MissingDependency(CheckpointError):
 
 class UnknownTensor(CheckpointError, KeyError):
     """The checkpoint is sound and has no tensor of that name."""
+
+
+@contextlib.contextmanager
+def damage(
+    path: str | os.PathLike[str], library: str, remedy: str, name: str | None = None
+) -> Iterator[None]:
+    """A library reports damage as any of a dozen exceptions: here they are MalformedFile.
+
+    Example:
+        >>> with damage("a.h5", "HDF5", "write it again"):  # doctest: +ELLIPSIS
+        ...     raise KeyError("no symbol")
+        Traceback (most recent call last):
+        ...
+        jaxmha.converters.checkpoint.errors.MalformedFile: a.h5: HDF5 cannot read it...
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        reason = " ".join(str(e).split())[:300]
+        raise MalformedFile(path, f"{library} cannot read it ({reason})", remedy, name) from e
 
 
 def shown(name: Any) -> str:

@@ -26,6 +26,7 @@ from jaxmha.converters.checkpoint.errors import (
     PathEscape,
     UnsupportedDtype,
     UnsupportedFormat,
+    damage,
 )
 from jaxmha.converters.checkpoint.hdf5_attribute import text_attribute
 from jaxmha.converters.checkpoint.hdf5_index import check_index, root_address
@@ -56,7 +57,7 @@ def read(source: Source, limits: Limits) -> Contents:
     raw = source.file()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(raw.close)
-        with _typed(source):
+        with damage(source.path, "HDF5", _AGAIN):
             root = root_address(source)
             check_index(source, root, "/", limits.members)
             file = h5py.File(raw, "r")
@@ -67,7 +68,7 @@ def read(source: Source, limits: Limits) -> Contents:
 
     def load(name: str) -> np.ndarray:
         info = walk.budget.info[name]
-        with _typed(source, name):
+        with damage(source.path, "HDF5", _AGAIN, name):
             data = np.asarray(file[name][()])
         return data.view(BFLOAT16) if info.dtype == BFLOAT16 else data.astype(info.dtype, "C")
 
@@ -248,18 +249,6 @@ class _Walk:
         if dtype not in DTYPES:
             self.fail(UnsupportedDtype, f"the dtype {dtype}", name)
         return np.dtype(dtype.type), width
-
-
-@contextlib.contextmanager
-def _typed(source: Source, name: str | None = None) -> Iterator[None]:
-    """HDF5 reports damage as any of a dozen exceptions."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as e:
-        reason = " ".join(str(e).split())[:300]
-        raise MalformedFile(source.path, f"HDF5 cannot read it ({reason})", _AGAIN, name) from e
 
 
 def _h5py(path: Path) -> Any:

@@ -21,7 +21,6 @@ from jaxmha.converters.checkpoint import digests, zarr
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
-    CheckpointError,
     ForbiddenContent,
     IncompleteCheckpoint,
     IntegrityError,
@@ -32,6 +31,7 @@ from jaxmha.converters.checkpoint.errors import (
     UnsupportedDtype,
     UnsupportedFormat,
     WriteFailed,
+    damage,
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.safetensors import parse_json
@@ -135,7 +135,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
     base: dict[str, Any] = {"driver": "file", "path": f"{os.path.abspath(path)}/"}
     store = {"driver": "ocdbt", "base": base} if MANIFEST in folder else base
     budget = Budget(path, folder.size, limits)
-    with _typed(path):
+    with damage(path, "tensorstore", _AGAIN):
         keys = tensorstore.KvStore.open(store).result()
         listed = [key.decode() for key in keys.list().result()]
     budget.spend("the number of chunks", len(listed), limits.members)
@@ -153,7 +153,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
             chunks[array] += 1
     places: dict[str, str] = {}
     for key, name in leaves.items():
-        with _typed(path, name):
+        with damage(path, "tensorstore", _AGAIN, name):
             raw = keys.read(f"{key}/{document}").result().value
         info, chunk = (zarr.read3 if zarr3 else zarr.read2)(
             path, name, parse_json(raw.strip(), path, True)
@@ -173,7 +173,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
         spec = {"driver": driver, "kvstore": {**store, "path": f"{base['path']}{places[name]}/"}}
         if store is not base:
             spec["kvstore"] = {**store, "path": f"{places[name]}/"}
-        with _typed(path, name):
+        with damage(path, "tensorstore", _AGAIN, name):
             array = np.asarray(
                 tensorstore.open(spec, open=True, read=True).result().read().result()
             )
@@ -329,18 +329,6 @@ def _digests(folder: Folder, budget: Budget, limits: Limits) -> dict[str, str]:
         raise IntegrityError(path, "the digests are damaged", _AGAIN, SIDECAR)
     digests.check_manifest(every, budget.info, tensors, (), path)
     return tensors
-
-
-@contextlib.contextmanager
-def _typed(path: Path, name: str | None = None) -> Iterator[None]:
-    """tensorstore reports damage as any of a dozen exceptions."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as e:
-        reason = " ".join(str(e).split())[:300]
-        raise MalformedFile(path, f"tensorstore cannot read it ({reason})", _AGAIN, name) from e
 
 
 @contextlib.contextmanager

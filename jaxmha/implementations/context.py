@@ -14,7 +14,7 @@ from jaxmha.implementations import blocked, blocks, shards
 from jaxmha.implementations.blocked import Rules
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
-from jaxmha.implementations.pairs import Pairs
+from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request
 
 
@@ -164,7 +164,7 @@ def corner(
         None if below is None else (below - shift).reshape(-1),
     )
     plan = blocks.plan(
-        B, K, N // K, T, S, skips=local != Pairs(None, (None, None), None, None, None, None),
+        B, K, N // K, T, S, skips=local != NOTHING,
         itemsize=query.dtype.itemsize, platform=jax.default_backend(), **blocked.SIZES,
     )  # fmt: skip
     rules = static.rules._replace(window=(None, None), above=None)
