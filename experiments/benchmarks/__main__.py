@@ -11,7 +11,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from datetime import UTC, datetime
 from typing import Any
 
-from experiments.benchmarks import machine, measure, report, sgemm
+from experiments import machine
+from experiments.benchmarks import measure, report, sgemm
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import Case, select
 from experiments.benchmarks.peers import OURS, PEERS

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from experiments.benchmarks import machine
+from experiments import machine
 
 FLAGS: dict[str, str] = {
     "none": "",

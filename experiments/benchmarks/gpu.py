@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
-from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_peers, gpu_report, machine
+from experiments import machine
+from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_peers, gpu_report
 from experiments.benchmarks.gpu_cases import Shape
 from experiments.benchmarks.gpu_peers import Program
 

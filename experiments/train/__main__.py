@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.benchmarks import machine
+from experiments import machine
 from experiments.train import data
 from experiments.train.data import Examples
 from experiments.train.model import ATTENTION

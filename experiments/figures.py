@@ -1,0 +1,53 @@
+"""Figures as SVG that read well on light and dark pages, and are the same bytes for the same data."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Text and axes take the colour of the page; as a picture of its own, that of the reader's system.
+STYLE = (
+    "<style>:root{color:#1f2328}@media (prefers-color-scheme:dark){:root{color:#d1d7e0}}</style>"
+)
+INK = "#010203"  # drawn by nothing else
+SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "jaxmha",
+    "savefig.transparent": True,
+    "figure.constrained_layout.use": True,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+
+
+def style() -> Any:
+    """The settings of every figure, as a context: `with style(): figure, axes = plt.subplots()`."""
+    return plt.rc_context(SETTINGS)
+
+
+def save(figure: Any, path: Path, *, about: str) -> None:
+    """Writes an SVG and closes the figure.
+
+    Args:
+        figure: of matplotlib, made under `style`. Lines and text of no colour of their own are
+            drawn in `INK`.
+        path: ends in .svg.
+        about: what one sees, for readers who do not see it.
+    """
+    with style():
+        figure.savefig(path, metadata={"Date": None, "Title": about, "Creator": None})
+    plt.close(figure)
+    text = path.read_text().replace(INK, "currentColor")
+    text = re.sub(r"(<svg [^>]*>)", lambda found: found[1] + STYLE, text, count=1)
+    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")

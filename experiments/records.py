@@ -1,0 +1,75 @@
+"""Result files of experiments: what was found, by which sources, where and when."""
+
+import ast
+import hashlib
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from experiments import machine
+from jaxmha.converters.checkpoint.replacing import replace
+
+ROOT = Path(__file__).parents[1]
+
+
+def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = None) -> None:
+    """Puts a result in place in one step.
+
+    Args:
+        path: of the JSON file.
+        found: what was measured; numbers, strings, lists and dicts. Not-a-number is refused.
+        command: that makes the file anew.
+        seed: what the draws started from; None where nothing is drawn.
+    """
+    record = {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "seed": seed,
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        **found,
+        "sources": sources(),
+    }
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    replace(path, lambda file: _write(file, text), lambda _: None, force=True, mode=0o644)
+
+
+def _write(file: Any, text: str) -> None:
+    file.write(text.encode())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result file as it was saved."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def sources() -> dict[str, str]:
+    """Digests of all modules of this repository that the process has loaded."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    paths = (Path(file).resolve() for file in files if file)
+    inside = (path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT))
+    return {
+        str(path): digest(ROOT / path)
+        for path in sorted(inside)
+        if path.parts[0] in ("jaxmha", "converters", "experiments")
+    }
+
+
+def digest(path: Path) -> str:
+    """Of a module's meaning: comments and layout do not count."""
+    return hashlib.sha256(ast.dump(ast.parse(path.read_bytes())).encode()).hexdigest()[:16]
+
+
+def stale(path: Path) -> str | None:
+    """Why a result must be made anew, or None."""
+    if not path.is_file():
+        return "there is none"
+    changed = [
+        name
+        for name, was in load(path)["sources"].items()
+        if not (ROOT / name).is_file() or digest(ROOT / name) != was
+    ]
+    return f"{', '.join(changed)} changed" if changed else None
