@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import cases, data, exact, fleet, measure, programs, report
+from experiments.benchmarks import cases, data, exact, fleet, measure, programs, report, unfinished
 from experiments.benchmarks.cases import CASES, Case, select
 from experiments.benchmarks.peers import OURS, PEERS, SWAPPED
 from experiments.benchmarks.program import UnsupportedError
@@ -341,6 +341,47 @@ def test_a_disturbed_case_is_repeated_and_marked(
     assert (entry["attempts"], entry["noisy"]) == (attempts, noisy)
 
 
+def test_a_later_run_measures_what_is_missing_or_was_disturbed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = [replace(TINY["plain"], scope="core", T=T) for T in (2, 3, 5)]
+    options: dict[str, Any] = {"rounds": 1, "budget": 60.0, "threads": 1, "backends": ["xla"]}
+
+    def run(rates: list[float], **more: Any) -> tuple[list[str], dict[str, Any]]:
+        script = Script(rates)
+        monkeypatch.setattr(measure, "Fleet", lambda threads: script)
+        found = measure.measure(cases, ["a"], **options, **more)
+        return [do for _, do in script.asked if do == "round"], found
+
+    kept: list[dict[str, Any]] = []
+    # The second case is disturbed in both attempts; then it is late.
+    rates = [100.0, 100.0, 100.0, 70.0, 70.0, 60.0, 60.0]
+    turns, first = run(rates, late=lambda: len(kept) == 2, done=kept.append)
+    assert [entry["noisy"] for entry in first["cases"]] == [False, True]
+    assert len(turns) == 3
+    assert kept[-1] == first
+    turns, second = run([90.0], known=first)
+    assert [entry["noisy"] for entry in second["cases"]] == [False, False, False]
+    assert len(turns) == 2
+    assert second["cases"][0] == first["cases"][0]
+    assert second["sgemm"] == {"xla": 100.0}
+    # Worse than what is there already: what is there stays.
+    worse = run([50.0], known=first)[1]
+    assert worse["cases"][1] == first["cases"][1]
+
+
+def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None:
+    key = unfinished.identity(rounds=7)
+    found = {"sgemm": {"xla": 1.0}, "quiet": {}, "cases": []}
+    assert unfinished.resume(tmp_path / "full.json", key) == (unfinished.NOTHING, 0.0)
+    unfinished.keep(tmp_path / "full.json", key, found, 60.0)
+    assert unfinished.resume(tmp_path / "full.json", key) == (found, 60.0)
+    others: list[dict[str, Any]] = [{"rounds": 5}, {"sources": "changed"}, {"machine": {}}]
+    for other in others:
+        with pytest.raises(ValueError, match=f"other {next(iter(other))}: leave --resume out"):
+            unfinished.resume(tmp_path / "full.json", key | other)
+
+
 # The command line.
 
 
@@ -351,6 +392,7 @@ def test_a_disturbed_case_is_repeated_and_marked(
         ("--peer theano", "--peer 'theano' is unknown: it may be jaxmha, torch-sdpa,"),
         ("--rounds 0", "--rounds must be between 1 and 1000, got 0"),
         ("--threads 9999", "--threads must be between 1 and"),
+        ("--minutes 0", "--minutes must be more than 0, got 0"),
         ("--write --peer jaxmha", "--write stores whole selections"),
     ],
 )

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxmha.converters import checkpoint
-from tests.readme import ROOT, filled
+from tests.generated import PARTS, ROOT, filled
 
 OPTIMISED = True  # compiled as users compile it
 
@@ -44,5 +46,7 @@ def test_console_examples_run(tmp_path: Path) -> None:
     assert (tmp_path / "flax.safetensors").exists()
 
 
-def test_generated_parts_are_current() -> None:
-    assert filled(TEXT) == TEXT, "run `python -m tests.readme`"
+@pytest.mark.parametrize(("path", "name", "make"), PARTS, ids=[part[1] for part in PARTS])
+def test_generated_parts_are_current(path: Path, name: str, make: Callable[[], str]) -> None:
+    text = path.read_text()
+    assert filled(text, name, make()) == text, "run `python -m tests.generated`"

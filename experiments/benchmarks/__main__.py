@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from experiments import machine
-from experiments.benchmarks import measure, report, sgemm
+from experiments.benchmarks import measure, report, sgemm, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import Case, select
 from experiments.benchmarks.peers import OURS, PEERS
@@ -20,6 +20,7 @@ from experiments.benchmarks.peers import OURS, PEERS
 EXAMPLES = """examples:
   python -m experiments.benchmarks                             some cases of every kind, minutes
   python -m experiments.benchmarks --full --rounds 9           every case, hours
+  python -m experiments.benchmarks --full --resume --minutes 30   go on with it, for half an hour
   python -m experiments.benchmarks --case layer-*-causal --peer jaxmha --peer torch-sdpa
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
@@ -44,6 +45,10 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
         "--rounds", type=int, help=f"default {ROUNDS['quick']}, full {ROUNDS['full']}"
     )
     parser.add_argument("--threads", type=int, help="of every peer, default all cores")
+    parser.add_argument(
+        "--resume", action="store_true", help="measure only what is missing or was disturbed"
+    )
+    parser.add_argument("--minutes", type=float, help="begin no case after so long")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--write", action="store_true", help="write the page, JSON and figure")
@@ -51,6 +56,7 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
     try:
         chosen.cases = select(chosen.case, quick=not chosen.full)
         check(chosen)
+        settle(chosen)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     return chosen
@@ -67,8 +73,34 @@ def check(chosen: Namespace) -> None:
         value = getattr(chosen, name)
         if value is not None and not 1 <= value <= most:
             raise ValueError(f"--{name} must be between 1 and {most}, got {value}")
+    if chosen.minutes is not None and not chosen.minutes > 0:
+        raise ValueError(f"--minutes must be more than 0, got {chosen.minutes:g}")
     if chosen.write and (chosen.case or chosen.peer):
         raise ValueError("--write stores whole selections: leave --case and --peer out")
+
+
+def settle(chosen: Namespace) -> None:
+    """Adds what follows from the options, and what an earlier run found.
+
+    Raises:
+      ValueError: that run cannot be gone on with.
+    """
+    chosen.selection = (
+        "chosen" if chosen.case or chosen.peer else "full" if chosen.full else "quick"
+    )
+    chosen.rounds = chosen.rounds or ROUNDS[chosen.selection]
+    chosen.threads = chosen.threads or machine.threads()
+    chosen.peers = [peer for peer in PEERS if not chosen.peer or peer in chosen.peer]
+    chosen.kept = unfinished.BUILD / f"{chosen.selection}.json"
+    chosen.identity = unfinished.identity(
+        rounds=chosen.rounds,
+        threads=chosen.threads,
+        peers={peer: PEERS[peer].absent for peer in chosen.peers},
+        cases=[case.name for case in chosen.cases],
+    )
+    chosen.known, chosen.spent = unfinished.NOTHING, 0.0
+    if chosen.resume:
+        chosen.known, chosen.spent = unfinished.resume(chosen.kept, chosen.identity)
 
 
 def collect(chosen: Namespace, command: str) -> dict[str, Any]:
@@ -76,13 +108,13 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    selection = "chosen" if chosen.case or chosen.peer else "full" if chosen.full else "quick"
-    full = selection != "quick"
-    rounds = chosen.rounds or ROUNDS[selection]
-    threads = chosen.threads or machine.threads()
-    peers = [peer for peer in PEERS if not chosen.peer or peer in chosen.peer]
+    full = chosen.selection != "quick"
     console = Console(stderr=True)
     start = time.perf_counter()
+
+    def passed() -> float:
+        return time.perf_counter() - start
+
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -95,31 +127,38 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
         def say(text: str) -> None:
             progress.update(task, description=text)
             if not console.is_terminal:
-                console.print(f"{time.perf_counter() - start:6.0f} s  {text}", highlight=False)
+                console.print(f"{passed():6.0f} s  {text}", highlight=False)
+
+        def done(found: dict[str, Any]) -> None:
+            progress.advance(task)
+            unfinished.keep(chosen.kept, chosen.identity, found, chosen.spent + passed())
 
         results = measure.measure(
             chosen.cases,
-            [peer for peer in peers if not PEERS[peer].absent],
-            rounds=rounds,
-            budget=BUDGET[selection],
-            threads=threads,
+            [peer for peer in chosen.peers if not PEERS[peer].absent],
+            rounds=chosen.rounds,
+            budget=BUDGET[chosen.selection],
+            threads=chosen.threads,
             backends=[b for b in sgemm.BACKENDS if b == "xla" or not PEERS["torch-sdpa"].absent],
             memory=lambda case: case.measures_memory and (full or case.direction == "backward"),
             takes=lambda peer, case: PEERS[peer].takes(case),
             say=say,
-            done=lambda: progress.advance(task),
+            known=chosen.known,
+            late=lambda: passed() > 60 * (chosen.minutes or float("inf")),
+            done=done,
         )
     return {
         "question": "How fast is attention on this CPU, beside every peer?",
         "command": command,
-        "selection": selection,
+        "selection": chosen.selection,
         "date": datetime.now(UTC).date().isoformat(),
-        "seconds": round(time.perf_counter() - start),
+        "seconds": round(chosen.spent + passed()),
+        "asked": len(chosen.cases),
         "machine": machine.describe(),
         "versions": machine.versions(),
-        "threads": threads,
-        "rounds": rounds,
-        "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in peers},
+        "threads": chosen.threads,
+        "rounds": chosen.rounds,
+        "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in chosen.peers},
         **results,
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 from experiments.benchmarks import sgemm
 from experiments.benchmarks.cases import Case
 from experiments.benchmarks.fleet import Fleet
+from experiments.benchmarks.unfinished import NOTHING
 
 # A machine whose plain product is slower than its best by more than this was disturbed.
 DISTURBED = 1.3
@@ -27,10 +28,10 @@ class Probe:
     """Plain products: `best` of any shape is the ceiling, `quiet` of the square the measure of
     how undisturbed the machine is."""
 
-    def __init__(self, fleet: Fleet, backends: Sequence[str]) -> None:
+    def __init__(self, fleet: Fleet, backends: Sequence[str], known: dict[str, Any]) -> None:
         self.fleet, self.backends = fleet, backends
-        self.best = dict.fromkeys(backends, 0.0)
-        self.quiet = dict.fromkeys(backends, 0.0)
+        self.best = dict.fromkeys(backends, 0.0) | known["sgemm"]
+        self.quiet = dict.fromkeys(backends, 0.0) | known["quiet"]
 
     def rates(self, shape: sgemm.Shape) -> dict[str, float]:
         """GFLOP/s of one product, by backend."""
@@ -57,19 +58,34 @@ def measure(
     memory: Callable[[Case], bool] = lambda case: False,
     takes: Callable[[str, Case], bool] = lambda peer, case: True,
     say: Say = lambda line: None,
-    done: Callable[[], None] = lambda: None,
+    known: dict[str, Any] = NOTHING,
+    late: Callable[[], bool] = lambda: False,
+    done: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """Everything about every case, of some also the memory, in processes of their own.
 
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
-    `say` hears what is going on, `done` is called after each case.
+    `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
+    measured. No case is begun when it is `late`. `say` hears what is going on, `done` is called
+    after each case with all that was found.
     """
+    measured = {entry["name"]: entry for entry in known["cases"]}
+
+    def found() -> dict[str, Any]:
+        for entry in measured.values():  # against the best of all runs
+            entry["noisy"] = _worst(probe, entry) > DISTURBED
+        entries = [measured[case.name] for case in cases if case.name in measured]
+        return {"sgemm": _rounded(probe.best), "quiet": _rounded(probe.quiet), "cases": entries}
+
     with Fleet(threads) as fleet, tempfile.TemporaryDirectory() as folder:
-        probe = Probe(fleet, backends)
+        probe = Probe(fleet, backends, known)
         say("machine")
         probe.rates(sgemm.SQUARE)
-        measured = []
         for case in cases:
+            before = measured.get(case.name)
+            if late() or (before and _worst(probe, before) <= DISTURBED):
+                done(found())
+                continue
             say(case.name)
             expected = Path(folder) / "expected.npz"
             asked = [peer for peer in peers if takes(peer, case)]
@@ -77,11 +93,10 @@ def measure(
             for peer in live if memory(case) else ():
                 grown = fleet.fresh(peer, "memory", case=case.as_dict())
                 entry["peers"][peer] |= {MEMORY[key]: value for key, value in grown.items()}
-            measured.append(entry)
-            done()
-    for entry in measured:  # against the best of the whole run
-        entry["noisy"] = max(_slowdown(probe, rates) for rates in entry["probes"]) > DISTURBED
-    return {"sgemm": _rounded(probe.best), "cases": measured}
+            if before is None or _worst(probe, entry) < _worst(probe, before):
+                measured[case.name] = entry
+            done(found())
+        return found()
 
 
 def _case(
@@ -166,7 +181,7 @@ def _worst(probe: Probe, attempt: dict[str, Any]) -> float:
 
 
 def _slowdown(probe: Probe, rates: dict[str, float]) -> float:
-    return max(probe.quiet[backend] / rate for backend, rate in rates.items())
+    return float(max(probe.quiet[backend] / rate for backend, rate in rates.items()))
 
 
 def _rounded(value: Any) -> Any:

@@ -63,6 +63,12 @@ def page(results: dict[str, Any], figure: str) -> str:
     return head + "".join(f"\n{title}\n\n{part}\n" for title, part in parts.items() if part)
 
 
+def measured(results: dict[str, Any]) -> str:
+    """How many cases; of how many, where some are still to come."""
+    count, asked = len(results["cases"]), results.get("asked", 0)
+    return f"{count} of {asked} cases so far" if count < asked else f"{count} cases"
+
+
 def about(results: dict[str, Any]) -> str:
     """Command, machine, versions and rules, in a few lines."""
     machine = results["machine"]
@@ -75,7 +81,7 @@ def about(results: dict[str, Any]) -> str:
     )
     return (
         f"`{results['command']}`, {results['date']}, {results['seconds'] / 60:.0f} minutes: "
-        f"{len(results['cases'])} cases, {results['rounds']} interleaved rounds, float32, "
+        f"{measured(results)}, {results['rounds']} interleaved rounds, float32, "
         f"{results['threads']} threads for every peer; one process each, one working at a time.\n\n"
         f"{machine['processor']} ({machine['cores']} cores, {', '.join(machine['instructions'])}), "
         f"{machine['memory_gib']} GiB, {machine['system']}; {versions}.\n\n"
@@ -83,10 +89,12 @@ def about(results: dict[str, Any]) -> str:
     )
 
 
-def summary(results: dict[str, Any]) -> str:
+def summary(results: dict[str, Any], *, short: bool = False) -> str:
     """One line per goal: geometric mean and worst case."""
     rows = []
     for goal in stats.GOALS:
+        if short and not goal.short:
+            continue
         ratios = {
             entry["name"]: ratio
             for entry in results["cases"]
@@ -203,10 +211,10 @@ def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
     )
     named = ", ".join(f"{n} {v}" for n, v in versions.items() if n in ("jax", "torch", "flax"))
     return (
-        f"{summary(results)}\n\nMedians of {results['rounds']} interleaved rounds, float32, "
+        f"{summary(results, short=True)}\n\n{measured(results)}, medians of {results['rounds']} interleaved rounds, float32, "
         f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {named})."
         f"{disturbed}"
-        f" Bold: what is aimed at is not reached. [Every case]({page}).\n\n"
+        f" Bold: what is aimed at is not reached. [All aims, every case]({page}).\n\n"
         f"![{ALT}]({figure})"
     )
 

@@ -1,27 +1,13 @@
-"""What the site takes from elsewhere: parts of the README, and the examples in docstrings."""
+"""Examples in docstrings as the site shows them."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import griffe
 
-README = Path(__file__).parents[2] / "README.md"
-PART = re.compile(r"^<!-- README: (\w+) -->$", re.MULTILINE)
 # From the first prompt to the end of the paragraph.
 EXAMPLE = re.compile(r"^([ ]*)>>> .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 FLAGS = re.compile(r"\s*# doctest: \+\w+$", re.MULTILINE)
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts what the README has between `<!-- name -->` marks where a page asks for it."""
-    readme = README.read_text()
-
-    def part(match: re.Match[str]) -> str:
-        name = match[1]
-        return readme.split(f"<!-- {name} -->\n")[1].split(f"<!-- /{name} -->")[0]
-
-    return PART.sub(part, markdown)
 
 
 def fenced(text: str) -> str:

@@ -351,12 +351,16 @@ def test_a_subclass_that_fails_is_left_as_it_was() -> None:
 KINDS = "every_combination or one_layer or shared_memory or is_the_one"
 
 
-def test_on_tensorflow() -> None:
+@pytest.mark.parametrize(
+    ("marks", "least"),
+    [("not slow", 6), pytest.param("slow or not slow", 14, marks=pytest.mark.slow)],
+)
+def test_on_tensorflow(marks: str, least: int) -> None:
     """In a process of its own, since Keras chooses its backend once."""
     pytest.importorskip("tensorflow")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        [*command, "-m", "slow or not slow", "-k", KINDS],
+        [*command, "-m", marks, "-k", KINDS],
         env=os.environ | {"KERAS_BACKEND": "tensorflow"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -366,7 +370,7 @@ def test_on_tensorflow() -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 14, done.stdout
+    assert int(passed[1]) >= least, done.stdout
 
 
 def test_the_backend_is_the_one_asked_for() -> None:

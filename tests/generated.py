@@ -1,4 +1,4 @@
-"""The parts of the README that are generated from data: `python -m tests.readme` rewrites them."""
+"""Parts of the README and of the site that are generated from data: `python -m tests.generated`."""
 
 import json
 import re
@@ -84,15 +84,21 @@ def masks() -> str:
     return "\n".join(lines)
 
 
-def filled(text: str) -> str:
-    """The README with every generated part as it should be."""
-    for name, part in (("demo", demo()), ("layouts", layouts()), ("masks", masks())):
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        before, rest = text.split(start)
-        text = f"{before}{start}{part}\n{end}{rest.split(end)[1]}"
-    return text
+PAGES = ROOT / "jaxmha" / "docs" / "pages" / "reference"
+PARTS = (
+    (ROOT / "README.md", "demo", demo),
+    (PAGES / "converters.md", "layouts", layouts),
+    (PAGES / "masks.md", "masks", masks),
+)
+
+
+def filled(text: str, name: str, part: str) -> str:
+    """A page whose generated part is as it should be."""
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, rest = text.split(start)
+    return f"{before}{start}{part}\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    for path, name, make in PARTS:
+        path.write_text(filled(path.read_text(), name, make()))

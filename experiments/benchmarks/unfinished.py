@@ -1,0 +1,48 @@
+"""Cases measured so far, kept so that a long run can go on another time."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments import machine
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "benchmarks"
+NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
+
+
+def identity(**options: Any) -> dict[str, Any]:
+    """What must be the same for times to stand in one table: machine, versions, the library's
+    sources and the options."""
+    sources = hashlib.sha256()
+    for path in sorted((ROOT / "jaxmha").rglob("*.py")):
+        sources.update(path.read_bytes())
+    about = {"machine": machine.describe(), "versions": machine.versions()}
+    return {**about, "sources": sources.hexdigest(), **options}
+
+
+def keep(path: Path, key: dict[str, Any], found: dict[str, Any], seconds: float) -> None:
+    """Stores what was measured, in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"identity": key, "seconds": seconds, "found": found}))
+    part.replace(path)
+
+
+def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """What an earlier run measured, and the seconds that it took.
+
+    Raises:
+      ValueError: it was another machine, or other versions, sources or options.
+    """
+    if not path.is_file():
+        return NOTHING, 0.0
+    stored = json.loads(path.read_text())
+    other = [name for name, value in key.items() if stored["identity"].get(name) != value]
+    if other:
+        raise ValueError(
+            f"--resume: {path} was measured with other {', '.join(other)}: leave --resume out to "
+            "start anew"
+        )
+    return stored["found"], stored["seconds"]
