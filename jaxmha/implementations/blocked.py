@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
-from jaxmha.implementations import blocks, pairs, reach, tiles
+from jaxmha.implementations import bands, blocks, empty_rows, pairs, reach, tiles
 from jaxmha.implementations.blocked_dropout import kept, words_of
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs, Place
@@ -58,6 +58,15 @@ def supports(request: Request) -> str | None:
     return None
 
 
+def cut(query: jax.Array, key: jax.Array, *, skips: bool = False, fused: bool = False) -> Plan:
+    """The cut of queries `B N T H` and keys `B K S H`, as `blocks.plan` has it."""
+    (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
+    return blocks.plan(
+        B, K, N // K, T, S, skips=skips, fused=fused, itemsize=query.dtype.itemsize,
+        platform=jax.default_backend(), **SIZES,
+    )  # fmt: skip
+
+
 def _drops(request: Request) -> bool:
     return request.dropout_key is not None and request.semantics.dropout_rate > 0
 
@@ -73,17 +82,14 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     query *= scale
-    values, there = value, None
     out: jax.Array
     lse: jax.Array | None
     if 0 in (B, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
         conditions = pairs.of_mask(request.mask, T, S)
-        plan = blocks.plan(
-            B, K, N // K, T, S, skips=not request.mask.empty, itemsize=accumulate.itemsize,
-            platform=jax.default_backend(), **SIZES,
-        )  # fmt: skip
+        plain = request.mask.empty and request.bias is None and not _drops(request)
+        plan = cut(query, key, skips=not request.mask.empty, fused=plain)
         bias = None if request.bias is None else request.bias.astype(accumulate)
         live = pairs.live(conditions, bias, B, N, T, S)
         rows, keys = (sharding.in_order(x, 2) for x in live)
@@ -112,26 +118,11 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         if there is not None:
             out = jnp.where(there[:, None, :, None], out, 0.0)
             lse = None if lse is None else jnp.where(there[:, None, :], lse, -jnp.inf)
+    out = jnp.moveaxis(out, 1, 2)
     if semantics.fully_masked != "zero":
-        out = _answer_empty(request, out, lse, values)
-    return Result(jnp.moveaxis(out, 1, 2).astype(request.query.dtype), None, lse)
-
-
-def _answer_empty(request: Request, out: jax.Array, lse: Any, values: jax.Array) -> jax.Array:
-    """`B N T h` where rows without keys have the answer of the policy."""
-    semantics, (T, S) = request.semantics, (out.shape[2], values.shape[2])
-    empty = (lse == -jnp.inf)[..., None]
-    lengths = request.mask.query_lengths
-    if lengths is not None:  # rows beyond are 0 whatever the policy
-        positions = jnp.arange(T).reshape(1, T)
-        within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
-        empty &= sharding.in_order(within[:, None, :, None], 2)
-    if semantics.fully_masked == "mean" and S:
-        mean = jnp.repeat(values.mean(2, keepdims=True), out.shape[1] // values.shape[1], 1)
-        out = jnp.where(empty, mean, out)
-    if semantics.fully_masked == "nan":
-        out = jnp.where(empty, jnp.nan, out)
-    return out
+        assert lse is not None
+        out = empty_rows.answer(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
+    return Result(out.astype(request.query.dtype), None, lse)
 
 
 def _per_key_head(live: jax.Array, K: int) -> jax.Array:
@@ -161,6 +152,32 @@ def core(
       traced: the conditions that are arrays.
       words: of the threefry key of dropout.
     """
+    heads = query, key, value
+
+    def run(rules: Rules, query: Any, key: Any, value: Any, words: Any) -> Any:
+        fused = rules.above is None and words is None
+        part = cut(query, key, fused=fused)
+        return blockwise(part, rules, query, key, value, None, NOTHING, words)
+
+    kind = bands.kind(plan, rules, traced, bias)
+    if kind == "rows":
+        return bands.of_rows(run, plan, rules, *heads, words)
+    if kind == "keys":
+        assert traced.keys is not None
+        return bands.of_keys(run, plan, rules, *heads, traced.keys, words)
+    return blockwise(plan, rules, *heads, bias, traced, words)
+
+
+def blockwise(
+    plan: Plan,
+    rules: Rules,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    traced: Pairs,
+    words: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
 
@@ -258,6 +275,7 @@ def core_forward(
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
+    plan = cut(query, key, skips=plan.chunks > 1)  # never one kernel
     slope, slope_lse = slopes
     conditions, padded = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
