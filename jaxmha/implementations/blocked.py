@@ -8,38 +8,23 @@ does not need O(n^2) memory" (2021).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
-from jaxmha.implementations import bands, blocks, empty_rows, pairs, reach, tiles
+from jaxmha.implementations import bands, blocks, empty_rows, one_block, pairs, reach, tiles
 from jaxmha.implementations.blocked_dropout import kept, words_of
 from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.one_block import Rules, Running
 from jaxmha.implementations.pairs import NOTHING, Pairs, Place
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
-from jaxmha.products import matmul, pairwise_sum
 
-LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 # Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
 # blocks.plan.
 SIZES: dict[str, int] = {}
-
-
-class Rules(NamedTuple):
-    """What is static beside the cut."""
-
-    soft_cap: float | None
-    precision: Any
-    window: tuple[int | None, int | None]
-    above: int | None
-    dropout_rate: float
-    dropout_broadcast: tuple[str, ...]
-    lse: bool
-    whole: tuple[int, int] | None = None
 
 
 def supports(request: Request) -> str | None:
@@ -192,9 +177,9 @@ def blockwise(
                     plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
                 )
                 seen, weighed = (tiles.part(plan, x, j) for x in (keys, values))
-                return _forward_block(rules, rows, seen, weighed, added, keep, carry)
+                return one_block.forward(rules, rows, seen, weighed, added, keep, carry)
 
-            start = None if plan.chunks == 1 else _nothing_yet(rows, values.shape[-1])
+            start = None if plan.chunks == 1 else one_block.nothing_yet(rows, values.shape[-1])
             out, highest, total = reach.visit_all(reached, plan, index, i, visit, start)
             divisor = jnp.maximum(total, 1.0)  # the highest logit alone gives 1
             out /= divisor if words is None else divisor * (1 - rules.dropout_rate)
@@ -207,60 +192,6 @@ def blockwise(
     out, lse = tiles.each(step, plan.steps, parts)
     out = tiles.rows(plan, out)
     return out, tiles.rows(plan, lse[..., None])[..., 0] if rules.lse else None
-
-
-class Running(NamedTuple):
-    """Of the keys visited so far: weighted values, highest logit, and sum of exponentials."""
-
-    out: jax.Array
-    highest: jax.Array
-    total: jax.Array
-
-
-def _nothing_yet(rows: jax.Array, h: int) -> Running:
-    shape = (*rows.shape[:-1], 1)
-    zeros = jnp.zeros(shape, rows.dtype)
-    lowest = jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype)
-    return Running(jnp.zeros((*shape[:-1], h), rows.dtype), lowest, zeros)
-
-
-def _forward_block(
-    rules: Rules,
-    rows: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    added: jax.Array | None,
-    keep: jax.Array | None,
-    before: Running | None,
-) -> Running:
-    """One block more: rows `[c] r H`, keys `[c] H s`, values `[c] s h`."""
-    logits = matmul(rows, keys, precision=rules.precision)
-    if rules.soft_cap is not None:
-        logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
-    if added is not None:
-        logits += added
-    # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
-    lowest = LOWEST[rows.dtype.name] if before is None else before.highest
-    highest = jnp.maximum(logits.max(-1, keepdims=True), lowest)
-    exps = jnp.exp(logits - highest)
-    total = _sum(exps)
-    if keep is not None:
-        exps = jnp.where(keep, exps, 0.0)
-    out = matmul(exps, values, precision=rules.precision)
-    if before is None:
-        return Running(out, highest, total)
-    shrink = jnp.exp(before.highest - highest)
-    return Running(before.out * shrink + out, highest, before.total * shrink + total)
-
-
-def _sum(exps: jax.Array) -> jax.Array:
-    """Pairwise while the block is small, as products are."""
-    if exps.size <= SMALL_SUM:
-        return pairwise_sum(exps)
-    return exps.sum(-1, keepdims=True)
-
-
-SMALL_SUM = 2**14
 
 
 def core_forward(
@@ -306,7 +237,7 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
                     plan, rules, NOTHING if clear else conditions, padded, words, place, dtype
                 )
                 seen = tuple(tiles.part(plan, x, j) for x in per_key)
-                more_dq, more_dk, more_dv, d_added = _backward_block(
+                more_dq, more_dk, more_dv, d_added = one_block.backward(
                     rules, parts, seen, added, keep
                 )
                 if bias_slope is not None:
@@ -330,39 +261,6 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
 
 
 core.defvjp(core_forward, core_backward)
-
-
-def _backward_block(
-    rules: Rules,
-    per_row: tuple[jax.Array, ...],
-    per_key: tuple[jax.Array, ...],
-    more: jax.Array | None,
-    keep: jax.Array | None,
-) -> tuple[jax.Array, ...]:
-    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here."""
-    rows, slope, lse, shift = per_row
-    keys, values, flipped = per_key
-    product = partial(matmul, precision=rules.precision)
-    logits = product(keys, jnp.swapaxes(rows, -1, -2))
-    bent = None
-    if rules.soft_cap is not None:
-        bent = jnp.tanh(logits / rules.soft_cap)
-        logits = rules.soft_cap * bent
-    if more is not None:
-        logits += jnp.swapaxes(more, -1, -2)
-    weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
-    slopes = product(values, jnp.swapaxes(slope, -1, -2))
-    dropped = weights
-    if keep is not None:
-        factor = jnp.where(jnp.swapaxes(keep, -1, -2), 1 / (1 - rules.dropout_rate), 0.0)
-        factor = factor.astype(rows.dtype)
-        dropped, slopes = weights * factor, slopes * factor
-    value_slope = product(dropped, slope)
-    d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
-    d_logits = d_added if bent is None else d_added * (1 - bent * bent)
-    key_slope = product(d_logits, rows)
-    row_slope = jnp.swapaxes(product(flipped, d_logits), -1, -2)
-    return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)
 
 
 def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:

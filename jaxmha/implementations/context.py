@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxmha import sharding
 from jaxmha.implementations import blocked, shards
-from jaxmha.implementations.blocked import Rules
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.one_block import Rules
 from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request
 
