@@ -12,7 +12,15 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations import IMPLEMENTATIONS, blocked, blocked_dropout, blocks, pairs, reach
+from jaxmha.implementations import (
+    IMPLEMENTATIONS,
+    bands,
+    blocked,
+    blocked_dropout,
+    blocks,
+    pairs,
+    reach,
+)
 from jaxmha.implementations.request import Request, Result
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
@@ -305,7 +313,60 @@ def test_mistakes_are_noticed(
 def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _edges_clear(monkeypatch)
     with pytest.raises(AssertionError):
-        conformance.values(BY_NAME["causal_long"], tiny, "float32", jit=False)
+        conformance.values(BY_NAME["window_sides"], tiny, "float32", jit=False)
+
+
+# Causality alone and keys alone: bands, of which each has all its keys at once.
+BANDS = (
+    Case("rows", T=11, S=13, is_causal=True, dropout_rate=0.3),
+    Case("keys", T=3, S=13, key_value_seq_lengths=(13, 4), dropout_rate=0.3),
+    Case("no keys", T=3, S=13, key_value_seq_lengths=(0, 9), fully_masked="mean"),
+)
+
+
+@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+@pytest.mark.parametrize("case", BANDS, ids=[case.name for case in BANDS])
+def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for name in ("of_rows", "of_keys"):
+        right = getattr(bands, name)
+
+        def band(*arguments: Any, name: str = name, right: Any = right) -> Any:
+            taken.append(name)
+            return right(*arguments)
+
+        monkeypatch.setattr(bands, name, band)
+    conformance.values(case, tiny, "float32", jit=True)
+    assert set(taken) == {"of_rows" if case.is_causal else "of_keys"}
+    conformance.gradients(case, tiny, "float32", entries=5)
+
+
+@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((5, n, 3, 2)).astype(np.float32) for n in (7, 13, 13))
+    there = np.zeros((5, 13), bool)
+    for b, keys in enumerate([slice(0), slice(9, 13), slice(3, 5), slice(1, 12, 2), slice(13)]):
+        there[b, keys] = True
+    k[~there], v[~there] = np.nan, np.inf
+    answers = [
+        jaxmha.dot_product_attention(
+            q, k, v, mask=Mask.padding(key_value=there), implementation=name, return_lse=True
+        )
+        for name in (tiny, "reference")
+    ]
+    for actual, wanted, what in zip(*answers, ("out", "lse"), strict=True):
+        tolerance.assert_close(actual, np.asarray(wanted), what, factor=2.0)
+
+
+@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+@pytest.mark.parametrize("case", BANDS[:2], ids=["rows", "keys"])
+def test_a_band_in_the_wrong_place_is_noticed(
+    case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bands, "placed", lambda words, *place: words)
+    with pytest.raises(AssertionError):
+        conformance.values(case, tiny, "float32", jit=False)
 
 
 def test_the_small_case_has_groups_and_an_empty_row() -> None:

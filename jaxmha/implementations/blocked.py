@@ -8,38 +8,23 @@ does not need O(n^2) memory" (2021).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
-from jaxmha.implementations import blocks, pairs, reach, tiles
+from jaxmha.implementations import bands, blocks, empty_rows, one_block, pairs, reach, tiles
 from jaxmha.implementations.blocked_dropout import kept, words_of
 from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.one_block import Rules, Running
 from jaxmha.implementations.pairs import NOTHING, Pairs, Place
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
-from jaxmha.products import matmul, pairwise_sum
 
-LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 # Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
 # blocks.plan.
 SIZES: dict[str, int] = {}
-
-
-class Rules(NamedTuple):
-    """What is static beside the cut."""
-
-    soft_cap: float | None
-    precision: Any
-    window: tuple[int | None, int | None]
-    above: int | None
-    dropout_rate: float
-    dropout_broadcast: tuple[str, ...]
-    lse: bool
-    whole: tuple[int, int] | None = None
 
 
 def supports(request: Request) -> str | None:
@@ -58,6 +43,15 @@ def supports(request: Request) -> str | None:
     return None
 
 
+def cut(query: jax.Array, key: jax.Array, *, skips: bool = False, fused: bool = False) -> Plan:
+    """The cut of queries `B N T H` and keys `B K S H`, as `blocks.plan` has it."""
+    (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
+    return blocks.plan(
+        B, K, N // K, T, S, skips=skips, fused=fused, itemsize=query.dtype.itemsize,
+        platform=jax.default_backend(), **SIZES,
+    )  # fmt: skip
+
+
 def _drops(request: Request) -> bool:
     return request.dropout_key is not None and request.semantics.dropout_rate > 0
 
@@ -73,17 +67,14 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     query *= scale
-    values, there = value, None
     out: jax.Array
     lse: jax.Array | None
     if 0 in (B, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
         conditions = pairs.of_mask(request.mask, T, S)
-        plan = blocks.plan(
-            B, K, N // K, T, S, skips=not request.mask.empty, itemsize=accumulate.itemsize,
-            platform=jax.default_backend(), **SIZES,
-        )  # fmt: skip
+        plain = request.mask.empty and request.bias is None and not _drops(request)
+        plan = cut(query, key, skips=not request.mask.empty, fused=plain)
         bias = None if request.bias is None else request.bias.astype(accumulate)
         live = pairs.live(conditions, bias, B, N, T, S)
         rows, keys = (sharding.in_order(x, 2) for x in live)
@@ -112,26 +103,11 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         if there is not None:
             out = jnp.where(there[:, None, :, None], out, 0.0)
             lse = None if lse is None else jnp.where(there[:, None, :], lse, -jnp.inf)
+    out = jnp.moveaxis(out, 1, 2)
     if semantics.fully_masked != "zero":
-        out = _answer_empty(request, out, lse, values)
-    return Result(jnp.moveaxis(out, 1, 2).astype(request.query.dtype), None, lse)
-
-
-def _answer_empty(request: Request, out: jax.Array, lse: Any, values: jax.Array) -> jax.Array:
-    """`B N T h` where rows without keys have the answer of the policy."""
-    semantics, (T, S) = request.semantics, (out.shape[2], values.shape[2])
-    empty = (lse == -jnp.inf)[..., None]
-    lengths = request.mask.query_lengths
-    if lengths is not None:  # rows beyond are 0 whatever the policy
-        positions = jnp.arange(T).reshape(1, T)
-        within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1)
-        empty &= sharding.in_order(within[:, None, :, None], 2)
-    if semantics.fully_masked == "mean" and S:
-        mean = jnp.repeat(values.mean(2, keepdims=True), out.shape[1] // values.shape[1], 1)
-        out = jnp.where(empty, mean, out)
-    if semantics.fully_masked == "nan":
-        out = jnp.where(empty, jnp.nan, out)
-    return out
+        assert lse is not None
+        out = empty_rows.answer(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
+    return Result(out.astype(request.query.dtype), None, lse)
 
 
 def _per_key_head(live: jax.Array, K: int) -> jax.Array:
@@ -161,6 +137,32 @@ def core(
       traced: the conditions that are arrays.
       words: of the threefry key of dropout.
     """
+    heads = query, key, value
+
+    def run(rules: Rules, query: Any, key: Any, value: Any, words: Any) -> Any:
+        fused = rules.above is None and words is None
+        part = cut(query, key, fused=fused)
+        return blockwise(part, rules, query, key, value, None, NOTHING, words)
+
+    kind = bands.kind(plan, rules, traced, bias)
+    if kind == "rows":
+        return bands.of_rows(run, plan, rules, *heads, words)
+    if kind == "keys":
+        assert traced.keys is not None
+        return bands.of_keys(run, plan, rules, *heads, traced.keys, words)
+    return blockwise(plan, rules, *heads, bias, traced, words)
+
+
+def blockwise(
+    plan: Plan,
+    rules: Rules,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    traced: Pairs,
+    words: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
 
@@ -175,9 +177,9 @@ def core(
                     plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
                 )
                 seen, weighed = (tiles.part(plan, x, j) for x in (keys, values))
-                return _forward_block(rules, rows, seen, weighed, added, keep, carry)
+                return one_block.forward(rules, rows, seen, weighed, added, keep, carry)
 
-            start = None if plan.chunks == 1 else _nothing_yet(rows, values.shape[-1])
+            start = None if plan.chunks == 1 else one_block.nothing_yet(rows, values.shape[-1])
             out, highest, total = reach.visit_all(reached, plan, index, i, visit, start)
             divisor = jnp.maximum(total, 1.0)  # the highest logit alone gives 1
             out /= divisor if words is None else divisor * (1 - rules.dropout_rate)
@@ -192,60 +194,6 @@ def core(
     return out, tiles.rows(plan, lse[..., None])[..., 0] if rules.lse else None
 
 
-class Running(NamedTuple):
-    """Of the keys visited so far: weighted values, highest logit, and sum of exponentials."""
-
-    out: jax.Array
-    highest: jax.Array
-    total: jax.Array
-
-
-def _nothing_yet(rows: jax.Array, h: int) -> Running:
-    shape = (*rows.shape[:-1], 1)
-    zeros = jnp.zeros(shape, rows.dtype)
-    lowest = jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype)
-    return Running(jnp.zeros((*shape[:-1], h), rows.dtype), lowest, zeros)
-
-
-def _forward_block(
-    rules: Rules,
-    rows: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    added: jax.Array | None,
-    keep: jax.Array | None,
-    before: Running | None,
-) -> Running:
-    """One block more: rows `[c] r H`, keys `[c] H s`, values `[c] s h`."""
-    logits = matmul(rows, keys, precision=rules.precision)
-    if rules.soft_cap is not None:
-        logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
-    if added is not None:
-        logits += added
-    # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
-    lowest = LOWEST[rows.dtype.name] if before is None else before.highest
-    highest = jnp.maximum(logits.max(-1, keepdims=True), lowest)
-    exps = jnp.exp(logits - highest)
-    total = _sum(exps)
-    if keep is not None:
-        exps = jnp.where(keep, exps, 0.0)
-    out = matmul(exps, values, precision=rules.precision)
-    if before is None:
-        return Running(out, highest, total)
-    shrink = jnp.exp(before.highest - highest)
-    return Running(before.out * shrink + out, highest, before.total * shrink + total)
-
-
-def _sum(exps: jax.Array) -> jax.Array:
-    """Pairwise while the block is small, as products are."""
-    if exps.size <= SMALL_SUM:
-        return pairwise_sum(exps)
-    return exps.sum(-1, keepdims=True)
-
-
-SMALL_SUM = 2**14
-
-
 def core_forward(
     plan: Plan, rules: Rules, *arguments: Any
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
@@ -258,6 +206,7 @@ def core_forward(
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
+    plan = cut(query, key, skips=plan.chunks > 1)  # never one kernel
     slope, slope_lse = slopes
     conditions, padded = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
@@ -288,7 +237,7 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
                     plan, rules, NOTHING if clear else conditions, padded, words, place, dtype
                 )
                 seen = tuple(tiles.part(plan, x, j) for x in per_key)
-                more_dq, more_dk, more_dv, d_added = _backward_block(
+                more_dq, more_dk, more_dv, d_added = one_block.backward(
                     rules, parts, seen, added, keep
                 )
                 if bias_slope is not None:
@@ -312,39 +261,6 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
 
 
 core.defvjp(core_forward, core_backward)
-
-
-def _backward_block(
-    rules: Rules,
-    per_row: tuple[jax.Array, ...],
-    per_key: tuple[jax.Array, ...],
-    more: jax.Array | None,
-    keep: jax.Array | None,
-) -> tuple[jax.Array, ...]:
-    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here."""
-    rows, slope, lse, shift = per_row
-    keys, values, flipped = per_key
-    product = partial(matmul, precision=rules.precision)
-    logits = product(keys, jnp.swapaxes(rows, -1, -2))
-    bent = None
-    if rules.soft_cap is not None:
-        bent = jnp.tanh(logits / rules.soft_cap)
-        logits = rules.soft_cap * bent
-    if more is not None:
-        logits += jnp.swapaxes(more, -1, -2)
-    weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
-    slopes = product(values, jnp.swapaxes(slope, -1, -2))
-    dropped = weights
-    if keep is not None:
-        factor = jnp.where(jnp.swapaxes(keep, -1, -2), 1 / (1 - rules.dropout_rate), 0.0)
-        factor = factor.astype(rows.dtype)
-        dropped, slopes = weights * factor, slopes * factor
-    value_slope = product(dropped, slope)
-    d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
-    d_logits = d_added if bent is None else d_added * (1 - bent * bent)
-    key_slope = product(d_logits, rows)
-    row_slope = jnp.swapaxes(product(flipped, d_logits), -1, -2)
-    return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)
 
 
 def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:

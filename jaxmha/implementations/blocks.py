@@ -11,6 +11,8 @@ from dataclasses import dataclass
 # measurement; elsewhere enough to keep the device busy.
 TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
+# Of one head with all its keys, which XLA makes one kernel of: fewer kernels start less often.
+TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
 # Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
 # kernel of them, which keeps to one head at a time itself.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
@@ -78,6 +80,7 @@ def plan(
     S: int,
     *,
     skips: bool = False,
+    fused: bool = False,
     itemsize: int = 4,
     platform: str = "cpu",
     target: int | None = None,
@@ -90,22 +93,26 @@ def plan(
       B, K, G, T, S: sizes, all at least 1.
       skips: whether conditions may leave whole blocks out; then a block has at most about `side`
         rows and keys, else all keys.
+      fused: whether XLA makes one kernel of a block with all keys, as it does where nothing comes
+        between the products but a softmax; that is cut less.
       itemsize: bytes of a score.
       platform: chooses target and side where none is given.
       target: bytes of a block.
       least_rows: of a block, also where that takes more bytes.
       side: rows, over all query heads of a group, and keys of a block.
 
-    >>> plan(1, 8, 1, 2048, 2048).rows, plan(1, 8, 1, 2048, 2048, skips=True).keys
-    (256, 256)
+    >>> plan(1, 8, 1, 2048, 2048, fused=True).rows, plan(1, 8, 1, 2048, 2048, skips=True).keys
+    (1024, 256)
     """
+    kernel = (TARGET_OF_KERNEL if fused else TARGET).get(platform, TARGET_ELSEWHERE)
+    kernel = kernel if target is None else target
     if target is None:
         target = TARGET.get(platform, TARGET_ELSEWHERE)
         if itemsize * G * T * S <= SMALL_HEAD.get(platform, 0):
             target = max(target, TARGET_OF_SMALL_HEADS)
     side = SIDE.get(platform, SIDE_ELSEWHERE) if side is None else side
     keys = _even(S, side) if skips else S
-    rows = max(target // (itemsize * G * keys), -(-least_rows // G), 1)
+    rows = max((kernel if keys == S else target) // (itemsize * G * keys), -(-least_rows // G), 1)
     if keys < S:
         rows = min(rows, max(side // G, 1))
     rows = _even(T, rows)

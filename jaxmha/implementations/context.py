@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import sharding
-from jaxmha.implementations import blocked, blocks, shards
-from jaxmha.implementations.blocked import Rules
+from jaxmha.implementations import blocked, shards
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.one_block import Rules
 from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request
 
@@ -143,8 +143,7 @@ def corner(
     s: Any,
 ) -> Corner:
     """Conditions between a part of the queries `b n t H` and a part of the keys `b k s H`."""
-    B, N, T, _ = query.shape
-    K, S = key.shape[1:3]
+    T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)
 
@@ -163,10 +162,7 @@ def corner(
         traced.array,
         None if below is None else (below - shift).reshape(-1),
     )
-    plan = blocks.plan(
-        B, K, N // K, T, S, skips=local != NOTHING,
-        itemsize=query.dtype.itemsize, platform=jax.default_backend(), **blocked.SIZES,
-    )  # fmt: skip
+    plan = blocked.cut(query, key, skips=local != NOTHING)
     rules = static.rules._replace(window=(None, None), above=None)
     if words is not None:
         words = placed(words, 0, 0, t, s)

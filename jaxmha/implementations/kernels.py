@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations import pairs
+from jaxmha.implementations import empty_rows, pairs
 from jaxmha.implementations.pairs import Pairs
 from jaxmha.implementations.request import Request, Result
 from jaxmha.mask import Mask
@@ -124,16 +124,8 @@ def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array |
         out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0)
         if lse is not None:
             lse = jnp.where(rows, lse, -jnp.inf)
-        empty = ~jnp.moveaxis(rows, 1, 2)[..., None]
-        if mask.query_lengths is not None:  # rows beyond are 0 whatever the policy
-            positions = jnp.arange(T).reshape(1, T)
-            lengths = jnp.asarray(mask.query_lengths).astype(positions.dtype)
-            empty &= (positions < lengths.reshape(-1, 1))[..., None, None]
-        if semantics.fully_masked == "mean":
-            mean = request.value.astype(np.float32).mean(1, keepdims=True)
-            out = jnp.where(empty, jnp.repeat(mean, N // K, 2).astype(out.dtype), out)
-        if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
-            out = jnp.where(empty, jnp.nan, out)
+        empty = jnp.broadcast_to(~jnp.moveaxis(rows, 1, 2), out.shape[:3])
+        out = empty_rows.answer(request, out, empty)
     return Result(out, None, lse)
 
 

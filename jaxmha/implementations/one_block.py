@@ -1,0 +1,118 @@
+"""One block of scores: products, softmax and what lies between, forward and backward."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.products import matmul, pairwise_sum
+
+LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
+
+
+class Rules(NamedTuple):
+    """What is static beside the cut.
+
+    Attributes:
+      window, above: conditions that are numbers.
+      lse: whether anyone reads it.
+      whole: N and T, where the arrays are a part of something larger.
+    """
+
+    soft_cap: float | None
+    precision: Any
+    window: tuple[int | None, int | None]
+    above: int | None
+    dropout_rate: float
+    dropout_broadcast: tuple[str, ...]
+    lse: bool
+    whole: tuple[int, int] | None = None
+
+
+class Running(NamedTuple):
+    """Of the keys visited so far: weighted values, highest logit, and sum of exponentials."""
+
+    out: jax.Array
+    highest: jax.Array
+    total: jax.Array
+
+
+def nothing_yet(rows: jax.Array, h: int) -> Running:
+    shape = (*rows.shape[:-1], 1)
+    zeros = jnp.zeros(shape, rows.dtype)
+    lowest = jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype)
+    return Running(jnp.zeros((*shape[:-1], h), rows.dtype), lowest, zeros)
+
+
+def forward(
+    rules: Rules,
+    rows: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    added: jax.Array | None,
+    keep: jax.Array | None,
+    before: Running | None,
+) -> Running:
+    """One block more: rows `[c] r H`, keys `[c] H s`, values `[c] s h`."""
+    logits = matmul(rows, keys, precision=rules.precision)
+    if rules.soft_cap is not None:
+        logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
+    if added is not None:
+        logits += added
+    # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
+    lowest = LOWEST[rows.dtype.name] if before is None else before.highest
+    highest = jnp.maximum(logits.max(-1, keepdims=True), lowest)
+    exps = jnp.exp(logits - highest)
+    total = _sum(exps)
+    if keep is not None:
+        exps = jnp.where(keep, exps, 0.0)
+    out = matmul(exps, values, precision=rules.precision)
+    if before is None:
+        return Running(out, highest, total)
+    shrink = jnp.exp(before.highest - highest)
+    return Running(before.out * shrink + out, highest, before.total * shrink + total)
+
+
+def _sum(exps: jax.Array) -> jax.Array:
+    """Pairwise while the block is small, as products are."""
+    if exps.size <= SMALL_SUM:
+        return pairwise_sum(exps)
+    return exps.sum(-1, keepdims=True)
+
+
+SMALL_SUM = 2**14
+
+
+def backward(
+    rules: Rules,
+    per_row: tuple[jax.Array, ...],
+    per_key: tuple[jax.Array, ...],
+    more: jax.Array | None,
+    keep: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here."""
+    rows, slope, lse, shift = per_row
+    keys, values, flipped = per_key
+    product = partial(matmul, precision=rules.precision)
+    logits = product(keys, jnp.swapaxes(rows, -1, -2))
+    bent = None
+    if rules.soft_cap is not None:
+        bent = jnp.tanh(logits / rules.soft_cap)
+        logits = rules.soft_cap * bent
+    if more is not None:
+        logits += jnp.swapaxes(more, -1, -2)
+    weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
+    slopes = product(values, jnp.swapaxes(slope, -1, -2))
+    dropped = weights
+    if keep is not None:
+        factor = jnp.where(jnp.swapaxes(keep, -1, -2), 1 / (1 - rules.dropout_rate), 0.0)
+        factor = factor.astype(rows.dtype)
+        dropped, slopes = weights * factor, slopes * factor
+    value_slope = product(dropped, slope)
+    d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
+    d_logits = d_added if bent is None else d_added * (1 - bent * bent)
+    key_slope = product(d_logits, rows)
+    row_slope = jnp.swapaxes(product(flipped, d_logits), -1, -2)
+    return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)
