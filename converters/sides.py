@@ -133,7 +133,7 @@ def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> B
         (B, T), S = query.shape[:2], key.shape[1]
         full = np.ones((B, 1, T, S), bool) if mask is None else mask
         full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
-        with _exact_dtypes(query.dtype):  # masks of one shape: compiled once
+        with exact_dtypes(query.dtype):  # masks of one shape: compiled once
             out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
             return to_numpy(out)
 
@@ -141,7 +141,7 @@ def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> B
 
 
 @contextmanager
-def _exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
+def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
     """float64 needs x64; highest precision, so that float32 is float32 everywhere.
 
     Live layers promote dtypes and ranks by themselves, which users' tests may forbid.
@@ -187,7 +187,7 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
             mask: NDArray | None = None,
             layer: Any = layer,
         ) -> NDArray:
-            with _exact_dtypes(query.dtype):
+            with exact_dtypes(query.dtype):
                 result: NDArray = framework.forward(layer, query, key, value, mask)
                 return result
 
