@@ -50,8 +50,15 @@ class Part:
     not_finite: float = 0.0
 
     def __str__(self) -> str:
-        more = f"; {self.not_finite:+.3g} elements not finite" if self.not_finite else ""
-        return f"{self.name}: {self.sentence}; {percent(self.share)} of the difference{more}"
+        return f"{self.name}: {self.text}; {percent(self.share)} of the difference"
+
+    @property
+    def text(self) -> str:
+        """The sentence, and on which side it leaves NaN."""
+        if not self.not_finite:
+            return self.sentence
+        side = "b" if self.not_finite > 0 else "a"
+        return f"{self.sentence}; {abs(self.not_finite):.4g} elements are NaN in {side} for it"
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ def attribute(
     >>> found.parts[0].name, round(found.parts[0].share, 9)
     ('scale', 1.0)
     """
-    given = None if inputs is None else _as_inputs(inputs)
+    given = None if inputs is None else as_inputs(inputs)
     if mask is not None and not (masks_a is None and masks_b is None):
         raise ValueError("give mask= for both layers, or masks_a= and masks_b= for each")
     blocks: list[BlockSide | None] = [None, None]
@@ -292,7 +299,12 @@ def _weights_at_once(found: list[Factor]) -> list[Factor]:
     return [one, *(f for f in found if f not in weights)]
 
 
-def _as_inputs(inputs: Any) -> Inputs:
+def as_inputs(inputs: Any) -> Inputs:
+    """Query, key and value as arrays; one array stands for all three.
+
+    Raises:
+      ValueError: there are not three, or one has other axes than `B L D`.
+    """
     if not isinstance(inputs, tuple | list):
         inputs = (inputs,) * 3
     if len(inputs) != 3:

@@ -234,7 +234,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     for part in mistakes.explain_each(ours, theirs | {n: ours[n] for n in rounded}):
         of = ", ".join(part.leaves)
         what = part.remedy or "the values are others, and no known mistake makes one of the other"
-        found.append(Factor(part.name, f"{part.name} ({of}): {what}", part.leaves))
+        found.append(Factor(part.name, f"{of}: {what}", part.leaves))
     return found
 
 

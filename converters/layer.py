@@ -59,10 +59,10 @@ class Layer:
     """
 
     params: MHAParams
-    semantics: Semantics = Semantics()
+    semantics: Semantics = Semantics()  # noqa: RUF009 (frozen)
     mask: Any = None
     bias: Any = None
-    blocked: Blocked = Blocked()
+    blocked: Blocked = Blocked()  # noqa: RUF009
     output: NDArray | None = None
     name: str = "layer"
 

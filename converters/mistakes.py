@@ -95,7 +95,8 @@ def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
     roles: dict[str, list[str]] = {}
     for n in left:
         role, _, part = n.partition(".")
-        roles.setdefault("biases" if part == "bias" else f"{role} weights", []).append(n)
+        named = "biases" if part == "bias" else f"{role.replace('out', 'output')} weights"
+        roles.setdefault(named, []).append(n)
     return found + [Explained(name, None, tuple(hit)) for name, hit in roles.items()]
 
 
