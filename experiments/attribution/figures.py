@@ -38,14 +38,14 @@ def repairs(steps: list[dict[str, Any]], path: Path) -> None:
     with style():
         figure, axes = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.2))
         for place, step in enumerate(steps):
-            axes.barh(place, step["relative"], color="C0", height=0.55)
-            axes.text(step["relative"] * 1.3, place, f"{step['relative']:.1g}", va="center")
-        floor = steps[-1]["floor"] / steps[-1]["total"] * steps[-1]["relative"]
+            axes.barh(place, step["total"], color="C0", height=0.55)
+            axes.text(step["total"] * 1.3, place, f"{step['total']:.2g}", va="center")
+        floor = steps[-1]["floor"]
         axes.axvline(floor, color="C1", linestyle="--")
         axes.text(floor * 1.2, -0.62, "rounding of the output alone", color="C1", va="center")
         axes.set_xscale("log")
         axes.set_xlim(floor / 3, 30)
         axes.set_yticks(range(len(steps)), [step["name"] for step in steps])
         axes.set_ylim(len(steps) - 0.5, -0.9)
-        axes.set_xlabel("RMS difference, relative to the output")
+        axes.set_xlabel("RMS difference")
     save(figure, path, about="Difference between the two layers after every repair")

@@ -29,7 +29,7 @@ def text(found: dict[str, Any]) -> str:
         for part in first["parts"]
     )
     states = "\n".join(
-        f"| {step['name']} | {step['relative']:.1e} | {step['away'][0]:.1e} | {step['away'][1]:.1e} | "
+        f"| {step['name']} | {step['total']:.1e} | {step['away'][0]:.1e} | {step['away'][1]:.1e} | "
         f"{step['parts'][0]['name']} |"
         for step in steps
     )
@@ -72,12 +72,13 @@ the mask is applied to head b**, in silence. That is the smallest repair, and th
 
 ![What is left after every repair](repairs.svg)
 
-| repaired | difference / output | PyTorch / what is meant | TensorFlow / what is meant | mostly from |
+| repaired | RMS difference | PyTorch from what is meant | TensorFlow from what is meant | mostly from |
 |---|---|---|---|---|
 {states}
 
 Sequences are ragged ({", ".join(map(str, found["sizes"]["lengths"]))} of {found["sizes"]["T"]} tokens).
-"What is meant" is exact attention with each layer's own weights to the tokens that are there. The two
+"What is meant" is exact attention with each layer's own weights to the tokens that are there, and the
+distances from it are relative to the output. The two
 agree with each other, or not, and are both wrong until the mask has its axis: comparing layers does not
 show a mistake that they share. In the end the difference is {floors:.0f} times what rounding the output
 to float32 costs.
