@@ -10,7 +10,7 @@ floating-point operations, where a layer has a forward of its own.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,8 @@ def attribute(
         one = (a, b)[plain[0]]
         blocks[plain[0]] = _only(sides.read(one, num_heads), one)
     if given is None:
+        if any(isinstance(x, Layer) and x.output is not None for x in (a, b)):
+            raise ValueError("a Layer with an output needs the inputs that it is of: give inputs=")
         params = (blocks[0] or a).params
         given = forward.inputs(next(sides.layers("", "", params, (blocks[0] or a).semantics)), seed)
     found: list[Layer] = []
@@ -175,7 +177,25 @@ def attribute(
             found.append(of_call(x, given, masks))
         else:
             found.append(of_block(block, given, **(masks or {"mask": mask})))
-    return between(found[0], found[1], given)
+    return _guessed(between(found[0], found[1], given), blocks, seed)
+
+
+def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:
+    """Adds what an unexplained rest looks like, where a live layer makes one of the usual mistakes."""
+    if all(part.name != "unexplained" for part in found.parts):
+        return found
+    guesses = [
+        f"{which} looks like this: {guess}"
+        for which, block in zip("ab", blocks, strict=True)
+        if block is not None and block.live and (guess := forward.explain_forward(block, seed))
+    ]
+    parts = [
+        replace(part, sentence="; ".join((part.sentence, *guesses)))
+        if part.name == "unexplained"
+        else part
+        for part in found.parts
+    ]
+    return replace(found, parts=tuple(parts))
 
 
 def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
@@ -252,7 +272,8 @@ def _shapley(
             inside = chosen >> i & 1
             before = size - inside  # factors changed before this one
             weight = math.factorial(before) * math.factorial(n - before - 1) / math.factorial(n)
-            vectors[i] = vectors[i] + (weight if inside else -weight) * out
+            # Weights sum to 0, so that a can be taken off first: small differences keep their digits.
+            vectors[i] = vectors[i] + (weight if inside else -weight) * (out - first)
             counts[i] += (weight if inside else -weight) * broken
     return vectors, counts, (first, last)
 

@@ -37,7 +37,6 @@ _MERGED = {
     "query.bias": ("N", -1), "key.bias": ("K", -1), "value.bias": ("K", -1),
     "bias_k": ("K", -1), "bias_v": ("K", -1),
 }  # fmt: skip
-_ROUNDED = "rounded weights"
 
 
 class Factor(NamedTuple):
@@ -55,14 +54,15 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
     T, S = query.shape[1], key.shape[1]
     here = {"B": len(query), "N": sizes["N"], "T": T, "S": S}
     mask, bias, blocked = layer.conditions(here)
+    if bias is not None:
+        bias = np.broadcast_to(bias, (*bias.shape[:3], S))
     values: Values = {"heads": (sizes["N"], sizes["K"])}
     for name, leaf in leaves(layer.params).items():
         values[name] = _merged(name, to_numpy(leaf).astype(np.float64))
     for name, fields in MASKS.items():
         own = {field: getattr(mask, field) for field in fields}
-        array = array_of(Mask(**own), T, S)
-        values[name] = array
-    semantics, wide = layer.semantics, np.result_type(_at_least_float32(layer.dtype))
+        values[name] = array_of(Mask(**own), T, S)
+    semantics, wide = layer.semantics, _at_least_float32(layer.dtype)
     softmax = semantics.softmax_dtype
     return values | {
         "scale": semantics.scale,
@@ -130,8 +130,7 @@ def _softmax(logits: NDArray, allowed: NDArray, values: Mapping[str, Any]) -> ND
     narrow, total, bias = values["softmax"], values["sum"], values["bias"]
     logits = _rounded(logits, narrow)
     if bias is not None:
-        extra = logits.shape[3] - bias.shape[3] if bias.shape[3] > 1 else 0
-        bias = np.pad(bias, ((0, 0),) * 3 + ((0, extra),))
+        bias = np.pad(bias, ((0, 0),) * 3 + ((0, logits.shape[3] - bias.shape[3]),))
         allowed = allowed & (bias != -np.inf)
         logits = _rounded(logits + np.where(bias == -np.inf, 0.0, bias), total)
     constant, added = values["blocked"]
@@ -207,35 +206,40 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
             Factor("weights", "the weights have other sizes, and go together", (*names, "heads"))
         ]
     found: list[Factor] = []
-    N, K = y["heads"]
-    same_heads = x["heads"] == y["heads"]
     norm = ("query_norm", "key_norm", "norm")
-    if not same_heads:
+    if x["heads"] != y["heads"]:
         moved = norm if any(n in v for n in norm[:2] for v in (x, y)) else ()
-        sentence = f"a splits its features into {x['heads'][0]} heads, b into {N}"
+        sentence = f"a splits its features into {x['heads'][0]} heads, b into {y['heads'][0]}"
         found.append(Factor("number of heads", sentence, ("heads", *moved)))
     elif x["norm"] != y["norm"] or any(_differs(x.get(n), y.get(n)) for n in norm[:2]):
         sentence = f"queries and keys are normalised by {x['norm'][0]} in a, {y['norm'][0]} in b"
         found.append(Factor("query and key norm", sentence, norm))
-    plain = [n for n in names if n not in norm]
-    dtypes = a.dtype, b.dtype
-    ours, theirs = (
-        {n: _split(n, v[n], N, K) for n in plain if v.get(n) is not None} for v in (x, y)
-    )
-    rounded = []
-    for n in plain:
-        if n in ours and n in theirs and _differs(ours[n], theirs[n]):
-            one, other = (_rounded(z, d) for z, d in ((ours[n], dtypes[1]), (theirs[n], dtypes[0])))
-            if np.array_equal(one, theirs[n]) or np.array_equal(other, ours[n]):
-                rounded.append(n)
+    plain = [n for n in names if n not in norm and (n in x or n in y)]
+    rounded = [n for n in plain if n in x and n in y and _is_rounding(x[n], y[n], a.dtype, b.dtype)]
     if rounded:
-        kinds = f"{dtypes[0]} in a, {dtypes[1]} in b"
-        found.append(Factor(_ROUNDED, f"the same weights are stored in {kinds}", tuple(rounded)))
-    for part in mistakes.explain_each(ours, theirs | {n: ours[n] for n in rounded}):
+        kinds = f"{a.dtype} in a, {b.dtype} in b"
+        found.append(Factor("rounded weights", f"the same weights, {kinds}", tuple(rounded)))
+    # A mistake shows in the split in which it was made.
+    readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
+    for part in min(readings, key=lambda parts: sum(part.remedy is None for part in parts)):
         of = ", ".join(part.leaves)
         what = part.remedy or "the values are others, and no known mistake makes one of the other"
         found.append(Factor(part.name, f"{of}: {what}", part.leaves))
     return found
+
+
+def _is_rounding(one: NDArray, other: NDArray, a: np.dtype[Any], b: np.dtype[Any]) -> bool:
+    """Whether one is the other, rounded to its dtype."""
+    if not _differs(one, other):
+        return False
+    return np.array_equal(_rounded(one, b), other) or np.array_equal(one, _rounded(other, a))
+
+
+def _explained(
+    names: list[str], x: Values, y: Values, heads: tuple[int, int]
+) -> list[mistakes.Explained]:
+    ours, theirs = ({n: _split(n, v[n], *heads) for n in names if n in v} for v in (x, y))
+    return mistakes.explain_each(ours, theirs)
 
 
 def _masks(x: Values, y: Values) -> list[Factor]:

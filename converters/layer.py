@@ -10,12 +10,14 @@ from jaxmha import Mask, MHAParams, Semantics
 from jaxmha.attention import as_mask
 from jaxmha.converters import sides
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.masks.argument import canonical_bias
+from jaxmha.converters.masks.argument import Masks, canonical_bias
 from jaxmha.converters.masks.structure import checked
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check
 
 Inputs = tuple[NDArray, NDArray, NDArray]
+# The path that a framework took, what its masks mean, and its output.
+Called = tuple[str, Masks, Any]
 # A bias of 0 and of one number below this blocks.
 BLOCKS = -100.0
 
@@ -111,36 +113,34 @@ def of_block(
         allowed = np.asarray(checked(as_mask(mask), sizes).to_array(T, S, np))
         array = np.ascontiguousarray(np.broadcast_to(allowed, (B, *allowed.shape[1:])))
     output = np.asarray(block.forward(*inputs, array), np.float64)
-    return replace(layer, semantics=_by_path(block), blocked=_constant(block), output=output)
+    widths = check(block.params)  # Keras' `forward` asks for scores where its fused path cannot run
+    path = _path(block, scores=widths["h"] != widths["H"])
+    return _as(block, path, mask, None, output, named)
 
 
-def _by_path(block: BlockSide) -> Semantics:
-    """What `BlockSide.forward` of a live layer does by the path that it takes."""
-    framework = block.layout.split(" ")[0]
-    if framework == "torch":
-        return _behaving(block.semantics, Semantics.torch("sdpa"))
-    dtype = np.asarray(block.params.query.kernel).dtype
-    if framework == "keras":
-        path: Any = "scores" if _asks_scores(block) else "fused"
-        return _behaving(block.semantics, Semantics.keras(path, dtype=dtype))
-    path = "fused" if block.layout.startswith("flax MultiHeadAttention") else "weights"
-    return _behaving(block.semantics, Semantics.flax(path, dtype=dtype))
+def _path(block: BlockSide, *, scores: bool = False) -> str:
+    """The path of a live layer in inference, as the presets of `Semantics` name it."""
+    dropout = block.semantics.dropout_rate > 0
+    match block.layout.split(" ")[0]:
+        case "torch":
+            return "sdpa"
+        case "keras":
+            return "scores" if scores or dropout else "fused"
+        case _:  # linen, and nnx with dropout even where it is off, have one of their own
+            nnx = block.layout.endswith(" MultiHeadAttention")
+            return "fused" if nnx and not dropout else "weights"
 
 
-def _asks_scores(block: BlockSide) -> bool:
-    sizes = check(block.params)
-    return bool(block.semantics.dropout_rate) or sizes["h"] != sizes["H"]
-
-
-def _constant(block: BlockSide) -> Blocked:
-    if not block.layout.startswith("keras") or not _asks_scores(block):
-        return Blocked()
-    half = np.asarray(block.params.query.kernel).dtype == np.float16
-    return Blocked(-3e4 if half else -1e9)
-
-
-def _behaving(semantics: Semantics, like: Semantics) -> Semantics:
-    return replace(semantics, fully_masked=like.fully_masked, softmax_dtype=like.softmax_dtype)
+def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
+    """The layer with the behaviour of a path of its framework."""
+    framework, dtype = block.layout.split(" ")[0], np.asarray(block.params.query.kernel).dtype
+    like = getattr(Semantics, framework)(path, dtype=dtype)
+    semantics = replace(
+        block.semantics, fully_masked=like.fully_masked, softmax_dtype=like.softmax_dtype
+    )
+    filled = Blocked(-3e4 if dtype == np.float16 else -1e9)
+    blocked = filled if (framework, path) == ("keras", "scores") else Blocked()
+    return Layer(block.params, semantics, mask, bias, blocked, output, name)
 
 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:
@@ -162,11 +162,12 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
     framework = block.layout.split(" ")[0]
     with sides.exact_dtypes(inputs[0].dtype):
         run = {"torch": _torch_call, "keras": _keras_call, "flax": _flax_call}[framework]
-        layer: Layer = run(module, block, inputs, dict(arguments))
-    return replace(layer, name=name or block.name or block.layout)
+        path, (mask, bias), output = run(module, block, inputs, dict(arguments))
+    output = to_numpy(output).astype(np.float64)
+    return _as(block, path, mask, bias, output, name or block.name or block.layout)
 
 
-def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Layer:
+def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
     import torch
 
     from jaxmha.converters.masks import torch as masks
@@ -192,44 +193,36 @@ def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[s
             out = module(*tensors, **given)[0]
     finally:
         module.train(training)
-    mask, bias = masks.import_masks(
+    meaning = masks.import_masks(
         num_heads=module.num_heads,
         add_bias_kv=module.bias_k is not None,
         add_zero_attn=module.add_zero_attn,
         path=path,
         **{k: x for k, x in arguments.items() if k != "average_attn_weights"},
     )
-    output = to_numpy(out if module.batch_first else out.transpose(0, 1)).astype(np.float64)
-    semantics = _behaving(block.semantics, Semantics.torch(path, dtype=query.dtype))
-    return Layer(block.params, semantics, mask, bias, output=output)
+    return path, meaning, out if module.batch_first else out.transpose(0, 1)
 
 
-def _keras_call(layer: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Layer:
+def _keras_call(layer: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
     from jaxmha.converters.masks import keras as masks
 
     query, key, value = inputs
     scores = bool(arguments.pop("return_attention_scores", False))
     out = layer(query, value, key, training=False, return_attention_scores=scores, **arguments)
     grouped = "num_key_value_heads" in layer.get_config()
-    mask, bias = masks.import_masks(
+    meaning = masks.import_masks(
         num_heads=check(block.params)["N"], kind="gqa" if grouped else "mha", **arguments
     )
-    asked = scores or bool(block.semantics.dropout_rate)
-    dtype = block.params.query.kernel.dtype
-    like = Semantics.keras("scores" if asked else "fused", dtype=dtype)
-    blocked = Blocked(-3e4 if dtype == np.float16 else -1e9) if asked else Blocked()
-    output = to_numpy(out[0] if scores else out).astype(np.float64)
-    return Layer(block.params, _behaving(block.semantics, like), mask, bias, blocked, output)
+    return _path(block, scores=scores), meaning, out[0] if scores else out
 
 
-def _flax_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Layer:
+def _flax_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
     from jaxmha.converters.masks import flax as masks
 
     layer, variables = module if isinstance(module, tuple) else (module, None)
     own = {"deterministic": True, **arguments}
     out = layer.apply(variables, *inputs, **own) if variables else layer(*inputs, **own)
-    mask, bias = masks.import_masks(
+    meaning = masks.import_masks(
         num_heads=check(block.params)["N"], query_length=inputs[0].shape[1], **arguments
     )
-    output = to_numpy(np.asarray(out)).astype(np.float64)
-    return Layer(block.params, _by_path(block), mask, bias, output=output)
+    return _path(block), meaning, out

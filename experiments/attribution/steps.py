@@ -126,7 +126,8 @@ def tensorflow_params(pair: Pair) -> MHAParams:
             return Projection(kernel.reshape(N, -1, D), bias)
         return Projection(kernel.reshape(D, N, -1), bias.reshape(N, -1))
 
-    return MHAParams(*(projection(name) for name in ("q_proj", "k_proj", "v_proj", "out_proj")))
+    q, k, v, out = (projection(name) for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+    return MHAParams(q, k, v, out)
 
 
 def step(
