@@ -11,7 +11,7 @@ from jaxmha.attention import as_mask
 from jaxmha.converters import sides
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.argument import Masks, canonical_bias
-from jaxmha.converters.masks.structure import checked
+from jaxmha.converters.masks.structure import array_of, checked
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check
 
@@ -106,12 +106,11 @@ def of_block(
         return layer
     if bias is not None:
         raise ValueError(f"{named}: a live layer takes a bias only as an argument of its own")
-    B, T, S = len(inputs[0]), inputs[0].shape[1], inputs[1].shape[1]
+    (B, T), S = inputs[0].shape[:2], inputs[1].shape[1]
     sizes = {"B": B, "N": check(block.params)["N"], "T": T, "S": S}
-    array = None
-    if mask is not None:
-        allowed = np.asarray(checked(as_mask(mask), sizes).to_array(T, S, np))
-        array = np.ascontiguousarray(np.broadcast_to(allowed, (B, *allowed.shape[1:])))
+    array = None if mask is None else array_of(checked(as_mask(mask), sizes), T, S)
+    if array is not None:  # padding stays `(B, 1, 1, S)`, which torch takes as another argument
+        array = np.ascontiguousarray(np.broadcast_to(array, (B, *array.shape[1:3], S)))
     output = np.asarray(block.forward(*inputs, array), np.float64)
     widths = check(block.params)  # Keras' `forward` asks for scores where its fused path cannot run
     path = _path(block, scores=widths["h"] != widths["H"])
@@ -121,25 +120,24 @@ def of_block(
 def _path(block: BlockSide, *, scores: bool = False) -> str:
     """The path of a live layer in inference, as the presets of `Semantics` name it."""
     dropout = block.semantics.dropout_rate > 0
-    match block.layout.split(" ")[0]:
-        case "torch":
-            return "sdpa"
-        case "keras":
-            return "scores" if scores or dropout else "fused"
-        case _:  # linen, and nnx with dropout even where it is off, have one of their own
-            nnx = block.layout.endswith(" MultiHeadAttention")
-            return "fused" if nnx and not dropout else "weights"
+    if block.kind == "torch":
+        return "sdpa"
+    if block.kind == "keras":
+        return "scores" if scores or dropout else "fused"
+    # linen, and nnx with dropout even where it is off, have one of their own.
+    return "fused" if block.kind == "nnx" and not dropout else "weights"
 
 
 def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
     """The layer with the behaviour of a path of its framework."""
-    framework, dtype = block.layout.split(" ")[0], np.asarray(block.params.query.kernel).dtype
-    like = getattr(Semantics, framework)(path, dtype=dtype)
+    presets: dict[str, Any] = {"torch": Semantics.torch, "keras": Semantics.keras}
+    dtype = np.asarray(block.params.query.kernel).dtype
+    like = presets.get(block.kind, Semantics.flax)(path, dtype=dtype)
     semantics = replace(
         block.semantics, fully_masked=like.fully_masked, softmax_dtype=like.softmax_dtype
     )
     filled = Blocked(-3e4 if dtype == np.float16 else -1e9)
-    blocked = filled if (framework, path) == ("keras", "scores") else Blocked()
+    blocked = filled if (block.kind, path) == ("keras", "scores") else Blocked()
     return Layer(block.params, semantics, mask, bias, blocked, output, name)
 
 
@@ -159,9 +157,8 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
             "parameters and files give mask= and bias="
         )
     block = found[0]
-    framework = block.layout.split(" ")[0]
+    run = {"torch": _torch_call, "keras": _keras_call}.get(block.kind, _flax_call)
     with sides.exact_dtypes(inputs[0].dtype):
-        run = {"torch": _torch_call, "keras": _keras_call, "flax": _flax_call}[framework]
         path, (mask, bias), output = run(module, block, inputs, dict(arguments))
     output = to_numpy(output).astype(np.float64)
     return _as(block, path, mask, bias, output, name or block.name or block.layout)

@@ -28,6 +28,7 @@ class BlockSide(NamedTuple):
       params, semantics: as imported.
       forward: runs it: the live layer itself, or jaxmha on the parameters.
       live: whether a live layer runs.
+      kind: of a live layer: "torch", "keras", "linen" or "nnx", whatever its class is called.
     """
 
     name: str
@@ -36,6 +37,7 @@ class BlockSide(NamedTuple):
     semantics: Semantics
     forward: Forward
     live: bool
+    kind: str = ""
 
 
 class Side(NamedTuple):
@@ -157,19 +159,14 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
 
 def _read_live(side: Any) -> Iterator[BlockSide]:
     module = side[0] if isinstance(side, tuple) and side else side
-    framework = next(
-        (
-            FRAMEWORKS[p]
-            for b in type(module).__mro__
-            if (p := b.__module__.split(".")[0]) in FRAMEWORKS
-        ),
-        None,
-    )
-    if framework is None:
+    packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
+    package = next((p for p in packages if p in FRAMEWORKS), None)
+    if package is None:
         raise TypeError(
             f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
             "layer or model of torch, keras or flax, or a linen pair (module, variables)"
         )
+    framework = FRAMEWORKS[package]
     for name, layer in framework.attention_layers(side):
         # A layer that does something else is what a comparison is for.
         read = getattr(framework, "weights_of", framework.from_module)
@@ -193,7 +190,9 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
 
         shown = type(layer[0] if isinstance(layer, tuple) else layer)
         label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
-        yield BlockSide(name, label, params, semantics, forward, live=True)
+        flavour = "linen" if isinstance(layer, tuple) else "nnx"
+        kind = flavour if package == "flax" else package
+        yield BlockSide(name, label, params, semantics, forward, live=True, kind=kind)
 
 
 def _shown(side: Any) -> str:
