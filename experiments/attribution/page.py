@@ -38,8 +38,8 @@ def text(found: dict[str, Any]) -> str:
         for row in found["printed"]
     )
     idle = "; ".join(first["idle"])
-    rounding = steps[-1]
-    floors = rounding["total"] / rounding["floor"]
+    rounding = next(p["rms"] for p in first["parts"] if p["name"] == "rounding") / first["total"]
+    floors = steps[-1]["total"] / steps[-1]["floor"]
     return f"""{conclusion(found)}.
 
 ![What the difference comes from](waterfall.svg)
@@ -47,8 +47,8 @@ def text(found: dict[str, Any]) -> str:
 Every bar is one factor that differs between the two layers, changed from PyTorch's to TensorFlow's
 while the others are as they are, averaged over every order of changing them; so the bars sum to the
 difference. All weights together are {percent(weights)} of it, what the mask means is {percent(mask)}.
-The order of floating-point operations, which the text holds responsible in the end, is
-{percent(_share(first, "rounding"))}.
+The order of floating-point operations, which the text holds responsible in the end, moves the output
+by {percent(rounding)} of it.
 
 ## What was asked
 
@@ -78,19 +78,18 @@ the mask is applied to head b**, in silence. That is the smallest repair, and th
 
 Sequences are ragged ({", ".join(map(str, found["sizes"]["lengths"]))} of {found["sizes"]["T"]} tokens).
 "What is meant" is exact attention with each layer's own weights to the tokens that are there, and the
-distances from it are relative to the output. The two
-agree with each other, or not, and are both wrong until the mask has its axis: comparing layers does not
-show a mistake that they share. In the end the difference is {floors:.0f} times what rounding the output
+distances from it are relative to the output. Both are wrong until the mask has its axis, and their
+difference does not tell: comparing two layers cannot show a mistake that they share. In the end the difference is {floors:.0f} times what rounding the output
 to float32 costs.
 
-The parts of the first row:
+The parts of the first row (a is PyTorch's class, b TensorFlow's):
 
 | part | share | size (RMS) | what |
 |---|---|---|---|
 {parts}
 
-These differ too, and do nothing on these inputs: {idle}. In float32 a logit of ordinary size vanishes
-beside 1e9, so that adding is filling.
+These differ too, and do nothing on these inputs: {idle}. In float32 a logit of ordinary size
+vanishes beside 1e9, so that adding is filling.
 
 ## The number that the text prints
 
