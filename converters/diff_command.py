@@ -63,8 +63,7 @@ def diff(
 ) -> None:
     """Say how much of the difference in output comes from what: weights, masks, scale, dtypes.
 
-    One factor at a time is swapped from the first to the second, in every order, and averaged: the
-    parts sum to the difference. Exit code 1 if anything but rounding differs.
+    The parts sum to the difference. Exit code 1 if anything but rounding differs.
     """
     with one_message():
         file = None if inputs is None else _read(inputs)
