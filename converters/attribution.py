@@ -73,7 +73,7 @@ class Attribution:
     Attributes:
       a, b: names of the layers.
       total: RMS of `b - a` over the elements that are finite in every mixture.
-      relative: `total` over the RMS of a.
+      relative: `total` over the RMS of the larger output.
       floor: RMS error of rounding a's output to its dtype.
       compared: number of those elements; the others count in `not_finite` of each part.
       parts: the largest first.
