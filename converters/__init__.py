@@ -8,6 +8,7 @@ objects do.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxmha.converters.attribution import Attribution
     from jaxmha.converters.layout import Layout
     from jaxmha.converters.masks.suspicions import Finding
 
@@ -21,6 +22,19 @@ def layouts() -> "dict[str, Layout]":
     from jaxmha.converters.blocks import LAYOUTS
 
     return {layout.name: layout for layout in LAYOUTS}
+
+
+def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":
+    """What two attention layers' difference comes from: `jaxmha.converters.attribution.attribute`.
+
+    >>> import jax, jaxmha
+    >>> params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+    >>> print(attribute(params, (params, jaxmha.Semantics(logits_soft_cap=0.1))).parts[0])
+    soft cap: the logits are capped not in a, at 0.1 in b; 100 % of the difference
+    """
+    from jaxmha.converters.attribution import attribute
+
+    return attribute(a, b, inputs, **options)
 
 
 def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from jaxmha.converters import blocks, inspection, migrate, verify
+from jaxmha.converters import blocks, diff_command, inspection, migrate, verify
 from jaxmha.converters.cli_convert import convert, plan
 from jaxmha.converters.explain_command import EXAMPLES, explain
 from jaxmha.converters.terminal import SHOWN, Json, NumHeads, escape, one_message, out, print_json
@@ -143,6 +143,7 @@ def verify_(
 
 
 app.command(epilog=EXAMPLES)(explain)
+app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
 
 
 def _print_report(report: verify.Report) -> None:

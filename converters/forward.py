@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmha import MHAParams, Semantics
 from jaxmha.converters import oracle
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.oracle import Stages
@@ -41,9 +42,10 @@ def errors(a: BlockSide, b: BlockSide, seed: int) -> dict[str, tuple[float, floa
 
 def alike(a: BlockSide, b: BlockSide, seed: int, found: dict[str, tuple[float, float]]) -> bool:
     """All errors are those of rounding, and neither side's stand out; NaN never is."""
-    cost = max(_cost(a, seed, mask) for mask in masks().values())
+    given = inputs(a, seed)
+    costs = [cost(a.params, a.semantics, given, mask) for mask in masks().values()]
     half = dtype_of(a).itemsize == 2
-    return all(_alike(*pair, cost=cost, half=half) for pair in found.values())
+    return all(_alike(*pair, cost=max(costs), half=half) for pair in found.values())
 
 
 def _alike(a: float, b: float, cost: float, half: bool) -> bool:
@@ -63,27 +65,34 @@ def error(side: BlockSide, seed: int, mask: NDArray | None) -> float:
     return _rms(out - exact) / oracle.rounding_floor(exact, dtype_of(side))
 
 
-def _cost(side: BlockSide, seed: int, mask: NDArray | None) -> float:
-    """The error of the oracle where every stage is stored in the side's dtype; 0: it overflows."""
-    exact = oracle.run(side.params, side.semantics, *inputs(side, seed), mask=mask)
+def cost(
+    params: MHAParams,
+    semantics: Semantics,
+    given: tuple[NDArray, NDArray, NDArray],
+    mask: NDArray | None,
+) -> float:
+    """The error of the oracle where every stage is stored in the weights' dtype, in rounding floors
+    of the output; 0: it overflows."""
+    exact = oracle.run(params, semantics, *given, mask=mask)
+    dtype = np.asarray(params.query.kernel).dtype
     with np.errstate(over="ignore", invalid="ignore"):
-        error = _rms(_stored(side, exact) - exact.output)
-    return error / oracle.rounding_floor(exact.output, dtype_of(side)) if error < math.inf else 0.0
+        error = _rms(_stored(params, semantics, exact, dtype) - exact.output)
+    return error / oracle.rounding_floor(exact.output, dtype) if error < math.inf else 0.0
 
 
-def _stored(side: BlockSide, exact: Stages) -> NDArray:
-    """The output from the exact heads, every stage from there on rounded to the side's dtype."""
+def _stored(
+    params: MHAParams, semantics: Semantics, exact: Stages, dtype: np.dtype[Any]
+) -> NDArray:
+    """The output from the exact heads, every stage from there on rounded to a dtype."""
 
     def rounded(x: NDArray) -> NDArray:
-        return x.astype(dtype_of(side)).astype(np.float64)
+        return x.astype(dtype).astype(np.float64)
 
-    weights = {
-        name: to_numpy(leaf).astype(np.float64) for name, leaf in leaves(side.params).items()
-    }
+    weights = {name: to_numpy(leaf).astype(np.float64) for name, leaf in leaves(params).items()}
     N, H = exact.query.shape[2:]
     q, k, v = (rounded(x) for x in (exact.query, exact.key, exact.value))
     k, v = (np.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
-    scale, cap = side.semantics.scale, side.semantics.logits_soft_cap
+    scale, cap = semantics.scale, semantics.logits_soft_cap
     logits = np.einsum("btnh,bsnh->bnts", rounded(q * (H**-0.5 if scale is None else scale)), k)
     if cap is not None:
         logits = cap * np.tanh(rounded(logits) / cap)
@@ -93,7 +102,7 @@ def _stored(side: BlockSide, exact: Stages) -> NDArray:
     total = exps.sum(-1, keepdims=True)
     probabilities = rounded(exps / np.where(total == 0, 1.0, total))
     context = rounded(np.einsum("bnts,bsnh->btnh", probabilities, v))
-    if side.params.out is None:
+    if params.out is None:
         return context.reshape(exact.output.shape)
     out = np.einsum("btnh,nhd->btd", context, weights["out.kernel"])
     return rounded(out + weights.get("out.bias", 0.0))

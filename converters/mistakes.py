@@ -59,6 +59,47 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
     return None
 
 
+class Explained(NamedTuple):
+    """Leaves that one mistake explains, and its remedy; None: they differ otherwise."""
+
+    name: str
+    remedy: str | None
+    leaves: tuple[str, ...]
+
+
+def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
+    """All leaves that differ, by the mistakes that explain them: several may be made at once.
+
+    Leaves that none explains come by role, their biases together.
+
+    >>> x = {"query.kernel": np.ones((6, 2, 3)), "out.bias": np.ones(6)}
+    >>> y = {"query.kernel": np.zeros((6, 2, 3))}
+    >>> [(found.name, found.leaves) for found in explain_each(x, y)]
+    [('dropped bias', ('out.bias',)), ('query weights', ('query.kernel',))]
+    """
+    absent = np.zeros(0)
+    left = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
+    left = [n for n in left if not harmless(n, x.get(n), y.get(n))]
+    found: list[Explained] = []
+    for exchange in EXCHANGES:
+        for made in exchange.rewrite(x):
+            moved = [n for n in made if n not in x or not _same(made[n], x[n])]
+            if moved and all(n in left and n in y and _same(made[n], y[n]) for n in moved):
+                found.append(Explained(exchange.name, exchange.remedy, tuple(moved)))
+                left = [n for n in left if n not in moved]
+    for mistake in MISTAKES:
+        hit = [n for n in left if mistake.explains(n, x.get(n, absent), y.get(n, absent))]
+        if hit:
+            found.append(Explained(mistake.name, mistake.remedy, tuple(hit)))
+            left = [n for n in left if n not in hit]
+    roles: dict[str, list[str]] = {}
+    for n in left:
+        role, _, part = n.partition(".")
+        named = "biases" if part == "bias" else f"{role.replace('out', 'output')} weights"
+        roles.setdefault(named, []).append(n)
+    return found + [Explained(name, None, tuple(hit)) for name, hit in roles.items()]
+
+
 def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
     """Whether a leaf is a bias of zeros on either side, or of zeros and absent: nothing changes."""
     return name.endswith(".bias") and all(side is None or not side.any() for side in (x, y))
@@ -212,6 +253,8 @@ def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
     sizes: dict[str, int] = {}
     for name, array in x.items():
         sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))
+    if not sizes.keys() >= set("NKHh"):
+        return
     N, K, H, h = (sizes[letter] for letter in "NKHh")
     for heads in (n for n in range(1, N * H + 1) if n != N and (n == H) == swap):
         if any(product % heads for product in (N * H, N * h)) or K * heads % N:

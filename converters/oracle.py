@@ -1,5 +1,6 @@
 """Multi-head attention in float64 NumPy, stage by stage: what every error is measured against."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import ml_dtypes
@@ -8,6 +9,9 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.params import leaves
+
+# Logits `B N T S` and which pairs may attend, the same shape -> probabilities.
+Softmax = Callable[[NDArray, NDArray], NDArray]
 
 
 class Stages(NamedTuple):
@@ -26,6 +30,21 @@ class Stages(NamedTuple):
     output: NDArray
 
 
+def exclude(logits: NDArray, allowed: NDArray) -> NDArray:
+    """The softmax over what may attend; a row with nothing left is zero.
+
+    >>> exclude(np.zeros((2, 2)), np.array([[True, False], [False, False]]))
+    array([[1., 0.],
+           [0., 0.]])
+    """
+    logits = np.where(allowed, logits, -np.inf)
+    highest = logits.max(-1, keepdims=True, initial=-np.inf)
+    exps = np.exp(logits - np.where(np.isfinite(highest), highest, 0.0))
+    total = exps.sum(-1, keepdims=True)
+    probabilities: NDArray = exps / np.where(total == 0, 1.0, total)
+    return probabilities
+
+
 def run(
     params: MHAParams,
     semantics: Semantics,
@@ -33,10 +52,12 @@ def run(
     key: NDArray,
     value: NDArray,
     mask: NDArray | None = None,
+    softmax: Softmax = exclude,
 ) -> Stages:
     """Computes the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
-    `mask` is Boolean, broadcastable to `B N T S`, True = attend. A row with nothing left is zero.
+    `mask` is Boolean, broadcastable to `B N T S`, True = attend. A row with nothing left is zero,
+    or what `softmax` makes of it, which sees extra positions as well.
 
     >>> from jaxmha import Projection
     >>> params = MHAParams(*[Projection(np.ones((6, 2, 3)))] * 3)
@@ -46,7 +67,8 @@ def run(
     weights = {name: to_numpy(array).astype(np.float64) for name, array in leaves(params).items()}
     heads = []
     for name, x in (("query", query), ("key", key), ("value", value)):
-        head = np.einsum("btd,dnh->btnh", np.asarray(x, np.float64), weights[f"{name}.kernel"])
+        x = np.asarray(x, np.float64)
+        head = np.einsum("btd,dnh->btnh", x, weights[f"{name}.kernel"], optimize=True)
         heads.append(head + weights.get(f"{name}.bias", 0.0))
     q, k, v = heads
     if semantics.qk_norm is not None:
@@ -61,21 +83,16 @@ def run(
     logits = scale * np.einsum("btkgh,bskh->bkgts", grouped, k).reshape(B, N, T, S)
     if semantics.logits_soft_cap is not None:
         logits = semantics.logits_soft_cap * np.tanh(logits / semantics.logits_soft_cap)
+    allowed = np.ones(logits.shape, bool)
     if mask is not None:
-        extra = S - key.shape[1]
-        allowed = np.broadcast_to(mask, (*np.shape(mask)[:3], key.shape[1]))
-        allowed = np.pad(allowed, ((0, 0),) * 3 + ((0, extra),), constant_values=True)
-        logits = np.where(allowed, logits, -np.inf)
-
-    highest = logits.max(-1, keepdims=True, initial=-np.inf)
-    exps = np.exp(logits - np.where(np.isfinite(highest), highest, 0.0))
-    total = exps.sum(-1, keepdims=True)
-    probabilities = exps / np.where(total == 0, 1.0, total)
+        allowed[..., : key.shape[1]] = mask
+    probabilities = softmax(logits, allowed)
+    logits = np.where(allowed, logits, -np.inf)
     rows = probabilities.reshape(B, K, N // K, T, S)
     context = np.einsum("bkgts,bskh->btkgh", rows, v).reshape(B, T, N, -1)
     output = context.reshape(B, T, -1)
     if params.out is not None:
-        output = np.einsum("btnh,nhd->btd", context, weights["out.kernel"])
+        output = np.einsum("btnh,nhd->btd", context, weights["out.kernel"], optimize=True)
         output = output + weights.get("out.bias", 0.0)
     return Stages(q, k, v, logits, probabilities, context, output)
 

@@ -28,6 +28,7 @@ class BlockSide(NamedTuple):
       params, semantics: as imported.
       forward: runs it: the live layer itself, or jaxmha on the parameters.
       live: whether a live layer runs.
+      kind: of a live layer: "torch", "keras", "linen" or "nnx", whatever its class is called.
     """
 
     name: str
@@ -36,6 +37,7 @@ class BlockSide(NamedTuple):
     semantics: Semantics
     forward: Forward
     live: bool
+    kind: str = ""
 
 
 class Side(NamedTuple):
@@ -133,7 +135,7 @@ def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> B
         (B, T), S = query.shape[:2], key.shape[1]
         full = np.ones((B, 1, T, S), bool) if mask is None else mask
         full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
-        with _exact_dtypes(query.dtype):  # masks of one shape: compiled once
+        with exact_dtypes(query.dtype):  # masks of one shape: compiled once
             out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
             return to_numpy(out)
 
@@ -141,7 +143,7 @@ def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> B
 
 
 @contextmanager
-def _exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
+def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
     """float64 needs x64; highest precision, so that float32 is float32 everywhere.
 
     Live layers promote dtypes and ranks by themselves, which users' tests may forbid.
@@ -157,19 +159,14 @@ def _exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
 
 def _read_live(side: Any) -> Iterator[BlockSide]:
     module = side[0] if isinstance(side, tuple) and side else side
-    framework = next(
-        (
-            FRAMEWORKS[p]
-            for b in type(module).__mro__
-            if (p := b.__module__.split(".")[0]) in FRAMEWORKS
-        ),
-        None,
-    )
-    if framework is None:
+    packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
+    package = next((p for p in packages if p in FRAMEWORKS), None)
+    if package is None:
         raise TypeError(
             f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
             "layer or model of torch, keras or flax, or a linen pair (module, variables)"
         )
+    framework = FRAMEWORKS[package]
     for name, layer in framework.attention_layers(side):
         # A layer that does something else is what a comparison is for.
         read = getattr(framework, "weights_of", framework.from_module)
@@ -187,13 +184,15 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
             mask: NDArray | None = None,
             layer: Any = layer,
         ) -> NDArray:
-            with _exact_dtypes(query.dtype):
+            with exact_dtypes(query.dtype):
                 result: NDArray = framework.forward(layer, query, key, value, mask)
                 return result
 
         shown = type(layer[0] if isinstance(layer, tuple) else layer)
         label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
-        yield BlockSide(name, label, params, semantics, forward, live=True)
+        flavour = "linen" if isinstance(layer, tuple) else "nnx"
+        kind = flavour if package == "flax" else package
+        yield BlockSide(name, label, params, semantics, forward, live=True, kind=kind)
 
 
 def _shown(side: Any) -> str:

@@ -149,8 +149,8 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     >>> compare(layer, layer.state_dict()).same
     True
     """
-    side_a, side_b = _read_both(a, b, num_heads)
-    pairs, only_a, only_b, notes = _pair(side_a.blocks, side_b.blocks)
+    side_a, side_b = read_both(a, b, num_heads)
+    pairs, only_a, only_b, notes = pair(side_a.blocks, side_b.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
     for which, side in (("first", side_a), ("second", side_b)):
         if side.others:
@@ -292,7 +292,7 @@ def _sizes(side: BlockSide) -> dict[str, int]:
     return check(side.params)
 
 
-def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[sides.Side, sides.Side]:
+def read_both(a: Any, b: Any, num_heads: int | None) -> tuple[sides.Side, sides.Side]:
     """Reads both sides; the head count that only one of them stores serves the other."""
     try:
         side_a = sides.read(a, num_heads)
@@ -318,7 +318,7 @@ def _common_heads(found: Sequence[BlockSide]) -> int | None:
     return heads.pop() if len(heads) == 1 else None
 
 
-def _pair(
+def pair(
     a: Sequence[BlockSide], b: Sequence[BlockSide]
 ) -> tuple[list[tuple[BlockSide, BlockSide]], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """By name, whatever the separator; else in order, where the numbers agree."""

@@ -1,0 +1,111 @@
+"""`jaxmha diff` on files: parts, masks, presets, inputs, exit codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint
+from jaxmha.converters.cli import app
+
+N, D = 3, 15
+runner = CliRunner()
+
+
+def cli(*arguments: Any) -> Any:
+    return runner.invoke(app, ["diff", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT block; the same with a transposed kernel and without a bias; two blocks."""
+    path = tmp_path_factory.mktemp("diff")
+    rng = np.random.default_rng(0)
+    names = [f"self.{name}" for name in ("query", "key", "value")] + ["output.dense"]
+    state = {}
+    for name in names:
+        state[f"attention.{name}.weight"] = 0.5 * rng.normal(size=(D, D)).astype(np.float32)
+        state[f"attention.{name}.bias"] = rng.normal(size=D).astype(np.float32)
+    wrong = dict(state)
+    for name in ("attention.self.value.weight",):
+        wrong[name] = np.ascontiguousarray(wrong[name].T)
+    wrong["attention.output.dense.bias"] = np.zeros(D, np.float32)
+    two = {f"{layer}.{name}": x for layer in ("0", "1") for name, x in state.items()}
+    for name, arrays in (("right", state), ("wrong", wrong), ("two", two)):
+        checkpoint.write(path / f"{name}.safetensors", arrays)
+    (path / "config.json").write_text(json.dumps({"num_attention_heads": N}))
+    x = rng.normal(size=(2, 4, D)).astype(np.float32)
+    mask = np.tri(4, dtype=bool)[None, None]
+    np.savez(path / "call.npz", query=x, mask_a=mask, mask_b=~mask | np.eye(4, dtype=bool))
+    np.savez(path / "odd.npz", query=x, maks=mask)
+    return path
+
+
+def test_parts_of_two_files(folder: Path) -> None:
+    result = cli(folder / "right.safetensors", folder / "wrong.safetensors", "--json")
+    assert result.exit_code == 1, result.output
+    block = json.loads(result.stdout)["blocks"]["attention"]
+    assert [part["name"] for part in block["parts"]] == ["transposed kernel", "dropped bias"]
+    assert abs(sum(part["size"] for part in block["parts"]) - block["total"]) < 1e-12
+    shown = cli(folder / "right.safetensors", folder / "wrong.safetensors").stdout
+    assert "transposed" in shown
+    assert "█" in shown
+    assert "different" in shown
+
+
+def test_the_same_file_twice_is_the_same(folder: Path) -> None:
+    result = cli(folder / "right.safetensors", folder / "right.safetensors")
+    assert (result.exit_code, "the same" in result.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--mask", "bottom-right", "--mask-b", "causal"), "causal alignment"),
+        (("--mask", "padding", "--mask-b", "none"), "mask ignored"),
+        (("--mask", "empty", "--as-a", "torch:sdpa", "--as-b", "keras:fused"), "fully masked rows"),
+        (("--inputs", "call.npz"), "mask transposed"),
+    ],
+)
+def test_masks_and_behaviour(folder: Path, options: tuple[str, ...], named: str) -> None:
+    file = folder / "right.safetensors"
+    given = [folder / x if x.endswith(".npz") else x for x in options]
+    result = cli(file, file, *given, "--json")
+    assert result.exit_code == 1, result.output
+    parts = json.loads(result.stdout)["blocks"]["attention"]["parts"]
+    assert [part["name"] for part in parts] == [named]
+
+
+def test_one_block_of_many(folder: Path) -> None:
+    file = folder / "two.safetensors"
+    result = cli(file, file, "--block", "1.attention", "--json")
+    assert result.exit_code == 0, result.output
+    assert list(json.loads(result.stdout)["blocks"]) == ["1.attention"]
+    result = cli(file, folder / "right.safetensors")
+    assert result.exit_code == 2
+    assert "no block in common: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("right.safetensors", "none.safetensors"), "none.safetensors"),
+        (("right.safetensors", "right.safetensors", "--as-a", "torch:fast"), "'torch:fast'"),
+        (("right.safetensors", "right.safetensors", "--block", "x"), "no block in common named x"),
+        (("right.safetensors", "right.safetensors", "--inputs", "odd.npz"), "got maks"),
+        (
+            ("right.safetensors", "right.safetensors", "--inputs", "call.npz", "--mask", "causal"),
+            "--mask is for drawn inputs",
+        ),
+    ],
+)
+def test_bad_input_is_one_message(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    given = [folder / x if x.endswith((".npz", ".safetensors")) else x for x in arguments]
+    result = cli(*given)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert message in " ".join(result.stderr.split())
