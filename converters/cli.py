@@ -12,7 +12,11 @@ from rich.table import Table
 
 from jaxmha.converters import blocks, inspection, migrate, verify
 from jaxmha.converters.cli_convert import convert, plan
+from jaxmha.converters.describe_command import EXAMPLES as DESCRIBED
+from jaxmha.converters.describe_command import describe_
 from jaxmha.converters.explain_command import EXAMPLES, explain
+from jaxmha.converters.plot_command import EXAMPLES as PLOTTED
+from jaxmha.converters.plot_command import plot
 from jaxmha.converters.terminal import SHOWN, Json, NumHeads, escape, one_message, out, print_json
 
 app = typer.Typer(
@@ -143,6 +147,8 @@ def verify_(
 
 
 app.command(epilog=EXAMPLES)(explain)
+app.command("describe", epilog=DESCRIBED)(describe_)
+app.command(epilog=PLOTTED)(plot)
 
 
 def _print_report(report: verify.Report) -> None:
