@@ -43,7 +43,7 @@ def head_statistics(
     Args:
       weights: `(N, T, S)`.
       tokens: of the queries, T strings.
-      key_tokens: of the keys, S strings; default `tokens`, which then are S.
+      key_tokens: of the keys, S strings; default `tokens` where T is S.
       named: tokens such as `[CLS]` and `[SEP]`.
 
     Positions before, after and itself are those of self-attention: None where T is not S.
@@ -57,17 +57,17 @@ def head_statistics(
     (1.0, 0.0, 0.0)
     """
     array = as_weights(weights)
-    keys = key_tokens if key_tokens is not None else tokens
     _, T, S = array.shape
+    keys = tokens if key_tokens is None and T == S else key_tokens
     check_tokens("tokens", tokens, T, "T")
     check_tokens("key_tokens", keys, S, "S")
     if named and keys is None:
-        raise ValueError(f"tokens are needed to find {', '.join(named)}")
+        raise ValueError(f"the tokens of the keys are needed to find {', '.join(named)}")
     chosen = None if not named else np.isin(np.array(keys), list(named))
-    twin = None
-    if tokens is not None and key_tokens is None:
+    twin = np.zeros((T, S), bool)
+    if tokens is not None and key_tokens is None and T == S:
         twin = np.equal.outer(np.array(tokens), np.array(tokens)) & ~np.eye(T, dtype=bool)
-    rows = twin.any(1) if twin is not None else np.zeros(T, bool)
+    rows = twin.any(1)
     found = []
     for head in array.astype(np.float64):
         positive = np.where(head > 0, head, 1.0)

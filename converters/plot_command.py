@@ -81,16 +81,9 @@ def plot(
         rows, columns = _tokens(tokens, "--tokens"), _tokens(key_tokens, "--key-tokens")
         chosen = list(range(len(maps))) if heads is None else _numbers(heads)
         figure = plot_attention(maps, rows, columns, heads=chosen, title=title)
-        labels = columns or rows or []
+        labels = columns or (rows if maps.shape[1] == maps.shape[2] else None) or []
         special = [token for token in named.split(",") if token in labels]
-        if rows is not None and columns is None and maps.shape[1] != maps.shape[2]:
-            special = []
-        found = head_statistics(
-            maps,
-            rows if maps.shape[1] == maps.shape[2] or columns is not None else None,
-            columns,
-            named=special,
-        )
+        found = head_statistics(maps, rows, columns, named=special)
         drawing = picture(figure, output.suffix)
         replace(output, lambda to: _write(to, drawing), lambda _: None, force=force, source=file)
         if as_json:
@@ -148,7 +141,7 @@ def _computed(
                 f"{inputs}: expected arrays query, key, value and mask, of which query must be "
                 f"there; got {', '.join(file) or 'none'}"
             )
-        given = {key: file[key] for key in file}
+        given: dict[str, Any] = {key: file[key] for key in file}
     block = one_block.read(path, name, num_heads)
     _, weights = jaxmha.multi_head_attention(
         block.params,

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxmha.converters.head_statistics import as_weights, check_tokens
 from jaxmha.converters.svg import INK, adaptive
 
@@ -51,8 +53,7 @@ def plot_attention(
       ImportError: matplotlib is missing.
       ValueError: a shape, a head, or a number of labels does not fit; names the axes expected.
 
-    >>> import numpy as np
-    >>> figure = plot_attention(np.eye(3)[None], ["a", "b", "c"])
+    >>>     >>> figure = plot_attention(np.eye(3)[None], ["a", "b", "c"])
     >>> [axes.get_title() for axes in figure.axes[:1]]
     ['head 0']
     """
@@ -73,9 +74,9 @@ def plot_attention(
     matplotlib = _matplotlib()
     from matplotlib.figure import Figure
 
-    across = min(columns or _columns(len(chosen), T, S), len(chosen))
+    height, width = _sides(T, S)
+    across = min(columns or _columns(len(chosen), height, width), len(chosen))
     down = math.ceil(len(chosen) / across)
-    height, width = _side(T), _side(S)
     left, below = (_margin(labels, n) for labels, n in ((tokens, T), (key_tokens, S)))
     top = 0.35 + 0.3 * bool(title)
     with matplotlib.rc_context(_settings()):
@@ -110,7 +111,7 @@ def plot_attention(
         for place, axes in enumerate(flat[: len(chosen)]):
             lowest = place + across >= len(chosen)
             axes.tick_params(labelbottom=lowest, labelleft=place % across == 0)
-            axes.tick_params(axis="x", rotation=90 if key_tokens is not None else 0)
+            axes.tick_params(axis="x", rotation=90 if key_tokens is not None or S > 99 else 0)
         bar = figure.colorbar(image, ax=flat[: len(chosen)], shrink=min(1.0, 2.5 / (down * height)))
         bar.set_label("weight of the key")
         figure.supylabel("query", fontsize=FONT + 1)
@@ -156,17 +157,23 @@ def _matplotlib() -> Any:
 
 def _settings() -> dict[str, Any]:
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    return {"font.size": FONT, "font.family": "sans-serif", **dict.fromkeys(inked, INK)}
+    return {
+        "font.size": FONT,
+        "font.family": "sans-serif",
+        "hatch.color": "#7f7f7f",
+        **dict.fromkeys(inked, INK),
+    }
 
 
-def _columns(count: int, T: int, S: int) -> int:
+def _columns(count: int, height: float, width: float) -> int:
     """As wide as high, all maps together; at most four."""
-    return max(1, min(4, round(math.sqrt(count * _side(T) / _side(S)))))
+    return max(1, min(4, round(math.sqrt(count * height / width))))
 
 
-def _side(size: int) -> float:
-    """Inches: every label gets its line, as long as the map does not get too large."""
-    return min(max(size * LINE, SMALLEST), LARGEST)
+def _sides(T: int, S: int) -> tuple[float, float]:
+    """Height and width in inches: every label gets its line, unless the map gets too large."""
+    step = min(max(LINE, SMALLEST / max(T, S)), LARGEST / max(T, S))
+    return T * step, S * step
 
 
 def _margin(labels: Sequence[str] | None, size: int) -> float:
