@@ -90,7 +90,7 @@ def main(
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        console.print(walk.flow(), highlight=False, soft_wrap=True)
+        console.print(str(walk.flow()), highlight=False, soft_wrap=True, markup=False)
         console.print(table(found))
     if write:
         records.save(HERE / "results.json", found, command=COMMAND, seed=0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.benchmarks.torch_peers import assert_native
 from experiments.benchmarks.worker import MOST_CALLS, ROUND_SECONDS, pin, timed
 from experiments.dataflow.choices import CHOICES, SHAPES, THREADS, D, N, Shape
 
@@ -61,6 +62,10 @@ def of_torch(shape: Shape) -> dict[str, Program]:
                 **(own if separate else {}),
             )[0]
 
+    fast = {"fast": partial(call, layer, x, True, need_weights=False)}
+    fast["fast, weights"] = partial(call, layer, x, True)
+    for run in fast.values():
+        assert_native(run)
     return {
         "weights": partial(call, layer, x, False),
         "weights per head": partial(call, layer, x, False, average_attn_weights=False),
@@ -68,8 +73,7 @@ def of_torch(shape: Shape) -> dict[str, Program]:
         "sequence first": partial(call, other, swapped, False, need_weights=False),
         "packed": partial(projected, False),
         "separate": partial(projected, True),
-        "fast": partial(call, layer, x, True, need_weights=False),
-        "fast, weights": partial(call, layer, x, True),
+        **fast,
         "weights, trained": partial(train, True),
         "no weights, trained": partial(train, False),
     }
