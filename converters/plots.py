@@ -53,7 +53,8 @@ def plot_attention(
       ImportError: matplotlib is missing.
       ValueError: a shape, a head, or a number of labels does not fit; names the axes expected.
 
-    >>>     >>> figure = plot_attention(np.eye(3)[None], ["a", "b", "c"])
+    >>> import numpy as np
+    >>> figure = plot_attention(np.eye(3)[None], ["a", "b", "c"])
     >>> [axes.get_title() for axes in figure.axes[:1]]
     ['head 0']
     """

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import matplotlib.pyplot as plt
+
 from experiments.dataflow.choices import CHOICES, SHAPES, ratio
-from experiments.figures import plt, style
+from experiments.figures import style
 
 COLOURS = {"torch": "C1", "jaxmha": "C0"}
 MARKERS = ("o", "s")

@@ -49,7 +49,9 @@ def of_torch(shape: Shape) -> dict[str, Program]:
         return out
 
     def projected(separate: bool) -> Any:
-        own = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), kernels, strict=True))
+        own: Any = dict(
+            zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), kernels, strict=True)
+        )
         with torch.inference_mode():
             return torch.nn.functional.multi_head_attention_forward(
                 *(swapped, swapped, swapped, D, N),
@@ -90,7 +92,8 @@ def of_jaxmha(shape: Shape) -> dict[str, Program]:
     x = jax.random.normal(jax.random.key(1), (shape.B, shape.T, D))
     swapped = jnp.swapaxes(x, 0, 1)
     kernel = jnp.concatenate([part.kernel for part in params[:3]], 1)  # (Dq, 3 N, H)
-    bias = jnp.concatenate([part.bias for part in params[:3]])
+    biases: Any = [part.bias for part in params[:3]]
+    bias = jnp.concatenate(biases)
 
     def attend(params: Any, x: Any) -> Any:
         return jaxmha.multi_head_attention(params, x)
@@ -123,7 +126,7 @@ def of_jaxmha(shape: Shape) -> dict[str, Program]:
         compiled = jax.jit(function)
 
         def run() -> Any:
-            found = jax.block_until_ready(compiled(*arguments))
+            found = jax.block_until_ready(compiled(*arguments))  # type: ignore[no-untyped-call]
             return found[0] if isinstance(found, tuple) else found
 
         return run

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.figures import plt, style
+from experiments.figures import style
 
 KINDS = {
     "previous": "previous token",
