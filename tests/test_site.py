@@ -50,7 +50,7 @@ def test_console_examples_run(page: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "model.safetensors", state)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for line in examples(page, "console").splitlines():
+    for line in filter(None, examples(page, "console").splitlines()):
         command = line.removeprefix("$ ").split()
         done = subprocess.run(
             command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environment
