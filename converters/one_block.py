@@ -22,7 +22,7 @@ class OneBlock(NamedTuple):
 
 
 def read(path: Path, name: str | None = None, num_heads: int | None = None) -> OneBlock:
-    """The block of that name, by default the first.
+    """The block of that name (or prefix), by default the first.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -34,20 +34,23 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
         found = find(there)
         if not found:
             raise ValueError(f"{path}: no attention block found")
-        stack = None if name is None else name.partition("[")[0]
-        named = [block for block in found if stack in (None, block.prefix)]
-        if not named:
-            names = ", ".join(block.prefix or "(top)" for block in found[:SHOWN])
+        called = {block.prefix: file.names.get(block.prefix, block.prefix) for block in found}
+        known = {alias: b for b in found for alias in (b.prefix, called[b.prefix])}
+        stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: a layer of a stack
+        whole = name is None or name in known
+        if not whole and not (bracket and stack in known):
+            names = ", ".join(called[block.prefix] or "(top)" for block in found[:SHOWN])
             more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise ValueError(printable(f"{path} has no block {name!r}; there are {names}{more}"))
-        block, configured = named[0], heads.in_config(file.path)
+        block = found[0] if name is None else known[name if whole else stack]
+        own, configured = called[block.prefix], heads.in_config(file.path)
         count, _ = heads.find(block, there, num_heads, file.metadata, configured)
         try:
-            sides = list(layers(block.prefix, block.layout.name, *block.read(file, count)))
+            sides = list(layers(own, block.layout.name, *block.read(file, count)))
         except ValueError as error:
-            where = block.prefix or "(top)"
+            where = own or "(top)"
             raise ValueError(printable(f"{path}, block {where}: {error}")) from error
-    chosen = [side for side in sides if name in (None, stack, side.name)]
+    chosen = [side for side in sides if whole or side.name == f"{own}[{index}"]
     if not chosen:
         names = f"{sides[0].name} to {sides[-1].name}"
         raise ValueError(printable(f"{path} has no block {name!r}; there are {names}"))

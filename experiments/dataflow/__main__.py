@@ -17,6 +17,7 @@ from experiments.dataflow import figure, walk
 from experiments.dataflow.choices import CHOICES, ROUNDS, SHAPES, THREADS, ratio
 from experiments.dataflow.page import COMMAND
 from experiments.dataflow.programs import PROGRAMS
+from jaxmha.converters.terminal import one_message
 
 HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -86,7 +87,8 @@ def main(
 ) -> None:
     """Print the graph and what every option costs."""
     console = Console(stderr=as_json)
-    found = find(rounds, console)
+    with one_message():
+        found = find(rounds, console)
     if as_json:
         print(json.dumps(found, indent=1))
     else:

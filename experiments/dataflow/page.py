@@ -99,7 +99,8 @@ $ jaxmha describe --num-heads 8 --features 512 --query-len 10 --kv-len 12 --fram
 - **Weights.** The document is right that asking for them materialises the softmax, and that the
   default of torch asks. It does not say that the option changes results: a row with nothing left to
   attend is NaN with weights and 0 without, half precision has its softmax in half precision, and
-  `is_causal` is read differently.
+  `is_causal` is read differently. jaxmha takes the implementation that materialises too, and means
+  the same by it.
 - **Layout and packing** are calling convention: the same products on the same numbers. jaxmha keeps
   three kernels, and packing them by hand is the column's ratio.
 - **The fast path** is one more path with semantics of its own: `is_causal=True` without a mask is

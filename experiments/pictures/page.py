@@ -37,8 +37,7 @@ def conclusion(found: dict[str, Any]) -> str:
     return (
         f"Some do one thing: head {q} of layer {p} gives {_share(found, 'previous'):.0%} to the "
         f"previous token, head {m} of layer {n} {_share(found, 'next'):.0%} to the next; "
-        f"{separators} of {len(heads)} give more than half to the separators, which means to nothing "
-        "in particular."
+        f"{separators} of {len(heads)} give more than half to [CLS] and [SEP]."
     )
 
 
@@ -85,6 +84,8 @@ def text(found: dict[str, Any]) -> str:
 
 On average over heads, layer {highest} gives most to the separators ({by_layer[highest]:.0%}), layer
 {min(range(L), key=by_layer.__getitem__)} least ({min(by_layer):.0%}).
+Clark et al., "What Does BERT Look At?" (2019), found heads of BERT that look at separators in this
+way, and took it for having nothing to do.
 
 ## The most pronounced heads, on one sentence
 

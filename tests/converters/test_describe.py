@@ -454,6 +454,20 @@ def test_stacked_layers_have_numbers(folder: Path) -> None:
     assert all(np.allclose(x, 2.0) for x in difference.values())
     with pytest.raises(ValueError, match=r"a\[0\] to a\[2\]"):
         one_block.read(path, "a[3]")
+    with pytest.raises(ValueError, match="there are a"):
+        one_block.read(path, "b[0]")
+
+
+def test_a_block_has_the_name_that_its_user_gave(tmp_path: Path) -> None:
+    """Which files of Keras keep."""
+    params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+    path, prefix = tmp_path / "m.weights.h5", "layers/multi_head_attention"
+    arrays = keras.export_params(params, layout="keras-file", prefix=prefix)
+    checkpoint.write(path, arrays, names={prefix: "mine"})
+    for name in (None, prefix, "mine"):
+        assert one_block.read(path, name).name == "mine"
+    with pytest.raises(ValueError, match="there are mine"):
+        one_block.read(path, "yours")
 
 
 @pytest.mark.parametrize(
