@@ -4,6 +4,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from experiments import records
@@ -77,3 +79,23 @@ def test_heads_follow_the_results() -> None:
     assert "head 7 of layer 3 99% to the next" in pictures.conclusion(other)
     assert "| next token | 3.7 | 98.8% |" in pictures.text(other)
     assert "98.8%" not in text
+
+
+@pytest.mark.slow
+def test_weights_of_the_encoder() -> None:
+    from experiments.pictures import run
+    from experiments.pictures.__main__ import MODEL
+
+    path = EXPERIMENTS.parent / ".weights" / MODEL
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        rows = run.attended(path, ["Short.", run.SHOWN])
+    assert [len(row.tokens) for row in rows] == [4, 16]
+    for row in rows:
+        T = len(row.tokens)
+        assert row.weights.shape == (6, 12, T, T)
+        np.testing.assert_allclose(row.weights.sum(-1), 1.0, atol=1e-5)
+        assert np.diagonal(row.weights[0, 2], -1).min() > 0.99  # the token before
+    assert run.statistics(rows[:1])[0][2].same is None
+    assert run.statistics(rows)[0][2].same is not None
+    alike = run.uniform(rows)
+    assert alike.entropy == pytest.approx((np.log(4) + np.log(16)) / 2)

@@ -25,9 +25,9 @@ def conclusion(found: dict[str, Any]) -> str:
     most = max(max(one, 1 / one) for one in conventions)
     return (
         f"Returning the weights takes torch {short:.2f} times as long at {SHAPES[0].name} and "
-        f"{long:.2f} times at {SHAPES[1].name} (jaxmha {ours[0]:.2f} and {ours[1]:.2f} times), and of "
-        "these options it alone changes results; axis order and packing make a factor of "
-        f"{most:.2f} at most."
+        f"{long:.2f} times at {SHAPES[1].name} (jaxmha {ours[0]:.2f} and {ours[1]:.2f} times), and "
+        "changes its results, as the fast path does; axis order and packing change none and make a "
+        f"factor of {most:.2f} at most."
     )
 
 
