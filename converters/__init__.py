@@ -43,13 +43,13 @@ def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
 def describe(
     params: "MHAParams | None" = None, semantics: "Semantics | None" = None, **sizes: Any
 ) -> "DataFlow":
-    """What attention computes, node by node: `jaxmha.converters.dataflow.describe`.
+    """What attention computes, node by node: `jaxmha.converters.dataflow_nodes.describe`.
 
     >>> describe(num_heads=8, features=512, query_len=10)["weights"].shape
     (1, 8, 10, 10)
     """
     from jaxmha import Semantics
-    from jaxmha.converters.dataflow import describe
+    from jaxmha.converters.dataflow_nodes import describe
 
     return describe(params, Semantics() if semantics is None else semantics, **sizes)
 

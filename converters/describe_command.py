@@ -12,8 +12,9 @@ from rich.table import Table
 from jaxmha import Semantics
 from jaxmha.converters import one_block
 from jaxmha.converters.checkpoint.replacing import replace
-from jaxmha.converters.dataflow import DataFlow, describe
+from jaxmha.converters.dataflow import DataFlow
 from jaxmha.converters.dataflow_differences import FRAMEWORKS
+from jaxmha.converters.dataflow_nodes import describe
 from jaxmha.converters.dataflow_svg import memory, short
 from jaxmha.converters.terminal import Json, escape, one_message, out, print_json
 

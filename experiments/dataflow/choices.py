@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 THREADS = 2
 N, D = 8, 512
-ROUNDS = 7
+ROUNDS = 5
 
 
 class Shape(NamedTuple):
