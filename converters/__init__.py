@@ -8,7 +8,11 @@ objects do.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jaxmha import MHAParams, Semantics
     from jaxmha.converters.attribution import Attribution
+    from jaxmha.converters.dataflow import DataFlow
     from jaxmha.converters.layout import Layout
     from jaxmha.converters.masks.suspicions import Finding
 
@@ -48,3 +52,32 @@ def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
     from jaxmha.converters.masks.lint import lint_masks
 
     return lint_masks(framework, **arguments)
+
+
+def describe(
+    params: "MHAParams | None" = None, semantics: "Semantics | None" = None, **sizes: Any
+) -> "DataFlow":
+    """What attention computes, node by node: `jaxmha.converters.dataflow_nodes.describe`.
+
+    >>> describe(num_heads=8, features=512, query_len=10)["weights"].shape
+    (1, 8, 10, 10)
+    """
+    from jaxmha import Semantics
+    from jaxmha.converters.dataflow_nodes import describe
+
+    return describe(params, Semantics() if semantics is None else semantics, **sizes)
+
+
+def plot_attention(
+    weights: Any, tokens: Any = None, key_tokens: Any = None, **how: Any
+) -> "Figure":
+    """Every head as a heat map: `jaxmha.converters.plots.plot_attention`.
+
+    >>> import numpy as np
+    >>> figure = plot_attention(np.full((4, 3, 3), 1 / 3), ["a", "b", "c"])
+    >>> len(figure.axes)  # four heads, and the scale of the colours
+    5
+    """
+    from jaxmha.converters.plots import plot_attention
+
+    return plot_attention(weights, tokens, key_tokens, **how)

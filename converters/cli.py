@@ -10,9 +10,17 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from jaxmha.converters import blocks, diff_command, inspection, migrate, verify
+from jaxmha.converters import (
+    blocks,
+    describe_command,
+    diff_command,
+    explain_command,
+    inspection,
+    migrate,
+    plot_command,
+    verify,
+)
 from jaxmha.converters.cli_convert import convert, plan
-from jaxmha.converters.explain_command import EXAMPLES, explain
 from jaxmha.converters.terminal import SHOWN, Json, NumHeads, escape, one_message, out, print_json
 
 app = typer.Typer(
@@ -142,8 +150,10 @@ def verify_(
     raise typer.Exit(0 if report.same else 1)
 
 
-app.command(epilog=EXAMPLES)(explain)
+app.command(epilog=explain_command.EXAMPLES)(explain_command.explain)
 app.command(epilog=diff_command.EXAMPLES)(diff_command.diff)
+app.command("describe", epilog=describe_command.EXAMPLES)(describe_command.describe_)
+app.command(epilog=plot_command.EXAMPLES)(plot_command.plot)
 
 
 def _print_report(report: verify.Report) -> None:

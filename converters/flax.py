@@ -41,8 +41,8 @@ LINEN = Layout(
 LAYOUTS = (LINEN,)
 
 # What only one of the two classes cannot hold; their trees have one layout.
-_LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx has fewer)")}
-_NNX_TIES = {
+LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx has fewer)")}
+NNX_TIES = {
     "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")
 }
 import_params, export_params = verbs(LAYOUTS)
@@ -115,7 +115,7 @@ def to_module(
 
     if kind not in (None, "nnx", "linen"):
         raise ValueError(f"kind must be 'nnx' or 'linen', got {kind!r}")
-    ties = _LINEN_TIES if kind == "linen" else _NNX_TIES
+    ties = LINEN_TIES if kind == "linen" else NNX_TIES
     own = replace(LINEN, name=f"flax {kind or 'nnx'}", ties={**LINEN.ties, **ties})
     sizes = check(params)
     refuse_sizes(own, sizes, leaf_shapes(params))

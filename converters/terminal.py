@@ -61,7 +61,7 @@ def one_message() -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 (no traceback for users)
         if os.environ.get("JAXMHA_DEBUG"):
             traceback.print_exc()
-        expected = isinstance(error, ValueError | TypeError | OSError)
+        expected = isinstance(error, ValueError | TypeError | OSError | ImportError)
         what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
         more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
         err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)

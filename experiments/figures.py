@@ -1,6 +1,5 @@
 """Figures as SVG that read well on light and dark pages, and are the same bytes for the same data."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Text and axes take the colour of the page; as a picture of its own, that of the reader's system.
-STYLE = (
-    "<style>:root{color:#1f2328}@media (prefers-color-scheme:dark){:root{color:#d1d7e0}}</style>"
-)
-INK = "#010203"  # drawn by nothing else
+from jaxmha.converters.svg import INK, adaptive
+
 SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "jaxmha",
@@ -48,6 +44,5 @@ def save(figure: Any, path: Path, *, about: str) -> None:
     with style():
         figure.savefig(path, metadata={"Date": None, "Title": about, "Creator": None})
     plt.close(figure)
-    text = path.read_text().replace(INK, "currentColor")
-    text = re.sub(r"(<svg [^>]*>)", lambda found: found[1] + STYLE, text, count=1)
+    text = adaptive(path.read_text())
     path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")

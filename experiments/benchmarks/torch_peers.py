@@ -57,7 +57,7 @@ def program(case: Case, data: Data, *, path: Path) -> Program:
 
     def answer(cotangent: Array) -> tuple[Any, Any]:
         if path == "native":
-            _assert_native(run)
+            assert_native(run)
         out, gradients = compute(load(cotangent).detach())
         if gradients is None:
             return to_numpy(out), None
@@ -117,7 +117,7 @@ def _grouped(params: MHAParams, attend: Any) -> tuple[list[Any], Callable[..., A
     return weights, forward
 
 
-def _assert_native(run: Callable[[], None]) -> None:
+def assert_native(run: Callable[[], None]) -> None:
     """torch takes its fast path in silence, or does not."""
     import torch
 

@@ -14,9 +14,13 @@ def fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     Nothing here tests what layers begin with; other keys give other weights.
     """
 
+    traced = jax.random.uniform
+
     def uniform(
         key: Any, shape: Any = (), dtype: Any = "float32", minval: Any = 0.0, maxval: Any = 1.0
     ) -> Any:
+        if isinstance(key, jax.core.Tracer):  # shapes alone are asked for
+            return traced(key, shape, dtype, minval, maxval)
         raw = key if key.dtype == np.uint32 else jax.random.key_data(key)
         rng = np.random.default_rng(np.asarray(raw).ravel().tolist())
         return jax.numpy.asarray(rng.uniform(minval, maxval, size=shape), dtype)

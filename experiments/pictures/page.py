@@ -1,0 +1,112 @@
+"""What the experiment found, in words; every number is from the result file."""
+
+from typing import Any
+
+QUESTION = "What do the heads of a real encoder attend to?"
+COMMAND = "python -m experiments.pictures .weights --write"
+# What a head may do, by the field of its statistics.
+KINDS = {
+    "previous": "previous token",
+    "next": "next token",
+    "same": "same token",
+    "named": "[CLS], [SEP]",
+}
+
+
+def best(found: dict[str, Any], field: str) -> tuple[int, int]:
+    """Layer and head with the largest share."""
+    heads = [
+        (head[field], i, j)
+        for i, layer in enumerate(found["heads"])
+        for j, head in enumerate(layer)
+    ]
+    _, layer, head = max(heads)
+    return layer, head
+
+
+def _share(found: dict[str, Any], field: str) -> float:
+    layer, head = best(found, field)
+    return float(found["heads"][layer][head][field])
+
+
+def conclusion(found: dict[str, Any]) -> str:
+    """One or two sentences."""
+    (p, q), (n, m) = best(found, "previous"), best(found, "next")
+    heads = [head for layer in found["heads"] for head in layer]
+    separators = sum(head["named"] > 0.5 for head in heads)
+    return (
+        f"Some do one thing: head {q} of layer {p} gives {_share(found, 'previous'):.0%} to the "
+        f"previous token, head {m} of layer {n} {_share(found, 'next'):.0%} to the next; "
+        f"{separators} of {len(heads)} give more than half to [CLS] and [SEP]."
+    )
+
+
+def _table(found: dict[str, Any]) -> str:
+    columns = ("entropy", "itself", "previous", "next", "same", "named")
+    lines = [
+        "| layer.head | entropy (nats) | itself | previous | next | same token | [CLS], [SEP] |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+    def cells(row: dict[str, Any]) -> str:
+        shown = [f"{row['entropy']:.2f}", *(f"{row[name]:.1%}" for name in columns[1:])]
+        return " | ".join(shown)
+
+    lines += [
+        f"| {i}.{j} | {cells(head)} |"
+        for i, layer in enumerate(found["heads"])
+        for j, head in enumerate(layer)
+    ]
+    return "\n".join([*lines, f"| all keys alike | {cells(found['uniform'])} |"])
+
+
+def _extremes(found: dict[str, Any]) -> str:
+    lines = ["| what | layer.head | share | all keys alike |", "|---|---|---|---|"]
+    for field, name in KINDS.items():
+        layer, head = best(found, field)
+        share, alike = _share(found, field), found["uniform"][field]
+        lines.append(f"| {name} | {layer}.{head} | {share:.1%} | {alike:.1%} |")
+    return "\n".join(lines)
+
+
+def text(found: dict[str, Any]) -> str:
+    """The page."""
+    L, N = len(found["heads"]), len(found["heads"][0])
+    by_layer = [sum(head["named"] for head in layer) / N for layer in found["heads"]]
+    highest = max(range(L), key=by_layer.__getitem__)
+    return f"""{conclusion(found)}
+
+## Where every head looks
+
+![Share of the attention of every layer and head on neighbours, equal tokens and separators](overview.svg)
+
+{_extremes(found)}
+
+On average over heads, layer {highest} gives most to the separators ({by_layer[highest]:.0%}), layer
+{min(range(L), key=by_layer.__getitem__)} least ({min(by_layer):.0%}).
+Clark et al., "What Does BERT Look At?" (2019), found heads of BERT that look at separators in this
+way, and took it for having nothing to do.
+
+## The most pronounced heads, on one sentence
+
+![Heat maps of four heads: previous token, next token, same token, separators](heads.svg)
+
+Rows are queries, columns keys; all maps have one scale. `jaxmha plot` and
+`jaxmha.converters.plot_attention` draw such pictures of any weights:
+
+```console
+$ jaxmha plot weights.npz --tokens @tokens.txt --heads 0,3 --output heads.svg
+```
+
+## How it was measured
+
+All-MiniLM-L6-v2 ({L} layers of {N} heads), its published weights migrated to Flax, on
+{len(found["sentences"])} sentences in one padded batch, of which padding is left out. A share is the mean
+weight over the queries that have such a key ("previous": all but the first), then over the
+sentences. "Same token" counts other places with the query's own token. Weights say where a head
+looks, not what the model makes of it.
+
+## All heads
+
+{_table(found)}
+"""

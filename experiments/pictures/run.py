@@ -1,0 +1,111 @@
+"""Attention weights of every head of MiniLM on real sentences, by its migrated weights."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.encoders.models import Bert, load
+from experiments.encoders.run import SENTENCES
+from jaxmha import Mask, multi_head_attention
+from jaxmha.converters import checkpoint, migrate
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.head_statistics import HeadStatistics, head_statistics
+
+# Sentences in which words come twice.
+REPEATING = (
+    "The bank by the river is not the bank that raised the rates.",
+    "If the train is late, the next train will be late as well.",
+    "To convert a checkpoint is to read a checkpoint and to write a checkpoint.",
+)
+SPECIAL = ("[CLS]", "[SEP]")
+SHOWN = REPEATING[0]
+
+
+class Attended(NamedTuple):
+    """One sentence: its tokens (T), and weights `(L, N, T, T)` of L layers."""
+
+    sentence: str
+    tokens: list[str]
+    weights: NDArray
+
+
+def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) -> list[Attended]:
+    """Runs the encoder on a padded batch.
+
+    Raises:
+      ValueError: attention that returns its weights computes something else than without.
+    """
+    from tokenizers import Tokenizer
+
+    config = json.loads((path.parent / "config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(path.parent / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(pad_id=config["pad_token_id"])
+    encoded = tokenizer.encode_batch(list(sentences))
+    tokens = jnp.array([one.ids for one in encoded])
+    lengths = np.array([sum(one.attention_mask) for one in encoded])
+    with checkpoint.open(path) as file:
+        state = {name: file[name] for name in file}
+    heads = config["num_attention_heads"]
+    model = Bert(config)
+    load(model, migrate.convert_state(state, to="flax", num_heads=heads))
+    mask = Mask.lengths(key_value=jnp.asarray(lengths))
+    there = np.arange(tokens.shape[1]) < lengths[:, None]
+    states, layers = embedded(model, tokens), []
+    for layer in model.encoder["layer"]:
+        params, semantics = layer.attention.to_params()
+        out, weights = multi_head_attention(
+            params, states, mask=mask, semantics=semantics, return_weights=True
+        )
+        without = layer.attention(states, mask=mask)
+        if not np.allclose(np.asarray(out)[there], np.asarray(without)[there], atol=1e-5):
+            raise ValueError("attention with weights differs from attention without")
+        layers.append(np.asarray(weights))
+        states = layer(states, mask)
+    stacked = np.stack(layers, 1)  # B L N T S
+    return [
+        Attended(sentence, one.tokens[:n], row[..., :n, :n])
+        for sentence, one, row, n in zip(sentences, encoded, stacked, lengths, strict=True)
+    ]
+
+
+def embedded(model: Bert, tokens: Any) -> Any:
+    """Token ids `(B, T)` to what the first layer reads, `(B, T, D)`."""
+    embed = model.embeddings
+    x = embed["word_embeddings"](tokens)
+    x = x + embed["token_type_embeddings"](jnp.zeros_like(tokens))
+    x = x + embed["position_embeddings"](jnp.arange(tokens.shape[1]))[None]
+    return embed["LayerNorm"](x)
+
+
+def statistics(rows: Sequence[Attended]) -> list[list[HeadStatistics]]:
+    """Of every head of every layer, `[L][N]`: means over the sentences that have the statistic."""
+    found = []
+    for layer in range(rows[0].weights.shape[0]):
+        of_sentences = [
+            head_statistics(row.weights[layer], row.tokens, named=SPECIAL) for row in rows
+        ]
+        found.append([mean(heads) for heads in zip(*of_sentences, strict=True)])
+    return found
+
+
+def mean(rows: Sequence[HeadStatistics]) -> HeadStatistics:
+    """Of every field, without those that are None."""
+    fields = []
+    for values in zip(*rows, strict=True):
+        there = [value for value in values if value is not None]
+        fields.append(sum(there) / len(there) if there else None)
+    return HeadStatistics(*fields)  # type: ignore[arg-type]
+
+
+def uniform(rows: Sequence[Attended]) -> HeadStatistics:
+    """What a head would have to which all keys are alike."""
+    alike = []
+    for row in rows:
+        T = len(row.tokens)
+        alike += head_statistics(np.full((1, T, T), 1 / T), row.tokens, named=SPECIAL)
+    return mean(alike)

@@ -1,0 +1,259 @@
+"""Heat maps show the weights that they are given; statistics are those of loops; the command."""
+
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha.converters import checkpoint, plot_attention, torch
+from jaxmha.converters.head_statistics import head_statistics
+from jaxmha.converters.plots import picture
+from tests.converters.test_cli import cli, fails
+
+B, N, T, S = 2, 5, 3, 7
+QUERIES = ["ein", "rotes", "$x_1$"]
+KEYS = ["[CLS]", "one", "red", "fat cat", "red", "x" * 40, "[SEP]"]
+
+
+def weights(*shape: int) -> Any:
+    return np.random.default_rng(0).dirichlet(np.full(shape[-1], 0.4), shape[:-1]).astype("f")
+
+
+def maps(figure: Any) -> list[Any]:
+    return [axes for axes in figure.axes if axes.get_images()]
+
+
+def labels(axis: Any) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def test_values_drawn_are_the_weights() -> None:
+    given = weights(N, T, S)
+    figure = plot_attention(given, QUERIES, KEYS)
+    drawn = maps(figure)
+    assert len(drawn) == N
+    assert len(figure.axes) == N + 1
+    for axes, head in zip(drawn, given, strict=True):
+        (image,) = axes.get_images()
+        np.testing.assert_array_equal(image.get_array(), head)
+        assert image.get_clim() == (0.0, given.max())
+    assert [axes.get_title() for axes in drawn] == [f"head {n}" for n in range(N)]
+    assert figure.axes[-1].get_ylabel() == "weight of the key"
+
+
+def test_tokens_label_the_maps() -> None:
+    drawn = maps(plot_attention(weights(N, T, S), QUERIES, KEYS, columns=2))
+    assert labels(drawn[0].yaxis) == ["ein", "rotes", r"\$x_1\$"]  # no formula
+    assert labels(drawn[-1].xaxis)[:5] == KEYS[:5]
+    assert labels(drawn[-1].xaxis)[5] == "x" * 23 + "…"
+    inner = drawn[1]  # it shares the labels of its row and column
+    assert not any(t.get_visible() for t in inner.get_yticklabels())
+    assert not any(t.get_visible() for t in drawn[0].get_xticklabels())
+    assert all(t.get_visible() for t in drawn[-1].get_xticklabels())
+
+
+def test_self_attention_has_one_list_of_tokens() -> None:
+    (axes,) = maps(plot_attention(weights(T, T), QUERIES))
+    assert labels(axes.xaxis) == labels(axes.yaxis)
+    (axes,) = maps(plot_attention(weights(T, S), QUERIES))
+    assert labels(axes.xaxis) == [str(s) for s in range(S)]
+
+
+def test_heads_and_batch_are_chosen() -> None:
+    given = weights(B, N, T, S)
+    figure = plot_attention(given, heads=[3, 0], batch=1, titles=["a", "b"], title="both")
+    drawn = maps(figure)
+    for axes, n, name in zip(drawn, (3, 0), "ab", strict=True):
+        np.testing.assert_array_equal(axes.get_images()[0].get_array(), given[1, n])
+        assert axes.get_title() == name
+    assert figure.get_suptitle() == "both"
+    (axes,) = maps(plot_attention(given, heads=[2], batch=-1))
+    np.testing.assert_array_equal(axes.get_images()[0].get_array(), given[-1, 2])
+
+
+def test_labels_of_long_sequences_do_not_overlap() -> None:
+    figure = plot_attention(weights(1, 200, 100), [f"token{i}" for i in range(200)])
+    figure.draw_without_rendering()
+    (axes,) = maps(figure)
+    shown = [label for label in axes.get_yticklabels() if label.get_visible()]
+    assert 10 < len(shown) < 200
+    assert min(label.get_fontsize() for label in shown) >= 8
+    spans = sorted((box.y0, box.y1) for label in shown for box in [label.get_window_extent()])
+    assert all(low[1] <= high[0] for low, high in pairwise(spans))
+    assert all(text.get_window_extent().x0 >= 0 for text in shown)
+
+
+def test_other_dtypes() -> None:
+    import ml_dtypes
+
+    given = weights(N, T, S)
+    for other in (given.astype(ml_dtypes.bfloat16), jax.numpy.asarray(given)):
+        (image,) = maps(plot_attention(other, heads=[1]))[0].get_images()
+        np.testing.assert_array_equal(image.get_array(), np.asarray(other[1], "f"))
+
+
+def test_rows_with_nothing_left_are_hatched() -> None:
+    given = weights(N, T, S)
+    given[0, 1] = np.nan
+    figure = plot_attention(given)
+    assert figure.axes[0].patch.get_hatch()
+    drawn: Any = figure.axes[0].get_images()[0].get_array()
+    assert np.ma.getmaskarray(drawn)[1].all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((np.ones((B, N, T, S)),), {}, r"batch=.*|2 batch rows"),
+        ((np.ones((B, N, T, S)),), {"batch": 2}, "2 batch rows"),
+        ((np.ones((N, T, S)),), {"batch": 0}, "no batch"),
+        ((np.ones(S),), {}, r"\(N, T, S\).*\(7,\)"),
+        ((np.ones((N, 0, S)),), {}, r"\(5, 0, 7\)"),
+        ((-np.ones((N, T, S)),), {}, "logits"),
+        ((np.full((N, T, S), -np.inf),), {}, "logits"),
+        ((np.ones((N, T, S), complex),), {}, "complex"),
+        ((np.ones((N, T, S)), ["a"]), {}, "T=3 strings.*got 1"),
+        ((np.ones((N, T, S)), None, ["a"]), {}, "S=7 strings.*got 1"),
+        ((np.ones((N, T, S)),), {"heads": [5]}, "from 0 to 4"),
+        ((np.ones((N, T, S)),), {"heads": []}, "from 0 to 4"),
+        ((np.ones((N, T, S)),), {"titles": ["a"]}, "expected 5"),
+        ((np.ones((N, T, S)),), {"columns": 0}, "columns"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plot_attention(*arguments, **options)
+
+
+def test_pictures() -> None:
+    figure = plot_attention(weights(1, T, S), QUERIES, KEYS)
+    drawing = picture(figure, ".svg").decode()
+    assert "rotes" in drawing  # text stays text
+    assert "prefers-color-scheme" in drawing
+    assert "#010203" not in drawing
+    again = plot_attention(weights(1, T, S), QUERIES, KEYS)
+    assert drawing == picture(again, ".svg").decode()
+    assert picture(figure, ".png").startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"\.gif"):
+        picture(figure, ".gif")
+
+
+def test_matplotlib_is_optional(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxmha\[plot\]'"):
+        plot_attention(weights(T, S))
+    assert "jaxmha[plot]" in fails(folder, "plot", folder / "weights.npz", "-o", folder / "x.png")
+
+
+def test_statistics_are_those_of_loops() -> None:
+    given, tokens = weights(N, S, S), KEYS
+    found = head_statistics(given, tokens, named=["[CLS]", "[SEP]"])
+    for head, row in zip(given.astype(float), found, strict=True):
+        entropies = [-sum(w * math.log(w) for w in line if w) for line in head]
+        assert row.entropy == pytest.approx(np.mean(entropies))
+        assert row.itself == pytest.approx(np.mean([head[i, i] for i in range(S)]))
+        assert row.previous == pytest.approx(np.mean([head[i, i - 1] for i in range(1, S)]))
+        assert row.next == pytest.approx(np.mean([head[i, i + 1] for i in range(S - 1)]))
+        assert row.first == pytest.approx(np.mean([line[0] for line in head]))
+        assert row.named == pytest.approx(np.mean([line[0] + line[6] for line in head]))
+        assert row.same == pytest.approx((head[2, 4] + head[4, 2]) / 2)
+
+
+def test_statistics_of_cross_attention_know_no_neighbours() -> None:
+    (row,) = head_statistics(weights(1, T, S), QUERIES, KEYS, named=["[SEP]"])
+    assert (row.itself, row.previous, row.next, row.same) == (None,) * 4
+    assert row.named is not None
+    with pytest.raises(ValueError, match="tokens of the keys"):
+        head_statistics(weights(1, T, S), QUERIES, named=["[SEP]"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights alone, several arrays, a torch layer and inputs for it."""
+    np.savez(tmp_path / "weights.npz", w=weights(N, T, S))
+    np.savez(tmp_path / "batch.npz", a=weights(B, N, S, S), b=weights(N, S, S))
+    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=20)
+    checkpoint.write(tmp_path / "layer.safetensors", torch.export_params(params, prefix="a"))
+    rng = np.random.default_rng(1)
+    mask = np.ones((T, S), bool)
+    mask[:, 4] = False
+    arrays: dict[str, Any] = {"query": rng.normal(size=(T, 20)), "key": rng.normal(size=(S, 20))}
+    arrays = {name: x.astype("f") for name, x in arrays.items()}
+    np.savez(tmp_path / "inputs.npz", mask=mask, **arrays)
+    return tmp_path
+
+
+def test_command_draws_stored_weights(folder: Path) -> None:
+    out = folder / "heads.svg"
+    arguments = ("plot", folder / "batch.npz", "--array", "a", "--batch", 1, "--heads", "3,0")
+    (folder / "tokens.txt").write_text("\n".join(KEYS))  # of which one line has a space
+    more = ("--tokens", f"@{folder}/tokens.txt", "--output", out)
+    done = cli(*arguments, *more)
+    assert done.exit_code == 0, done.output
+    assert all(token in done.stdout for token in ("[CLS]", "[SEP]"))
+    assert "head 3" in out.read_text()
+    assert "fat cat" in out.read_text()
+    assert "head 1" not in out.read_text()
+    assert "heads.svg" in fails(folder, *arguments, *more)
+    found = json.loads(cli(*arguments, *more, "--force", "--json").stdout)
+    stored = np.load(folder / "batch.npz")["a"][1]
+    expected = head_statistics(stored, KEYS, named=["[CLS]", "[SEP]"])
+    assert found["heads"] == {str(n): expected[n]._asdict() for n in (3, 0)}
+
+
+def test_command_draws_a_block(folder: Path) -> None:
+    out = folder / "block.png"
+    arguments = ("plot", folder / "layer.safetensors", "--inputs", folder / "inputs.npz")
+    done = cli(*arguments, "--num-heads", 4, "--output", out, "--json")
+    assert done.exit_code == 0, done.output
+    inputs = np.load(folder / "inputs.npz")
+    with checkpoint.open(folder / "layer.safetensors") as file:
+        state = {name: file[name] for name in file}
+    params, semantics = torch.import_params(state, num_heads=4, prefix="a")
+    _, expected = jaxmha.multi_head_attention(
+        params,
+        inputs["query"],
+        inputs["key"],
+        mask=inputs["mask"],
+        semantics=semantics,
+        return_weights=True,
+    )
+    assert float(expected[..., 4].max()) == 0.0
+    found = json.loads(done.stdout)["heads"]
+    entropies = [row.entropy for row in head_statistics(expected)]
+    np.testing.assert_allclose([row["entropy"] for row in found.values()], entropies, rtol=1e-5)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no.npz",), "no.npz"),
+        (("weights.npz", "--array", "x"), "no array 'x'; there are w"),
+        (("weights.npz", "--tokens", "a b"), "T=3 strings"),
+        (("weights.npz", "--tokens", ""), "--tokens"),
+        (("weights.npz", "--heads", "a"), "--heads"),
+        (("weights.npz", "--heads", "7"), "from 0 to 4"),
+        (("weights.npz", "--batch", "0"), "no batch"),
+        (("weights.npz", "--output", "{}/x.gif"), ".gif"),
+        (("weights.npz", "--causal"), "--inputs"),
+        (("batch.npz",), "a (2, 5, 7, 7), b (5, 7, 7)"),
+        (("batch.npz", "--array", "a"), "2 batch rows"),
+        (("layer.safetensors",), "--inputs"),
+        (("layer.safetensors", "--inputs", "{}/weights.npz", "--num-heads", "4"), "query"),
+        (("layer.safetensors", "--inputs", "{}/inputs.npz"), "--num-heads"),
+        (("layer.safetensors", "--inputs", "{}/inputs.npz", "--array", "w"), "--array"),
+        (("weights.npz", "--tokens", "@no.txt"), "no.txt"),
+    ],
+)
+def test_wrong_options(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    name, *options = (argument.format(folder) for argument in arguments)
+    more = () if "--output" in options else ("--output", folder / "x.png")
+    assert message in fails(folder, "plot", folder / name, *options, *more)
