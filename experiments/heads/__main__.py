@@ -8,18 +8,21 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments import records, tables
+from experiments import machine, records, tables
 from experiments.heads import cases, figure, measure, page, script
 from experiments.train import data, seeds
 
 HERE = Path(__file__).parent
+PACKAGES = ("optax",)  # beside those of every record
 WINDOW = 10  # steps of which losses are means
 OF_LAYERS = 5  # seeds
 EXAMPLES = """examples:
@@ -61,9 +64,12 @@ def measured(chosen: Namespace, progress: Progress) -> dict[str, Any]:
     }
     bars = {name: progress.add_task(name, total=total) for name, total in parts.items()}
 
-    def each(name: str, found: Any) -> list[Any]:
-        return [(one, progress.advance(bars[name]))[0] for one in found]
+    def each(name: str, found: Iterable[Any]) -> Iterator[Any]:
+        for one in found:
+            yield one
+            progress.advance(bars[name])
 
+    made = cases.cases(8, measure.E, 10, 10)
     settings = replace(seeds.SMALL, steps=chosen.steps)
     results: dict[str, Any] = {
         "settings": {"E": measure.E, "B": measure.B, "T": measure.T, "heads": list(heads)},
@@ -71,12 +77,10 @@ def measured(chosen: Namespace, progress: Progress) -> dict[str, Any]:
             kind: [seed._asdict() for seed in each("script", script.run(kind, 40))]
             for kind in script.WEIGHTS
         },
-        "layers": each("layers", (measure.of_seed(seed, heads) for seed in range(OF_LAYERS))),
+        "layers": list(each("layers", (measure.of_seed(seed, heads) for seed in range(OF_LAYERS)))),
         "spectra": measure.spectra(0, heads),
         "pictures": measure.pictures(0, script.N),
-        "cases": each(
-            "cases", (cases.outcome(case, 8) for case in cases.cases(8, measure.E, 10, 10))
-        ),
+        "cases": list(each("cases", (cases.outcome(case, 8) for case in made))),
     }
     examples = data.read(settings.T)
     runs = {
@@ -101,6 +105,7 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         found = measured(chosen, progress)
+    found["versions"] = machine.versions() | {name: version(name) for name in PACKAGES}
     found["seconds"] = round(time.perf_counter() - start)
     if chosen.json:
         print(json.dumps(found, indent=1))

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Rectangle
 
 from experiments import figures
-from experiments.figures import plt
 from experiments.train import beside
 
 LEAST = 1e-8  # where 0 is drawn on logarithmic axes
@@ -21,7 +22,7 @@ def blocks(found: dict[str, Any]) -> Any:
         H = E // h
         for n in range(h):
             corner, colour = (n * H, n * H), f"C{n % 2}"
-            panel.add_patch(plt.Rectangle(corner, H, H, color=colour, alpha=0.3, linewidth=0))
+            panel.add_patch(Rectangle(corner, H, H, color=colour, alpha=0.3, linewidth=0))
             panel.plot([n * H, n * H + H], [n * H, n * H + H], color=colour, linewidth=2.5)
         panel.set(xlim=(0, E), ylim=(E, 0), aspect="equal", xticks=[0, E], yticks=[0, E])
         panel.set_title(f"{h} softmax{'es' if h > 1 else ''}\nof {H} terms each", fontsize=9)

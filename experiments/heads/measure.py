@@ -13,7 +13,7 @@ from jaxmha.converters import linear, oracle
 E, B, T = 512, 2, 128
 HEADS = (1, 2, 4, 8, 16)
 
-Matrices = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
+Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # Wq, Wk, Wv: `E E`
 
 
 def cut(matrices: Matrices, h: int) -> MHAParams:
@@ -57,11 +57,11 @@ def of_seed(seed: int, heads: Sequence[int], E: int = E, B: int = B, T: int = T)
     slope = np.random.default_rng([seed, 1]).normal(size=(B, T, E))
     alone = exact(matrices, x, 1)
     slopes = gradients(matrices, x, 1, slope)
-    small = [matrix.astype(np.float32) for matrix in matrices]
+    wq, wk, wv = (matrix.astype(np.float32) for matrix in matrices)
     records = []
     for h in heads:
         stages = exact(matrices, x, h)
-        out = multi_head_attention(cut((small[0], small[1], small[2]), h), x.astype(np.float32))
+        out = multi_head_attention(cut((wq, wk, wv), h), x.astype(np.float32))
         same_key = stages.logits.argmax(-1) == alone.logits.argmax(-1)
         records.append(
             {

@@ -209,7 +209,9 @@ def _layer_rows(found: dict[str, Any]) -> Rows:
     rows = []
     for h in found["settings"]["heads"]:
         of = _layers(found, h)
-        ranks = [str(a) if a == b else f"{a} to {b}" for a, b in (of["logits_rank"], of["weights_rank"])]
+        ranks = [
+            str(a) if a == b else f"{a} to {b}" for a, b in (of["logits_rank"], of["weights_rank"])
+        ]
         rows.append(
             (
                 f"{h} of {found['settings']['E'] // h}",

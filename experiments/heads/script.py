@@ -5,7 +5,7 @@ merges heads, `view` after `transpose` raises; `reshape` does not. Nothing else 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,11 @@ WEIGHTS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def attend(x: Any, wq: Any, wk: Any, wv: Any, h: int) -> tuple[Any, Any]:
+def attend(x: Any, weights: Sequence[Any], h: int) -> tuple[Any, Any]:
     """The layer of the script without its mask and dropout: output `B T E`, logits `B h T S`."""
     B, T, E = x.shape
     d_k = E // h
-    query, key, value = [(x @ w).view(B, T, h, d_k).transpose(1, 2) for w in (wq, wk, wv)]
+    query, key, value = [(x @ w).view(B, T, h, d_k).transpose(1, 2) for w in weights]
     scores = query @ key.transpose(-2, -1) / math.sqrt(d_k)
     out = scores.softmax(dim=-1) @ value
     return out.transpose(1, 2).reshape(B, T, h * d_k), scores
@@ -64,10 +64,10 @@ def run(weights: str, seeds: int) -> Iterator[Seed]:
         torch.manual_seed(seed)
         matrices = [WEIGHTS[weights](torch, E).requires_grad_() for _ in range(3)]
         x = torch.rand(B, T, E)
-        single, scores = attend(x, *matrices, h=1)
+        single, scores = attend(x, matrices, 1)
         slopes = [s.norm().item() for s in torch.autograd.grad(single.sum(), matrices)]
         single, scores = single.detach(), scores.detach()
-        multi, by_head = (part.detach() for part in attend(x, *matrices, h=N))
+        multi, by_head = (part.detach() for part in attend(x, matrices, N))
         tops = [s.softmax(-1).max(-1).values.min().item() for s in (scores, by_head)]
         yield Seed(
             seed,

@@ -5,21 +5,26 @@ they do to noise, and the first steps of training from each.
 """
 
 import json
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments import records, tables
+from experiments import machine, records, tables
 from experiments.initialisation import figure, frameworks, learning, measure, page
 from experiments.train import data, seeds
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # before it is imported
+
 HERE = Path(__file__).parent
+PACKAGES = ("optax", "scipy", "equinox", "dm-haiku")  # beside those of every record
 WINDOW = 10  # steps of which losses are means
 EXAMPLES = """examples:
   python -m experiments.initialisation                    tables; two minutes
@@ -78,6 +83,7 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         found = measured(chosen, progress)
+    found["versions"] = machine.versions() | {name: version(name) for name in PACKAGES}
     found["seconds"] = round(time.perf_counter() - start)
     if chosen.json:
         print(json.dumps(found, indent=1))

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import figures
-from experiments.figures import plt
 from experiments.train import beside
 
 SHORT = {"query.kernel": "query", "out.kernel": "output"}

@@ -82,7 +82,7 @@ def keras_dense(seed: int, D: int, N: int) -> Leaves:
     import keras
 
     keras.utils.set_random_seed(seed)
-    state = {}
+    state: Leaves = {}
     for name in ("q", "k", "v", "out"):
         layer = keras.layers.Dense(D)
         layer.build((None, D))
@@ -135,9 +135,9 @@ def _numpy(params: Any) -> Leaves:
     return {name: to_numpy(leaf) for name, leaf in leaves(params).items()}
 
 
-def _scheme(scheme: Any, **sizes: int) -> Callable[[int, int, int], Leaves]:
+def _scheme(scheme: Any, **parts: int) -> Callable[[int, int, int], Leaves]:
     def drawn(seed: int, D: int, N: int) -> Leaves:
-        widths = {name: D // part for name, part in sizes.items()}
+        widths: dict[str, Any] = {name: D // part for name, part in parts.items()}
         key = jax.random.key(seed)
         return _numpy(init_params(key, num_heads=N, features=D, scheme=scheme, **widths))
 
@@ -150,7 +150,7 @@ def _outputs(seed: int, D: int, N: int) -> Leaves:
     for i, name in enumerate(("query", "key", "value", "out")):
         key = jax.random.fold_in(jax.random.key(seed), i)
         params = init_params(key, num_heads=N, features=D, scheme="torch", use_bias=False)
-        kernel = to_numpy(params.out.kernel)
+        kernel = _numpy(params)["out.kernel"]
         drawn[f"{name}.kernel"] = kernel if name == "out" else kernel.reshape(D, N, D // N)
     return drawn
 

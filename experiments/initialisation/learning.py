@@ -8,8 +8,8 @@ from experiments.train import seeds
 from experiments.train.data import Examples
 from experiments.train.training import Settings
 
-# torch's other kind needs other widths; equal ones of keras and flax start alike.
-TRAINED = ("torch, packed", "torch, four Linear", "keras", "flax nnx", "equinox")
+# One of every kind: torch's other needs other widths, and equinox is `Linear` without biases.
+TRAINED = ("torch, packed", "torch, four Linear", "keras", "flax nnx")
 
 
 def start(name: str) -> Callable[[Any, int], None]:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import figures
-from experiments.figures import plt
 from experiments.tables import Rows
 
 Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns
@@ -77,6 +77,14 @@ def furthest(runs: Runs) -> str:
         f"seeds of {first} alone spread by {spread:.1f} points. "
         + ("All seeds agree on the sign." if agree else "Seeds do not agree on the sign.")
     )
+
+
+def extremes(runs: Runs) -> str:
+    """Accuracy of the variants with the lowest and the highest mean."""
+    means = {name: float(np.mean(run["accuracy"])) for name, run in runs.items()}
+    ends = [pick(means, key=lambda name: means[name]) for pick in (min, max)]
+    low, high = (f"{_spread(100 * np.array(runs[e]['accuracy']), 1)} % ({e})" for e in ends)
+    return f"held-out accuracy is from {low} to {high}"
 
 
 def _spread(values: Any, digits: int) -> str:
