@@ -22,7 +22,12 @@ from tests.test_train import BOTH, TINY
 from tests.tolerance import assert_close
 
 h, E, T, S = 3, 21, 5, 11  # heads are 7 wide
-FOUND = records.load(command.HERE / "results.json")
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    """What is committed."""
+    return records.load(command.HERE / "results.json")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,29 +157,29 @@ def test_words_about_training_follow_the_numbers() -> None:
     assert "do not agree" in beside.furthest(runs)
 
 
-def test_the_stored_results_say_what_the_page_says() -> None:
-    assert FOUND["command"] == page.COMMAND
-    assert {"versions", "machine", "seed", "date", "sources"} <= FOUND.keys()
-    assert "experiments/heads/measure.py" in FOUND["sources"]
-    text = page.text(FOUND)
-    assert page.conclusion(FOUND) in text
+def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
+    assert stored["command"] == page.COMMAND
+    assert {"versions", "machine", "seed", "date", "sources"} <= stored.keys()
+    assert "experiments/heads/measure.py" in stored["sources"]
+    text = page.text(stored)
+    assert page.conclusion(stored) in text
     assert page.QUESTION.endswith("?")
     for name in figure.FIGURES:
         assert f"]({name})" in text
         assert (command.HERE / name).read_text().startswith("<?xml")
-    seeds_of_script = next(iter(FOUND["script"].values()))
+    seeds_of_script = next(iter(stored["script"].values()))
     assert len(seeds_of_script) == 40
     assert all(seed["equal"] == (seed["same_key"] == 1) for seed in seeds_of_script)
-    assert all(of["sum_of_logits"] < 1e-14 for seed in FOUND["layers"] for of in seed)
-    assert all((case["output"] < 1e-13) == case["equal"] for case in FOUND["cases"])
+    assert all(of["sum_of_logits"] < 1e-14 for seed in stored["layers"] for of in seed)
+    assert all((case["output"] < 1e-13) == case["equal"] for case in stored["cases"])
 
 
-def test_numbers_of_the_page_come_from_the_results() -> None:
-    other = copy.deepcopy(FOUND)
+def test_numbers_of_the_page_come_from_the_results(stored: dict[str, Any]) -> None:
+    other = copy.deepcopy(stored)
     for seed in next(iter(other["script"].values()))[:-1]:
         seed.update(equal=True, difference=0.0)
     assert "39 of 40 seeds" in page.conclusion(other)
-    assert page.conclusion(other) != page.conclusion(FOUND)
+    assert page.conclusion(other) != page.conclusion(stored)
 
 
 @pytest.mark.parametrize("wrong", ["--steps=7", "--steps=0", "--seeds=1", "--seed=3", "--steps=x"])
@@ -199,7 +204,7 @@ def test_the_command(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         command.main()
     printed = json.loads(capsys.readouterr().out)
-    stored = records.load(tmp_path / "results.json")
-    assert {name: stored[name] for name in printed} == printed
-    assert stored["command"].endswith("--json --write")
+    written = records.load(tmp_path / "results.json")
+    assert {name: written[name] for name in printed} == printed
+    assert written["command"].endswith("--json --write")
     assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)

@@ -20,7 +20,11 @@ from tests.converters.layers import foreign
 from tests.everyday import everyday
 from tests.test_train import BOTH, TINY
 
-FOUND = records.load(command.HERE / "results.json")
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    """What is committed."""
+    return records.load(command.HERE / "results.json")
 
 
 def test_the_distance_of_two_samples() -> None:
@@ -80,30 +84,30 @@ def test_training_begins_with_the_framework_s_layer(name: str) -> None:
                 )
 
 
-def test_the_stored_results_say_what_the_page_says() -> None:
-    assert FOUND["command"] == page.COMMAND
-    assert {"versions", "machine", "seed", "date", "sources"} <= FOUND.keys()
-    assert {"torch", "keras", "flax", "equinox", "dm-haiku"} <= FOUND["versions"].keys()
-    text = page.text(FOUND)
-    assert page.conclusion(FOUND) in text
+def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
+    assert stored["command"] == page.COMMAND
+    assert {"versions", "machine", "seed", "date", "sources"} <= stored.keys()
+    assert {"torch", "keras", "flax", "equinox", "dm-haiku"} <= stored["versions"].keys()
+    text = page.text(stored)
+    assert page.conclusion(stored) in text
     assert page.QUESTION.endswith("?")
     for name in figure.FIGURES:
         assert f"]({name})" in text
         assert (command.HERE / name).read_text().startswith("<?xml")
-    assert FOUND["starts"].keys() == STARTS.keys()
-    tests = [k for of in FOUND["starts"].values() for k in of["kernels"].values()]
+    assert stored["starts"].keys() == STARTS.keys()
+    tests = [k for of in stored["starts"].values() for k in of["kernels"].values()]
     assert min(k["test"]["p"] for k in tests) > 0.01 / len(tests)  # one of all in a hundred runs
     assert max(k["test_of_more_spread"]["p"] for k in tests) < 1e-6
-    for name, of in FOUND["starts"].items():
+    for name, of in stored["starts"].items():
         logits = np.mean([draw["logits"] for draw in of["noise"]])
         assert logits == pytest.approx(of["expected_logits"], rel=0.1), name
 
 
-def test_numbers_of_the_page_come_from_the_results() -> None:
-    other = copy.deepcopy(FOUND)
+def test_numbers_of_the_page_come_from_the_results(stored: dict[str, Any]) -> None:
+    other = copy.deepcopy(stored)
     other["starts"]["keras"]["kernels"]["key.kernel"]["test"]["p"] = 1.25e-7
     assert "1.2e-07" in page.conclusion(other)
-    assert page.text(other) != page.text(FOUND)
+    assert page.text(other) != page.text(stored)
 
 
 @pytest.mark.parametrize("wrong", ["--steps=7", "--steps=0", "--seeds=1", "--seed=3", "--steps=x"])
@@ -127,6 +131,6 @@ def test_the_command(
     with foreign():
         command.main()
     printed = json.loads(capsys.readouterr().out)
-    stored = records.load(tmp_path / "results.json")
-    assert {name: stored[name] for name in printed} == printed
+    written = records.load(tmp_path / "results.json")
+    assert {name: written[name] for name in printed} == printed
     assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)

@@ -25,7 +25,8 @@ def blocks(found: dict[str, Any]) -> Any:
             panel.add_patch(Rectangle(corner, H, H, color=colour, alpha=0.3, linewidth=0))
             panel.plot([n * H, n * H + H], [n * H, n * H + H], color=colour, linewidth=2.5)
         panel.set(xlim=(0, E), ylim=(E, 0), aspect="equal", xticks=[0, E], yticks=[0, E])
-        panel.set_title(f"{h} softmax{'es' if h > 1 else ''}\nof {H} terms each", fontsize=9)
+        title = f"{h} softmaxes\nof {H} terms each" if h > 1 else f"1 softmax\nof {H} terms"
+        panel.set_title(title, fontsize=9)
         panel.spines[["top", "right"]].set_visible(True)
     axes[0].set_ylabel("component of the query")
     axes[len(heads) // 2].set_xlabel("component of the key")
@@ -36,28 +37,25 @@ def sums(found: dict[str, Any]) -> Any:
     """Products of all heads add up to those of one head; weights do not."""
     picture = found["pictures"]
     products, weights = (np.array(picture[name]) for name in ("products", "weights"))
-    h = len(products)
+    one_product, one_weights = (np.array(picture[f"one_{n}"]) for n in ("product", "weights"))
+    most = float(max(weights.max(), one_weights.max()))
+    # Name, what heads have, what they have together and its name, what one head has; colours, limits.
     rows = (
-        ("products q·k", products, np.array(picture["one_product"]), "PuOr"),
-        ("weights", weights, np.array(picture["one_weights"]), "viridis"),
+        ("products q·k", products, products.sum(0), "sum", one_product, "PuOr", None),
+        ("weights", weights, weights.mean(0), "mean", one_weights, "viridis", (0.0, most)),
     )
+    h = len(products)
     figure, axes = plt.subplots(
         2, h + 2, figsize=(9.6, 2.7), gridspec_kw={"width_ratios": [1] * h + [1.4, 1.4]}
     )
-    for line, (name, parts, one, colours) in zip(axes, rows, strict=True):
-        whole = parts.sum(0) if name != "weights" else parts.mean(0)
-        for place, part in enumerate([*parts, whole, one]):
-            total = place >= h
-            limit = np.abs(whole if total else parts).max() if name != "weights" else 1.0
-            low = -limit if name != "weights" else 0.0
-            line[place].imshow(part, cmap=colours, vmin=low, vmax=limit)
-            line[place].set(xticks=[], yticks=[])
-            title = f"head {place + 1}" if not total else ""
-            if place == h:
-                title = "sum of heads" if name != "weights" else "mean of heads"
-            if place == h + 1:
-                title = "one head"
-            line[place].set_title(title, fontsize=8)
+    for line, (name, parts, whole, how, one, colours, limits) in zip(axes, rows, strict=True):
+        titles = [*(f"head {n + 1}" for n in range(h)), f"{how} of heads", "one head"]
+        for place, (panel, part) in enumerate(zip(line, [*parts, whole, one], strict=True)):
+            widest = float(np.abs(parts if place < h else one).max())
+            low, high = limits or (-widest, widest)
+            panel.imshow(part, cmap=colours, vmin=low, vmax=high)
+            panel.set(xticks=[], yticks=[])
+            panel.set_title(titles[place], fontsize=8)
         line[0].set_ylabel(name, fontsize=9)
     return figure
 

@@ -40,6 +40,7 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     steps = seeds.SMALL.steps
     parser.add_argument("--steps", type=int, default=steps, help=f"of training; default {steps}")
