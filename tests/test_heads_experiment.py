@@ -16,7 +16,7 @@ from experiments import records
 from experiments.heads import __main__ as command
 from experiments.heads import cases, figure, measure, page, script
 from experiments.heads.cases import Case
-from experiments.train import beside, seeds
+from experiments.train import beside, data, seeds
 from experiments.train.training import Trainer
 from tests.test_train import BOTH, TINY
 from tests.tolerance import assert_close
@@ -198,8 +198,8 @@ def test_the_command(
     arguments = ["heads", "--steps", "10", "--seeds", "2", "--json", "--write"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(command, "HERE", tmp_path)
-    monkeypatch.setattr(command.data, "read", lambda T: BOTH)
-    monkeypatch.setattr(command.seeds, "SMALL", replace(TINY, dropout=0.0, D=16))
+    monkeypatch.setattr(data, "read", lambda T: BOTH)
+    monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0, D=16))
     monkeypatch.setattr(command, "OF_LAYERS", 1)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         command.main()

@@ -15,6 +15,7 @@ from experiments import records
 from experiments.initialisation import __main__ as command
 from experiments.initialisation import figure, frameworks, learning, measure, page
 from experiments.initialisation.frameworks import STARTS
+from experiments.train import data, seeds
 from experiments.train.training import Trainer
 from tests.converters.layers import foreign
 from tests.everyday import everyday
@@ -126,8 +127,8 @@ def test_the_command(
     arguments = ["initialisation", "--steps", "10", "--seeds", "2", "--json", "--write"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(command, "HERE", tmp_path)
-    monkeypatch.setattr(command.data, "read", lambda T: BOTH)
-    monkeypatch.setattr(command.seeds, "SMALL", replace(TINY, dropout=0.0))
+    monkeypatch.setattr(data, "read", lambda T: BOTH)
+    monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0))
     with foreign():
         command.main()
     printed = json.loads(capsys.readouterr().out)

@@ -117,17 +117,14 @@ they differ by {_percent(min(c["output"] for c in near))} or more.
 
 ## What it does to training
 
-![Training loss with {", ".join(list(training["runs"])[1:])} heads beside one head (mean and range \
-over {training["seeds"]} seeds), and accuracy at the end.](training.svg)
+![Training loss with {", ".join(list(training["runs"])[1:])} beside one head (mean and range over \
+ {training["seeds"]} seeds), and accuracy at the end.](training.svg)
 
 {beside.furthest(training["runs"])}
 
 {shown["Training"]}
 
-Mean and standard deviation over {training["seeds"]} seeds. A transformer of {training["blocks"]} \
-blocks of width {training["D"]} names the package that a function of the Python standard library is
-from, by its first {training["T"]} bytes; {training["steps"]} steps of {training["batch"]} functions.
-The number of parameters is the same, and each seed starts from the same weights and sees the same
+{beside.about(training)} The number of parameters is the same, and each seed starts from the same weights and sees the same
 batches whatever the number of heads. This says what heads do to this small model, not to others.
 
 ## How it was done

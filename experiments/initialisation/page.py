@@ -94,17 +94,10 @@ accuracy after {training["steps"]} steps.](training.svg)
 
 {shown["Training"]}
 
-Mean and standard deviation over {training["seeds"]} seeds. A transformer of {_count(training)} \
-of width {training["D"]} with {training["N"]} heads names the package that a function of the Python
-standard library is from, by its first {training["T"]} bytes; {training["steps"]} steps of
-{training["batch"]} functions. Attention starts from the weights of fresh layers of the framework,
+{beside.about(training)} Attention starts from the weights of fresh layers of the framework,
 carried over by the converters; all other weights and all batches are the same. This says what starts
 do to this small model, in which a norm stands before attention, not to others.
 """
-
-
-def _count(training: dict[str, Any]) -> str:
-    return f"{training['blocks']} block{'s' if training['blocks'] > 1 else ''}"
 
 
 def _std(of: dict[str, Any], kernel: str) -> float:

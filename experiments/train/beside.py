@@ -87,5 +87,16 @@ def extremes(runs: Runs) -> str:
     return f"held-out accuracy is from {low} to {high}"
 
 
+def about(training: dict[str, Any]) -> str:
+    """What was trained, from the settings in a result file."""
+    blocks = f"{training['blocks']} block{'s' if training['blocks'] > 1 else ''}"
+    return (
+        f"Mean and standard deviation over {training['seeds']} seeds. A transformer of {blocks} of "
+        f"width {training['D']} names the package that a function of the Python standard library is "
+        f"from, by its first {training['T']} bytes; {training['steps']} steps of "
+        f"{training['batch']} functions."
+    )
+
+
 def _spread(values: Any, digits: int) -> str:
     return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
