@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments import machine, records, tables
-from experiments.heads import cases, figure, measure, page, script
+from experiments.heads import cases, figure, measure, script
 from experiments.train import data, seeds
 
 HERE = Path(__file__).parent
@@ -108,18 +108,20 @@ def main() -> None:
         found = measured(chosen, progress)
     found["versions"] = machine.versions() | {name: version(name) for name in PACKAGES}
     found["seconds"] = round(time.perf_counter() - start)
-    if chosen.json:
-        print(json.dumps(found, indent=1))
-    else:
-        show(found)
     if chosen.write:
         command = " ".join(["python -m experiments.heads", *sys.argv[1:]])
         records.save(HERE / "results.json", found, command=command, seed=0)
         figure.draw(found, HERE)
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
 
 
 def show(found: dict[str, Any]) -> None:
     """The tables of the page, and its conclusion."""
+    from experiments.heads import page  # after saving: results do not depend on their page
+
     console = Console()
     for title, rows in page.tables(found).items():
         console.print(tables.terminal(title, rows))

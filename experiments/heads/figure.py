@@ -113,6 +113,7 @@ def gradients(found: dict[str, Any]) -> Any:
     figure, axes = plt.subplots(1, 4, figsize=(8.4, 2.5), sharey=True)
     names = ("output", "slopes of Wq", "slopes of Wk", "slopes of Wv")
     heads = [h for h in found["settings"]["heads"] if h > 1]
+    most = max(v for seed in found["layers"] for r in seed for v in (r["output"], *r["gradients"]))
     for place, (panel, name) in enumerate(zip(axes, names, strict=True)):
         for i, h in enumerate(heads):
             records = [r for seed in found["layers"] for r in seed if r["heads"] == h]
@@ -120,7 +121,7 @@ def gradients(found: dict[str, Any]) -> Any:
             panel.plot([i] * len(values), [100 * v for v in values], ".", color="C0", alpha=0.6)
         panel.set_xticks(range(len(heads)), heads)
         panel.set_xlim(-0.5, len(heads) - 0.5)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 110 * most)
         panel.set_title(name, fontsize=9)
         panel.set_xlabel("heads")
         panel.grid(axis="y")

@@ -17,8 +17,9 @@ def conclusion(found: dict[str, Any]) -> str:
     equal, seeds = script[0]["equal"], script[0]["seeds"]
     return (
         f"No: with the same weights, outputs differ by {_percent(of_eight['output'])} and "
-        f"gradients by {', '.join(_percent(g) for g in of_eight['gradients'])} (Wq, Wk, Wv). "
-        f"The script that prints True does so for {equal} of {seeds} seeds, because its positive "
+        f"gradients by {', '.join(_percent(g) for g in of_eight['gradients'])} (Wq, Wk, Wv), "
+        f"and after {found['training']['steps']} steps of training "
+        f"{beside.extremes(found['training']['runs'])}. The script that prints True does so for {equal} of {seeds} seeds, because its positive "
         "weights saturate the softmax; with centred weights for "
         f"{sum(kind['equal'] for kind in script[1:])} of "
         f"{sum(kind['seeds'] for kind in script[1:])}."
@@ -56,12 +57,13 @@ into 8 heads of {E // 8} and once used as one head of {E}. It printed True.
 negative entry ever print True.](script.svg)
 
 The matrices of the script are uniform on [0, 1), and so are its inputs. All products of queries and
-keys are then large and positive (logits to {first["largest_logit"]:.0e}), the softmax is one-hot, and
-the key with the largest entries is the first choice of every query and every head. Where all heads
-choose the key that one head chooses, every output is a copy of the same value, and the tensors are
-equal bit by bit: {first["equal"]} of {first["seeds"]} seeds. In {first["explained"]} of \
-{first["seeds"]} seeds "True" and "all heads choose the key of one head" are the same answer. In the
-others some head chooses another key, and the outputs differ by up to {_percent(first["worst"])}.
+keys are then large and positive (logits to {first["largest_logit"]:.0e}), and the softmax saturates:
+in {first["one_hot"]} of {first["seeds"]} seeds every weight of every head rounds to 0 or 1. The key
+with the largest entries is the first choice of nearly every query and head. Where all heads choose
+the key that one head chooses, every output is a copy of the same value, and the tensors are equal
+bit by bit: {first["equal"]} of {first["seeds"]} seeds. Otherwise some head chooses another key, and
+the outputs differ by up to {_percent(first["worst"])}. That all heads choose the key of one head
+answers the same as "True" for {first["explained"]} of {first["seeds"]} seeds.
 It is an accident of the weights and not a property of the mechanism. A softmax as hard as this also
 learns nothing about queries: their slopes are exactly 0 in {first["dead"]} of {first["seeds"]} seeds.
 
@@ -100,7 +102,7 @@ rank of what it does with them.
 
 ![Difference of outputs and of gradients from one head's, one dot per draw.](gradients.svg)
 
-With the same weights and the same slope of the output, gradients differ by as much as outputs do:
+With the same weights and the same slope of the output, gradients differ at least as much as outputs do:
 {_percent(of_eight["gradients"][0])} for Wq, {_percent(of_eight["gradients"][1])} for Wk and \
 {_percent(of_eight["gradients"][2])} for Wv with 8 heads. So the difference is not only in how heads
 are optimised: it is there before the first step.
@@ -118,7 +120,7 @@ they differ by {_percent(min(c["output"] for c in near))} or more.
 ## What it does to training
 
 ![Training loss with {", ".join(list(training["runs"])[1:])} beside one head (mean and range over \
- {training["seeds"]} seeds), and accuracy at the end.](training.svg)
+{training["seeds"]} seeds), and accuracy at the end.](training.svg)
 
 {beside.furthest(training["runs"])}
 
@@ -152,6 +154,7 @@ def _script(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "seeds": len(seeds),
                 "equal": sum(s["equal"] for s in seeds),
                 "explained": sum(s["equal"] == (s["same_key"] == 1) for s in seeds),
+                "one_hot": sum(s["least_top_weight"] == 1 for s in seeds),
                 "dead": sum(s["query_gradient"] == 0 for s in seeds),
                 "median": float(np.median(other)),
                 "worst": max(other),

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments import machine, records, tables
-from experiments.initialisation import figure, frameworks, learning, measure, page
+from experiments.initialisation import figure, frameworks, learning, measure
 from experiments.train import data, seeds
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before it is imported
@@ -86,18 +86,20 @@ def main() -> None:
         found = measured(chosen, progress)
     found["versions"] = machine.versions() | {name: version(name) for name in PACKAGES}
     found["seconds"] = round(time.perf_counter() - start)
-    if chosen.json:
-        print(json.dumps(found, indent=1))
-    else:
-        show(found)
     if chosen.write:
         command = " ".join(["python -m experiments.initialisation", *sys.argv[1:]])
         records.save(HERE / "results.json", found, command=command, seed=0)
         figure.draw(found, HERE)
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
 
 
 def show(found: dict[str, Any]) -> None:
     """The tables of the page, and its conclusion."""
+    from experiments.initialisation import page  # after saving: results do not depend on their page
+
     console = Console()
     for title, rows in page.tables(found).items():
         console.print(tables.terminal(title, rows))

@@ -20,7 +20,7 @@ def histograms(found: dict[str, Any]) -> Any:
         len(SHORT), len(starts), figsize=(10.4, 3.4), sharex=True, sharey="row"
     )
     widest = max(of["kernels"][kernel]["edge"] for of in starts.values() for kernel in SHORT)
-    for line, (kernel, short) in zip(axes, SHORT.items(), strict=True):
+    for row, (line, kernel) in enumerate(zip(axes, SHORT, strict=True)):
         for panel, (name, of) in zip(line, starts.items(), strict=True):
             edge = of["kernels"][kernel]["edge"]
             theirs, ours = of["kernels"][kernel]["histograms"]
@@ -29,12 +29,12 @@ def histograms(found: dict[str, Any]) -> Any:
             panel.stairs(ours, edges, color="C1", linewidth=1.2)
             panel.set(xlim=(-widest, widest), yticks=[])
             panel.spines["left"].set_visible(False)
-            if line is axes[0]:
+            if row == 0:
                 panel.set_title(name.replace(", ", ",\n"), fontsize=9)
             std = of["kernels"][kernel]["theirs"]["std"]
             panel.set_xlabel(f"std {std:.4f}", fontsize=8)
             panel.tick_params(labelsize=8)
-        line[0].set_ylabel(f"{short} kernel")
+        line[0].set_ylabel(f"{SHORT[kernel]} kernel")
     return figure
 
 

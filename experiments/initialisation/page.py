@@ -94,7 +94,7 @@ accuracy after {training["steps"]} steps.](training.svg)
 
 {shown["Training"]}
 
-{beside.about(training)} Attention starts from the weights of fresh layers of the framework,
+{beside.about(training)} Attention has {training["N"]} heads and starts from the weights of fresh layers of the framework,
 carried over by the converters; all other weights and all batches are the same. This says what starts
 do to this small model, in which a norm stands before attention, not to others.
 """
