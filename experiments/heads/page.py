@@ -147,7 +147,7 @@ def _script(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every kind of matrices: counts and extremes over its seeds."""
     kinds = []
     for kind, seeds in found["script"].items():
-        other = [s["difference"] for s in seeds if not s["equal"]]
+        other = [s["difference"] for s in seeds if not s["equal"]] or [0.0]
         kinds.append(
             {
                 "kind": kind,
