@@ -1,0 +1,1 @@
+"""Are eight heads of 64 the same as one head of 512?"""

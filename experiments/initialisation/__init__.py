@@ -1,0 +1,1 @@
+"""How does every framework start an attention layer, and does it matter?"""

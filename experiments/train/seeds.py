@@ -1,0 +1,47 @@
+"""One training from several seeds: weights and batches differ, the program is one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.train.data import Examples
+from experiments.train.training import Settings, Trainer
+
+# Small enough that several seeds of several variants take a minute on two cores.
+SMALL = Settings(steps=200, dropout=0.0, T=64, blocks=1)
+
+
+def train(
+    settings: Settings,
+    examples: tuple[Examples, Examples],
+    seeds: Sequence[int],
+    *,
+    window: int,
+    begin: Callable[[Any, int], None] = lambda model, seed: None,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, list[Any]]:
+    """Trains `settings` from each of `seeds`.
+
+    Args:
+      window: steps of which training losses are means.
+      begin: may change a seed's model in place before the first step.
+      progress: hears of every step.
+
+    Returns:
+      `loss` by seed and window; `held_out_loss` and `accuracy` by seed, after the last step.
+    """
+    found: dict[str, list[Any]] = {"loss": [], "held_out_loss": [], "accuracy": []}
+    for seed in seeds:
+        trainer = Trainer(replace(settings, seed=seed), examples)
+        begin(trainer.model, seed)
+        for _ in range(settings.steps):
+            trainer.step()
+            progress()
+        trainer.evaluate()
+        losses = np.array(trainer.curve.loss).reshape(-1, window).mean(1)
+        found["loss"].append(np.round(losses, 4).tolist())
+        found["held_out_loss"] += np.round(trainer.curve.held_out_loss, 4).tolist()
+        found["accuracy"] += np.round(trainer.curve.accuracy, 4).tolist()
+    return found

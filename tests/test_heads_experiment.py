@@ -1,0 +1,212 @@
+"""Heads against one head: what its page says holds in float64 on small sizes of different primes."""
+
+import copy
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from experiments import records
+from experiments.heads import __main__ as command
+from experiments.heads import cases, figure, measure, page, script
+from experiments.heads.cases import Case
+from experiments.train import beside, data, seeds
+from experiments.train.training import Trainer
+from tests.test_train import BOTH, TINY
+from tests.tolerance import assert_close
+
+h, E, T, S = 3, 21, 5, 11  # heads are 7 wide
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    """What is committed."""
+    return records.load(command.HERE / "results.json")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("index", range(10), ids=[case.name for case in cases.cases(h, E, T, S)])
+def test_constructed_cases(index: int, seed: int) -> None:
+    """Weights of every head are those of the one head exactly where outputs are equal."""
+    case = list(cases.cases(h, E, T, S, seed))[index]
+    found = cases.outcome(case, h)
+    if case.equal:
+        assert found["output"] < 1e-14
+        assert found["weights"] < 1e-14
+    else:
+        assert found["output"] > 0.05
+        assert found["weights"] > 0.05
+
+
+def test_the_scale_is_needed() -> None:
+    """One block in all heads with Wq divided by h, not by sqrt(h), is seen to differ."""
+    case = next(c for c in cases.cases(h, E, T, S) if c.name.startswith("one block"))
+    wq, wk, wv = case.single
+    wrong: Case = case._replace(single=(wq / h**0.5, wk, wv))
+    assert cases.outcome(wrong, h)["output"] > 0.05
+
+
+def test_products_of_heads_add_up_and_ranks_end_at_the_width() -> None:
+    matrices, x = measure.drawn(0, E, 2, 13)
+    alone, many = (measure.exact(matrices, x, n) for n in (1, h))
+    assert measure.sum_of_logits(alone.logits, many.logits, E) < 1e-14
+    assert measure.sum_of_logits(alone.logits, many.logits[:, :2], E) > 0.1
+    assert measure.rank(alone.logits) == [13, 13]
+    assert measure.rank(many.logits) == [7, 7]
+    assert measure.rank(many.probabilities) == [13, 13]
+    assert measure.distance(alone.output, many.output) > 0.1
+
+
+def test_gradients_are_slopes_of_the_oracle() -> None:
+    matrices, x = measure.drawn(0, E, 2, T)
+    rng = np.random.default_rng(1)
+    slope, steps = rng.normal(size=x.shape), [1e-5 * rng.normal(size=(E, E)) for _ in range(3)]
+    found = measure.gradients(matrices, x, h, slope)
+    for i in range(3):
+        ends = []
+        for sign in (1, -1):
+            moved = [m + sign * steps[i] * (j == i) for j, m in enumerate(matrices)]
+            ends.append((measure.exact((moved[0], moved[1], moved[2]), x, h).output * slope).sum())
+        np.testing.assert_allclose((found[i] * steps[i]).sum(), (ends[0] - ends[1]) / 2, rtol=1e-6)
+
+
+def test_the_script_s_layer_is_the_layer() -> None:
+    matrices, x = measure.drawn(0, E, 2, T)
+    weights = [torch.from_numpy(matrix) for matrix in matrices]
+    for n in (1, h):
+        exact = measure.exact(matrices, x, n)
+        out, logits = script.attend(torch.from_numpy(x), weights, n)
+        assert_close(out.numpy(), exact.output, "output")
+        assert_close(logits.numpy(), exact.logits, "logits")
+
+
+def test_view_after_transpose_raises_as_the_page_says() -> None:
+    heads = torch.zeros(2, h, T, 7)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        heads.transpose(1, 2).view(2, T, E)
+    assert heads.transpose(1, 2).reshape(2, T, E).shape == (2, T, E)
+
+
+def test_true_is_printed_where_all_heads_choose_one_key() -> None:
+    found = list(script.run("uniform on [0, 1)", 2))
+    assert [seed.equal for seed in found] == [False, True]
+    for seed in found:
+        assert seed.equal == (seed.same_key == 1) == (seed.difference == 0)
+        assert seed.query_gradient == 0
+        assert seed.largest_logit > 1e5
+    other = next(script.run("Xavier-uniform", 1))
+    assert not other.equal
+    assert other.same_key < 1
+    assert other.query_gradient > 0
+
+
+@pytest.mark.slow
+def test_models_start_from_the_same_weights() -> None:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        one, many = (Trainer(replace(TINY, N=n), BOTH).state[0] for n in (1, 3))
+    flat = [[np.ravel(leaf) for leaf in jax.tree.leaves(state)] for state in (one, many)]
+    assert len(flat[0]) > 10
+    for a, b in zip(*flat, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_several_seeds_train_as_each_alone() -> None:
+    settings = replace(TINY, dropout=0.0, steps=10)
+    begun = []
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = seeds.train(
+            settings, BOTH, [1, 2], window=5, begin=lambda model, seed: begun.append(seed)
+        )
+        alone = Trainer(replace(settings, seed=2), BOTH)
+        losses = [alone.step() for _ in range(10)]
+        alone.evaluate()
+    assert begun == [1, 2]
+    expected = [np.mean(losses[:5]), np.mean(losses[5:])]
+    np.testing.assert_allclose(found["loss"][1], expected, atol=1e-4)
+    np.testing.assert_allclose(found["accuracy"][1], alone.curve.accuracy[-1], atol=1e-4)
+    assert found["loss"][0] != found["loss"][1]
+
+
+def test_words_about_training_follow_the_numbers() -> None:
+    runs: dict[str, Any] = {
+        "a": {
+            "loss": [[2.0, 1.0], [2.0, 1.2]],
+            "held_out_loss": [1.0, 2.0],
+            "accuracy": [0.5, 0.6],
+        },
+        "b": {
+            "loss": [[2.0, 1.0], [2.0, 1.0]],
+            "held_out_loss": [1.0, 1.0],
+            "accuracy": [0.7, 0.7],
+        },
+    }
+    assert beside.rows("kind", runs)[2][1:] == (
+        "1.000 ± 0.000", "1.000 ± 0.000", "70.0 ± 0.0", "2 of 2",
+    )  # fmt: skip
+    assert "b: +15.0 ± 7.1 points" in beside.furthest(runs)
+    assert "All seeds agree" in beside.furthest(runs)
+    assert "55.0 ± 7.1 % (a) to 70.0 ± 0.0 % (b)" in beside.extremes(runs)
+    runs["b"]["accuracy"] = [0.4, 0.9]
+    assert "do not agree" in beside.furthest(runs)
+
+
+def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
+    assert stored["command"] == page.COMMAND
+    assert {"versions", "machine", "seed", "date", "sources"} <= stored.keys()
+    assert "experiments/heads/measure.py" in stored["sources"]
+    text = page.text(stored)
+    assert page.conclusion(stored) in text
+    assert page.QUESTION.endswith("?")
+    for name in figure.FIGURES:
+        assert f"]({name})" in text
+        assert (command.HERE / name).read_text().startswith("<?xml")
+    seeds_of_script = next(iter(stored["script"].values()))
+    assert len(seeds_of_script) == 40
+    assert all(seed["equal"] == (seed["same_key"] == 1) for seed in seeds_of_script)
+    assert all(of["sum_of_logits"] < 1e-14 for seed in stored["layers"] for of in seed)
+    assert all((case["output"] < 1e-13) == case["equal"] for case in stored["cases"])
+
+
+def test_numbers_of_the_page_come_from_the_results(stored: dict[str, Any]) -> None:
+    other = copy.deepcopy(stored)
+    for i, seed in enumerate(next(iter(other["script"].values()))):
+        seed.update(equal=i > 0, difference=0.0 if i else 0.5)
+    assert "39 of 40 seeds" in page.conclusion(other)
+    assert "up to 50 %" in page.text(other)
+    assert page.conclusion(other) != page.conclusion(stored)
+
+
+@pytest.mark.parametrize("wrong", ["--steps=7", "--steps=0", "--seeds=1", "--seed=3", "--steps=x"])
+def test_bad_arguments_end_with_a_message(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.parsed([wrong])
+    assert ended.value.code == 2
+    assert wrong.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything on small sizes, into a folder of its own."""
+    arguments = ["heads", "--steps", "10", "--seeds", "2", "--json", "--write"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(command, "HERE", tmp_path)
+    monkeypatch.setattr(data, "read", lambda T: BOTH)
+    monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0, D=16))
+    monkeypatch.setattr(command, "OF_LAYERS", 1)
+    monkeypatch.setattr(measure, "HEADS", (1, 8))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        command.main()
+    printed = json.loads(capsys.readouterr().out)
+    written = records.load(tmp_path / "results.json")
+    assert {name: written[name] for name in printed} == printed
+    assert written["command"].endswith("--json --write")
+    assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)
