@@ -52,6 +52,7 @@ def run(
     key: NDArray,
     value: NDArray,
     mask: NDArray | None = None,
+    *,
     softmax: Softmax = exclude,
 ) -> Stages:
     """Computes the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.

@@ -8,7 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from jaxmha.converters.svg import INK, adaptive
+from jaxmha.converters.svg import INK as INK
+from jaxmha.converters.svg import adaptive
 
 SETTINGS: Any = {
     "svg.fonttype": "none",

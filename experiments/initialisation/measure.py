@@ -84,7 +84,8 @@ def noise(layer: Leaves, seed: int, T: int = 64) -> dict[str, float]:
     inputs = [rng.normal(size=(2, T, p.kernel.shape[0])) for p in params[:3]]
     if len({x.shape for x in inputs}) == 1:
         inputs = inputs[:1] * 3
-    stages = oracle.run(params, Semantics(), *inputs)
+    query, key, value = inputs
+    stages = oracle.run(params, Semantics(), query, key, value)
     weights = stages.probabilities
     entropy = -(weights * np.log(weights)).sum(-1).mean() / np.log(T)
     return {

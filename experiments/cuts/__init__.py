@@ -1,0 +1,1 @@
+"""How scores are cut into blocks: what each choice costs."""

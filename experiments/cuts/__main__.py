@@ -1,0 +1,194 @@
+"""How should scores be cut into blocks on this CPU?
+
+The same attention, compiled under other sizes of blocks and other numbers of bands, in interleaved
+rounds.
+"""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+
+import jaxmha
+from experiments import records
+from jaxmha import Mask
+from jaxmha.implementations import bands, blocks
+
+HERE = Path(__file__).parent
+EXAMPLES = """examples:
+  python -m experiments.cuts                    all of them, two minutes on a quiet machine
+  python -m experiments.cuts --rounds 9 --write
+"""
+N, H = 8, 64
+MIB = 2**20
+
+
+class Setting(NamedTuple):
+    """One way to cut: constants of the library that take its place, and what it is called."""
+
+    name: str
+    module: Any
+    constants: dict[str, Any]
+
+
+class Question(NamedTuple):
+    """What is computed, `kind` of attention of sizes (B, T), and the ways to cut it.
+
+    `chosen`: the name of what the library does itself.
+    """
+
+    what: str
+    kind: str
+    gradient: bool
+    sizes: tuple[tuple[int, int], ...]
+    settings: tuple[Setting, ...]
+    chosen: str
+
+
+def _bytes(name: str, *counts: int) -> tuple[Setting, ...]:
+    return tuple(Setting(f"{c} MiB", blocks, {name: {"cpu": c * MIB}}) for c in counts)
+
+
+def _bands(*counts: int) -> tuple[Setting, ...]:
+    none = Setting("blocks", bands, {"kind": lambda *_: None})
+    return (none, *(Setting(f"{c} bands", bands, {"MOST": c}) for c in counts))
+
+
+QUESTIONS = (
+    Question(
+        "bytes of one kernel's scores", "plain", False, ((1, 1024), (1, 2048), (1, 4096)),
+        _bytes("TARGET_OF_KERNEL", 1, 2, 4, 8, 16), "8 MiB",
+    ),
+    Question(
+        "bytes of a block of the gradient", "plain", True, ((1, 1024), (1, 2048)),
+        _bytes("TARGET", 1, 2, 4, 8), "2 MiB",
+    ),
+    Question(
+        "bands of causal rows", "causal", False, ((2, 512), (1, 1024), (1, 2048), (1, 4096)),
+        _bands(1, 2, 4, 8), "4 bands",
+    ),
+    Question(
+        "bands of padded keys", "padded", False, ((8, 512), (4, 1024), (4, 2048)),
+        _bands(1, 2, 4, 8), "4 bands",
+    ),
+)  # fmt: skip
+
+
+def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is timed, and its arguments."""
+    rng = np.random.default_rng(T)
+    heads = [jax.numpy.asarray(rng.standard_normal((B, T, N, H)), np.float32) for _ in range(3)]
+    lengths = jax.numpy.asarray(np.linspace(T, T / 4, B).astype(int))
+
+    def out(query: Any, key: Any, value: Any) -> Any:
+        mask = Mask.lengths(key_value=lengths) if question.kind == "padded" else None
+        return jaxmha.dot_product_attention(
+            query, key, value, mask=mask, is_causal=question.kind == "causal"
+        )
+
+    def slopes(query: Any, key: Any, value: Any) -> Any:
+        return jax.vjp(out, query, key, value)[1](value)
+
+    return slopes if question.gradient else out, tuple(heads)
+
+
+def measure(question: Question, B: int, T: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a call and of compilation, by way to cut."""
+    function, arguments = program(question, B, T)
+    found: dict[str, Any] = {}
+    compiled = {}
+    wait: Any = jax.block_until_ready
+    for setting in question.settings:
+        forget: Any = jax.clear_caches
+        forget()
+        with mock.patch.multiple(setting.module, **setting.constants):
+            start = time.perf_counter()
+            compiled[setting.name] = jax.jit(lambda *x: function(*x)).lower(*arguments).compile()
+        found[setting.name] = {"compile": time.perf_counter() - start, "seconds": []}
+    for run in compiled.values():
+        wait(run(*arguments))
+    calls = max(1, 2**22 // (B * T * T))
+    for _ in range(rounds):
+        for name, run in compiled.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                wait(run(*arguments))
+            found[name]["seconds"].append((time.perf_counter() - start) / calls)
+    return {name: x | {"median": median(x["seconds"])} for name, x in found.items()}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Milliseconds of every way, for every question."""
+    from rich.console import Console
+    from rich.table import Table
+
+    for entry in found["questions"]:
+        table = Table(title=f"{entry['what']}: milliseconds of a call", title_justify="left")
+        table.add_column("case")
+        ways = list(entry["cases"][0]["ways"])
+        for way in ways:
+            table.add_column(f"[bold]{way}[/bold]" if way == entry["chosen"] else way)
+        for case in entry["cases"]:
+            cells = (f"{1e3 * case['ways'][way]['median']:.1f}" for way in ways)
+            table.add_row(f"B={case['B']} T={case['T']}", *cells)
+        Console().print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints, and writes where asked."""
+    parser = ArgumentParser(
+        prog="python -m experiments.cuts",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="default 7")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--write", action="store_true", help="write results.json")
+    chosen = parser.parse_args(arguments)
+    if chosen.rounds < 1:
+        parser.exit(2, f"--rounds must be at least 1, got {chosen.rounds}\n")
+    found = collect(chosen.rounds)
+    print(json.dumps(found, indent=1)) if chosen.json else show(found)
+    if chosen.write:
+        records.save(HERE / "results.json", found, command="python -m experiments.cuts --write")
+
+
+def collect(rounds: int) -> dict[str, Any]:
+    """Every question, with a bar."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    entries = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(len(q.sizes) for q in QUESTIONS))
+        for question in QUESTIONS:
+            cases = []
+            for B, T in question.sizes:
+                progress.update(task, description=f"{question.what}, B={B} T={T}", advance=1)
+                if not console.is_terminal:
+                    print(f"{question.what}, B={B} T={T}", file=sys.stderr, flush=True)
+                cases.append({"B": B, "T": T, "ways": measure(question, B, T, rounds)})
+            entries.append(
+                {
+                    "what": question.what,
+                    "kind": question.kind,
+                    "gradient": question.gradient,
+                    "chosen": question.chosen,
+                    "cases": cases,
+                }
+            )
+    return {"rounds": rounds, "N": N, "H": H, "questions": entries}
+
+
+if __name__ == "__main__":
+    main()
