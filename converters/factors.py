@@ -122,7 +122,7 @@ def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
         return _softmax(logits, allowed, values)
 
     with np.errstate(over="ignore", invalid="ignore"):
-        return oracle.run(from_leaves(arrays), semantics, *inputs, mask, softmax).output
+        return oracle.run(from_leaves(arrays), semantics, *inputs, mask, softmax=softmax).output
 
 
 def _softmax(logits: NDArray, allowed: NDArray, values: Mapping[str, Any]) -> NDArray:

@@ -8,8 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from jaxmha.converters.svg import INK as INK
-from jaxmha.converters.svg import adaptive
+from jaxmha.converters.svg import INK, adaptive
 
 SETTINGS: Any = {
     "svg.fonttype": "none",

@@ -5,8 +5,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments import figures
 from experiments.tables import Rows
+from jaxmha.converters.svg import INK
 
 Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns
 
@@ -37,7 +37,7 @@ def draw(runs: Runs, window: int) -> Any:
         accuracy = [100 * a for a in run["accuracy"]]
         colour = "C1" if name == first else "C0"
         last.plot(accuracy, [row] * len(accuracy), ".", color=colour, alpha=0.7)
-        last.plot([np.mean(accuracy)] * 2, [row - 0.3, row + 0.3], color=figures.INK, lw=1)
+        last.plot([np.mean(accuracy)] * 2, [row - 0.3, row + 0.3], color=INK, lw=1)
     last.set_yticks(range(len(runs)), list(runs))
     last.set_ylim(len(runs) - 0.5, -0.5)
     last.set_xlabel("held-out accuracy (%)")
