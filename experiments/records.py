@@ -4,8 +4,11 @@ import ast
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments import machine
@@ -14,7 +17,14 @@ from jaxmha.converters.checkpoint.replacing import replace
 ROOT = Path(__file__).parents[1]
 
 
-def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = None) -> None:
+def save(
+    path: Path,
+    found: dict[str, Any],
+    *,
+    command: str,
+    seed: int | None = None,
+    workers: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Puts a result in place in one step.
 
     Args:
@@ -22,6 +32,7 @@ def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = 
         found: what was measured; numbers, strings, lists and dicts. Not-a-number is refused.
         command: that makes the file anew.
         seed: what the draws started from; None where nothing is drawn.
+        workers: `sources()` of other processes that took part.
     """
     record = {
         "command": command,
@@ -30,7 +41,7 @@ def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = 
         "machine": machine.describe(),
         "versions": machine.versions(),
         **found,
-        "sources": sources(),
+        "sources": {**workers, **sources()},
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     replace(path, lambda file: _write(file, text), lambda _: None, force=True, mode=0o644)
@@ -60,6 +71,12 @@ def sources() -> dict[str, str]:
 
 def digest(path: Path) -> str:
     """Of a module's meaning: comments and layout do not count."""
+    stat = path.stat()
+    return _digest(path, stat.st_mtime_ns, stat.st_size)
+
+
+@cache  # many results are of the same sources
+def _digest(path: Path, *_: int) -> str:
     return hashlib.sha256(ast.dump(ast.parse(path.read_bytes())).encode()).hexdigest()[:16]
 
 
