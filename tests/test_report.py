@@ -123,6 +123,50 @@ def test_links_stay_on_the_page(tmp_path: Path) -> None:
     assert html == '<p><a href="#heads">a</a> b <a href="https://x.org">c</a></p>'
 
 
+ABOUT = {"date": "2026-01-02", "versions": {"python": "3"}}
+READER = {"seconds": 1800, "executions": 12345, "coverage": 67, "findings": 0}
+NOT_RUN_YET = {
+    "fuzz": (
+        {"about": ABOUT, "readers": {"npz": READER, "torch": READER}},
+        "No: 24,690 inputs in 1.0 hours, 2 readers.",
+        "| npz | 12,345 | 67 | 0 |",
+    ),
+    "throughput": (
+        {
+            "about": ABOUT,
+            "bytes": 2**31,
+            "seconds": {"copy": [1.0, 3.0, 2.0], "migrate": [2.5]},
+            "throughput_of_copy": 0.8,
+            "peak_mib": 99,
+            "largest_tensor_mib": 48,
+        },
+        "At 0.80 of the rate of a copy, with at most 99 MiB above what the process held",
+        "| copy | 2.00 | 1074 |",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_RUN_YET)
+def test_pages_that_wait_for_results(name: str) -> None:
+    found, conclusion, line = NOT_RUN_YET[name]
+    (experiment,) = (e for e in EXPERIMENTS if e.name == name)
+    text = build.readme(experiment, found)  # type: ignore[arg-type]
+    assert f"**{conclusion}" in text
+    assert line in text
+    assert text.endswith("· 2026-01-02 · python 3\n")
+
+
+def test_a_conclusion_stands_once() -> None:
+    shown = SimpleNamespace(
+        QUESTION="Why?",
+        COMMAND="c",
+        conclusion=lambda found: "So",
+        text=lambda found: "So.\n\nHow.",
+    )
+    text = build.readme(of("why", shown), ABOUT)
+    assert text == "# Why?\n\n**So.**\n\nHow.\n\n---\n\n`c` · 2026-01-02 · python 3\n"
+
+
 def of(name: str, page: Any) -> Experiment:
     """An experiment whose page is not a module."""
 

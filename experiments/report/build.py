@@ -41,7 +41,9 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
     found, shown = registry.found(experiment), experiment.page
     made = {
         "name": experiment.name,
-        "label": experiment.name.replace("_", " ").capitalize(),
+        "label": "GPU"
+        if experiment.name == "gpu"
+        else experiment.name.replace("_", " ").capitalize(),
         "question": markup.inline(shown.QUESTION),
         "command": html.escape(shown.COMMAND),
         "answer": NOT_RUN,
@@ -50,8 +52,8 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
         "made": "",
     }
     if found is not None:
-        text = without(shown.text(found), shown.conclusion(found))
-        made["answer"] = markup.inline(shown.conclusion(found))
+        made["answer"] = markup.inline(answer(shown, found))
+        text = body(shown, found)
         made["body"] = markup.body(text, experiment.folder, experiment.name, anchors)
         made["date"] = date(found)
         made["made"] = html.escape(origin(found))
@@ -61,10 +63,8 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
 def readme(experiment: Experiment, found: dict[str, Any]) -> str:
     """One experiment, in Markdown, for its folder."""
     shown = experiment.page
-    conclusion = shown.conclusion(found)
     return (
-        f"# {shown.QUESTION}\n\n**{conclusion}**\n\n"
-        f"{without(shown.text(found), conclusion).strip()}\n\n---\n\n"
+        f"# {shown.QUESTION}\n\n**{answer(shown, found)}**\n\n{body(shown, found)}\n\n---\n\n"
         f"`{shown.COMMAND}` · {origin(found)}\n"
     )
 
@@ -88,7 +88,7 @@ def row(experiment: Experiment) -> str:
     pages = place.with_suffix(".md") if experiment.module else f"{experiment.name}/"
     question = f"[{shown.QUESTION}]({pages})"
     result = f"[{place.name}]({place})"
-    conclusion = shown.conclusion(found).replace("|", "\\|")
+    conclusion = answer(shown, found).replace("|", "\\|")
     return f"| {question} | `{shown.COMMAND}` | {date(found)} | {result} | {conclusion} |"
 
 
@@ -103,9 +103,20 @@ def files(groups: Groups = registry.GROUPS) -> dict[Path, str]:
     return made
 
 
-def without(text: str, conclusion: str) -> str:
-    """The text, but for the conclusion at its start, which stands above it."""
-    return text.strip().removeprefix(conclusion).strip()
+def answer(shown: Any, found: dict[str, Any]) -> str:
+    """The conclusion of a page, as a sentence."""
+    conclusion: str = shown.conclusion(found)
+    return conclusion.rstrip(".") + "."
+
+
+def body(shown: Any, found: dict[str, Any]) -> str:
+    """The text of a page without the conclusion at its start, which stands above it."""
+    text: str = shown.text(found)
+    conclusion = answer(shown, found).rstrip(".")
+    stripped = text.strip()
+    if stripped.startswith(conclusion):
+        stripped = stripped.removeprefix(conclusion).lstrip(". \n")
+    return stripped
 
 
 def about(found: dict[str, Any]) -> dict[str, Any]:
