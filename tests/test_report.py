@@ -1,13 +1,16 @@
 """The page of all experiments: made from results alone, whole in one file, and seen by a browser."""
 
+import doctest
 import json
 import re
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 from rich.console import Console
 
@@ -91,7 +94,7 @@ def test_the_page_is_one_file(page: str) -> None:
 
 def made(tmp_path: Path, name: str) -> Path:
     with figures.style():
-        figure, axes = figures.plt.subplots(figsize=(3, 2))
+        figure, axes = plt.subplots(figsize=(3, 2))
         axes.plot([0, 1], [1, 0], label=name)
         axes.legend()
     figures.save(figure, tmp_path / f"{name}.svg", about=f"of {name}")
@@ -150,7 +153,7 @@ NOT_RUN_YET = {
 def test_pages_that_wait_for_results(name: str) -> None:
     found, conclusion, line = NOT_RUN_YET[name]
     (experiment,) = (e for e in EXPERIMENTS if e.name == name)
-    text = build.readme(experiment, found)  # type: ignore[arg-type]
+    text = build.readme(experiment, found)
     assert f"**{conclusion}" in text
     assert line in text
     assert text.endswith("· 2026-01-02 · python 3\n")
@@ -165,6 +168,15 @@ def test_a_conclusion_stands_once() -> None:
     )
     text = build.readme(of("why", shown), ABOUT)
     assert text == "# Why?\n\n**So.**\n\nHow.\n\n---\n\n`c` · 2026-01-02 · python 3\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.found"]
+)
+def test_examples(name: str) -> None:
+    result = doctest.testmod(import_module(f"experiments.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def of(name: str, page: Any) -> Experiment:

@@ -313,7 +313,7 @@ def equivalent_masks() -> Found:
         "float32, -1e9 and -inf": apart(finite, infinite) > 0,
         "float16, -1e4 and logits of 6000": leak > 0,
     }
-    return found(holds, leak=leak)
+    return found(holds, leak=leak)  # type: ignore[arg-type]  # tensors; found() makes them bool
 
 
 def order_of_sums() -> Found:

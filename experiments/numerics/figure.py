@@ -73,7 +73,7 @@ def curves(found: dict[str, Any], kind: str, path: Path) -> None:
             panel.grid(axis="y")
         panels[0].set_ylabel("error, rounding floors of the output")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=1, fontsize=8.5)
+        figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=8.5)
     figures.save(figure, path, about=ABOUT[kind])
 
 

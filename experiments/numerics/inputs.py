@@ -60,7 +60,7 @@ def exact(weights: MHAParams, x: NDArray, keep: NDArray | None = None) -> NDArra
     """The first T rows in float64."""
     mask = None if keep is None else keep[None, None, None]
     query = x[:, : min(T, x.shape[1])]
-    return oracle.run(weights, Semantics(), query, x, x, mask=mask).output[0]
+    return oracle.run(weights, Semantics(), query, x, x, mask=mask).output[0]  # type: ignore[no-any-return]
 
 
 def floors(out: NDArray, expected: NDArray, dtype: str) -> float | None:
