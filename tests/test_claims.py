@@ -85,4 +85,5 @@ def test_everything_again() -> None:
 def test_sentences_say_when() -> None:
     claim = CLAIMS["one_head"][0]._replace(evidence="{a:.0e} and {b:.0e}")
     check = {"holds": {"here": True, "there": False}, "numbers": {"a": 2e-7, "b": 0.0}}
+    assert page.sentence(claim._replace(evidence="so"), {**check, "holds": {"": True}}) == "So."
     assert page.sentence(claim, check) == "True for *here*; not for *there*. 2e-7 and 0."

@@ -11,6 +11,7 @@ from experiments.claims.found import Found, verdict
 
 QUESTION = "Which claims of the three documents that this project grew from are true?"
 COMMAND = "python -m experiments.claims --write"
+NAME = re.compile(r"\w+[._]\w")  # of code, at the start of a sentence
 SHORTER = re.compile(r"(\d)e\+?(-?)0*(\d)")  # 2e-07 as 2e-7
 
 
@@ -59,7 +60,9 @@ def sentence(claim: Claim, check: dict[str, Any]) -> str:
     """The evidence, and under which conditions the claim holds."""
     evidence: str = SHORTER.sub(r"\1e\2\3", claim.evidence.format(**check["numbers"]))
     evidence = evidence.replace("0e0", "0")
-    evidence = evidence[0].upper() + evidence[1:] + "."
+    evidence += "."
+    if not NAME.match(evidence):
+        evidence = evidence[0].upper() + evidence[1:]
     holds = check["holds"]
     if len(set(holds.values())) == 1:
         return evidence
