@@ -58,14 +58,17 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def sources() -> dict[str, str]:
-    """Digests of all modules of this repository that the process has loaded."""
+    """Digests of all modules of this repository that the process has loaded.
+
+    But for pages: what is said of results does not make them others.
+    """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = (Path(file).resolve() for file in files if file)
     inside = (path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT))
     return {
         str(path): digest(ROOT / path)
         for path in sorted(inside)
-        if path.parts[0] in ("jaxmha", "converters", "experiments")
+        if path.parts[0] in ("jaxmha", "converters", "experiments") and path.name != "page.py"
     }
 
 

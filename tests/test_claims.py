@@ -55,7 +55,7 @@ def test_verdicts() -> None:
     assert all("{" not in evidence for _, evidence in rows.values())
 
 
-@pytest.mark.parametrize("document", ["one_head", "blog"])
+@pytest.mark.parametrize("document", ["blog", pytest.param("one_head", marks=pytest.mark.slow)])
 def test_checks_find_what_is_stored(document: str) -> None:
     """But for the one that tries 80 seeds."""
     assert RESULTS is not None

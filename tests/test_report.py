@@ -212,6 +212,14 @@ def test_changed_sources_make_results_stale(
     assert records.stale(path) is None
 
 
+def test_words_do_not_make_results_stale() -> None:
+    """Pages are loaded here, and are no sources of results."""
+    assert EXPERIMENTS[0].page
+    loaded = records.sources()
+    assert "experiments/report/build.py" in loaded
+    assert not [name for name in loaded if name.endswith("/page.py")]
+
+
 def test_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
