@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check --no-compile
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
-.PHONY: demo train docs test newest suite test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train report docs test newest suite test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -13,6 +13,9 @@ demo: weights  ## convert published weights through every framework and back
 train: $(VENV)/installed  ## a small Flax transformer; with Flax's own attention beside it
 	rm -rf build/train
 	$(RUN) python -m experiments.train --side-by-side 50 --write
+
+report: weights  ## every experiment on one page, build/report/index.html; runs what is stale
+	$(RUN) python -m experiments.report
 
 docs: $(VENV)/installed  ## the site, in build/docs
 	$(RUN) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict -f jaxmha/docs/mkdocs.yml

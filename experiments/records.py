@@ -4,8 +4,11 @@ import ast
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments import machine
@@ -14,7 +17,14 @@ from jaxmha.converters.checkpoint.replacing import replace
 ROOT = Path(__file__).parents[1]
 
 
-def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = None) -> None:
+def save(
+    path: Path,
+    found: dict[str, Any],
+    *,
+    command: str,
+    seed: int | None = None,
+    workers: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Puts a result in place in one step.
 
     Args:
@@ -22,6 +32,7 @@ def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = 
         found: what was measured; numbers, strings, lists and dicts. Not-a-number is refused.
         command: that makes the file anew.
         seed: what the draws started from; None where nothing is drawn.
+        workers: `sources()` of other processes that took part.
     """
     record = {
         "command": command,
@@ -30,7 +41,7 @@ def save(path: Path, found: dict[str, Any], *, command: str, seed: int | None = 
         "machine": machine.describe(),
         "versions": machine.versions(),
         **found,
-        "sources": sources(),
+        "sources": {**workers, **sources()},
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     replace(path, lambda file: _write(file, text), lambda _: None, force=True, mode=0o644)
@@ -47,19 +58,28 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def sources() -> dict[str, str]:
-    """Digests of all modules of this repository that the process has loaded."""
+    """Digests of all modules of this repository that the process has loaded.
+
+    But for pages: what is said of results does not make them others.
+    """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = (Path(file).resolve() for file in files if file)
     inside = (path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT))
     return {
         str(path): digest(ROOT / path)
         for path in sorted(inside)
-        if path.parts[0] in ("jaxmha", "converters", "experiments")
+        if path.parts[0] in ("jaxmha", "converters", "experiments") and path.name != "page.py"
     }
 
 
 def digest(path: Path) -> str:
     """Of a module's meaning: comments and layout do not count."""
+    stat = path.stat()
+    return _digest(path, stat.st_mtime_ns, stat.st_size)
+
+
+@cache  # many results are of the same sources
+def _digest(path: Path, *_: int) -> str:
     return hashlib.sha256(ast.dump(ast.parse(path.read_bytes())).encode()).hexdigest()[:16]
 
 

@@ -15,13 +15,14 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "256"
 
+from experiments import records
 from experiments.scaling.hlo import Collective, collectives
 from experiments.scaling.machines import EFFICIENCY, MACHINES, Work, seconds
 
 EXAMPLES = """examples:
   python -m experiments.scaling                  table of every layout, minutes
   python -m experiments.scaling --devices 8 --layout ring
-  python -m experiments.scaling --write          and results.json, results.md, scaling.png beside it
+  python -m experiments.scaling --write          and results.json, scaling.png beside it
 """
 HERE = Path(__file__).parent
 LAYOUTS = ("data", "tensor", "ring", "allgather")
@@ -112,6 +113,8 @@ def measured(layout: str, devices: int) -> dict[str, Any]:
     found = collectives(program)
     done = work(layout, devices, found)
     memory = program.memory_analysis()
+    alone = work("data", 1, [])
+    times = {name: seconds(done, machine, devices) for name, machine in MACHINES.items()}
     counts: dict[str, int] = {}
     for c in found:
         counts[c.kind] = counts.get(c.kind, 0) + c.times
@@ -122,7 +125,11 @@ def measured(layout: str, devices: int) -> dict[str, Any]:
         "sent": done.hidden + done.exposed,
         "flops": done.flops,
         "arguments": memory.argument_size_in_bytes,
-        **{name: seconds(done, machine, devices) for name, machine in MACHINES.items()},
+        **times,
+        "efficiency": {
+            name: seconds(alone, machine, 1) / times[name] / devices
+            for name, machine in MACHINES.items()
+        },
     }
 
 
@@ -133,11 +140,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"| layout | devices | TFLOP | GB sent | {' | '.join(f'{n}: ms, efficiency' for n in names)} |",
         f"|---|---|---|---|{'---|' * len(names)}",
     ]
-    alone = {n: seconds(work("data", 1, []), machine, 1) for n, machine in MACHINES.items()}
     for row in rows:
-        times = " | ".join(
-            f"{row[n] * 1e3:.1f}, {alone[n] / row[n] / row['devices']:.0%}" for n in names
-        )
+        times = " | ".join(f"{row[n] * 1e3:.1f}, {row['efficiency'][n]:.0%}" for n in names)
         lines.append(
             f"| {row['layout']} | {row['devices']} | {row['flops'] / 1e12:.1f} "
             f"| {row['sent'] / 1e9:.2f} | {times} |"
@@ -150,14 +154,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(MACHINES), figsize=(9, 3.6), sharey=True)
-    for panel, (name, machine) in zip(panels, MACHINES.items(), strict=True):
-        alone = seconds(work("data", 1, []), machine, 1)
+    for panel, name in zip(panels, MACHINES, strict=True):
         for layout in LAYOUTS:
             these = [row for row in rows if row["layout"] == layout]
             xs = [row["devices"] for row in these]
-            panel.plot(
-                xs, [alone / row[name] / row["devices"] for row in these], "o-", label=layout
-            )
+            panel.plot(xs, [row["efficiency"][name] for row in these], "o-", label=layout)
         panel.set_xscale("log", base=2)
         panel.set_title(f"{name} (predicted)")
         panel.set_xlabel("devices")
@@ -198,17 +199,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Writes rows, table and figure."""
-    (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    assumed = "\n".join(f"- {name}: {m.source}." for name, m in MACHINES.items())
-    text = (
-        f"{(__doc__ or '').strip()}\n\nOne layer, forward and backward, causal, bfloat16: B={B}, T={T}, N={N}, K={K}, "
-        f"H={H}, D={D}. Products reach {EFFICIENCY:.0%} of the peak. Sums of gradients (data) "
-        "and moves of the ring run beside products; sums after the output projection (tensor) "
-        f"and gathered keys (allgather) do not. Positions of ring and "
-        f"allgather are in zig-zag order.\n\n{assumed}\n\n{table(rows)}\n"
-    )
-    (HERE / "results.md").write_text(text)
+    """Writes rows and figure."""
+    found = {
+        "method": (__doc__ or "").strip().split("\n\n", 1)[1].replace("\n", " "),
+        "assumptions": (
+            f"One layer, forward and backward, causal, bfloat16: B={B}, T={T}, N={N}, K={K}, "
+            f"H={H}, D={D}. Products reach {EFFICIENCY:.0%} of the peak. Sums of gradients (data) "
+            "and moves of the ring run beside products; sums after the output projection (tensor) "
+            "and gathered keys (allgather) do not. Positions of ring and allgather are in zig-zag "
+            "order."
+        ),
+        "machines": {name: machine.source for name, machine in MACHINES.items()},
+        "rows": rows,
+    }
+    records.save(HERE / "results.json", found, command="python -m experiments.scaling --write")
     draw(rows, HERE / "scaling.png")
 
 

@@ -1,0 +1,325 @@
+"""Checks of the third document: a walk through MHA for those who implement it."""
+
+import inspect
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from experiments.claims.found import SAME, Found, found
+from experiments.claims.printed import apart
+from jaxmha import Semantics
+from jaxmha.converters import oracle
+from jaxmha.converters import torch as convert
+
+F = torch.nn.functional
+B, T, S, N, H, VALUE = 2, 5, 7, 4, 8, 3
+D = N * H
+
+
+def heads(v: int = H, n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, key, value of SDPA."""
+    torch.manual_seed(0)
+    return torch.randn(B, N, T, H), torch.randn(B, n, S, H), torch.randn(B, n, S, v)
+
+
+def layer(**options: Any) -> torch.nn.MultiheadAttention:
+    """With biases that are not zero."""
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(D, N, **{"batch_first": True, **options})
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def definition(q: Any, k: Any, v: Any) -> np.ndarray:
+    """softmax(q k / sqrt d) v, in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    return np.asarray(((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).numpy())
+
+
+def formula() -> Found:
+    """SDPA beside the formula."""
+    q, k, v = heads()
+    away = apart(F.scaled_dot_product_attention(q, k, v).numpy(), definition(q, k, v))
+    return found({"SDPA": away < SAME}, apart=away)
+
+
+def minus_infinity() -> Found:
+    """Weights of masked keys, and of a row without keys."""
+    logits = torch.randn(T, S)
+    some, nothing = logits.clone(), logits.clone()
+    some[:, 3:], nothing[0] = -torch.inf, -torch.inf
+    zero = bool((some.softmax(-1)[:, 3:] == 0).all())
+    rest = nothing.softmax(-1)[0]
+    holds = {"some keys masked": zero, "all keys masked": bool((rest == 0).all())}
+    return found(holds, row="NaN" if rest.isnan().all() else "a number")
+
+
+def lookups() -> Found:
+    """A query's output depends on no other query, and is a weighted mean of values."""
+    q, k, v = heads()
+    out = F.scaled_dot_product_attention(q, k, v)
+    alone = F.scaled_dot_product_attention(q[:, :, :1], k, v)
+    inside = (out <= v.amax(2, keepdim=True) + 1e-6) & (out >= v.amin(2, keepdim=True) - 1e-6)
+    holds = {
+        "queries are independent": apart(alone.numpy(), out[:, :, :1].numpy()) < SAME,
+        "outputs are means of values": bool(inside.all()),
+    }
+    return found(holds, apart=apart(alone.numpy(), out[:, :, :1].numpy()))
+
+
+def own_lengths() -> Found:
+    """Another number of keys and another width of values, in SDPA and in the module."""
+    q, k, v = heads(VALUE)
+    shape = list(F.scaled_dot_product_attention(q, k, v).shape)
+    module = layer(vdim=VALUE)
+    out = module(torch.randn(B, T, D), torch.randn(B, S, D), torch.randn(B, S, VALUE))[0]
+    params, _ = convert.from_module(module)
+    holds = {
+        "number of keys, SDPA and module": out.shape[1] == T and shape[2] == T,
+        "width of values, SDPA": shape[-1] == VALUE,
+        "width of a head's values, module": params.value.kernel.shape[-1] == VALUE,
+    }
+    return found(holds, head=params.value.kernel.shape[-1], shape=str(shape))
+
+
+def cosine() -> Found:
+    """u v = |u| |v| cos."""
+    u, v = torch.randn(2, 1000, H, dtype=torch.float64)
+    products = F.cosine_similarity(u, v, dim=-1) * u.norm(dim=-1) * v.norm(dim=-1)
+    away = apart(products.numpy(), (u * v).sum(-1).numpy())
+    return found({"1000 pairs": away < 1e-12}, apart=away)
+
+
+def scaling() -> Found:
+    """Variance of products of normal vectors, before and after."""
+    torch.manual_seed(0)
+    variances = {}
+    for d in (16, 512):
+        u, v = torch.randn(2, 20_000, d)
+        variances[d] = float((u * v).sum(-1).var()), float(((u * v).sum(-1) / d**0.5).var())
+    holds = {f"width {d}": abs(after - 1) < 0.1 for d, (_, after) in variances.items()}
+    return found(holds, narrow=variances[16][0], wide=variances[512][0], scaled=variances[512][1])
+
+
+def softmax_properties() -> Found:
+    """Order, sign and sum, of near logits and of far ones."""
+    near, far = torch.randn(S), torch.tensor([0.0, -150.0, -151.0])
+
+    def fine(logits: torch.Tensor) -> bool:
+        p = logits.softmax(-1)
+        return bool(torch.equal(p.argsort(), logits.argsort()) and (p > 0).all()) and bool(
+            abs(p.sum() - 1) < 1e-6
+        )
+
+    holds = {"near logits": fine(near), "logits 150 apart, in float32": fine(far)}
+    return found(holds, far=str([round(p, 3) for p in far.softmax(-1).tolist()]))
+
+
+def plain_normalisation() -> Found:
+    """x / sum x, of positive numbers and of any."""
+    positive, mixed = np.array([1.0, 2.0, 3.0]), np.array([-1.0, 2.0, -3.0])
+    holds = {}
+    for name, x in {"positive numbers": positive, "numbers of both signs": mixed}.items():
+        p = x / x.sum()
+        holds[name] = bool((p > 0).all() and (np.argsort(p) == np.argsort(x)).all())
+    return found(holds, mixed=str([round(float(p), 2) for p in mixed / mixed.sum()]))
+
+
+def steps() -> Found:
+    """torch's layer beside projections, heads, SDPA, projection."""
+    module = layer().eval()
+    x = torch.randn(B, T, D)
+    with torch.no_grad():
+        out = module(x, x, x, need_weights=False)[0].numpy()
+    params, _ = convert.from_module(module)
+    away = apart(out, oracle.run(params, Semantics(), *[x.numpy()] * 3).output)
+    return found({"nn.MultiheadAttention": away < SAME}, apart=away)
+
+
+def grouped() -> Found:
+    """Fewer key and value heads, beside repeated ones."""
+    q, k, v = heads(n=N // 2)
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    away = apart(out.numpy(), F.scaled_dot_product_attention(q, k, v).numpy())
+    return found({"SDPA": away < SAME}, apart=away)
+
+
+def flash_where_available() -> Found:
+    """Which kernel SDPA picks on CPU: 1 is flash, 0 the plain one."""
+    q, k, v = heads()
+    same = torch._fused_sdp_choice(q, k, v)
+    wide = torch._fused_sdp_choice(*heads(VALUE))
+    return found({"H = h": same == 1, "H and h differ": wide == 1}, same=same, wide=wide)
+
+
+def sdpa_true() -> Found:
+    """A Boolean mask, beside fewer keys."""
+    q, k, v = heads()
+    keep = torch.arange(S) < 3
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[None])
+    away = apart(out.numpy(), definition(q, k[:, :, :3], v[:, :, :3]))
+    return found({"SDPA": away < SAME}, apart=away)
+
+
+def jax_is_opposite() -> Found:
+    """The same mask in jax.nn, and in torch's own module."""
+    q, k, v = (x.transpose(1, 2).numpy() for x in heads())
+    keep = np.arange(S) < 3
+    out = np.asarray(jax.nn.dot_product_attention(q, k, v, mask=keep[None, None, None]))
+    exact = definition(*(torch.tensor(x).transpose(1, 2) for x in (q, k[:, :3], v[:, :3])))
+    away = apart(out, np.moveaxis(exact, 1, 2))
+    return found({"jax.nn": away > SAME}, apart=away)
+
+
+def module_is_function() -> Found:
+    """The module beside torch.nn.functional.multi_head_attention_forward."""
+    module, x = layer(), torch.randn(B, T, D)
+
+    def function(**options: Any) -> torch.Tensor:
+        rows = x.transpose(0, 1)
+        out = F.multi_head_attention_forward(
+            rows,
+            rows,
+            rows,
+            D,
+            N,
+            module.in_proj_weight,
+            module.in_proj_bias,
+            bias_k=None,
+            bias_v=None,
+            add_zero_attn=False,
+            dropout_p=0.0,
+            out_proj_weight=module.out_proj.weight,
+            out_proj_bias=module.out_proj.bias,
+            training=False,
+            **options,
+        )
+        return out[0].transpose(0, 1)
+
+    blocked = torch.zeros(B, T, dtype=torch.bool)
+    blocked[0] = True
+    with torch.no_grad():
+        trained = torch.equal(module(x, x, x, need_weights=False)[0], function(need_weights=False))
+        module.eval()
+        away = apart(module(x, x, x)[0].numpy(), function().numpy())
+        masked = {"need_weights": False, "key_padding_mask": blocked}
+        fast, slow = module(x, x, x, **masked)[0][0], function(**masked)[0]
+    holds = {
+        "off the fast path": trained,
+        "on the fast path": away < SAME,
+        "on it, a row without keys": torch.equal(fast, slow),
+    }
+    answers = ["NaN" if out.isnan().all() else "the bias of the output" for out in (fast, slow)]
+    return found(holds, apart=away, fast=answers[0], slow=answers[1])
+
+
+def batch_is_second() -> Found:
+    """What the layer takes the axes for; the wrong order raises nothing."""
+    module, x = layer(batch_first=False).eval(), torch.randn(T, B, D)
+    other = layer().eval()
+    with torch.no_grad():
+        out = module(x, x, x)[0]
+        swapped = other(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)
+        wrong = other(x, x, x)[0]
+    holds = {"batch_first=True swaps": apart(swapped.numpy(), out.numpy()) < SAME}
+    return found(holds, wrong=apart(wrong.numpy(), out.numpy()))
+
+
+def returns_weights() -> Found:
+    """Second output beside the softmax, in eval and in training with dropout."""
+    module, x = layer(dropout=0.5).eval(), torch.randn(B, T, D)
+    params, semantics = convert.from_module(module)
+    exact = oracle.run(params, semantics, *[x.numpy()] * 3).probabilities
+    with torch.no_grad():
+        plain = module(x, x, x, average_attn_weights=False)[1].numpy()
+        dropped = module.train()(x, x, x, average_attn_weights=False)[1]
+    holds = {
+        "in eval": apart(plain, exact) < SAME,
+        "in training": apart(dropped.numpy(), exact) < SAME,
+    }
+    sums = dropped.sum(-1)
+    return found(holds, least=sums.min(), most=sums.max())
+
+
+def averaged() -> Found:
+    """The default, beside the mean over heads."""
+    module, x = layer().eval(), torch.randn(B, T, D)
+    with torch.no_grad():
+        mean, each = (module(x, x, x, average_attn_weights=a)[1] for a in (True, False))
+    away = apart(mean.numpy(), each.mean(1).numpy())
+    return found({"average_attn_weights=True": away < SAME}, shape=str(list(mean.shape)))
+
+
+def weights_are_default() -> Found:
+    """By the signature."""
+    default = inspect.signature(torch.nn.MultiheadAttention.forward).parameters["need_weights"]
+    return found({"need_weights": default.default is True}, default=str(default.default))
+
+
+def off_in_production() -> Found:
+    """Does leaving the weights out change nothing else?"""
+    module, x = layer(), torch.randn(B, T, D)
+    blocked = torch.zeros(B, T, dtype=torch.bool)
+    with torch.no_grad():
+        away = apart(*(module(x, x, x, need_weights=w)[0].numpy() for w in (False, True)))
+        blocked[0] = True
+        masked = {"key_padding_mask": blocked}
+        out = [module(x, x, x, need_weights=w, **masked)[0][0] for w in (True, False)]
+    holds = {
+        "every row has a key": away < SAME,
+        "a row without keys": bool(out[0].isnan().any() == out[1].isnan().any()),
+    }
+    answers = ["NaN" if o.isnan().all() else "the bias of the output" for o in out]
+    return found(holds, apart=away, on=answers[0], off=answers[1])
+
+
+def packed() -> Found:
+    """Which parameters are there."""
+    same, other = layer(), layer(kdim=S)
+    holds = {
+        "equal widths": same.in_proj_weight is not None and same.q_proj_weight is None,
+        "other widths": other.in_proj_weight is None and other.q_proj_weight is not None,
+    }
+    return found(holds, shape=str(list(same.in_proj_weight.shape)))
+
+
+def nested() -> Found:
+    """A nested tensor on the fast path, and off it."""
+    module = layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: nested tensors are a prototype
+        x = torch.nested.nested_tensor([torch.randn(n, D) for n in (T, S)])
+    outcomes = []
+    for training in (True, False):
+        module.train(training)
+        try:
+            with torch.no_grad():
+                module(x, x, x, need_weights=False)
+            outcomes.append("")
+        except AssertionError as error:
+            outcomes.append(type(error).__name__)
+    holds = {"refused off it": bool(outcomes[0]), "taken on it": not outcomes[1]}
+    return found(holds, error=outcomes[0])
+
+
+def lengths_names() -> Found:
+    """Names of lengths in torch's own code."""
+    source = inspect.getsource(F.multi_head_attention_forward)
+    holds = {
+        "tgt_len and src_len": "tgt_len" in source and "src_len" in source,
+        "by the longer names": "tgt_seq_len" in source,
+    }
+    return found(holds, names=source.count("tgt_len") + source.count("src_len"))
+
+
+def spelling() -> Found:
+    """Names in torch.nn."""
+    holds = {
+        "torch.nn.MultiHeadAttention": hasattr(torch.nn, "MultiHeadAttention"),
+    }
+    return found(holds, there=torch.nn.MultiheadAttention.__name__)

@@ -1,0 +1,73 @@
+"""What was found, in words; every number from results.json."""
+
+import re
+from collections import Counter
+from typing import Any
+
+from experiments.benchmarks import report
+from experiments.claims import elsewhere
+from experiments.claims.claims import CLAIMS, DOCUMENTS, Claim
+from experiments.claims.found import Found, verdict
+
+QUESTION = "Which claims of the three documents that this project grew from are true?"
+COMMAND = "python -m experiments.claims --write"
+NAME = re.compile(r"\w+[._]\w")  # of code, at the start of a sentence
+SHORTER = re.compile(r"(\d)e\+?(-?)0*(\d)")  # 2e-07 as 2e-7
+
+
+def conclusion(found: dict[str, Any]) -> str:
+    """One sentence."""
+    counts = Counter(row[1] for rows in tables(found).values() for row in rows)
+    return (
+        f"Of {counts.total()} claims {counts['true']} are true, "
+        f"{counts['true with a condition']} with a condition, and {counts['false']} are false."
+    )
+
+
+def text(found: dict[str, Any]) -> str:
+    """The page, in Markdown."""
+    parts = "\n\n".join(
+        f"## {title}\n\n{report.table(['claim', 'verdict', 'evidence'], rows)}"
+        for title, rows in tables(found).items()
+    )
+    return f"""Every claim has a check that runs: a few lines that return numbers, and whether the
+claim holds, under one condition or several. True is what holds under all of them, false what holds
+under none. Differences are relative to the length of the output; those below 1e-5 are rounding.
+
+{parts}
+"""
+
+
+def tables(found: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """Title -> rows of claim, verdict, evidence."""
+    return {
+        DOCUMENTS[name]: [
+            [claim.text, verdict(check["holds"]), sentence(claim, check)]
+            for claim in CLAIMS[name]
+            for check in [checks.get(claim.check) or referred(claim)]
+        ]
+        for name, checks in found["documents"].items()
+    }
+
+
+def referred(claim: Claim) -> dict[str, Any]:
+    """What another experiment found."""
+    check: Found = getattr(elsewhere, claim.check)()
+    return check._asdict()
+
+
+def sentence(claim: Claim, check: dict[str, Any]) -> str:
+    """The evidence, and under which conditions the claim holds."""
+    evidence: str = SHORTER.sub(r"\1e\2\3", claim.evidence.format(**check["numbers"]))
+    evidence = evidence.replace("0e0", "0")
+    evidence += "."
+    if not NAME.match(evidence):
+        evidence = evidence[0].upper() + evidence[1:]
+    holds = check["holds"]
+    if len(set(holds.values())) == 1:
+        return evidence
+    fine, wrong = (
+        ", ".join(f"*{condition}*" for condition, value in holds.items() if value == wanted)
+        for wanted in (True, False)
+    )
+    return f"True for {fine}; not for {wrong}. {evidence}"

@@ -1,0 +1,172 @@
+"""What was found, in words; every number from results.json."""
+
+from typing import Any
+
+from experiments.benchmarks.report import table
+
+QUESTION = "How far from float64 are attention layers, and where do they break?"
+COMMAND = "python -m experiments.numerics --write"
+SHORT = {"not run": "–", "not finite": "∞"}
+# Within this many rounding floors of half precision, all that rounds is the output.
+FINE = 1.5
+
+
+def conclusion(found: dict[str, Any]) -> str:
+    """Two or three sentences."""
+    rows = found["implementations"]
+    single = [e for row in rows.values() for e in finite(row["lengths"]["float32"])]
+    rounds = [name for name in rows if worst(rows[name]) <= FINE]
+    most = max(rows, key=lambda name: worst(rows[name]))
+    overflow = [name for name, row in rows.items() if not isinstance(row["largest"], str)]
+    return (
+        f"In float32 no further than {max(single):.0f} rounding floors, at any length, whoever "
+        f"computes. In half precision {len(rounds)} of {len(rows)} ways round little but the output, "
+        f"the others up to {worst(rows[most]):.0f} floors ({most}); {len(overflow)} overflow in "
+        f"float16, and a row without keys is {spoken(answers(rows, 'blocked', 'float32'))}."
+    )
+
+
+def text(found: dict[str, Any]) -> str:
+    """The page, in Markdown."""
+    rows, settings = found["implementations"], found["settings"]
+    return f"""![Error over length, logits of standard deviation 1; the line at 1 is an output that \
+was computed exactly and then rounded.](lengths.svg)
+
+In float32 the ways differ little, and length costs nothing. In half precision they fall into two
+kinds: those that keep logits and probabilities in float32 until the output is rounded, and those
+that store them in the dtype of the inputs.
+
+{errors(rows, "lengths", settings["lengths"], "S")}
+
+## Larger logits
+
+![Error over the size of logits, S = {settings["S"]}: what is stored in half precision is stored \
+with an error that grows with it, and the softmax takes it to the power of e.](scales.svg)
+
+If it is stored, a logit of 1000 has an error of up to {1000 * 2**-9:.0f} in bfloat16 and
+{1000 * 2**-12:.2g} in float16. Where the softmax is one-hot errors shrink again, below 1 too: the output is one of the
+values, which need no rounding.
+
+{errors(rows, "scales", settings["scales"], "x")}
+
+## Where they break
+
+{breaks(rows)}
+
+*float64*: error relative to the largest value, S = {settings["S"]}. *largest float16 logit*: of
+those that are powers of two times the root of H; float16 ends at 65504. *row without keys*: a
+Boolean mask keeps all keys out (float32, bfloat16, float16, where they differ). *logits below the
+mask*: logits of the keys that are left are {-(2.0**13) * settings["H"] ** 0.5:.0f} in float16 and
+{-(2.0**29) * settings["H"] ** 0.5:.1e} else, masked ones are 0 before they are masked: are masked
+keys still left out? *NaN in padding*: what it becomes in rows that may not attend it. *not under
+jit*: dtypes that XLA refuses to compile it for on a CPU; it ran operation by operation.
+
+Some take additive masks. If one keeps out all keys, the constant decides; `unmasked` is attention
+as if there were no mask:
+
+{constants(rows)}
+
+A constant that is added to a whole row cancels in the softmax. What is left of the row is how the
+constant rounds: where it swallows the logits all keys weigh the same, else nothing is masked.
+
+## How it was done
+
+Projections are permutations of features, times a power of two for queries, so that they are exact
+in every dtype and only attention rounds. Every way gets the same self-attention (B=1,
+N={settings["N"]}, H={settings["H"]}), and its first {settings["T"]} rows are compared with float64;
+{settings["seeds"]} seeds, one for the longest. The unit is the RMS error that rounding the exact
+output to the dtype makes. torch's native path computes all rows and is left out where that takes
+too long.
+"""
+
+
+def finite(errors: list[Any]) -> list[float]:
+    """Those that are numbers."""
+    return [error for error in errors if not isinstance(error, str)]
+
+
+def worst(row: dict[str, Any]) -> float:
+    """Largest error over length in half precision."""
+    return max(max(finite(row["lengths"][dtype])) for dtype in ("bfloat16", "float16"))
+
+
+def answers(rows: dict[str, Any], kind: str, dtype: str) -> list[str]:
+    """Different answers, the most frequent first."""
+    given = [row[kind][dtype] for row in rows.values()]
+    return sorted(set(given), key=lambda answer: (-given.count(answer), answer))
+
+
+def spoken(words: list[str]) -> str:
+    """a, b or c, for readers.
+
+    >>> spoken(["zero", "mean", "NaN"])
+    'zero, the mean of all values or NaN'
+    """
+    named = [{"mean": "the mean of all values"}.get(word, word) for word in words]
+    return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
+
+
+def number(error: Any) -> str:
+    """Two digits, or a sign for what is not a number."""
+    return SHORT.get(error, error) if isinstance(error, str) else f"{error:.2g}"
+
+
+def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> str:
+    """Errors of each dtype at both ends and in between."""
+    dtypes = list(next(iter(rows.values()))[kind])
+    ends = [0, len(xs) // 2, len(xs) - 1]
+    head = ["implementation", *(f"{dtype} {letter}{xs[i]}" for dtype in dtypes for i in ends)]
+    body = [
+        [name, *(number(row[kind][dtype][i]) for dtype in dtypes for i in ends)]
+        for name, row in rows.items()
+    ]
+    return table(head, body)
+
+
+def breaks(rows: dict[str, Any]) -> str:
+    """One line per implementation."""
+    head = [
+        "implementation", "float64", "largest float16 logit", "row without keys",
+        "logits below the mask", "NaN in padding becomes", "not under jit",
+    ]  # fmt: skip
+    body = []
+    for name, row in rows.items():
+        precise, largest = row["float64"], row["largest"]
+        body.append(
+            [
+                name,
+                precise if isinstance(precise, str) else f"{precise:.0e}",
+                largest if isinstance(largest, str) else f"{largest:.0f}",
+                each(row["blocked"]),
+                each(row["below"]),
+                row["padding"],
+                ", ".join(row["uncompiled"]),
+            ]
+        )
+    return table(head, body)
+
+
+def each(by_dtype: dict[str, str]) -> str:
+    """The most frequent answer, and dtypes that have another.
+
+    >>> each({"float32": "a", "bfloat16": "a", "float16": "b"})
+    'a (float16: b)'
+    """
+    given = list(by_dtype.values())
+    most = max(given, key=given.count)
+    others = [f"{dtype}: {answer}" for dtype, answer in by_dtype.items() if answer != most]
+    return f"{most} ({', '.join(others)})" if others else most
+
+
+def constants(rows: dict[str, Any]) -> str:
+    """One line per implementation and dtype that takes additive masks."""
+    taken = {name: row["constants"] for name, row in rows.items() if row["constants"]["float32"]}
+    kinds = list(next(iter(taken.values()))["float32"])
+    same: dict[tuple[str, ...], list[str]] = {}
+    for name, by_dtype in taken.items():
+        for dtype in by_dtype:
+            same.setdefault((dtype, *(by_dtype[dtype][kind] for kind in kinds)), []).append(name)
+    order = list(next(iter(taken.values())))
+    lines = [[*key[:1], ", ".join(names), *key[1:]] for key, names in same.items()]
+    lines.sort(key=lambda line: order.index(line[0]))
+    return table(["dtype", "implementation", *kinds], lines)

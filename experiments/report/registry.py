@@ -1,0 +1,84 @@
+"""The experiments that the page shows, in its order, and what is known of each."""
+
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import records
+
+HERE = Path(__file__).parents[1]
+
+
+class Experiment(NamedTuple):
+    """Attributes:
+    name: of its folder in experiments/, and of its anchor on the page.
+    seconds: that it takes about, if the page may run it again; None: its stored results are shown.
+    result: path of its results in experiments/, if not `<name>/results.json`.
+    module: that has its page, if not `experiments.<name>.page`; its folder is another's.
+    """
+
+    name: str
+    seconds: float | None = None
+    result: str = ""
+    module: str = ""
+
+    @property
+    def results(self) -> Path:
+        """The file of its results."""
+        return HERE / (self.result or f"{self.name}/results.json")
+
+    @property
+    def folder(self) -> Path:
+        """Where its page looks for figures."""
+        return Path(str(self.page.__file__)).parent
+
+    @property
+    def page(self) -> Any:
+        """The module with QUESTION, COMMAND, conclusion and text."""
+        return importlib.import_module(self.module or f"experiments.{self.name}.page")
+
+
+GROUPS: dict[str, tuple[Experiment, ...]] = {
+    "The questions this project grew from": (
+        Experiment("attribution", 60),
+        Experiment("heads", 120),
+        Experiment("dataflow", 60),
+        Experiment("claims", 40),
+    ),
+    "Weights and masks": (
+        Experiment("initialisation", 60),
+        Experiment("numerics", 120),
+        Experiment("pictures", 20),
+        Experiment("real_weights"),
+        Experiment("encoders"),
+        Experiment("fuzz", result="results/fuzz.json"),
+    ),
+    "Speed": (
+        Experiment("benchmarks", result="benchmarks/results/quick.json"),
+        Experiment(
+            "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
+        ),
+        Experiment("train"),
+        Experiment("throughput", result="results/throughput.json"),
+    ),
+    "Scale": (Experiment("scaling"),),
+}
+GROUPS = {
+    title: tuple(e for e in group if e.module or (HERE / e.name / "page.py").is_file())
+    for title, group in GROUPS.items()
+}  # until all of them are there
+EXPERIMENTS = tuple(experiment for group in GROUPS.values() for experiment in group)
+
+
+def found(experiment: Experiment) -> dict[str, Any] | None:
+    """Its stored results."""
+    if not experiment.results.is_file():
+        return None
+    return records.load(experiment.results)
+
+
+def stale(experiment: Experiment) -> str | None:
+    """Why it has to run again before the page is made, or None."""
+    if experiment.seconds is None:
+        return None
+    return records.stale(experiment.results)

@@ -1,0 +1,306 @@
+"""The page of all experiments: made from results alone, whole in one file, and seen by a browser."""
+
+import doctest
+import json
+import re
+import shutil
+import subprocess
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+from rich.console import Console
+
+from experiments import figures, records
+from experiments.report import __main__ as command
+from experiments.report import build, markup, refresh, registry
+from experiments.report.registry import EXPERIMENTS, Experiment
+
+FILE = Path(str(records.__file__))
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+# What a browser is asked: errors, boxes of figures, anchors that lead nowhere, widths, colours.
+LISTEN = """<script>
+var errors = [];
+addEventListener("error", e => errors.push(String(e.message || e.target.outerHTML)), true);
+</script>"""
+PROBE = """<script>
+addEventListener("load", () => {
+  const size = box => Math.min(box.width, box.height);
+  const drawn = e => e.tagName == "IMG" ? e.naturalWidth : size(e.getBBox());
+  const figures = [...document.querySelectorAll("figure svg[role], figure img")].map(e =>
+    [e.getAttribute("aria-label") || e.alt, size(e.getBoundingClientRect()), drawn(e)]);
+  const lost = [...document.querySelectorAll("a[href^='#']")].map(e => e.hash.slice(1))
+    .filter(id => !document.getElementById(id));
+  const style = getComputedStyle(document.body);
+  const found = {errors, figures, lost, width: innerWidth, needs: document.body.scrollWidth,
+    paper: style.backgroundColor, ink: style.color};
+  document.body.innerHTML = "<pre id=found></pre>";
+  document.getElementById("found").textContent = JSON.stringify(found);
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return build.page()
+
+
+def test_committed_pages_are_what_the_results_make() -> None:
+    for path, text in build.files().items():
+        assert path.read_text() == text, f"{path}: python -m experiments.report --keep"
+
+
+def test_every_experiment_has_a_row_and_a_page() -> None:
+    programs = {path.parent.name for path in registry.HERE.glob("*/__main__.py")}
+    assert programs - {"report"} <= {experiment.name for experiment in EXPERIMENTS}
+    table = build.table()
+    for experiment in EXPERIMENTS:
+        assert experiment.page.QUESTION.endswith("?")
+        assert table.count(f"| `{experiment.page.COMMAND}` |") == 1
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.name)
+def test_results_say_what_made_them(experiment: Experiment) -> None:
+    found = registry.found(experiment)
+    if found is None:
+        assert "none yet" in build.row(experiment)
+        return
+    assert re.match(r"\d{4}-\d\d-\d\d · .*python \d", build.origin(found))
+    assert found["versions"]["jax"]
+    assert found["machine"]
+    if experiment.seconds is not None:
+        assert found["command"] == experiment.page.COMMAND
+        assert found["sources"]
+        assert "seed" in found
+
+
+def test_the_page_is_one_file(page: str) -> None:
+    """Ids are unique, links lead to some of them, and nothing is loaded."""
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids)) > 10
+    targets = re.findall(r'(?:href|src)="([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page)
+    inside = {target[1:] for target in targets if target.startswith("#")}
+    assert inside <= set(ids)
+    assert all(target.startswith(("#", "data:", "https:")) for target in targets)
+    assert not re.search(r"<(script|link|iframe)|@import|src=.https?:", page)
+    for experiment in EXPERIMENTS:
+        assert f'<h2 id="{experiment.name}">' in page
+
+
+def made(tmp_path: Path, name: str) -> Path:
+    with figures.style():
+        figure, axes = plt.subplots(figsize=(3, 2))
+        axes.plot([0, 1], [1, 0], label=name)
+        axes.legend()
+    figures.save(figure, tmp_path / f"{name}.svg", about=f"of {name}")
+    return tmp_path / f"{name}.svg"
+
+
+def test_figures_become_part_of_the_page(tmp_path: Path) -> None:
+    text = 'Why.\n\n![What "it" is](a.svg)\n\n![b](a.svg)\n\n## So & so\n\n| a |\n|---|\n| 1 |\n'
+    made(tmp_path, "a")
+    html = markup.body(text, tmp_path, "one", {"one"})
+    other = markup.body(text, tmp_path, "two", {"one"})
+    assert html.count("<svg") == html.count("<figure>") == 2
+    assert not re.search(r"prefers-color-scheme|<style|<\?xml", html)
+    assert 'aria-label="What &quot;it&quot; is"' in html
+    assert "currentColor" in html
+    assert '<h3 id="one-so-so">So &amp; so</h3>' in html
+    assert '<div class="table"><table>' in html
+    ids = [set(re.findall(r'\bid="([^"]*)"', h)) for h in (html, other)]
+    assert len(ids[0]) > 10
+    assert not ids[0] & ids[1]
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]*)', html))
+    assert len(used) > 2
+    assert used <= ids[0]
+
+
+def test_links_stay_on_the_page(tmp_path: Path) -> None:
+    text = "[a](../heads/) [b](results.json) [c](https://x.org)"
+    html = markup.body(text, tmp_path, "one", {"heads"})
+    assert html == '<p><a href="#heads">a</a> b <a href="https://x.org">c</a></p>'
+
+
+ABOUT = {"date": "2026-01-02", "versions": {"python": "3"}}
+READER = {"seconds": 1800, "executions": 12345, "coverage": 67, "findings": 0}
+NOT_RUN_YET = {
+    "fuzz": (
+        {"about": ABOUT, "readers": {"npz": READER, "torch": READER}},
+        "No: 24,690 inputs in 1.0 hours, 2 readers.",
+        "| npz | 12,345 | 67 | 0 |",
+    ),
+    "throughput": (
+        {
+            "about": ABOUT,
+            "bytes": 2**31,
+            "seconds": {"copy": [1.0, 3.0, 2.0], "migrate": [2.5]},
+            "throughput_of_copy": 0.8,
+            "peak_mib": 99,
+            "largest_tensor_mib": 48,
+        },
+        "At 0.80 of the rate of a copy, with at most 99 MiB above what the process held",
+        "| copy | 2.00 | 1074 |",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_RUN_YET)
+def test_pages_that_wait_for_results(name: str) -> None:
+    found, conclusion, line = NOT_RUN_YET[name]
+    (experiment,) = (e for e in EXPERIMENTS if e.name == name)
+    text = build.readme(experiment, found)
+    assert f"**{conclusion}" in text
+    assert line in text
+    assert text.endswith("· 2026-01-02 · python 3\n")
+
+
+def test_a_conclusion_stands_once() -> None:
+    shown = SimpleNamespace(
+        QUESTION="Why?",
+        COMMAND="c",
+        conclusion=lambda found: "So",
+        text=lambda found: "So.\n\nHow.",
+    )
+    text = build.readme(of("why", shown), ABOUT)
+    assert text == "# Why?\n\n**So.**\n\nHow.\n\n---\n\n`c` · 2026-01-02 · python 3\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.found"]
+)
+def test_examples(name: str) -> None:
+    result = doctest.testmod(import_module(f"experiments.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def of(name: str, page: Any) -> Experiment:
+    """An experiment whose page is not a module."""
+
+    class Given(Experiment):
+        @property
+        def page(self) -> Any:
+            return page
+
+    return Given(name, seconds=1)
+
+
+def test_what_fails_is_told_and_the_rest_runs() -> None:
+    fine = SimpleNamespace(COMMAND="python -c 'print(1)'")
+    wrong = SimpleNamespace(COMMAND="python -c 'raise SystemExit(\"no luck\")'")
+    console = Console(quiet=True)
+    failed = refresh.remake([of("a", wrong), of("b", fine)], console)
+    assert failed == {"a": "no luck"}
+
+
+def test_changed_sources_make_results_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        records, "sources", lambda: {"experiments/records.py": records.digest(FILE)}
+    )
+    path = tmp_path / "results.json"
+    assert records.stale(path) == "there is none"
+    records.save(path, {"n": 1}, command="c", seed=0, workers={"experiments/gone.py": "0"})
+    assert records.stale(path) == "experiments/gone.py changed"
+    records.save(path, {"n": 1}, command="c")
+    assert records.stale(path) is None
+
+
+def test_words_do_not_make_results_stale() -> None:
+    """Pages are loaded here, and are no sources of results."""
+    assert EXPERIMENTS[0].page
+    loaded = records.sources()
+    assert "experiments/report/build.py" in loaded
+    assert not [name for name in loaded if name.endswith("/page.py")]
+
+
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(registry, "stale", lambda experiment: None)
+    monkeypatch.setattr(build, "files", dict)  # which writes nothing either
+    assert command.main(["--check"]) == 0
+    assert capsys.readouterr().out == "nothing is stale\n"
+    monkeypatch.setattr(registry, "stale", lambda experiment: "other")
+    assert command.main(["--check"]) == 1
+    assert f"{EXPERIMENTS[0].name}: other" in capsys.readouterr().out
+    assert command.main(["--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in listed] == [experiment.name for experiment in EXPERIMENTS]
+    assert listed[0]["stale"] == "other"
+    for wrong in (["--remake", "nothing"], ["--keep", "--remake", "all"]):
+        with pytest.raises(SystemExit) as exit:
+            command.main(wrong)
+        assert exit.value.code == 2
+    assert command.main(["--keep", "--output", str(tmp_path / "new" / "page.html")]) == 0
+    assert "<h1>" in (tmp_path / "new" / "page.html").read_text()
+
+
+def seen(html: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What a browser says of a page, and what it writes on its console."""
+    path = folder / "page.html"
+    path.write_text(html.replace("<head>", f"<head>{LISTEN}").replace("</body>", f"{PROBE}</body>"))
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+            *(f"--user-data-dir={folder / 'profile'}", *options, "--dump-dom", path.as_uri()),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert text is not None, done.stderr
+    found: dict[str, Any] = json.loads(
+        text[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    )
+    found["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return found
+
+
+needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("width", "options"), [(1400, ()), (400, ("--blink-settings=preferredColorScheme=0",))]
+)
+def test_a_browser_shows_everything(
+    page: str, tmp_path: Path, width: int, options: tuple[str, ...]
+) -> None:
+    found = seen(page, tmp_path, f"--window-size={width},900", *options)
+    assert found["errors"] == found["console"] == found["lost"] == []
+    assert len(found["figures"]) == page.count("<figure>") > 4
+    assert all(box > 50 and drawn > 50 for _, box, drawn in found["figures"]), found["figures"]
+    assert found["width"] == max(width, 500)  # no window is narrower
+    assert found["needs"] <= found["width"]  # wide tables and figures scroll in their own boxes
+    dark = bool(options)
+    assert (brightness(found["paper"]) < 0.2) == dark
+    assert abs(brightness(found["paper"]) - brightness(found["ink"])) > 0.6
+
+
+def brightness(colour: str) -> float:
+    """Of `rgb(r, g, b)`, from 0 to 1."""
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 / 255
+
+
+@needs_browser
+def test_a_browser_notices_what_is_wrong(tmp_path: Path) -> None:
+    html = """<!doctype html><html><head></head><body><a href="#no">no</a>
+<figure><img alt="no" src="data:image/png;base64,AAAA"></figure>
+<figure><svg role="img" aria-label="empty"></svg></figure>
+<div style="width:3000px">wide</div>
+<script>console.error("said"); throw Error("thrown")</script></body></html>"""
+    found = seen(html, tmp_path, "--window-size=800,600")
+    assert "Uncaught Error: thrown" in found["errors"]
+    assert any("said" in line for line in found["console"])
+    assert found["lost"] == ["no"]
+    assert [drawn for *_, drawn in found["figures"]] == [0, 0]
+    assert found["needs"] > found["width"]
