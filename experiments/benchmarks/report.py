@@ -9,6 +9,7 @@ from typing import Any
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.peers import OURS, PEERS
 from experiments.benchmarks.statistics import Entry
+from experiments.tables import markdown
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
@@ -194,12 +195,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     |---|---|
     | 1 | 2 |
     """
-    if not rows:
-        return ""
-    lines = [head, ["---"] * len(head), *rows]
-    texts = ["| " + " | ".join(line) + " |" for line in lines]
-    texts[1] = "|" + "---|" * len(head)
-    return "\n".join(texts)
+    return markdown([head, *rows]) if rows else ""
 
 
 def readme_part(results: dict[str, Any], page: str, figure: str) -> str:

@@ -58,15 +58,12 @@ GROUPS: dict[str, tuple[Experiment, ...]] = {
         Experiment(
             "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
         ),
+        Experiment("cuts"),
         Experiment("train"),
         Experiment("throughput", result="results/throughput.json"),
     ),
     "Scale": (Experiment("scaling"),),
 }
-GROUPS = {
-    title: tuple(e for e in group if e.module or (HERE / e.name / "page.py").is_file())
-    for title, group in GROUPS.items()
-}  # until all of them are there
 EXPERIMENTS = tuple(experiment for group in GROUPS.values() for experiment in group)
 
 
