@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments import figures
+from jaxmha.converters.svg import INK
 
 ALIKE = 0.15  # errors that differ by no more than this are drawn as one line
 COLOURS = ("C3", "C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
@@ -69,7 +70,7 @@ def curves(found: dict[str, Any], kind: str, path: Path) -> None:
             panel.xaxis.set_minor_locator(NullLocator())
             panel.xaxis.set_major_formatter(FuncFormatter(short))
             panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            panel.axhline(1, color=figures.INK, linewidth=0.6)
+            panel.axhline(1, color=INK, linewidth=0.6)
             panel.grid(axis="y")
         panels[0].set_ylabel("error, rounding floors of the output")
         handles, labels = panels[0].get_legend_handles_labels()
