@@ -41,6 +41,7 @@ class Contents:
     names: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] = _nothing
+    files: tuple[Path, ...] = ()  # beside the one that was opened
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
     stream: Callable[[str], Iterator[memoryview]] | None = None
 

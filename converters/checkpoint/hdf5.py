@@ -70,7 +70,11 @@ def read(source: Source, limits: Limits) -> Contents:
         info = walk.budget.info[name]
         with damage(source.path, "HDF5", _AGAIN, name):
             data = np.asarray(file[name][()])
-        return data.view(BFLOAT16) if info.dtype == BFLOAT16 else data.astype(info.dtype, "C")
+        return (
+            data.view(BFLOAT16)
+            if info.dtype == BFLOAT16
+            else data.astype(info.dtype, "C", copy=False)
+        )
 
     try:
         every = text_attribute(source, root, _DIGEST, "/")

@@ -66,7 +66,7 @@ class Checkpoint(Lazy):
     """The tensors of one checkpoint. Indexing reads one tensor into a fresh, writable array.
 
     Attributes:
-        path: the file or folder.
+        path: the file or folder. files: that, and the shards of an index.
         format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax" or "sharded".
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings of a safetensors file; empty elsewhere.
@@ -79,6 +79,7 @@ class Checkpoint(Lazy):
     ) -> None:
         super().__init__(contents.info, contents.load)
         self.path: Path = source.path
+        self.files: tuple[Path, ...] = (source.path, *contents.files)
         self.format = format
         self.digests: Mapping[str, str] = MappingProxyType(dict(contents.digests))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))

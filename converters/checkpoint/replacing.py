@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +28,7 @@ def replace(
     verify: Callable[[Path], None],
     *,
     force: bool,
-    source: str | os.PathLike[str] | None = None,
+    sources: Sequence[Path] = (),
     mode: int | None = None,
     large: bool = False,
 ) -> None:
@@ -39,7 +39,7 @@ def replace(
         emit: writes the content.
         verify: raises unless the file at the given path is right.
         force: replace what is there.
-        source: a file that must not be replaced.
+        sources: files and folders that nothing may be put onto or into.
         mode: permissions of a new file; None: as the umask says.
         large: let the disk write while `emit` and `verify` compute.
 
@@ -47,7 +47,7 @@ def replace(
         DestinationExists, WriteFailed, and whatever emit and verify raise.
     """
     with typed(target):
-        old = check_target(target, force, source)
+        old = check_target(target, force, sources)
         target = Path(os.path.realpath(target))  # a link typed by the user stays a link
         for _ in stale(target):
             pass
@@ -196,8 +196,16 @@ def is_placed(path: Path, target: Path) -> bool:
         return not os.path.lexists(path)
 
 
+def is_same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file or folder that is there."""
+    try:
+        return os.path.samefile(path, other)
+    except FileNotFoundError:
+        return False
+
+
 def check_target(
-    target: Path, force: bool, source: str | os.PathLike[str] | None, folder: bool = False
+    target: Path, force: bool, sources: Sequence[Path], folder: bool = False
 ) -> int | None:
     """The mode of the file, or folder, to replace; None where there is none.
 
@@ -205,18 +213,26 @@ def check_target(
         DestinationExists, WriteFailed.
     """
     try:
-        status = os.stat(target)
+        place = Path(os.path.realpath(target))
+        status = None if not os.path.lexists(target) else os.stat(target)
     except FileNotFoundError:
-        if target.is_symlink():
-            raise DestinationExists(target, "is a dangling link", "remove it first") from None
-        return None
+        raise DestinationExists(target, "is a dangling link", "remove it first") from None
     except ValueError as e:
         raise WriteFailed(target, f"is not a path ({e})", "choose another name") from e
+    for source in sources:
+        read = Path(os.path.realpath(source))
+        for found, what in (
+            (place == read or is_same(target, source), "is the file being read"),
+            (folder and place in read.parents, "holds the file being read"),
+            (read in place.parents, "is inside the folder being read"),
+        ):
+            if found:
+                raise DestinationExists(target, what, "choose another name")
+    if status is None:
+        return None
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
         what = "is there and not a folder" if folder else "is there and not a regular file"
         raise DestinationExists(target, what, "choose another name")
-    if source is not None and os.path.exists(source) and os.path.samefile(source, target):
-        raise DestinationExists(target, "is the file being read", "choose another name")
     if not force:
         raise DestinationExists(target, "is already there", "choose another name, or force it")
     return stat.S_IMODE(status.st_mode)

@@ -152,6 +152,24 @@ def test_the_source_is_never_replaced(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_folder_that_is_read_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "m.orbax"
+    checkpoint.write(folder, TENSORS)
+    inside = folder / "new.npz"
+    before = sorted(folder.rglob("*"))
+    with checkpoint.open(folder) as file:
+        with pytest.raises(checkpoint.DestinationExists, match="inside the folder"):
+            checkpoint.write(inside, file)
+        assert sorted(folder.rglob("*")) == before
+    np.savez(inside, w=np.ones(2))
+    with (
+        checkpoint.open(inside) as file,
+        pytest.raises(checkpoint.DestinationExists, match="holds the file being read"),
+    ):
+        checkpoint.write(folder, file, force=True)
+    assert sorted(folder.rglob("*")) == sorted([*before, inside])
+
+
 def test_links_typed_by_the_user_stay_links(tmp_path: Path) -> None:
     real, link = tmp_path / "real.npz", tmp_path / "link.npz"
     checkpoint.write(real, {"w": np.zeros(2)})

@@ -168,6 +168,24 @@ def test_what_makes_no_sense_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "b.npz", "c.toml", "none/r.json"])
+def test_texts_never_replace_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """The source, the destination, what is there, what cannot be: found out before the work."""
+    checkpoint.write(tmp_path / "a.safetensors", model())
+    (tmp_path / "c.toml").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    place, force = tmp_path / name, ["--force"] * name.startswith(("a", "b"))
+    done = cli(tmp_path / "a.safetensors", tmp_path / "b.npz", "--report", place, *force)
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    if not name.startswith("b"):
+        arguments = ["plan", tmp_path / "a.safetensors", "--to", "flax", "--num-heads", N, *force]
+        done = CliRunner().invoke(app, [*map(str, arguments), "--output", str(place)])
+        assert done.exit_code == 2
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_what_a_cast_lost_is_reported(source: Path, tmp_path: Path) -> None:
     state = model()
     state["mystery.weight"][...] = 1e-9

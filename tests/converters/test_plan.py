@@ -262,9 +262,6 @@ def test_plan_prints_every_tensor_and_writes_the_file(source: Path, tmp_path: Pa
 def test_nothing_is_loaded_to_plan() -> None:
     """Shapes are enough: terabytes are planned in no time."""
 
-    class Huge:
-        shape, dtype = (2**20, 2**20), np.dtype(np.float32)
-
     class File(dict[str, Any]):
         metadata: dict[str, str] = {}  # noqa: RUF012
         names: dict[str, str] = {}  # noqa: RUF012
@@ -280,8 +277,9 @@ def test_nothing_is_loaded_to_plan() -> None:
         "in_proj_weight": (3 * 2**20, 2**20),
         "out_proj.weight": (2**20, 2**20),
     }
-    file: Any = File({f"a.{key}": type("T", (Huge,), {"shape": x})() for key, x in shapes.items()})
-    file["proj.weight"] = Huge()
+    shapes = {f"a.{key}": shape for key, shape in shapes.items()} | {"proj.weight": (2**20, 2**20)}
+    single = np.dtype(np.float32)
+    file: Any = File({name: checkpoint.TensorInfo(shape, single) for name, shape in shapes.items()})
     found = resolve(make(file, named("flax"), num_heads=N - 2), file)
     assert found.made["a/query/kernel"].info.shape == (2**20, 4, 2**18)
     assert found.made["proj/kernel"].info.nbytes == 2**42
