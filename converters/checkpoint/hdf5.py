@@ -106,12 +106,13 @@ def write(file: BinaryIO, plan: Plan) -> None:
                 dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
             # The place of the data is known, so that blocks go there without a copy in HDF5.
             at = dataset.id.get_offset()
-            for block in plan.blocks(name):
-                if at is not None:
-                    file.seek(at)
-                    at += file.write(block.data)
-                elif info.nbytes:  # a scalar, which h5py gives no place in advance
-                    dataset[()] = block.view(kind)[0]
+            if at is not None:
+                file.seek(at)
+                file.writelines(plan.pieces(name))
+            else:  # a scalar, which h5py gives no place in advance, or nothing
+                for block in plan.blocks(name):
+                    if info.nbytes:
+                        dataset[()] = block.view(kind)[0]
             if info.dtype == BFLOAT16:
                 dataset.attrs["dtype"] = "bfloat16"
             if plan.keep_digests:
