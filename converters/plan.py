@@ -343,6 +343,8 @@ def _beside(
     if move.kind == "other":
         if len(move.tensors) != 1:
             raise ValueError(f"a module of kind other has one tensor, got {len(move.tensors)}")
+        if move.tensors != (move.source,):
+            raise ValueError(f"`from` must be the name of its tensor, {move.tensors[0]!r}")
         return {move.target: moves.other(parts, file.info, move.tensors[0])}
     if convention is None:
         raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")

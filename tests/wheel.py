@@ -51,7 +51,8 @@ for name in ("torch", "keras", "tensorflow", "flax", "orbax", "safetensors"):
 formats = set()
 for path in map(Path, sys.argv[1:]):
     with checkpoint.open(path) as file:
-        assert file["w"].tolist() == [[0, 1, 2], [3, 4, 5]], path
+        (name,) = file
+        assert file[name].tolist() == [[0, 1, 2], [3, 4, 5]], path
         formats.add(file.format)
 assert formats == {format.name for format in checkpoint.FORMATS}, formats
 for suffix in checkpoint.suffixes():
@@ -76,20 +77,14 @@ def main() -> None:
         constraints = str(ROOT / ".ci" / "constraints.txt")
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
         subprocess.run([*pip, "-c", constraints, str(wheel)], check=True)
-        subprocess.run([python, "-c", SMOKE], check=True, cwd=folder)
+        subprocess.run([python, "-I", "-c", SMOKE], check=True, cwd=folder)
         extras, *packages = FOR_FILES
         subprocess.run([*pip, "-c", constraints, f"{wheel}{extras}", *packages], check=True)
         sound = sound_files(Path(folder))
-        subprocess.run([python, "-c", FILES, *map(str, sound)], check=True, cwd=folder)
-        command = [
-            str(home / "bin" / "jaxmha"),
-            "convert",
-            "a.safetensors",
-            "b.npz",
-            "--to",
-            "flax",
-        ]
-        subprocess.run([*command, "--num-heads", "2"], check=True, cwd=folder)
+        subprocess.run([python, "-I", "-c", FILES, *map(str, sound)], check=True, cwd=folder)
+        command = [python, "-I", str(home / "bin" / "jaxmha"), "convert", "a.safetensors", "b.npz"]
+        command += ["--to", "flax", "--num-heads", "2"]
+        subprocess.run(command, check=True, cwd=folder)
 
 
 def sound_files(folder: Path) -> list[Path]:

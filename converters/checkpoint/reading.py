@@ -121,6 +121,7 @@ class Checkpoint(Lazy):
         Equal tensors give equal digests, whatever the format and the order of names.
         """
         algorithm = algorithm or digests.usual()
+        digests.hasher(algorithm, self.path)  # raises here, with the path
         done, total, each = 0, sum(info.nbytes for info in self.info.values()), {}
         for name, info in self.info.items():
             array = self[name]

@@ -139,6 +139,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda p: edited(p, "other", target="embeddings/word_embeddings/embedding"),
         r"two tensors would be written as 'embeddings/word_embeddings/embedding'",
     ),
+    "from": (lambda p: edited(p, "other", source="x"), r"`from` must be the name of its tensor"),
     "kind": (lambda p: edited(p, "linear", kind="embedding"), r"a embedding of torch has weight"),
     "no kind": (lambda p: edited(p, "linear", kind="lstm"), r"torch has no lstm: it has linear"),
     "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Di Do\), Do=7"),
@@ -150,6 +151,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
     "digest": (lambda p: replace(p, digest="sha256:0"), r"make a new plan"),
+    "no digest": (lambda p: replace(p, digest="md5:0"), r"safetensors: no digest 'md5'"),
     "refuse": (lambda p: replace(p, others="refuse"), r"the plan refuses others"),
     "to": (lambda p: replace(p, to="keras-file"), r"inside a .weights.h5 file"),
     "dtype": (lambda p: replace(p, dtype="int3"), r"unknown dtype 'int3'"),
@@ -174,6 +176,7 @@ def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: 
     ("old", "new", "message"),
     [
         ("[plan]", "[plan", "no TOML"),
+        ("[plan]", "[plan]\nx = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("version = 1", "version = 2", "has version 2"),
         ("version = 1", "version = 1\nfast = 1", "unknown key ['fast'] in [plan]"),
         ('to = "flax"\nothers', "others", "lacks `to`"),
