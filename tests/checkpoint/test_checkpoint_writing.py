@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import stat
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,38 @@ def test_no_room(room: int, target: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert _untouched(target)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors.index.json", "m.bin.index.json", "m.orbax"])
+def test_no_room_for_what_has_several_files(name: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / name, {"old": np.ones(3)})
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
+    try:
+        with pytest.raises(checkpoint.WriteFailed, match="free space"):
+            checkpoint.write(tmp_path / name, TENSORS, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_one_tensor_is_held_at_a_time(suffix: str, tmp_path: Path) -> None:
+    """While writing and while reading back; tensors are given as they are, or transposed."""
+    size = 8 << 20
+    info = {f"a/{i}": checkpoint.TensorInfo((1024, 2048), np.dtype(np.float32)) for i in range(4)}
+
+    def load(name: str) -> np.ndarray:
+        made = np.full((1024, 2048), 0.5, np.float32)
+        return made if int(name[-1]) % 2 else made.reshape(2048, 1024).T
+
+    tracemalloc.start()
+    try:
+        checkpoint.write(tmp_path / f"m{suffix}", checkpoint.Lazy(info, load))
+        assert tracemalloc.get_traced_memory()[1] < size + (5 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_write_that_reads_back_differently_is_refused(

@@ -236,6 +236,25 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
     assert file.asked == dict.fromkeys(state, 1)
 
 
+def test_the_check_holds_one_large_tensor(tmp_path: Path) -> None:
+    state = model()
+    for name in ("mystery.weight", "encoder.layer.0.output.dense.weight"):
+        state[name] = np.ones((2048, 1024), np.float32)
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    done = migrate.convert(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="flax", num_heads=N
+    )
+    assert done.plan is not None
+    tracemalloc.start()
+    try:
+        assert report.check(
+            tmp_path / "a.safetensors", tmp_path / "b.safetensors", done.plan, forward=False
+        )
+        assert tracemalloc.get_traced_memory()[1] < (8 << 20) + (3 << 20)
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(("layout", "to"), [("torch", "flax"), ("bert", "torch")])
 def test_memory_is_that_of_the_largest_tensor(layout: str, to: str, tmp_path: Path) -> None:
     width = 1024
