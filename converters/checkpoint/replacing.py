@@ -6,6 +6,7 @@ as its process lives. What a killed process left is recognised by its missing lo
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -72,19 +73,41 @@ def typed(target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
     """A locked file beside the target. It is gone afterwards unless it was committed."""
-    path = temporary_name(target)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    # Without a file to replace, the umask decides.
-    fd = os.open(path, flags, 0o666 if mode is None else 0o600)
+
+    def create(path: Path) -> int:
+        # Without a file to replace, the umask decides.
+        return os.open(path, flags, 0o666 if mode is None else 0o600)
+
+    fd, path = _locked_new(target, create)
     try:
         with os.fdopen(fd, "w+b") as file:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # alive: not stale
             if mode is not None:
                 os.fchmod(fd, mode)
             yield file, path
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def _locked_new(target: Path, create: Callable[[Path], int]) -> tuple[int, Path]:
+    """A temporary with its lock. One that `stale` saw before the lock is gone: then another."""
+    while True:
+        path = temporary_name(target)
+        try:
+            fd = create(path)
+        except FileNotFoundError:  # a folder, between making and opening it
+            if not target.parent.is_dir():
+                raise
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd, path
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(fd)
+        _discard(path)
 
 
 @contextlib.contextmanager
@@ -127,11 +150,13 @@ def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """A locked folder beside the target. It, or what it was exchanged for, is gone afterwards."""
-    path = temporary_name(target)
-    os.mkdir(path)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def create(path: Path) -> int:
+        os.mkdir(path)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    fd, path = _locked_new(target, create)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path
     finally:
         _discard(path)
@@ -142,7 +167,8 @@ def commit_folder(path: Path, target: Path, mode: int | None) -> None:
     """Makes a folder durable and gives it the target's name; what had it gets the other name.
 
     Raises:
-        DestinationExists: the system cannot exchange two folders in one step.
+        DestinationExists: another process was faster, or the system cannot exchange two folders in
+            one step.
     """
     for folder, _, files in os.walk(path):
         for file in files:
@@ -150,7 +176,15 @@ def commit_folder(path: Path, target: Path, mode: int | None) -> None:
                 os.fsync(content.fileno())
         sync_folder(Path(folder))
     if mode is None:
-        os.rename(path, target)  # fails on a folder that has come meanwhile, unless it is empty
+        try:
+            os.rename(
+                path, target
+            )  # fails on what has come meanwhile, unless it is an empty folder
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            problem = "came there meanwhile, from another process"
+            raise DestinationExists(target, problem, "look at it, or choose another name") from e
     else:
         os.chmod(path, mode)
         _exchange(path, target)

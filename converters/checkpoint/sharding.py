@@ -65,7 +65,7 @@ def write(
                     else:
                         write_file(piece, format, True, sources, mode)
                 _compare(plan, path)
-                done_with = _replaced(old, shards, stem, ending, sources)
+                done_with = _replaced(_listed(target), shards, stem, ending, sources)
                 # Lists what goes, for the next run, should this one be killed while it removes it.
                 with replacing.temporary(target) as (leaving, _):
                     leaving.write(_index({str(i): p for i, p in enumerate(done_with)}))

@@ -242,6 +242,46 @@ def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["m.npz", "m.orbax"])
+@pytest.mark.parametrize("removes", [True, False])
+def test_another_writer_may_come_before_the_lock(
+    name: str, removes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a temporary that is not locked yet for a stale one, and removes or holds it."""
+    import fcntl
+
+    real, held = fcntl.flock, list[int]()
+
+    def late(fd: int, how: int) -> None:
+        if not held:
+            (path,) = tmp_path.glob(".*.tmp")
+            held.append(os.open(path, os.O_RDONLY))
+            if removes:
+                assert list(replacing.stale(tmp_path / name)) == [path]
+            else:
+                real(held[0], fcntl.LOCK_EX)
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    checkpoint.write(tmp_path / name, TENSORS)
+    os.close(held[0])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_that_comes_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "m.orbax"
+
+    def comes(*_: int) -> None:
+        if not path.exists():
+            checkpoint.write(path, {"w": np.zeros(3)})
+
+    with pytest.raises(checkpoint.DestinationExists, match="meanwhile"):
+        checkpoint.write(path, {"w": np.ones(3)}, progress=comes)
+    with checkpoint.open(path) as file:
+        assert file["w"].tolist() == [0, 0, 0]
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
 def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
     import fcntl
 
