@@ -85,7 +85,7 @@ def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
             ({} if blocks.named(x).stores_num_heads else {"num_heads": N}) for x in (a[0], b[0])
         ]
         parts: list[dict[str, Any]] = [
-            ({"shard_size": 700} if x in INDEX else {}) for x in (a[1], b[1])
+            ({"shard_size": 5000} if x in INDEX else {}) for x in (a[1], b[1])
         ]
         try:
             migrate.convert(
@@ -124,7 +124,7 @@ def held() -> list[tuple[Case, Case]]:
     return [(a, b) for a in CASES for b in CASES if (a[0], b[0]) in layouts]
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_there_and_back(count: int, held: list[tuple[Case, Case]]) -> None:
     @seed(int(os.environ["JAXMHA_PROPERTY_SEED"]))
     @settings(
