@@ -44,7 +44,7 @@ SIDECAR = f"{digests.KEY}.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
 _DEPTH = 6  # folders within folders
-_CHUNK = 32 << 20
+_CHUNK = 8 << 20  # of tensorstore, which holds some of them at a time
 _AGAIN = "save it again with orbax"
 
 
