@@ -49,7 +49,7 @@ lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy
 
 wheel: $(VENV)/installed
-	$(RUN) python tests/wheel.py
+	$(RUN) python -m tests.wheel
 
 weights: $(VENV)/installed .weights/fetched
 

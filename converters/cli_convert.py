@@ -21,6 +21,7 @@ from jaxmha.converters.terminal import (
     LayoutName,
     NumHeads,
     byte_bar,
+    check_text,
     err,
     escape,
     finite,
@@ -28,6 +29,7 @@ from jaxmha.converters.terminal import (
     one_message,
     out,
     print_json,
+    put_text,
 )
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
@@ -79,6 +81,8 @@ def plan(
 ) -> None:
     """Print what convert would do to every tensor; with --output write it as an editable file."""
     with one_message():
+        if output is not None:
+            check_text(output, force, _files(source))
         made, resolved = migrate.plan(
             source,
             to=to.value,
@@ -90,8 +94,8 @@ def plan(
             in_file=to.value.endswith("-file"),
         )
         if output is not None:
-            with open(output, "w" if force else "x", encoding="utf-8") as file:
-                file.write(plan_file.dumps(made, dict(resolved.by_move)))
+            text = plan_file.dumps(made, dict(resolved.by_move))
+            put_text(output, text, force, _files(source))
         if as_json:
             print_json(_plan_data(made, resolved))
             return
@@ -177,7 +181,8 @@ def convert(
         ),
     ] = Check("all"),
     report_to: Annotated[
-        Path | None, typer.Option("--report", help="Write what was compared as JSON.")
+        Path | None,
+        typer.Option("--report", help="Write what was compared as JSON; --force replaces one."),
     ] = None,
     shard_size: Annotated[
         str | None,
@@ -203,7 +208,9 @@ def convert(
             "is installed, sha256 also withstands whoever wants a collision.",
         ),
     ] = Digest("fast"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the destination.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the destination and the report.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint in another framework's layout: attention and the layers beside it.
@@ -221,6 +228,9 @@ def convert(
         size = None if shard_size is None else _bytes(shard_size)
         if size is not None and destination.suffix in (".safetensors", ".bin"):
             destination = destination.with_name(f"{destination.name}.index.json")
+        if report_to is not None:
+            plans = [by_plan] if by_plan else []
+            check_text(report_to, force, [*_files(source), destination, *plans])
         with byte_bar("converting", as_json) as progress:
             done = migrate.convert(
                 source,
@@ -251,13 +261,19 @@ def convert(
                 losses=done.losses,
             )
         if report_to is not None and checked is not None:
-            report_to.write_text(json.dumps(finite(checked.to_json()), indent=1) + "\n")
+            text = json.dumps(finite(checked.to_json()), indent=1) + "\n"
+            put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
         if as_json:
             print_json(done.to_json() | {"report": checked.to_json() if checked else None})
         else:
             _print_conversion(destination, done, checked)
     if checked is not None and not checked.same:
         raise typer.Exit(1)
+
+
+def _files(source: Path) -> list[Path]:
+    with checkpoint.open(source) as file:
+        return list(file.files)
 
 
 def _bytes(text: str) -> int:

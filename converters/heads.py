@@ -7,7 +7,12 @@ from typing import Any
 
 from jaxmha.axes import bind, parse
 from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint.errors import UnreadableFile
+from jaxmha.converters.checkpoint.limits import Budget, Limits
+from jaxmha.converters.checkpoint.source import Source
 
+CONFIG = "config.json"
+_LARGEST = 16 << 20  # of a config.json
 # Where configurations keep the head count.
 CONFIG_KEYS = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"),
@@ -78,16 +83,14 @@ def in_config(path: Path) -> tuple[int | None, str] | None:
 
     None where there is no such file or key; a count of None comes with what is wrong.
     """
-    config = path.parent / "config.json"
+    config = path.parent / CONFIG
     try:
-        content = json.loads(config.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
+        content = _config(path)
+    except (ValueError, RecursionError) as error:
         return None, f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
     found = [
         (f"{where}: {key}", value)
-        for where, key, value in _search(content, "config.json", CONFIG_KEYS)
+        for where, key, value in _search(content, CONFIG, CONFIG_KEYS)
         if type(value) is int
     ]
     shown = ", ".join(f"{where} is {heads}" for where, heads in found)
@@ -113,15 +116,14 @@ def refuse_behaviour(path: Path) -> None:
 
     Weights alone would be read as another function.
     """
-    config = path.parent / "config.json"
     try:
-        content = json.loads(config.read_text())
-    except (OSError, ValueError, RecursionError):
+        content = _config(path)
+    except (ValueError, RecursionError):
         return  # `in_config` says so where it is needed
     for _, key, value in _search(content, "", BEHAVIOUR):
         if value not in (BEHAVIOUR[key], None):
             raise ValueError(
-                f"{config} has {key}={value!r}: it changes the logits and is in no tensor, so "
+                f"{path.parent / CONFIG} has {key}={value!r}: it changes the logits and is in no tensor, so "
                 "that a file of another layout would lose it; read the blocks by import_params "
                 "and set Semantics(scale=..., logits_soft_cap=...)"
             )
@@ -130,8 +132,8 @@ def refuse_behaviour(path: Path) -> None:
 def epsilons(path: Path) -> dict[str, float]:
     """What the config.json beside a checkpoint says of the epsilon of norms, by key."""
     try:
-        content = json.loads((path.parent / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
+        content = _config(path)
+    except (ValueError, RecursionError):
         return {}
     keys = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
     found = _search(content, "", keys)
@@ -149,13 +151,34 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
     return None
 
 
+def _config(path: Path) -> Any:
+    """What the config.json beside a checkpoint holds; nothing where there is none.
+
+    Raises ValueError or RecursionError where it cannot be read; a FIFO or device is not opened.
+    """
+    try:
+        source = Source(path.parent / CONFIG)
+    except UnreadableFile as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return {}
+        raise
+    try:
+        Budget(source.path, 0, Limits()).spend("its size", source.size, _LARGEST)
+        return json.loads(source.read(0, source.size))
+    finally:
+        source.close()
+
+
 def _search(content: Any, where: str, keys: Container[str]) -> Iterable[tuple[str, str, Any]]:
     """Every value under one of the keys, with its key and where it stands."""
-    if isinstance(content, dict):
-        for key, value in content.items():
+    todo: list[tuple[str, str | None, Any]] = [(where, None, content)]
+    while todo:
+        where, key, value = todo.pop()
+        if key is not None:
             if key in keys:
                 yield where, key, value
-            yield from _search(value, f"{where}: {key}", keys)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _search(value, where, keys)
+            where = f"{where}: {key}"
+        if isinstance(value, dict):
+            todo += [(where, *item) for item in reversed(value.items())]
+        elif isinstance(value, list):
+            todo += [(where, None, item) for item in reversed(value)]

@@ -209,7 +209,7 @@ def convert(
         written = checkpoint.write(
             destination,
             moves.lazy(made),
-            source=file.path,
+            source=file.files,
             force=force,
             dtype=plan.dtype,
             shard_size=shard_size,

@@ -19,12 +19,23 @@ from jaxmha.converters.neighbours import Convention
 from jaxmha.converters.refusals import refuse_arrays, refuse_keys, refuse_mixed
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
+_BESIDE = 64 << 20  # bytes that are held beside the largest array
+
 
 @runtime_checkable
 class Arrays(Protocol):
-    """Tensors by name, such as an open checkpoint."""
+    """Tensors by name."""
 
     def __getitem__(self, name: str) -> NDArray: ...
+
+
+@runtime_checkable
+class Tensors(Arrays, Protocol):
+    """What a plan is made of: an open checkpoint, or a state in memory."""
+
+    info: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    names: Mapping[str, str]
 
 
 class Made(NamedTuple):
@@ -47,32 +58,40 @@ def lazy(made: Mapping[str, Made]) -> Lazy:
 
 
 class Parts:
-    """Leaves of source arrays, as views of them.
+    """Arrays of a source, and leaves of packed ones as views of them.
 
-    The last packed arrays are kept, since they are asked for leaf by leaf: two of them, as writers
-    go by dtype and name, from the kernel of a query to its bias and on to those of a value.
+    Packed arrays are asked for leaf by leaf, with other arrays between. They are kept until the
+    last leaf was taken, while all that is held fits into the size of the largest array and some.
     """
 
-    def __init__(self, file: Arrays, keep: int = 2) -> None:
-        self._file, self._keep = file, keep
-        self._last: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
+    def __init__(self, file: Tensors) -> None:
+        self._file = file
+        self._room = max((one.nbytes for one in file.info.values()), default=0) + _BESIDE
+        self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
+
+    def __getitem__(self, name: str) -> NDArray:
+        """A whole array, for which kept ones make room: those that wait longest go first."""
+        wanted = self._file.info[name].nbytes
+        while self._kept and wanted + self._held() > self._room:
+            self._kept.popitem(last=False)
+        return np.asarray(self._file[name])
+
+    def _held(self) -> int:
+        return sum(self._file.info[name].nbytes for name in self._kept)
 
     def leaf(
-        self,
-        name: str,
-        leaf: str,
-        unpack: Callable[[NDArray], dict[str, NDArray]],
-        packed: bool,
+        self, name: str, leaf: str, unpack: Callable[[NDArray], dict[str, NDArray]]
     ) -> NDArray:
-        """One leaf of the array of that name, which holds several where it is packed."""
-        if not packed:
-            return unpack(np.asarray(self._file[name]))[leaf]
-        if name not in self._last:
-            while len(self._last) >= self._keep:  # before the next one takes its memory
-                self._last.popitem(last=False)
-            self._last[name] = unpack(np.asarray(self._file[name]))
-        self._last.move_to_end(name)
-        return self._last[name][leaf]
+        """One leaf of the array of that name."""
+        if leaf not in self._kept.get(name, {}):
+            self._kept.pop(name, None)
+            self._kept[name] = unpack(self[name])
+        leaves = self._kept[name]
+        self._kept.move_to_end(name)
+        found = leaves.pop(leaf)
+        if not leaves:
+            del self._kept[name]
+        return found
 
 
 def meta(
@@ -121,8 +140,7 @@ def attention(
     def leaf(name: str) -> NDArray:
         entry = holder[name]
         unpack = partial(engine.unpack, block.layout, entry, sizes=sizes)
-        packed = len(entry.leaves) > 1
-        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array), packed)
+        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
 
     def load(entry: Entry) -> NDArray:
         return engine.pack(target, entry, leaf)

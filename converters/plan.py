@@ -3,32 +3,20 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmha.converters import blocks, families, heads, keras, keymaps, modules, moves, neighbours
-from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.modules import Module
-from jaxmha.converters.moves import Made
+from jaxmha.converters.moves import Made, Tensors
 from jaxmha.converters.neighbours import Convention
 from jaxmha.converters.refusals import several_dtypes
 
 OTHERS = ("pass", "refuse")
-
-
-@runtime_checkable
-class Tensors(Protocol):
-    """What a plan is made of: an open checkpoint, or a state in memory."""
-
-    info: Mapping[str, Any]
-    metadata: Mapping[str, str]
-    names: Mapping[str, str]
-
-    def __getitem__(self, name: str) -> NDArray: ...
 
 
 @dataclass(frozen=True)
@@ -297,7 +285,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
                 block = there.get((move.layout, move.source, frozenset(move.tensors)))
                 made = _attention(move, block, to, file, parts, found)
             else:
-                made = _beside(move, to, convention, file)
+                made = _beside(move, to, convention, file, parts)
         except ValueError as error:
             what = "block" if move.kind == "attention" else move.kind
             raise ValueError(printable(f"{what} {move.source or '(top)'}: {error}")) from error
@@ -349,13 +337,15 @@ def _attention(
 
 
 def _beside(
-    move: Move, to: Layout, convention: Convention | None, file: Tensors
+    move: Move, to: Layout, convention: Convention | None, file: Tensors, parts: moves.Parts
 ) -> dict[str, Made]:
     """The tensors of what is no attention."""
     if move.kind == "other":
         if len(move.tensors) != 1:
             raise ValueError(f"a module of kind other has one tensor, got {len(move.tensors)}")
-        return {move.target: moves.other(file, file.info, move.tensors[0])}
+        if move.tensors != (move.source,):
+            raise ValueError(f"`from` must be the name of its tensor, {move.tensors[0]!r}")
+        return {move.target: moves.other(parts, file.info, move.tensors[0])}
     if convention is None:
         raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")
     module = module_of(move, file.info)
@@ -364,7 +354,7 @@ def _beside(
         raise ValueError(
             f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"
         )
-    return moves.neighbour(module, file.info, file, convention, becomes, move.target)
+    return moves.neighbour(module, file.info, parts, convention, becomes, move.target)
 
 
 def module_of(move: Move, info: Mapping[str, Any]) -> Module:

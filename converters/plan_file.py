@@ -91,6 +91,8 @@ def loads(text: str) -> Plan:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the plan is no TOML: {error}") from error
+    except RecursionError:
+        raise ValueError("the plan is nested too deeply") from None
     head = content.get("plan", {})
     _demand(
         isinstance(head, dict) and not content.keys() - {"plan", "module"},

@@ -4,9 +4,10 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +17,10 @@ from jaxmha.converters import blocks, checkpoint, neighbours, plan, sides, verif
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint import Loss
-from jaxmha.converters.checkpoint.digests import manifest
+from jaxmha.converters.checkpoint.digests import hasher, manifest
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
+from jaxmha.converters.checkpoint.tensor import to_bytes
 from jaxmha.converters.migrate import DIGEST
 from jaxmha.converters.plan import Move, Plan
 from jaxmha.params import from_leaves, leaves
@@ -118,28 +121,28 @@ def check(
         by_move = dict(resolved.by_move)
         for move in progress(list(by_move)):
             made = by_move[move]
-            before = {name: old[name] for name in move.tensors}
-            after = {name: new[name] for name in made if name in new}
-            for seen, arrays in zip(digests, (before, after), strict=True):
-                seen |= {name: checkpoint.digest(a, DIGEST) for name, a in arrays.items()}
             tensors = {name: one.sources for name, one in made.items()}
             differences: list[str] = []
             errors: dict[str, tuple[float, float]] = {}
-            if len(after) == len(made):
-                differences, errors = _compare(
-                    move,
-                    done,
-                    resolved.blocks.get(move),
-                    there.get(move.target),
-                    before,
-                    after,
-                    forward,
-                )
+            if any(name not in new for name in made):
+                digests[0].update({name: _digest(old[name]) for name in move.tensors})
+                digests[1].update({name: _digest(new[name]) for name in made if name in new})
+            elif move.kind == "attention":
+                before = {name: old[name] for name in move.tensors}
+                after = {name: new[name] for name in made}
+                for seen, arrays in zip(digests, (before, after), strict=True):
+                    seen |= {name: _digest(array) for name, array in arrays.items()}
+                sides_of = resolved.blocks[move], there.get(move.target)
+                differences, errors = _attention(move, done, *sides_of, before, after, forward)
+                del before, after
+            else:
+                for pair in _pairs(move, done, old, new, list(made)):
+                    differences += _compare(pair, done.dtype, old, new, digests)
             reports.append(
                 MoveReport(move.kind, move.source, move.target, tensors, tuple(differences), errors)
             )
         unexpected = tuple(name for name in new if name not in resolved.made)
-        digests[1].update({name: checkpoint.digest(new[name], DIGEST) for name in unexpected})
+        digests[1].update({name: _digest(new[name]) for name in unexpected})
         same = not missing and not unexpected and not any(one.differences for one in reports)
         return ConversionReport(
             same,
@@ -166,55 +169,97 @@ def _file(file: checkpoint.Checkpoint, digests: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _compare(
+Unpack = Callable[[NDArray], NDArray]
+
+
+class _Pair(NamedTuple):
+    """A leaf, the names of the tensors that are it on either side, and how it lies in them."""
+
+    leaf: str
+    names: tuple[str, str]
+    unpack: tuple[Unpack, Unpack]
+
+
+def _pairs(
     move: Move,
     done: Plan,
-    source: Block | None,
-    target: Block | None,
-    before: Mapping[str, NDArray],
-    after: Mapping[str, NDArray],
-    forward: bool,
-) -> tuple[list[str], dict[str, tuple[float, float]]]:
-    """What differs in one layer, and the errors of its forward."""
-    if move.kind == "attention":
-        assert source is not None
-        if target is None:
-            return [f"no block of layout {done.to} is there"], {}
-        return _attention(move, done, source, target, before, after, forward)
+    old: checkpoint.Checkpoint,
+    new: checkpoint.Checkpoint,
+    made: Sequence[str],
+) -> list[_Pair]:
+    """The leaves of what is no attention, each side read by its own convention."""
     if move.kind == "other":
-        ((a, b),) = [(x, y) for x in before.values() for y in after.values()]
-        return _differences({"": cast(a, done.dtype)}, {"": b}), {}
+        return [_Pair("", (move.tensors[0], made[0]), (_whole, _whole))]
     convention = neighbours.beside(done.to)
     assert convention is not None
-    module = plan.module_of(move, before)
-    there = replace(
-        move,
-        kind=move.becomes or module.kind,
-        layout=convention.name,
-        source=move.target,
-        tensors=tuple(after),
+    module = plan.module_of(move, old.info)
+    there = plan.module_of(
+        replace(
+            move,
+            kind=move.becomes or module.kind,
+            layout=convention.name,
+            source=move.target,
+            tensors=tuple(made),
+        ),
+        new.info,
     )
-    old, new = module.entries, plan.module_of(there, after).entries
-    leaves_before = {
-        leaf: cast(neighbours.unpack(entry, before[module.keys[entry.key]]), done.dtype)
-        for leaf, entry in old.items()
-    }
-    keys = plan.module_of(there, after).keys
-    leaves_after = {
-        leaf: neighbours.unpack(entry, after[keys[entry.key]]) for leaf, entry in new.items()
-    }
-    return _differences(leaves_before, leaves_after), {}
+    return [
+        _Pair(
+            leaf,
+            (module.keys[entry.key], there.keys[there.entries[leaf].key]),
+            (partial(neighbours.unpack, entry), partial(neighbours.unpack, there.entries[leaf])),
+        )
+        for leaf, entry in module.entries.items()
+    ]
+
+
+def _whole(array: NDArray) -> NDArray:
+    return array
+
+
+def _compare(
+    pair: _Pair,
+    dtype: str | None,
+    old: checkpoint.Checkpoint,
+    new: checkpoint.Checkpoint,
+    digests: tuple[dict[str, str], dict[str, str]],
+) -> list[str]:
+    """What differs in a leaf. One side is held at a time: embeddings are the largest tensors."""
+    found = []
+    for side, to, name, unpack, seen in zip(
+        (old, new), (dtype, None), pair.names, pair.unpack, digests, strict=True
+    ):
+        array = side[name]
+        seen[name] = _digest(array)
+        leaf = unpack(array)
+        alike = _digest(leaf, to) if to or leaf is not array else seen[name]
+        found.append((leaf.shape, cast(np.empty(0, leaf.dtype), to).dtype, alike))
+        del array, leaf
+    if found[0] == found[1]:
+        return []
+    before = cast(pair.unpack[0](old[pair.names[0]]), dtype)
+    return _differences({pair.leaf: before}, {pair.leaf: pair.unpack[1](new[pair.names[1]])})
+
+
+def _digest(array: NDArray, dtype: str | None = None) -> str:
+    """As `checkpoint.digest`, of the array in another dtype."""
+    state = hasher(DIGEST, "")
+    for block in blocks_of(array):
+        state.update(to_bytes(cast(block, dtype)).data)
+    return f"{DIGEST}:{state.hexdigest()}"
 
 
 def _attention(
     move: Move,
     done: Plan,
     source: Block,
-    target: Block,
+    target: Block | None,
     before: Mapping[str, NDArray],
     after: Mapping[str, NDArray],
     forward: bool,
 ) -> tuple[list[str], dict[str, tuple[float, float]]]:
+    if target is None:
+        return [f"no block of layout {done.to} is there"], {}
     params, semantics = source.read(before, move.num_heads)
     params = _cast_params(params, done.dtype)
     count = params.query.kernel.shape[-2]
@@ -250,8 +295,7 @@ def _differences(a: Mapping[str, NDArray], b: Mapping[str, NDArray]) -> list[str
         x, y = a[leaf], b[leaf]
         if x.shape != y.shape or x.dtype != y.dtype:
             found.append(f"{leaf} is {x.dtype} {x.shape}, and {y.dtype} {y.shape} in the target")
-        elif x.tobytes() != y.tobytes():
-            differing = int((_bits(x) != _bits(y)).any(axis=-1).sum())
+        elif differing := int((_bits(x) != _bits(y)).any(axis=-1).sum()):
             found.append(f"{leaf}: {differing} of {x.size} elements differ".removeprefix(": "))
     return found
 

@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import typer
 from rich import markup
@@ -24,6 +25,7 @@ from rich.progress import (
 )
 
 from jaxmha.converters import blocks, migrate
+from jaxmha.converters.checkpoint import replacing
 from jaxmha.converters.checkpoint.errors import printable
 
 Item = TypeVar("Item")
@@ -66,6 +68,25 @@ def one_message() -> Iterator[None]:
         more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
         err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
+
+
+def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
+    """Raises ValueError unless `put_text` could write this file, to be known before long work."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no such folder")
+    with replacing.typed(path):
+        replacing.check_target(path, force, apart)
+
+
+def put_text(path: Path, text: str, force: bool, apart: Sequence[Path]) -> None:
+    """Writes a text file in one step, never onto the checkpoints that it is about."""
+    replacing.replace(
+        path, lambda file: _put(file, text), lambda _: None, force=force, sources=apart
+    )
+
+
+def _put(file: BinaryIO, text: str) -> None:
+    file.write(text.encode())
 
 
 def print_json(data: Any) -> None:

@@ -41,6 +41,7 @@ class Contents:
     names: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] = _nothing
+    files: tuple[Path, ...] = ()  # beside the one that was opened
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
     stream: Callable[[str], Iterator[memoryview]] | None = None
 
@@ -76,6 +77,10 @@ class Plan:
         for raw in _ahead(made) if self.info[name].nbytes > _LARGE else made:
             yield raw
             self.advance(raw.size)
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The same for `writelines`, behind which nothing of the tensor is held any more."""
+        return (block.data for block in self.blocks(name))
 
     def _blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
         array, dtype = np.asarray(self.load(name)), self.info[name].dtype

@@ -94,6 +94,7 @@ _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x80\x04", "a bare pickle, which is a program", _LEGACY_TORCH),
     (0, b"\x80\x05", "a bare pickle, which is a program", _LEGACY_TORCH),
     (0, npz.MAGIC, "a single .npy array, without names", "numpy.savez('NEW.npz', name=array)"),
+    (0, b"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself: git lfs pull"),
     (0, b"\x1f\x8b", "compressed with gzip", "decompress it with gunzip"),
 )
 _KERAS_SHARDS = "load the model with keras and call model.save_weights('new.weights.h5')"

@@ -70,7 +70,11 @@ def read(source: Source, limits: Limits) -> Contents:
         info = walk.budget.info[name]
         with damage(source.path, "HDF5", _AGAIN, name):
             data = np.asarray(file[name][()])
-        return data.view(BFLOAT16) if info.dtype == BFLOAT16 else data.astype(info.dtype, "C")
+        return (
+            data.view(BFLOAT16)
+            if info.dtype == BFLOAT16
+            else data.astype(info.dtype, "C", copy=False)
+        )
 
     try:
         every = text_attribute(source, root, _DIGEST, "/")
@@ -102,12 +106,13 @@ def write(file: BinaryIO, plan: Plan) -> None:
                 dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
             # The place of the data is known, so that blocks go there without a copy in HDF5.
             at = dataset.id.get_offset()
-            for block in plan.blocks(name):
-                if at is not None:
-                    file.seek(at)
-                    at += file.write(block.data)
-                elif info.nbytes:  # a scalar, which h5py gives no place in advance
-                    dataset[()] = block.view(kind)[0]
+            if at is not None:
+                file.seek(at)
+                file.writelines(plan.pieces(name))
+            else:  # a scalar, which h5py gives no place in advance, or nothing
+                for block in plan.blocks(name):
+                    if info.nbytes:
+                        dataset[()] = block.view(kind)[0]
             if info.dtype == BFLOAT16:
                 dataset.attrs["dtype"] = "bfloat16"
             if plan.keep_digests:

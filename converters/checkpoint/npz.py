@@ -96,8 +96,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
             member = zipfile.ZipInfo(f"{name}.npy", _DATE)
             with zip_directory.writing(archive, member, plan, name) as out:
                 np.lib.format.write_array_header_1_0(out, header)
-                for block in plan.blocks(name):
-                    out.write(block.data)
+                out.writelines(plan.pieces(name))
 
 
 def _header(

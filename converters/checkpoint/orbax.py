@@ -36,6 +36,7 @@ from jaxmha.converters.checkpoint.errors import (
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.safetensors import parse_json
 from jaxmha.converters.checkpoint.source import Source
+from jaxmha.converters.checkpoint.tensor import TensorInfo, to_bytes
 
 SUFFIX = ".orbax"
 TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", "manifest.ocdbt"
@@ -43,7 +44,7 @@ SIDECAR = f"{digests.KEY}.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
 _DEPTH = 6  # folders within folders
-_CHUNK = 32 << 20
+_CHUNK = 8 << 20  # of tensorstore, which holds some of them at a time
 _AGAIN = "save it again with orbax"
 
 
@@ -169,19 +170,33 @@ def read(folder: Folder, limits: Limits) -> Contents:
         places[name] = key
     kept = _digests(folder, budget, limits) if SIDECAR in folder else {}
 
-    def load(name: str) -> np.ndarray:
+    def part(name: str, *rows: slice) -> np.ndarray:
         spec = {"driver": driver, "kvstore": {**store, "path": f"{base['path']}{places[name]}/"}}
         if store is not base:
             spec["kvstore"] = {**store, "path": f"{places[name]}/"}
         with damage(path, "tensorstore", _AGAIN, name):
-            array = np.asarray(
-                tensorstore.open(spec, open=True, read=True).result().read().result()
-            )
-        if array.shape != budget.info[name].shape or array.dtype != budget.info[name].dtype:
+            whole = tensorstore.open(spec, open=True, read=True).result()
+            array = np.asarray(whole[rows].read().result())
+        if whole.shape != budget.info[name].shape or array.dtype != budget.info[name].dtype:
             raise MalformedFile(path, "reads otherwise than it declares", _AGAIN, name)
         return np.ascontiguousarray(array).reshape(array.shape)
 
-    return Contents(budget.info, load, digests=kept)
+    def stream(name: str) -> Iterator[memoryview]:
+        info = budget.info[name]
+        if not info.shape:
+            yield to_bytes(part(name)).data
+        elif info.nbytes:
+            step = _rows(info)
+            for at in range(0, info.shape[0], step):
+                yield to_bytes(part(name, slice(at, min(at + step, info.shape[0])))).data
+
+    return Contents(budget.info, part, digests=kept, stream=stream)
+
+
+def _rows(info: TensorInfo) -> int:
+    """How many rows make a chunk."""
+    row = max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
+    return min(max(1, _CHUNK // row), info.shape[0])
 
 
 def write(path: Path, plan: Plan) -> None:
@@ -196,7 +211,7 @@ def write(path: Path, plan: Plan) -> None:
     _check_tree(plan, names)
     for name, info in plan.info.items():
         row = max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
-        rows = min(max(1, _CHUNK // row), info.shape[0]) if info.shape else 1
+        rows = _rows(info) if info.shape else 1
         chunk = [max(1, n) for n in (rows, *info.shape[1:])] if info.shape else []
         metadata = {
             "shape": list(info.shape),

@@ -66,7 +66,7 @@ class Checkpoint(Lazy):
     """The tensors of one checkpoint. Indexing reads one tensor into a fresh, writable array.
 
     Attributes:
-        path: the file or folder.
+        path: the file or folder. files: that, and the shards of an index.
         format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax" or "sharded".
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings of a safetensors file; empty elsewhere.
@@ -79,6 +79,7 @@ class Checkpoint(Lazy):
     ) -> None:
         super().__init__(contents.info, contents.load)
         self.path: Path = source.path
+        self.files: tuple[Path, ...] = (source.path, *contents.files)
         self.format = format
         self.digests: Mapping[str, str] = MappingProxyType(dict(contents.digests))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
@@ -120,6 +121,7 @@ class Checkpoint(Lazy):
         Equal tensors give equal digests, whatever the format and the order of names.
         """
         algorithm = algorithm or digests.usual()
+        digests.hasher(algorithm, self.path)  # raises here, with the path
         done, total, each = 0, sum(info.nbytes for info in self.info.values()), {}
         for name, info in self.info.items():
             array = self[name]

@@ -6,6 +6,7 @@ as its process lives. What a killed process left is recognised by its missing lo
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -13,7 +14,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +29,7 @@ def replace(
     verify: Callable[[Path], None],
     *,
     force: bool,
-    source: str | os.PathLike[str] | None = None,
+    sources: Sequence[Path] = (),
     mode: int | None = None,
     large: bool = False,
 ) -> None:
@@ -39,7 +40,7 @@ def replace(
         emit: writes the content.
         verify: raises unless the file at the given path is right.
         force: replace what is there.
-        source: a file that must not be replaced.
+        sources: files and folders that nothing may be put onto or into.
         mode: permissions of a new file; None: as the umask says.
         large: let the disk write while `emit` and `verify` compute.
 
@@ -47,7 +48,7 @@ def replace(
         DestinationExists, WriteFailed, and whatever emit and verify raise.
     """
     with typed(target):
-        old = check_target(target, force, source)
+        old = check_target(target, force, sources)
         target = Path(os.path.realpath(target))  # a link typed by the user stays a link
         for _ in stale(target):
             pass
@@ -72,19 +73,41 @@ def typed(target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
     """A locked file beside the target. It is gone afterwards unless it was committed."""
-    path = temporary_name(target)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    # Without a file to replace, the umask decides.
-    fd = os.open(path, flags, 0o666 if mode is None else 0o600)
+
+    def create(path: Path) -> int:
+        # Without a file to replace, the umask decides.
+        return os.open(path, flags, 0o666 if mode is None else 0o600)
+
+    fd, path = _locked_new(target, create)
     try:
         with os.fdopen(fd, "w+b") as file:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # alive: not stale
             if mode is not None:
                 os.fchmod(fd, mode)
             yield file, path
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def _locked_new(target: Path, create: Callable[[Path], int]) -> tuple[int, Path]:
+    """A temporary with its lock. One that `stale` saw before the lock is gone: then another."""
+    while True:
+        path = temporary_name(target)
+        try:
+            fd = create(path)
+        except FileNotFoundError:  # a folder, between making and opening it
+            if not target.parent.is_dir():
+                raise
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd, path
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(fd)
+        _discard(path)
 
 
 @contextlib.contextmanager
@@ -127,11 +150,13 @@ def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """A locked folder beside the target. It, or what it was exchanged for, is gone afterwards."""
-    path = temporary_name(target)
-    os.mkdir(path)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def create(path: Path) -> int:
+        os.mkdir(path)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    fd, path = _locked_new(target, create)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path
     finally:
         _discard(path)
@@ -142,7 +167,8 @@ def commit_folder(path: Path, target: Path, mode: int | None) -> None:
     """Makes a folder durable and gives it the target's name; what had it gets the other name.
 
     Raises:
-        DestinationExists: the system cannot exchange two folders in one step.
+        DestinationExists: another process was faster, or the system cannot exchange two folders in
+            one step.
     """
     for folder, _, files in os.walk(path):
         for file in files:
@@ -150,7 +176,15 @@ def commit_folder(path: Path, target: Path, mode: int | None) -> None:
                 os.fsync(content.fileno())
         sync_folder(Path(folder))
     if mode is None:
-        os.rename(path, target)  # fails on a folder that has come meanwhile, unless it is empty
+        try:
+            os.rename(
+                path, target
+            )  # fails on what has come meanwhile, unless it is an empty folder
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            problem = "came there meanwhile, from another process"
+            raise DestinationExists(target, problem, "look at it, or choose another name") from e
     else:
         os.chmod(path, mode)
         _exchange(path, target)
@@ -196,8 +230,16 @@ def is_placed(path: Path, target: Path) -> bool:
         return not os.path.lexists(path)
 
 
+def is_same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file or folder that is there."""
+    try:
+        return os.path.samefile(path, other)
+    except FileNotFoundError:
+        return False
+
+
 def check_target(
-    target: Path, force: bool, source: str | os.PathLike[str] | None, folder: bool = False
+    target: Path, force: bool, sources: Sequence[Path], folder: bool = False
 ) -> int | None:
     """The mode of the file, or folder, to replace; None where there is none.
 
@@ -205,18 +247,26 @@ def check_target(
         DestinationExists, WriteFailed.
     """
     try:
-        status = os.stat(target)
+        place = Path(os.path.realpath(target))
+        status = None if not os.path.lexists(target) else os.stat(target)
     except FileNotFoundError:
-        if target.is_symlink():
-            raise DestinationExists(target, "is a dangling link", "remove it first") from None
-        return None
+        raise DestinationExists(target, "is a dangling link", "remove it first") from None
     except ValueError as e:
         raise WriteFailed(target, f"is not a path ({e})", "choose another name") from e
+    for source in sources:
+        read = Path(os.path.realpath(source))
+        for found, what in (
+            (place == read or is_same(target, source), "is the file being read"),
+            (folder and place in read.parents, "holds the file being read"),
+            (read in place.parents, "is inside the folder being read"),
+        ):
+            if found:
+                raise DestinationExists(target, what, "choose another name")
+    if status is None:
+        return None
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
         what = "is there and not a folder" if folder else "is there and not a regular file"
         raise DestinationExists(target, what, "choose another name")
-    if source is not None and os.path.exists(source) and os.path.samefile(source, target):
-        raise DestinationExists(target, "is the file being read", "choose another name")
     if not force:
         raise DestinationExists(target, "is already there", "choose another name, or force it")
     return stat.S_IMODE(status.st_mode)

@@ -122,7 +122,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
     names = sorted(plan.info, key=lambda name: (-rank[plan.info[name].dtype], name))
     file.write(_header(plan, names))
     for name in names:
-        file.writelines(block.data for block in plan.blocks(name))
+        file.writelines(plan.pieces(name))
     if plan.keep_digests:
         file.seek(0)
         file.write(_header(plan, names))  # as long as before, now with digests

@@ -109,6 +109,7 @@ def read(source: Source, limits: Limits) -> Contents:
         metadata=metadata,
         digests=digests,
         close=close,
+        files=tuple(shard.path for shard, _ in opened),
         stream=stream if streams else None,
     )
 

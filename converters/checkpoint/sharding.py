@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def write(
     write_file: WriteFile,
     shard_size: int,
     force: bool,
-    source: str | os.PathLike[str] | None,
+    sources: Sequence[Path],
     resume: str | None,
 ) -> tuple[list[Path], list[Path]]:
     """Writes shards and index; the files in order, and those kept from an interrupted write.
@@ -39,7 +39,7 @@ def write(
         DestinationExists, WriteFailed, and what writing a shard raises.
     """
     with replacing.typed(plan.path):
-        mode = replacing.check_target(plan.path, force, source)
+        mode = replacing.check_target(plan.path, force, sources)
         target = Path(os.path.realpath(plan.path))
         ending = sharded.suffix(target)
         format, parts = formats.BY_SUFFIX[ending], _split(plan, shard_size)
@@ -63,9 +63,9 @@ def write(
                     if _is_complete(piece, shard, format):
                         kept.append(shard)
                     else:
-                        write_file(piece, format, True, None, mode)
+                        write_file(piece, format, True, sources, mode)
                 _compare(plan, path)
-                done_with = _replaced(old, shards, stem, ending, source)
+                done_with = _replaced(_listed(target), shards, stem, ending, sources)
                 # Lists what goes, for the next run, should this one be killed while it removes it.
                 with replacing.temporary(target) as (leaving, _):
                     leaving.write(_index({str(i): p for i, p in enumerate(done_with)}))
@@ -101,12 +101,12 @@ def _replaced(
     shards: list[Path],
     stem: str,
     ending: str,
-    source: str | os.PathLike[str] | None,
+    sources: Sequence[Path],
 ) -> list[Path]:
     """The shards of the old index that were written here, as their names show, for this index."""
     mine = re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5}-of-\d{5}" + re.escape(ending))
     ours = [p for p in old if mine.fullmatch(p.name) and p not in shards]
-    return [p for p in ours if not _is(p, source)]
+    return [p for p in ours if not any(replacing.is_same(p, one) for one in sources)]
 
 
 def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
@@ -195,7 +195,3 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def _is(path: Path, source: str | os.PathLike[str] | None) -> bool:
-    return source is not None and os.path.exists(source) and os.path.samefile(path, source)

@@ -99,8 +99,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
             kept = zip_directory.digest_bytes(plan)
             member = _member(file, f"data/{key}", info.nbytes, kept)
             with zip_directory.writing(archive, member, plan, name) as out:
-                for block in plan.blocks(name):
-                    out.write(block.data)
+                out.writelines(plan.pieces(name))
         _put(file, archive, "version", b"3\n")
 
 

@@ -1,7 +1,7 @@
 """Writing a checkpoint: all of it, verified, or nothing."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from pathlib import Path
@@ -55,7 +55,7 @@ def write(
     metadata: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
     force: bool = False,
-    source: str | os.PathLike[str] | None = None,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     dtype: Wanted | Mapping[str, Wanted] | None = None,
     shard_size: int | None = None,
     resume: str | None = None,
@@ -76,7 +76,8 @@ def write(
         metadata: strings to keep with the tensors; .safetensors only.
         names: names of Keras layers by group path; .weights.h5 only.
         force: replace what is there.
-        source: the file that the tensors came from, which is never replaced.
+        source: the file, or files, that the tensors came from: never replaced. Those of an open
+            Checkpoint are known.
         dtype: cast floating-point tensors to this dtype; or a dtype for each name, which may also
             be an integer one. What that lost is in `Written.losses`.
         shard_size: bytes of tensors per shard (default: 5 * 10**9), where the target is an index.
@@ -108,8 +109,10 @@ def write(
     target = Path(path)
     format = formats.for_writing(target)
     _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
+    given = [source] if isinstance(source, str | os.PathLike) else source or ()
+    sources = [Path(one) for one in given]
     if isinstance(tensors, reading.Checkpoint):
-        source = tensors.path
+        sources += tensors.files
     plan = Plan(
         target,
         *_tensors(target, tensors, dtype),
@@ -125,12 +128,12 @@ def write(
     kept: list[Path] = []
     if format.name == "sharded":
         files, kept = sharding.write(
-            plan, _write_file, shard_size or SHARD_SIZE, force, source, resume
+            plan, _write_file, shard_size or SHARD_SIZE, force, sources, resume
         )
     elif format.folder:
-        _write_folder(plan, force, source)
+        _write_folder(plan, force, sources)
     else:
-        _write_file(plan, format, force, source)
+        _write_file(plan, format, force, sources)
     return Written(target, tuple(files), plan.info, plan.digests, plan.losses, tuple(kept))
 
 
@@ -138,7 +141,7 @@ def _write_file(
     plan: Plan,
     format: formats.Format,
     force: bool,
-    source: str | os.PathLike[str] | None = None,
+    sources: Sequence[Path] = (),
     mode: int | None = None,
 ) -> None:
     def emit(file: BinaryIO) -> None:
@@ -150,12 +153,12 @@ def _write_file(
             compare(plan, written)
 
     large = sum(info.nbytes for info in plan.info.values()) > _LARGE
-    replacing.replace(plan.path, emit, verify, force=force, source=source, mode=mode, large=large)
+    replacing.replace(plan.path, emit, verify, force=force, sources=sources, mode=mode, large=large)
 
 
-def _write_folder(plan: Plan, force: bool, source: str | os.PathLike[str] | None) -> None:
+def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
     with replacing.typed(plan.path):
-        mode = replacing.check_target(plan.path, force, source, folder=True)
+        mode = replacing.check_target(plan.path, force, sources, folder=True)
         if mode is not None and not (plan.path / orbax.TREE).is_file():
             problem = "is a folder that is no orbax checkpoint"
             raise DestinationExists(plan.path, problem, "choose another name")

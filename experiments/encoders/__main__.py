@@ -4,13 +4,10 @@ Every published variant is converted to Flax, verified, loaded by path into the 
 `models`, and run on one padded batch beside torch; MiniLM on real sentences.
 """
 
-import json
-import platform
 import sys
 import warnings
 from argparse import ArgumentParser
 from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from experiments import records
 from experiments.encoders import figure, finetune
 from experiments.encoders.run import Row, run_minilm, run_sceptr
 
@@ -58,18 +56,14 @@ def main() -> None:
         highlight=False,
     )
     if arguments.write:
-        packages = ("jax", "flax", "torch", "transformers", "tokenizers", "optax", "numpy")
-        results = {
-            "question": "Do whole migrated encoders compute what torch computes?",
-            "command": "python -m experiments.encoders .weights --write",
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.machine()}, {platform.system()}, CPU",
-            "versions": {p: version(p) for p in packages} | {"python": platform.python_version()},
+        found = {
             "encoders": [asdict(row) for row in rows],
             "fine_tuning": [asdict(one) for one in tuned],
+            "libraries": {name: version(name) for name in ("optax", "tokenizers", "transformers")},
         }
-        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        figure.draw(results, HERE / "errors.png")
+        command = "python -m experiments.encoders .weights --write"
+        records.save(HERE / "results.json", found, command=command, seed=0)
+        figure.draw(records.load(HERE / "results.json"), HERE / "errors.png")
     sys.exit(0 if fine else 1)
 
 

@@ -6,17 +6,17 @@
 """
 
 import argparse
-import json
-import platform
 import re
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-READERS = ("safetensors", "torch", "keras_h5", "npz", "keras", "sharded", "orbax")
+from experiments import records
+from jaxmha.converters import checkpoint
+
+READERS = tuple(format.name for format in checkpoint.FORMATS)
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "experiments" / "results" / "fuzz.json"
 LIBRARIES = ("atheris", "numpy", "h5py", "tensorstore")
@@ -64,13 +64,8 @@ def main() -> int:
             print(f"{reader}: {results[reader]}", flush=True)
     if options.write:
         RESULT.parent.mkdir(exist_ok=True)
-        about = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "versions": {name: version(name) for name in LIBRARIES},
-        }
-        RESULT.write_text(json.dumps({"about": about, "readers": results}, indent=1) + "\n")
+        found = {"libraries": {name: version(name) for name in LIBRARIES}, "readers": results}
+        records.save(RESULT, found, command="make soak")
     return int(any(result["exit_code"] or result["findings"] for result in results.values()))
 
 

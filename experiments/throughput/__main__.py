@@ -11,19 +11,20 @@ throughput.json.
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+import zlib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from experiments import records
 from jaxmha.converters import checkpoint, migrate
 
 E, HEADS = 2048, 16
@@ -50,9 +51,9 @@ def make(path: Path, blocks: int) -> None:
 
     def load(name: str) -> np.ndarray:
         shape = shapes[name]
-        return (noise[: int(np.prod(shape))] + np.float32(len(name) + hash(name) % 97)).reshape(
-            shape
-        )
+        return (
+            noise[: int(np.prod(shape))] + np.float32(len(name) + zlib.crc32(name.encode()) % 97)
+        ).reshape(shape)
 
     info = {n: checkpoint.TensorInfo(s, np.dtype(np.float32)) for n, s in shapes.items()}
     checkpoint.write(path, checkpoint.Lazy(info, load))
@@ -124,7 +125,7 @@ def main() -> None:
                     seconds[way].append(took)
                 print(f"{way:8} {took:7.2f} s {size / took / 1e6:7.0f} MB/s", flush=True)
     ratios = [c / m for c, m in zip(seconds["copy"], seconds["migrate"], strict=True)]
-    result = {
+    result: dict[str, Any] = {
         "bytes": size,
         "seconds": seconds,
         "throughput_of_copy": round(statistics.median(ratios), 3),
@@ -134,14 +135,8 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if options.write:
         RESULT.parent.mkdir(exist_ok=True)
-        about = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "python": platform.python_version(),
-            "system": platform.release(),
-            "cpus": os.cpu_count(),
-            "versions": {name: version(name) for name in ("numpy", "xxhash")},
-        }
-        RESULT.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+        result["libraries"] = {name: version(name) for name in ("ml_dtypes", "xxhash")}
+        records.save(RESULT, result, command="make throughput", seed=0)
 
 
 if __name__ == "__main__":

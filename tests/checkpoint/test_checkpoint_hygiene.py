@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +127,7 @@ WRITTEN = (".safetensors", ".pt", ".weights.h5", ".npz", ".orbax", ".bin.index.j
 
 
 def test_no_framework_is_needed(tmp_path: Path) -> None:
+    """`tests.wheel` does the same where none is installed."""
     blocked = "torch,keras,tensorflow,flax,safetensors,orbax,transformers"
     said = _without(tmp_path, blocked, WRITTEN)
     assert said == [f"read {suffix} 2.0" for suffix in WRITTEN]
@@ -148,39 +148,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         assert file.digests["w"].startswith("sha256:")
     with checkpoint.open(tmp_path / "old.pt", verify=False) as file:
         assert file["w"].tolist() == [1, 1]
-
-
-_CLEAN = """
-import sys
-import numpy
-from jaxmha.converters import checkpoint
-for suffix in sys.argv[1].split(","):
-    checkpoint.write(f"new{suffix}", {"w": numpy.ones(2)})
-    assert checkpoint.open(f"new{suffix}")["w"].sum() == 2
-    assert checkpoint.open(f"old{suffix}")["w"].sum() == 2
-assert "site-packages" in checkpoint.__file__
-print(*{"torch", "keras", "tensorflow", "flax"} & sys.modules.keys())
-"""
-
-
-@pytest.mark.slow
-def test_a_clean_environment(tmp_path: Path) -> None:
-    """Only jaxmha with its extras for files, installed from the checkout."""
-    for suffix in WRITTEN:
-        checkpoint.write(tmp_path / f"old{suffix}", {"w": np.ones(2)})
-    home = tmp_path / "environment"
-    venv.create(home)
-    python = str(home / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    constraints = str(ROOT / ".ci" / "constraints.txt")
-    needed = "h5py", "xxhash", "tensorstore"  # orbax itself would bring flax's company
-    subprocess.run([*pip, "-c", constraints, str(ROOT), *needed], check=True)
-    for framework in ("torch", "keras", "tensorflow", "flax"):
-        absent = [python, "-c", f"import {framework}"]
-        assert subprocess.run(absent, check=False, capture_output=True).returncode
-    command = [python, "-c", _CLEAN, ",".join(WRITTEN)]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("name", hostile.SOUND)

@@ -11,13 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import hdf5, npz, safetensors, torch_records
+from jaxmha.converters.checkpoint import hdf5, npz, safetensors, torch_records, zarr
+from tests.everyday import everyday
 
 HELD: dict[str, frozenset[np.dtype]] = {
     ".safetensors": frozenset(safetensors.CODES),
     ".pt": frozenset((*torch_records.STORAGES.values(), *torch_records.UNTYPED.values())),
     ".weights.h5": frozenset(hdf5.DTYPES),
     ".npz": frozenset(npz.DTYPES),
+}
+EVERY = HELD | {
+    ".orbax": frozenset(zarr.NAMES),
+    ".safetensors.index.json": HELD[".safetensors"],
+    ".bin.index.json": HELD[".pt"],
 }
 ALL_DTYPES: list[np.dtype] = sorted(frozenset().union(*HELD.values()), key=str)
 SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (0,), (3, 0, 2), (1, 1, 1, 2)]
@@ -49,11 +55,11 @@ def assert_same(path: Path, expected: Mapping[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("suffix", HELD)
+@pytest.mark.parametrize("suffix", everyday(EVERY, *HELD))
 def test_every_dtype_and_shape(suffix: str, dtype: np.dtype, tmp_path: Path) -> None:
     path = tmp_path / f"m{suffix}"
     tensors = {f"t/{i}.w": sample(shape, dtype, i) for i, shape in enumerate(SHAPES)}
-    if dtype not in HELD[suffix]:
+    if dtype not in EVERY[suffix]:
         with pytest.raises(checkpoint.UnsupportedDtype, match="t/0"):
             checkpoint.write(path, tensors)
         assert not list(tmp_path.iterdir())
@@ -170,14 +176,14 @@ def _tensors(draw: st.DrawFn, suffix: str) -> dict[str, np.ndarray]:
     names = draw(st.lists(_NAME, min_size=1, max_size=5, unique=True))
     made = {}
     for seed, name in enumerate(names):
-        dtype = draw(st.sampled_from(sorted(HELD[suffix], key=str)))
+        dtype = draw(st.sampled_from(sorted(EVERY[suffix], key=str)))
         shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
         array = sample(shape, dtype, seed)
         made[name] = array.T if draw(st.booleans()) else array
     return made
 
 
-@pytest.mark.parametrize("suffix", HELD)
+@pytest.mark.parametrize("suffix", everyday(EVERY, *HELD))
 @settings(
     max_examples=25,
     deadline=None,

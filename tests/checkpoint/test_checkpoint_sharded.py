@@ -107,6 +107,17 @@ def test_onto_itself(tmp_path: Path) -> None:
     assert same(tmp_path / INDEX)
 
 
+def test_onto_a_shard_that_is_read(tmp_path: Path) -> None:
+    first = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD).files[0]
+    with checkpoint.open(tmp_path / INDEX) as file:
+        assert set(file.files) == set(tmp_path.iterdir())
+        with pytest.raises(checkpoint.DestinationExists, match="being read"):
+            checkpoint.write(first, file, force=True)
+        with pytest.raises(checkpoint.DestinationExists, match="being read"):
+            checkpoint.write(first, TENSORS, force=True, source=file.files)
+    assert same(tmp_path / INDEX)
+
+
 def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, after: int, **settings: Any) -> None:
     real, count = writing._write_file, 0
 

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import stat
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,38 @@ def test_no_room(room: int, target: Path) -> None:
     assert _untouched(target)
 
 
+@pytest.mark.parametrize("name", ["m.safetensors.index.json", "m.bin.index.json", "m.orbax"])
+def test_no_room_for_what_has_several_files(name: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / name, {"old": np.ones(3)})
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
+    try:
+        with pytest.raises(checkpoint.WriteFailed, match="free space"):
+            checkpoint.write(tmp_path / name, TENSORS, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_one_tensor_is_held_at_a_time(suffix: str, tmp_path: Path) -> None:
+    """While writing and while reading back; tensors are given as they are, or transposed."""
+    size = 8 << 20
+    info = {f"a/{i}": checkpoint.TensorInfo((1024, 2048), np.dtype(np.float32)) for i in range(4)}
+
+    def load(name: str) -> np.ndarray:
+        made = np.full((1024, 2048), 0.5, np.float32)
+        return made if int(name[-1]) % 2 else made.reshape(2048, 1024).T
+
+    tracemalloc.start()
+    try:
+        checkpoint.write(tmp_path / f"m{suffix}", checkpoint.Lazy(info, load))
+        assert tracemalloc.get_traced_memory()[1] < size + (5 << 20)
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_write_that_reads_back_differently_is_refused(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +185,24 @@ def test_the_source_is_never_replaced(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_folder_that_is_read_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "m.orbax"
+    checkpoint.write(folder, TENSORS)
+    inside = folder / "new.npz"
+    before = sorted(folder.rglob("*"))
+    with checkpoint.open(folder) as file:
+        with pytest.raises(checkpoint.DestinationExists, match="inside the folder"):
+            checkpoint.write(inside, file)
+        assert sorted(folder.rglob("*")) == before
+    np.savez(inside, w=np.ones(2))
+    with (
+        checkpoint.open(inside) as file,
+        pytest.raises(checkpoint.DestinationExists, match="holds the file being read"),
+    ):
+        checkpoint.write(folder, file, force=True)
+    assert sorted(folder.rglob("*")) == sorted([*before, inside])
+
+
 def test_links_typed_by_the_user_stay_links(tmp_path: Path) -> None:
     real, link = tmp_path / "real.npz", tmp_path / "link.npz"
     checkpoint.write(real, {"w": np.zeros(2)})
@@ -189,6 +240,46 @@ def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.AmbiguousFile, match="reserved"):
         checkpoint.write(tmp_path / "m.safetensors", {"__metadata__": np.ones(2)})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["m.npz", "m.orbax"])
+@pytest.mark.parametrize("removes", [True, False])
+def test_another_writer_may_come_before_the_lock(
+    name: str, removes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a temporary that is not locked yet for a stale one, and removes or holds it."""
+    import fcntl
+
+    real, held = fcntl.flock, list[int]()
+
+    def late(fd: int, how: int) -> None:
+        if not held:
+            (path,) = tmp_path.glob(".*.tmp")
+            held.append(os.open(path, os.O_RDONLY))
+            if removes:
+                assert list(replacing.stale(tmp_path / name)) == [path]
+            else:
+                real(held[0], fcntl.LOCK_EX)
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    checkpoint.write(tmp_path / name, TENSORS)
+    os.close(held[0])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_that_comes_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "m.orbax"
+
+    def comes(*_: int) -> None:
+        if not path.exists():
+            checkpoint.write(path, {"w": np.zeros(3)})
+
+    with pytest.raises(checkpoint.DestinationExists, match="meanwhile"):
+        checkpoint.write(path, {"w": np.ones(3)}, progress=comes)
+    with checkpoint.open(path) as file:
+        assert file["w"].tolist() == [0, 0, 0]
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:

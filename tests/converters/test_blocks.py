@@ -1,6 +1,7 @@
 """Blocks are found in whole checkpoints, with the layout, the reason, and the head count."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -301,12 +302,30 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
         ({"num_heads": "3"}, None),
         ([], None),
         (3, None),
+        (json.loads('{"a": [' * 250 + "3" + "]}" * 250), None),
     ],
 )
 def test_config_beside_the_file(content: Any, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert heads.in_config(tmp_path / "model.pt") == expected
     assert heads.in_config(tmp_path / "elsewhere" / "model.pt") is None
+
+
+def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
+    """A FIFO would block, a sparse file fill the memory."""
+    config, model = tmp_path / "config.json", tmp_path / "model.pt"
+    config.touch()
+    os.truncate(config, 2**40)
+    found = heads.in_config(model)
+    assert found is not None
+    assert "1,099,511,627,776" in found[1]
+    config.unlink()
+    os.mkfifo(config)
+    found = heads.in_config(model)
+    assert found is not None
+    assert "a FIFO" in found[1]
+    heads.refuse_behaviour(model)
+    assert heads.epsilons(model) == {}
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,24 @@ def test_what_makes_no_sense_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "b.npz", "c.toml", "none/r.json"])
+def test_texts_never_replace_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """The source, the destination, what is there, what cannot be: found out before the work."""
+    checkpoint.write(tmp_path / "a.safetensors", model())
+    (tmp_path / "c.toml").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    place, force = tmp_path / name, ["--force"] * name.startswith(("a", "b"))
+    done = cli(tmp_path / "a.safetensors", tmp_path / "b.npz", "--report", place, *force)
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    if not name.startswith("b"):
+        arguments = ["plan", tmp_path / "a.safetensors", "--to", "flax", "--num-heads", N, *force]
+        done = CliRunner().invoke(app, [*map(str, arguments), "--output", str(place)])
+        assert done.exit_code == 2
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_what_a_cast_lost_is_reported(source: Path, tmp_path: Path) -> None:
     state = model()
     state["mystery.weight"][...] = 1e-9
@@ -216,6 +234,25 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
     for name in next(iter(found.made.values())).sources:  # which beartype looks at
         file.asked[name] = 1
     assert file.asked == dict.fromkeys(state, 1)
+
+
+def test_the_check_holds_one_large_tensor(tmp_path: Path) -> None:
+    state = model()
+    for name in ("mystery.weight", "encoder.layer.0.output.dense.weight"):
+        state[name] = np.ones((2048, 1024), np.float32)
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    done = migrate.convert(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="flax", num_heads=N
+    )
+    assert done.plan is not None
+    tracemalloc.start()
+    try:
+        assert report.check(
+            tmp_path / "a.safetensors", tmp_path / "b.safetensors", done.plan, forward=False
+        )
+        assert tracemalloc.get_traced_memory()[1] < (8 << 20) + (3 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("layout", "to"), [("torch", "flax"), ("bert", "torch")])

@@ -139,6 +139,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda p: edited(p, "other", target="embeddings/word_embeddings/embedding"),
         r"two tensors would be written as 'embeddings/word_embeddings/embedding'",
     ),
+    "from": (lambda p: edited(p, "other", source="x"), r"`from` must be the name of its tensor"),
     "kind": (lambda p: edited(p, "linear", kind="embedding"), r"a embedding of torch has weight"),
     "no kind": (lambda p: edited(p, "linear", kind="lstm"), r"torch has no lstm: it has linear"),
     "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Di Do\), Do=7"),
@@ -150,6 +151,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
     "digest": (lambda p: replace(p, digest="sha256:0"), r"make a new plan"),
+    "no digest": (lambda p: replace(p, digest="md5:0"), r"safetensors: no digest 'md5'"),
     "refuse": (lambda p: replace(p, others="refuse"), r"the plan refuses others"),
     "to": (lambda p: replace(p, to="keras-file"), r"inside a .weights.h5 file"),
     "dtype": (lambda p: replace(p, dtype="int3"), r"unknown dtype 'int3'"),
@@ -174,6 +176,7 @@ def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: 
     ("old", "new", "message"),
     [
         ("[plan]", "[plan", "no TOML"),
+        ("[plan]", "[plan]\nx = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("version = 1", "version = 2", "has version 2"),
         ("version = 1", "version = 1\nfast = 1", "unknown key ['fast'] in [plan]"),
         ('to = "flax"\nothers', "others", "lacks `to`"),
@@ -262,9 +265,6 @@ def test_plan_prints_every_tensor_and_writes_the_file(source: Path, tmp_path: Pa
 def test_nothing_is_loaded_to_plan() -> None:
     """Shapes are enough: terabytes are planned in no time."""
 
-    class Huge:
-        shape, dtype = (2**20, 2**20), np.dtype(np.float32)
-
     class File(dict[str, Any]):
         metadata: dict[str, str] = {}  # noqa: RUF012
         names: dict[str, str] = {}  # noqa: RUF012
@@ -280,8 +280,9 @@ def test_nothing_is_loaded_to_plan() -> None:
         "in_proj_weight": (3 * 2**20, 2**20),
         "out_proj.weight": (2**20, 2**20),
     }
-    file: Any = File({f"a.{key}": type("T", (Huge,), {"shape": x})() for key, x in shapes.items()})
-    file["proj.weight"] = Huge()
+    shapes = {f"a.{key}": shape for key, shape in shapes.items()} | {"proj.weight": (2**20, 2**20)}
+    single = np.dtype(np.float32)
+    file: Any = File({name: checkpoint.TensorInfo(shape, single) for name, shape in shapes.items()})
     found = resolve(make(file, named("flax"), num_heads=N - 2), file)
     assert found.made["a/query/kernel"].info.shape == (2**20, 4, 2**18)
     assert found.made["proj/kernel"].info.nbytes == 2**42

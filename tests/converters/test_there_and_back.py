@@ -20,7 +20,8 @@ from jaxmha.converters.layout import Layout
 from tests.converters.test_every_layout import N, params_of
 from tests.everyday import everyday
 
-SUFFIXES = (".safetensors", ".pt", ".npz", ".weights.h5")
+INDEX = (".safetensors.index.json", ".bin.index.json")
+SUFFIXES = (".safetensors", ".pt", ".npz", ".weights.h5", ".orbax", *INDEX)
 DTYPES = ("float32", "float16", "float64", "bfloat16")
 IN_FILE = {layout.name for layout, _ in keras.IN_FILE.values()}
 Case = tuple[str, str]  # layout, suffix
@@ -81,17 +82,22 @@ def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
         except checkpoint.UnsupportedDtype:
             return False
         counts: list[dict[str, Any]] = [
-            {} if blocks.named(x).stores_num_heads else {"num_heads": N} for x in (a[0], b[0])
+            ({} if blocks.named(x).stores_num_heads else {"num_heads": N}) for x in (a[0], b[0])
+        ]
+        parts: list[dict[str, Any]] = [
+            ({"shard_size": 5000} if x in INDEX else {}) for x in (a[1], b[1])
         ]
         try:
-            migrate.convert(paths[0], paths[1], to=b[0].removesuffix("-file"), **counts[0])
+            migrate.convert(
+                paths[0], paths[1], to=b[0].removesuffix("-file"), **counts[0], **parts[1]
+            )
         except checkpoint.UnsupportedDtype:
             return False
         except ValueError as error:
             known = ("cannot hold", "needs", "does not hold", "together or not at all", "stacked")
             assert any(text in str(error) for text in known), error  # noqa: PT017
             return False
-        migrate.convert(paths[1], paths[2], to=a[0].removesuffix("-file"), **counts[1])
+        migrate.convert(paths[1], paths[2], to=a[0].removesuffix("-file"), **counts[1], **parts[0])
         before, after = bits(paths[0]), bits(paths[2])
         assert after.keys() == before.keys()
         for name, one in before.items():
@@ -118,7 +124,7 @@ def held() -> list[tuple[Case, Case]]:
     return [(a, b) for a in CASES for b in CASES if (a[0], b[0]) in layouts]
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_there_and_back(count: int, held: list[tuple[Case, Case]]) -> None:
     @seed(int(os.environ["JAXMHA_PROPERTY_SEED"]))
     @settings(
