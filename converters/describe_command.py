@@ -11,12 +11,11 @@ from rich.table import Table
 
 from jaxmha import Semantics
 from jaxmha.converters import one_block
-from jaxmha.converters.checkpoint.replacing import replace
 from jaxmha.converters.dataflow import DataFlow
 from jaxmha.converters.dataflow_differences import FRAMEWORKS
 from jaxmha.converters.dataflow_nodes import describe
 from jaxmha.converters.dataflow_svg import memory, short
-from jaxmha.converters.terminal import Json, escape, one_message, out, print_json
+from jaxmha.converters.terminal import Json, escape, one_message, out, print_json, put_text
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha describe --num-heads 8 --features 512 --query-len 10\n\n"
@@ -123,8 +122,7 @@ def describe_(
             **sizes,
         )
         if svg is not None:
-            text = flow.svg().encode()
-            replace(svg, lambda to: _write(to, text), lambda _: None, force=force, source=file)
+            put_text(svg, flow.svg(), force, [file] if file else [])
         if as_json:
             print_json({**flow.to_json(), **({"block": name} if file else {})})
             return
@@ -133,10 +131,6 @@ def describe_(
             out.print(f"one of {others + 1} blocks; --block names another", highlight=False)
         if svg is not None:
             out.print(f"drawn in {escape(str(svg))}", highlight=False)
-
-
-def _write(file: Any, text: bytes) -> None:
-    file.write(text)
 
 
 def _dtype(name: str) -> Any:

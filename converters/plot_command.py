@@ -65,7 +65,7 @@ def plot(
 ) -> None:
     """Draw the attention of every head, and say where it goes."""
     with one_message():
-        check_target(output, force, file)
+        check_target(output, force, [file])
         title = ""
         if inputs is None:
             if block is not None or causal or num_heads is not None:
@@ -85,7 +85,7 @@ def plot(
         special = [token for token in named.split(",") if token in labels]
         found = head_statistics(maps, rows, columns, named=special)
         drawing = picture(figure, output.suffix)
-        replace(output, lambda to: _write(to, drawing), lambda _: None, force=force, source=file)
+        replace(output, lambda to: _write(to, drawing), lambda _: None, force=force, sources=[file])
         if as_json:
             data = {str(n): found[n]._asdict() for n in chosen}
             print_json({"output": str(output), "heads": data})
