@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from jaxmha.converters import checkpoint, migrate, plan_file, report
+from jaxmha.converters import checkpoint, migrate, parts, plan_file, report
 from jaxmha.converters.migrate import Conversion
 from jaxmha.converters.plan import OTHERS, Plan, Resolved
 from jaxmha.converters.terminal import (
@@ -200,6 +200,25 @@ def convert(
             "conversion with --resume was interrupted.",
         ),
     ] = False,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part",
+            metavar="I/N",
+            help="With --resume: write every N-th shard from the I-th on, and no index. Other "
+            "processes, on any machine that reaches both files, write the other parts meanwhile; the "
+            "same command without --part then completes and checks the whole.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes",
+            min=1,
+            help="Of shards: as many parts at once, each by a process of its own, and then the "
+            "whole; implies --resume.",
+        ),
+    ] = 1,
     digest: Annotated[
         Digest,
         typer.Option(
@@ -225,12 +244,31 @@ def convert(
             raise ValueError("a plan says it all: edit it instead of passing other options")
         if report_to is not None and check.value == "none":
             raise ValueError("--report has nothing to say with --check none")
+        if part is not None and (not resume or processes > 1):
+            raise ValueError("--part needs --resume, and no --processes beside it")
+        share = None if part is None else parts.parsed(part)
         size = None if shard_size is None else _bytes(shard_size)
         if size is not None and destination.suffix in (".safetensors", ".bin"):
             destination = destination.with_name(f"{destination.name}.index.json")
         if report_to is not None:
             plans = [by_plan] if by_plan else []
             check_text(report_to, force, [*_files(source), destination, *plans])
+        options: dict[str, Any] = {
+            "--to": to and to.value,
+            "--plan": by_plan,
+            "--from": from_ and from_.value,
+            "--num-heads": num_heads,
+            "--dtype": dtype and dtype.value,
+            "--others": others.value,
+            "--shard-size": shard_size,
+            "--digest": digest.value,
+            "--attention-only": attention_only,
+            "--force": force,
+        }
+        if processes > 1:
+            if not as_json:
+                err.print(f"{processes} processes write a part each, then all is checked")
+            parts.convert(processes, source, destination, options)
         with byte_bar("converting", as_json) as progress:
             done = migrate.convert(
                 source,
@@ -244,12 +282,13 @@ def convert(
                 plan=plan_file.read(by_plan) if by_plan else None,
                 force=force,
                 shard_size=size,
-                resume=resume,
+                resume=resume or processes > 1,
+                part=share,
                 digest=None if digest.value == "none" else digest.value,
                 progress=progress,
             )
         checked = None
-        if check.value != "none":
+        if check.value != "none" and part is None:
             assert done.plan is not None
             checked = report.check(
                 source,
@@ -306,7 +345,9 @@ def _print_conversion(
         + (f" but for the cast to {dtype}" if dtype else ""),
         highlight=False,
     )
-    if len(done.files) > 1:
+    if not done.files or not done.files[-1].endswith(destination.name):
+        out.print(f"{len(done.files)} shards of this part, no index yet", highlight=False)
+    elif len(done.files) > 1:
         out.print(f"{len(done.files) - 1} shards and their index", highlight=False)
     _print_losses(done.losses)
     for name in done.carried[:SHOWN]:

@@ -147,6 +147,7 @@ def convert(
     force: bool = False,
     shard_size: int | None = None,
     resume: bool = False,
+    part: tuple[int, int] | None = None,
     digest: str | None = "fast",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
@@ -172,6 +173,7 @@ def convert(
       shard_size: bytes of tensors per shard, where the destination is an index.
       resume: where shards are written: an interruption leaves the complete ones, and the same
         conversion goes on from there.
+      part: `(i, n)`, with `resume`: only every n-th shard, as `checkpoint.write` has it.
       digest: per tensor, kept in the file: "fast", "xxh3_128", "sha256" or None.
       progress: called as progress(done, total) with bytes, written and read back.
 
@@ -204,6 +206,7 @@ def convert(
         if in_file:
             settings["names"] = found.names
         if resume:
+            settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
         made = found.made if plan.dtype is None else _fitting(found.made, plan.dtype)
         written = checkpoint.write(

@@ -1,16 +1,8 @@
-"""Checkpoints larger than one machine: every process reads what its devices hold.
+"""Checkpoints larger than one machine: every process reads, and writes, what its devices hold."""
 
-Tensors of .safetensors and uncompressed .npz files are mapped into memory and never read whole;
-of other files one tensor is read at a time.
-"""
-
-import json
 import os
-import struct
-import sys
-import zipfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmha import MHAParams
 from jaxmha.converters import checkpoint, engine, layouts
 from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.slices import Slices
 
 Specs = Callable[[Any], Any] | Any
 
@@ -36,7 +29,9 @@ def load_sharded(
     """Arrays spread over a mesh, straight from a checkpoint.
 
     Each process reads the parts that its own devices hold, each part once; layouts are converted
-    by views of the file, which read nothing.
+    by views of the file, which read nothing. Of .npz files that are compressed, and of big-endian
+    ones, a tensor is read whole; of orbax folders and chunked HDF5, whole chunks. Digests are of
+    whole tensors, and are not checked.
 
     Args:
       path: a checkpoint that `checkpoint.open` reads.
@@ -59,47 +54,89 @@ def load_sharded(
       TypeError: float64 without x64 enabled, which JAX would round.
 
     >>> import tempfile
+    >>> import numpy as np
     >>> mesh = jax.make_mesh((1,), ("tensor",))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = checkpoint.write(f"{folder}/a.npz", {"weight": np.ones((4, 3), "float32")})
     ...     load_sharded(f"{folder}/a.npz", mesh, {"weight": PartitionSpec("tensor")})["weight"].shape
     (4, 3)
     """
-    with checkpoint.open(path) as file:
-        names = [name for name in file if name.startswith(prefix)]
-        state = _views(file, names)
+    with checkpoint.open(path, mmap=True) as file:
+        slices = Slices(file, [name for name in file if name.startswith(prefix)])
+        state = slices.views
         if layout is None:
-            return _placed(mesh, state, specs)
+            return _placed(mesh, state, specs, slices)
         known = layouts()
         if layout not in known:
             raise ValueError(f"unknown layout {layout!r}: known are {', '.join(known)}")
         params, semantics = engine.import_params(
             [known[layout]], state, num_heads=num_heads, prefix=prefix, take=lambda view: view
         )
-        return _placed_params(mesh, params, specs), semantics
+        return _placed_params(mesh, params, specs, slices), semantics
 
 
-def _placed(mesh: Mesh, state: Mapping[str, NDArray], specs: Specs) -> dict[str, jax.Array]:
+def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, jax.Array]) -> None:
+    """Arrays of all processes as one folder of orbax: each process writes what its devices hold.
+
+    Every process calls it with the same names and path, which all of them can reach. The folder
+    is there, complete, once every process has written; what an interrupted call left is removed
+    by the next one to the same path.
+
+    Args:
+      path: of the folder, which must not exist: keep one per step.
+      arrays: by name, as `load_sharded` gives them; "/" makes a tree of names.
+
+    Raises:
+      ValueError: the path exists.
+      ImportError: orbax is not installed: `pip install 'jaxmha[orbax]'`.
+
+    >>> import tempfile
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_sharded(f"{folder}/step1", {"block/weight": jax.numpy.ones((4, 3))})
+    ...     load_sharded(f"{folder}/step1", mesh, {})["block/weight"].shape
+    (4, 3)
+    """
+    import orbax.checkpoint as ocp
+
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *outer, last = name.split("/")
+        branch = tree
+        for key in outer:
+            branch = branch.setdefault(key, {})
+        branch[last] = array
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(os.path.abspath(path), tree)
+
+
+def _placed(
+    mesh: Mesh, state: Mapping[str, NDArray], specs: Specs, slices: Slices
+) -> dict[str, jax.Array]:
     found: Mapping[str, Any] = specs(state) if callable(specs) else specs
     if unknown := sorted(found.keys() - state.keys()):
         raise ValueError(f"specs: the checkpoint has no {', '.join(unknown)}")
-    return {name: _spread(name, view, mesh, found.get(name)) for name, view in state.items()}
+    return {
+        name: _spread(name, view, mesh, found.get(name), slices) for name, view in state.items()
+    }
 
 
-def _placed_params(mesh: Mesh, params: MHAParams, specs: Specs) -> MHAParams:
+def _placed_params(mesh: Mesh, params: MHAParams, specs: Specs, slices: Slices) -> MHAParams:
     found = specs(params) if callable(specs) else specs
     tree: Any
     views, tree = jax.tree_util.tree_flatten_with_path(params)
     places = tree.flatten_up_to(found)
     arrays = [
-        _spread(f"params{jax.tree_util.keystr(path)}", view, mesh, spec)
+        _spread(f"params{jax.tree_util.keystr(path)}", view, mesh, spec, slices)
         for (path, view), spec in zip(views, places, strict=True)
     ]
     placed: MHAParams = jax.tree.unflatten(tree, arrays)
     return placed
 
 
-def _spread(name: str, view: NDArray, mesh: Mesh, spec: PartitionSpec | None) -> jax.Array:
+def _spread(
+    name: str, view: NDArray, mesh: Mesh, spec: PartitionSpec | None, slices: Slices
+) -> jax.Array:
     """The array of a view; every part is read once, however many devices hold it."""
     if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
         raise TypeError(
@@ -112,61 +149,35 @@ def _spread(name: str, view: NDArray, mesh: Mesh, spec: PartitionSpec | None) ->
         sharding.shard_shape(view.shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    read: dict[tuple[Any, ...], NDArray] = {}
-
-    def part(index: tuple[slice, ...] | None) -> NDArray:
-        index = index or ()
-        place = tuple((axis.start, axis.stop) for axis in index)
+    read: dict[tuple[Any, ...], jax.Array] = {}
+    arrays = []
+    for device, index in sharding.addressable_devices_indices_map(view.shape).items():
+        place = tuple((axis.start, axis.stop) for axis in index or ())
         if place not in read:
-            read[place] = _read(view[index])
-        return read[place]
-
-    return jax.make_array_from_callback(view.shape, sharding, part)
-
-
-def _read(part: NDArray) -> NDArray:
-    return np.array(part, order="C", copy=True)
+            read[place] = _on(device, view[index or ()], slices)
+        arrays.append(jax.device_put(read[place], device))
+    make: Any = jax.make_array_from_single_device_arrays
+    found: jax.Array = make(view.shape, sharding, arrays, dtype=view.dtype)
+    return found
 
 
-def _views(file: checkpoint.Checkpoint, names: list[str]) -> dict[str, NDArray]:
-    """Tensors that are read where they are looked at, if the format allows it."""
-    starts: dict[str, int] = {}
-    if sys.byteorder == "little":
-        find = {"safetensors": _in_safetensors, "npz": _in_npz}.get(file.format)
-        starts = {} if find is None else find(file.path)
-    views: dict[str, NDArray] = {}
-    for name in names:
-        info = file.info[name]
-        if name in starts and info.size:
-            views[name] = np.memmap(file.path, info.dtype, "r", starts[name], info.shape)
-        else:
-            views[name] = file[name]
-    return views
+def _on(device: Any, view: NDArray, slices: Slices) -> jax.Array:
+    """A part on a device; a large one goes there piece by piece, and is never whole beside it."""
+    if view.nbytes <= PIECE or not slices.is_mapped(view):
+        alone: jax.Array = jax.device_put(slices.read(view), device)
+        return alone
+    axis = int(np.argmax(view.shape))
+    rows = max(1, PIECE * view.shape[axis] // view.nbytes)
+    array = jax.numpy.zeros(view.shape, view.dtype, device=device)
+    for at in range(0, view.shape[axis], rows):
+        index = (*(slice(None),) * axis, slice(at, at + rows))
+        array = _placed_at(array, jax.device_put(slices.read(view[index]), device), at, axis)
+    return array
 
 
-def _in_safetensors(path: Path) -> dict[str, int]:
-    """Where each tensor begins; `checkpoint.open` has checked the header."""
-    with path.open("rb") as raw:
-        (length,) = struct.unpack("<Q", raw.read(8))
-        header = json.loads(raw.read(length))
-    header.pop("__metadata__", None)
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+PIECE = 32 << 20  # bytes
 
 
-def _in_npz(path: Path) -> dict[str, int]:
-    """Where each array begins that is little-endian, row-major and not compressed."""
-    starts = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
-        for member in archive.infolist():
-            if member.compress_type != zipfile.ZIP_STORED:
-                continue
-            raw.seek(member.header_offset + 26)
-            name, extra = struct.unpack("<HH", raw.read(4))
-            raw.seek(name + extra, os.SEEK_CUR)
-            read = np.lib.format.read_array_header_1_0
-            if np.lib.format.read_magic(raw) != (1, 0):
-                continue
-            _, fortran, dtype = read(raw)
-            if not fortran and dtype.newbyteorder("<") == dtype:
-                starts[member.filename.removesuffix(".npy")] = raw.tell()
-    return starts
+@partial(jax.jit, donate_argnums=0, static_argnames="axis")
+def _placed_at(array: jax.Array, piece: jax.Array, at: Any, axis: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, piece, at, axis)

@@ -14,7 +14,7 @@ from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
-from jaxmha.implementations import forward_mode
+from jaxmha.implementations import forward_mode, shards
 from jaxmha.implementations.pairs import live_positions
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.mask import Mask
@@ -80,9 +80,7 @@ def multi_head_attention(
     with forward_mode():
         return _multi_head_attention(
             params,
-            query,
-            key,
-            value,
+            *_distinct(query, key, value),
             bias,
             mask,
             dropout_key,
@@ -122,6 +120,7 @@ def _multi_head_attention(
         specs = sharding.spec(*rows, t), sharding.spec(*rows, heads, t)
         return sharding.automatic(spread, again, arrays, specs if return_weights else specs[0])
     sizes = check(params)
+    query, key, value = _all_three(query, key, value)
     for name, x, axes in (("query", query, "T Dq"), ("key", key, "S Dk"), ("value", value, "S Dv")):
         bind(name, x.shape, f"*B {axes}", sizes)
         if x.shape[:-2] != query.shape[:-2]:
@@ -130,13 +129,16 @@ def _multi_head_attention(
                 f"*B={query.shape[:-2]} as in query, got shape {x.shape}"
             )
     batch = query.shape[:-2]
-    inputs = tuple(x.reshape(math.prod(batch), *x.shape[-2:]) for x in (query, key, value))
+    inputs = [
+        None if x is None else x.reshape(math.prod(batch), *x.shape[-2:])
+        for x in _distinct(query, key, value)
+    ]
     extra = extra_positions.count(params, semantics)
     structure = as_mask(mask) & (Mask.causal() if is_causal else Mask())
     mask = extra_positions.widen_mask(structure, extra, batch, sizes)
     bias = extra_positions.widen_bias(bias, extra, batch, sizes)
-    inputs = only_live(inputs, bias, mask, sizes, extra, semantics.fully_masked)
-    q, k, v = _project(params, *inputs, semantics)
+    live = live_features(math.prod(batch), bias, mask, sizes, extra, semantics.fully_masked)
+    q, k, v = project_live(params, *inputs, semantics, live)
     result = attend(
         q,
         extra_positions.append(k, params.bias_k, semantics),
@@ -178,14 +180,34 @@ def project(
     value = key if value is None else value
     checks.are_arrays(query=query, key=key, value=value)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
-    query, key, value = _project(params, query, key, value, semantics)
+    query, key, value = project_live(params, *_distinct(query, key, value), semantics)
     return query, key, value
 
 
+def _distinct(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The inputs; None: the same as the one before. `jit` would see three where one is given."""
+    return query, None if key is query else key, None if value is key else value
+
+
+def _all_three(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The inverse of `_distinct`."""
+    key = query if key is None else key
+    return query, key, key if value is None else value
+
+
 @jax.jit
-def _project(
-    params: MHAParams, query: Any, key: Any, value: Any, semantics: Semantics
+def project_live(
+    params: MHAParams,
+    query: Any,
+    key: Any,
+    value: Any,
+    semantics: Semantics,
+    live: tuple[Any, Any, Any] = (None, None, None),
 ) -> tuple[jax.Array, ...]:
+    """`project` of inputs that `_distinct` made, of which `live` says what is not zero: `b T`, `b S`
+    and `b S`, None: all.
+    """
+    query, key, value = _all_three(query, key, value)
     of_heads = [sharding.spec_of(projection.kernel)[1] for projection in params[:3]]
     spread = sharding.explicit(query, -2, of_heads[0])
     if spread is not None:
@@ -194,17 +216,21 @@ def _project(
             for x, heads in zip((query, key, value), of_heads, strict=True)
         )
         found: tuple[jax.Array, ...] = sharding.automatic(
-            spread, _project, (params, query, key, value, semantics), specs
+            spread, project_live, (params, *_distinct(query, key, value), semantics, live), specs
         )
         return found
     sizes = check(params)
     for name, x, width in (("query", query, "Dq"), ("key", key, "Dk"), ("value", value, "Dv")):
         bind(name, x.shape, f"*B {'T' if name == 'query' else 'S'} {width}", sizes)
     dtype = _compute_dtype(params, query=query, key=key, value=value)
-    heads = [
-        _affine(x, 1, projection, dtype, semantics.precision)
-        for x, projection in zip((query, key, value), params[:3], strict=True)
-    ]
+
+    def affine(projections: Any, inputs: Any, live: Any) -> list[jax.Array]:
+        return [
+            _affine(_zeroed(x, there), 1, projection, dtype, semantics.precision)
+            for x, there, projection in zip(inputs, live, projections, strict=True)
+        ]
+
+    heads = shards.project(affine, params[:3], (query, key, value), live)
     for index, scale in enumerate((params.query_norm, params.key_norm)):
         if (semantics.qk_norm is None) != (scale is None):
             raise ValueError(
@@ -296,29 +322,22 @@ def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Arra
     return x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon) * scale
 
 
-def only_live(
-    inputs: tuple[Any, ...],
-    bias: jax.Array | None,
-    mask: Mask,
-    sizes: dict[str, int],
-    extra: int,
-    fully_masked: str,
-) -> tuple[Any, ...]:
-    """Zeroes features `*B T D`, `*B S D` that no pair uses: 0 * NaN would reach the gradients of
-    the kernels. Mask and bias have one batch axis, and cover S and the `extra` positions."""
-    query, key, value = inputs
-    B = math.prod(query.shape[:-2])
+def live_features(
+    B: int, bias: jax.Array | None, mask: Mask, sizes: dict[str, int], extra: int, fully_masked: str
+) -> tuple[Any, Any, Any]:
+    """Of features of query, key and value those that some pair uses, `B T`, `B S` and `B S`; None:
+    all. Others are to be zero: 0 * NaN would reach the gradients of the kernels.
+
+    Mask and bias have one batch axis, and cover S and the `extra` positions.
+    """
     T, S = sizes["T"], sizes["S"]
     live = live_positions(mask, bias, B, sizes["N"], T, S + extra)
-    queries, keys = (sharding.in_order(x, 1) for x in live)
+    rows, keys = (
+        None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
+        for x, size in zip((sharding.in_order(x, 1) for x in live), (T, S), strict=True)
+    )
+    return rows, keys, None if fully_masked == "mean" else keys  # the mean reads every value
 
-    def keep(x: Any, live: jax.Array | None) -> Any:
-        if live is None:
-            return x
-        full = jnp.broadcast_to(live[:, : x.shape[-2]], (B, x.shape[-2]))
-        return jnp.where(full.reshape(*x.shape[:-1], 1), x, 0.0)
 
-    query, key = keep(query, queries), keep(key, keys)
-    if fully_masked != "mean":  # the mean reads every value
-        value = keep(value, keys)
-    return query, key, value
+def _zeroed(x: Any, live: Any) -> Any:
+    return x if live is None else jnp.where(live.reshape(*x.shape[:-1], 1), x, 0.0)

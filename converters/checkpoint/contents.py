@@ -44,6 +44,10 @@ class Contents:
     files: tuple[Path, ...] = ()  # beside the one that was opened
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
     stream: Callable[[str], Iterator[memoryview]] | None = None
+    # One tensor over a mapped file, unread and unchecked; None: it does not lie there as in memory.
+    view: Callable[[str], np.ndarray | None] | None = None
+    # A box of one tensor, reading little more than it.
+    part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from jaxmha.converters.checkpoint.hdf5_attribute import text_attribute
 from jaxmha.converters.checkpoint.hdf5_index import check_index, root_address
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY
+from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY, over
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
@@ -67,9 +67,20 @@ def read(source: Source, limits: Limits) -> Contents:
         close = cleanup.pop_all().close
 
     def load(name: str) -> np.ndarray:
+        return part(name, ())
+
+    def view(name: str) -> np.ndarray | None:
+        info, dataset = walk.budget.info[name], file[name]
+        at = dataset.id.get_offset()  # None: not in one piece
+        little = dataset.dtype == dataset.dtype.newbyteorder("<")
+        if at is None or not little or dataset.id.get_storage_size() != info.nbytes:
+            return None
+        return over(source, at, info.shape, info.dtype)
+
+    def part(name: str, box: tuple[slice, ...]) -> np.ndarray:
         info = walk.budget.info[name]
         with damage(source.path, "HDF5", _AGAIN, name):
-            data = np.asarray(file[name][()])
+            data = np.asarray(file[name][box])
         return (
             data.view(BFLOAT16)
             if info.dtype == BFLOAT16
@@ -84,7 +95,15 @@ def read(source: Source, limits: Limits) -> Contents:
     except CheckpointError:
         close()
         raise
-    return Contents(walk.budget.info, load, names=walk.names, digests=walk.digests, close=close)
+    return Contents(
+        walk.budget.info,
+        load,
+        names=walk.names,
+        digests=walk.digests,
+        close=close,
+        view=view,
+        part=part,
+    )
 
 
 def write(file: BinaryIO, plan: Plan) -> None:

@@ -20,7 +20,7 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import NUMPY, from_bytes
+from jaxmha.converters.checkpoint.tensor import NUMPY, from_bytes, over
 
 MAGIC = b"\x93NUMPY"
 DTYPES = frozenset(NUMPY)
@@ -75,8 +75,15 @@ def read(source: Source, limits: Limits) -> Contents:
             return flat.reshape(info.shape[::-1]).T.copy(order="C")
         return flat.reshape(info.shape)
 
+    def view(name: str) -> np.ndarray | None:
+        member, start, fortran, dtype = where[name]
+        if member.method != zip_directory.STORED or dtype.str[0] == ">":
+            return None
+        info = budget.info[name]
+        return over(source, member.offset + start, info.shape, info.dtype, fortran=fortran)
+
     kept = {name: member.digest for name, (member, *_) in where.items() if member.digest}
-    return Contents(budget.info, load, digests=kept)
+    return Contents(budget.info, load, digests=kept, view=view)
 
 
 def write(file: BinaryIO, plan: Plan) -> None:

@@ -44,7 +44,8 @@ SIDECAR = f"{digests.KEY}.json"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
 _DEPTH = 6  # folders within folders
-_CHUNK = 8 << 20  # of tensorstore, which holds some of them at a time
+_CHUNK, _LARGE = 8 << 20, 4 << 20  # bytes; tensorstore holds some chunks at a time
+_PARTS = 8
 _AGAIN = "save it again with orbax"
 
 
@@ -170,33 +171,35 @@ def read(folder: Folder, limits: Limits) -> Contents:
         places[name] = key
     kept = _digests(folder, budget, limits) if SIDECAR in folder else {}
 
-    def part(name: str, *rows: slice) -> np.ndarray:
+    def opened(name: str) -> Any:
         spec = {"driver": driver, "kvstore": {**store, "path": f"{base['path']}{places[name]}/"}}
         if store is not base:
             spec["kvstore"] = {**store, "path": f"{places[name]}/"}
-        with damage(path, "tensorstore", _AGAIN, name):
-            whole = tensorstore.open(spec, open=True, read=True).result()
-            array = np.asarray(whole[rows].read().result())
-        if whole.shape != budget.info[name].shape or array.dtype != budget.info[name].dtype:
+        array = tensorstore.open(spec, open=True, read=True).result()
+        if (*array.shape,) != budget.info[name].shape or (
+            array.dtype.numpy_dtype != budget.info[name].dtype
+        ):
             raise MalformedFile(path, "reads otherwise than it declares", _AGAIN, name)
+        return array
+
+    def part(name: str, box: tuple[slice, ...]) -> np.ndarray:
+        with damage(path, "tensorstore", _AGAIN, name):
+            array = np.asarray(opened(name)[box].read().result())
         return np.ascontiguousarray(array).reshape(array.shape)
 
     def stream(name: str) -> Iterator[memoryview]:
         info = budget.info[name]
         if not info.shape:
-            yield to_bytes(part(name)).data
+            yield to_bytes(part(name, ())).data
         elif info.nbytes:
-            step = _rows(info)
+            step = _chunk(info)[0]
             for at in range(0, info.shape[0], step):
-                yield to_bytes(part(name, slice(at, min(at + step, info.shape[0])))).data
+                rows = slice(at, min(at + step, info.shape[0]))
+                yield to_bytes(part(name, (rows,))).data
 
-    return Contents(budget.info, part, digests=kept, stream=stream)
-
-
-def _rows(info: TensorInfo) -> int:
-    """How many rows make a chunk."""
-    row = max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
-    return min(max(1, _CHUNK // row), info.shape[0])
+    return Contents(
+        budget.info, lambda name: part(name, ()), digests=kept, part=part, stream=stream
+    )
 
 
 def write(path: Path, plan: Plan) -> None:
@@ -211,8 +214,8 @@ def write(path: Path, plan: Plan) -> None:
     _check_tree(plan, names)
     for name, info in plan.info.items():
         row = max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
-        rows = _rows(info) if info.shape else 1
-        chunk = [max(1, n) for n in (rows, *info.shape[1:])] if info.shape else []
+        chunk = _chunk(info)
+        rows = chunk[0] if chunk else 1
         metadata = {
             "shape": list(info.shape),
             "chunks": chunk,
@@ -244,6 +247,14 @@ def write(path: Path, plan: Plan) -> None:
     for file, document in documents.items():
         (path / file).write_text(json.dumps(document))
     (path / MARK).write_text("written by jaxmha\n")
+
+
+def _chunk(info: TensorInfo) -> list[int]:
+    """Of a large tensor an eighth of the first two axes, so that devices read their own parts."""
+    shape, row = info.shape, max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
+    first = [-(-n // _PARTS) for n in shape[:2]] if info.nbytes >= _LARGE else list(shape[:2])
+    chunk = [max(1, n) for n in (*first, *shape[2:])]
+    return [min(chunk[0], max(1, _CHUNK // row)), *chunk[1:]] if chunk else []
 
 
 _ABOUT: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """An open checkpoint: a lazy mapping from names to arrays."""
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -85,7 +86,7 @@ class Checkpoint(Lazy):
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
         self._source, self._load, self._verify = source, contents.load, verify
-        self._stream = contents.stream
+        self._stream, self._view, self._part = contents.stream, contents.view, contents.part
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -114,6 +115,37 @@ class Checkpoint(Lazy):
             # A change is the likely cause of whatever else went wrong, so it is reported first.
             self._source.check_unchanged()
         return array
+
+    def view(self, name: str) -> np.ndarray | None:
+        """One tensor over a file opened with `mmap=True`, of which nothing is read or checked.
+
+        None: it does not lie there as it would in memory (compressed, chunked, big-endian), or the
+        file is not mapped.
+        """
+        mapped = isinstance(self._source, Source) and self._source.mapped
+        if not mapped or self._view is None or not self.info[name].nbytes:
+            return None
+        return self._view(name) if sys.byteorder == "little" else None
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether `part` reads less than the whole tensor."""
+        return self._part is not None
+
+    def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """A box of one tensor, not checked against its digest.
+
+        Of folders of orbax and of HDF5 only the chunks that the box touches are read; elsewhere the
+        whole tensor.
+
+        Raises as indexing does.
+        """
+        if self._part is None:
+            return np.ascontiguousarray(self[name][box])
+        try:
+            return self._part(name, box)
+        finally:
+            self._source.check_unchanged()
 
     def digest(self, algorithm: str | None = None, progress: Progress | None = None) -> str:
         """One digest over names, dtypes, shapes and values; it reads every tensor.

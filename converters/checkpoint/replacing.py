@@ -274,7 +274,7 @@ def check_target(
 
 def stale(target: Path) -> Iterator[Path]:
     """Temporaries of killed writers of the same target; each is removed after it was yielded."""
-    for path in _temporaries(target):
+    for path in temporaries(target):
         with contextlib.suppress(OSError), _locked(path):
             yield path
             _discard(path)
@@ -282,7 +282,7 @@ def stale(target: Path) -> Iterator[Path]:
 
 def alive(target: Path) -> Iterator[Path]:
     """Temporaries of writers of the same target that are at work."""
-    for path in _temporaries(target):
+    for path in temporaries(target):
         try:
             with _locked(path):
                 pass
@@ -292,7 +292,8 @@ def alive(target: Path) -> Iterator[Path]:
             continue
 
 
-def _temporaries(target: Path) -> list[Path]:
+def temporaries(target: Path) -> list[Path]:
+    """Those of all writers of the same target."""
     ours = re.compile(re.escape(f".{target.name[:100]}.") + r"[0-9a-f]{16}\.tmp")
     return [Path(entry.path) for entry in os.scandir(target.parent) if ours.fullmatch(entry.name)]
 

@@ -22,7 +22,7 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import from_bytes
+from jaxmha.converters.checkpoint.tensor import from_bytes, over
 
 DTYPES: dict[str, np.dtype] = {
     code: np.dtype(dtype)
@@ -105,8 +105,12 @@ def read(source: Source, limits: Limits) -> Contents:
     def stream(name: str) -> Iterator[memoryview]:
         return source.stream(offsets[name], budget.info[name].nbytes)
 
+    def view(name: str) -> np.ndarray:
+        info = budget.info[name]
+        return over(source, offsets[name], info.shape, info.dtype)
+
     kept = _digests(source, metadata, budget) if digests.KEY in metadata else {}
-    return Contents(budget.info, load, metadata=metadata, digests=kept, stream=stream)
+    return Contents(budget.info, load, metadata=metadata, digests=kept, stream=stream, view=view)
 
 
 def write(file: BinaryIO, plan: Plan) -> None:

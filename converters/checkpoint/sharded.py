@@ -99,6 +99,10 @@ def read(source: Source, limits: Limits) -> Contents:
         yield from contents.stream(name)
         shard.check_unchanged()
 
+    def view(name: str) -> np.ndarray | None:
+        contents = where[name][1]
+        return None if contents.view is None else contents.view(name)
+
     ordered = {name: budget.info[name] for name in index.shards}  # in the order of the index
     digests = {n: d for _, contents in opened for n, d in contents.digests.items()}
     streams = all(contents.stream is not None for _, contents in opened)
@@ -111,6 +115,7 @@ def read(source: Source, limits: Limits) -> Contents:
         close=close,
         files=tuple(shard.path for shard, _ in opened),
         stream=stream if streams else None,
+        view=view,
     )
 
 

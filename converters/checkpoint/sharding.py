@@ -14,14 +14,17 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxmha.converters.checkpoint import formats, reading, replacing, sharded
+from jaxmha.converters.checkpoint.casting import Loss
 from jaxmha.converters.checkpoint.contents import Plan
 from jaxmha.converters.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
 from jaxmha.converters.checkpoint.limits import UNLIMITED, Limits
 from jaxmha.converters.checkpoint.source import Source
 
 _TAG = 12  # hexadecimal digits
+_LOSSES = "losses"
 WriteFile = Callable[..., None]
 
 
@@ -32,8 +35,12 @@ def write(
     force: bool,
     sources: Sequence[Path],
     resume: str | None,
+    part: tuple[int, int] | None = None,
 ) -> tuple[list[Path], list[Path]]:
     """Writes shards and index; the files in order, and those kept from an interrupted write.
+
+    `part`: of an interrupted write, every n-th shard from the i-th on, and no index: another
+    process writes the others, and one that has no part finds them and puts the index in place.
 
     Raises:
         DestinationExists, WriteFailed, and what writing a shard raises.
@@ -49,21 +56,30 @@ def write(
             for k in range(1, len(parts) + 1)
         ]
         old = _listed(target)
+        mine = shards if part is None else shards[part[0] :: part[1]]
         with replacing.temporary(target, mode) as (file, path):
-            where = {n: s for part, s in zip(parts, shards, strict=True) for n in part}
+            names = dict(zip(shards, parts, strict=True))
+            where = {name: shard for shard in mine for name in names[shard]}
             total = sum(info.nbytes for info in plan.info.values())
             file.write(_index(where, {**plan.metadata, "total_size": total}))
             file.flush()
             os.fsync(file.fileno())
-            _clean(target, path, shards, old)
+            _refuse_two(target, path, mine)
+            known = _losses(target)
+            if part is None:
+                _clean(target, shards, old)
             kept: list[Path] = []
             try:
-                for part, shard in zip(parts, shards, strict=True):
-                    piece = changed(plan, path=shard, info={n: plan.info[n] for n in part})
-                    if _is_complete(piece, shard, format):
+                for shard in mine:
+                    piece = changed(plan, path=shard, info={n: plan.info[n] for n in names[shard]})
+                    if _is_complete(piece, shard, format, known):
                         kept.append(shard)
                     else:
                         write_file(piece, format, True, sources, mode)
+                if part is not None:  # what lists the shards stays with them
+                    _keep_losses(file, plan, where)
+                    os.replace(path, replacing.temporary_name(target))
+                    return mine, kept
                 _compare(plan, path)
                 done_with = _replaced(_listed(target), shards, stem, ending, sources)
                 # Lists what goes, for the next run, should this one be killed while it removes it.
@@ -127,23 +143,52 @@ def _index(where: Mapping[str, Path], metadata: Mapping[str, str | int] | None =
 def _listed(index: Path) -> list[Path]:
     """The shards of an index; none where it cannot be read."""
     with contextlib.suppress(CheckpointError):
-        source = Source(index)
-        try:
-            shards = set(sharded.parse(source, Limits()).shards.values())
-            for shard in shards:
-                sharded.check_shard_name(index, shard)
-            return [index.with_name(shard) for shard in shards]
-        finally:
-            source.close()
+        shards = set(_parsed(index).shards.values())
+        for shard in shards:
+            sharded.check_shard_name(index, shard)
+        return [index.with_name(shard) for shard in shards]
     return []
 
 
-def _clean(target: Path, own: Path, shards: list[Path], old: list[Path]) -> None:
-    """Removes what killed writes of this target left, except what can be continued."""
+def _parsed(index: Path) -> sharded.Index:
+    source = Source(index)
+    try:
+        return sharded.parse(source, Limits())
+    finally:
+        source.close()
+
+
+def _refuse_two(target: Path, own: Path, shards: list[Path]) -> None:
+    """Raises DestinationExists where another process writes some of these shards."""
     for other in replacing.alive(target):
         if other != own and set(_listed(other)) & set(shards):
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
+
+
+def _keep_losses(file: BinaryIO, plan: Plan, where: Mapping[str, Path]) -> None:
+    """Notes what casting lost beside the shards of a part, so that nobody need cast again."""
+    losses = {n: [plan.digests[n], *plan.losses[n]] for n in where if n in plan.losses}
+    file.seek(0)
+    file.truncate()
+    file.write(_index(where, {_LOSSES: json.dumps(losses)}))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _losses(target: Path) -> dict[str, tuple[str, Loss]]:
+    """Digest and loss by tensor, as parts noted them."""
+    found: dict[str, tuple[str, Loss]] = {}
+    for journal in replacing.temporaries(target):
+        with contextlib.suppress(CheckpointError, ValueError, TypeError, AttributeError):
+            text = _parsed(journal).metadata.get(_LOSSES, "{}")
+            for name, (digest, *loss) in json.loads(text).items():
+                found[name] = digest, Loss(*loss)
+    return found
+
+
+def _clean(target: Path, shards: list[Path], old: list[Path]) -> None:
+    """Removes what killed writes of this target left, except what can be continued."""
     for journal in replacing.stale(target):
         listed = _listed(journal)
         for shard in listed:
@@ -152,7 +197,9 @@ def _clean(target: Path, own: Path, shards: list[Path], old: list[Path]) -> None
         _remove(set(listed) - set(shards) - set(old))
 
 
-def _is_complete(piece: Plan, shard: Path, format: formats.Format) -> bool:
+def _is_complete(
+    piece: Plan, shard: Path, format: formats.Format, known: Mapping[str, tuple[str, Loss]]
+) -> bool:
     """Whether a shard of an interrupted write is there and sound; takes over its digests."""
     if not shard.exists():
         return False
@@ -168,7 +215,10 @@ def _is_complete(piece: Plan, shard: Path, format: formats.Format) -> bool:
         if piece.keep_digests and dict(file.digests) != found:
             return False
         for name in piece.info:
-            if piece.casts(name):  # what it lost is known by doing it again
+            if name in known and known[name][0] == found[name]:
+                piece.losses[name] = known[name][1]
+                piece.advance(piece.info[name].nbytes)
+            elif piece.casts(name):  # what it lost is known by doing it again
                 for _ in piece.blocks(name):
                     pass
                 if piece.digests[name] != found[name]:

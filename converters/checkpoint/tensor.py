@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmha.converters.checkpoint.errors import MalformedFile
+from jaxmha.converters.checkpoint.source import Source
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = tuple(
@@ -89,6 +90,15 @@ def from_bytes(
         raw = raw.copy()
     swapped(raw, dtype, order)
     return raw.view(dtype)
+
+
+def over(
+    source: Source, offset: int, shape: tuple[int, ...], dtype: np.dtype, *, fortran: bool = False
+) -> np.ndarray:
+    """Elements of a mapped file where they lie, in the byte order of this machine."""
+    raw = source.read_array(offset, math.prod(shape) * dtype.itemsize)
+    flat = raw.view(dtype)
+    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
 
 def to_bytes(array: np.ndarray) -> NDArray[np.uint8]:

@@ -25,7 +25,7 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import TensorInfo, from_bytes
+from jaxmha.converters.checkpoint.tensor import TensorInfo, from_bytes, over
 
 PROGRAM = "data.pkl"
 # What torch writes beside the program and the storages.
@@ -87,7 +87,17 @@ def read(source: Source, limits: Limits) -> Contents:
             return np.empty(info.shape, info.dtype)
         return np.ndarray(info.shape, info.dtype, flat, 0, strides).copy(order="C")
 
-    return Contents(budget.info, load, digests=_digests(members, views, budget))
+    def mapped(name: str) -> np.ndarray | None:
+        view, info = views[name], budget.info[name]
+        if order == "big" or not info.size:
+            return None
+        width = info.dtype.itemsize
+        at = members[f"data/{view.storage.key}"].offset + view.offset * width
+        flat = over(source, at, (_extent(view),), info.dtype)
+        strides = tuple(n * width for n in view.strides)
+        return np.ndarray(info.shape, info.dtype, flat, 0, strides)
+
+    return Contents(budget.info, load, digests=_digests(members, views, budget), view=mapped)
 
 
 def write(file: BinaryIO, plan: Plan) -> None:

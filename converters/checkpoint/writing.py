@@ -59,6 +59,7 @@ def write(
     dtype: Wanted | Mapping[str, Wanted] | None = None,
     shard_size: int | None = None,
     resume: str | None = None,
+    part: tuple[int, int] | None = None,
     digest: str | None = "fast",
     progress: Progress | None = None,
 ) -> Written:
@@ -84,6 +85,9 @@ def write(
         resume: sharded only: a text that is the same exactly when the tensors are, such as the
             digest of the source and of the plan. An interrupted write with the same text is
             continued: its complete shards are checked and kept.
+        part: `(i, n)`, with `resume`: only every n-th shard from the i-th (from 0) on, and no index.
+            Other processes write the other parts at the same time; a call without it afterwards
+            keeps their shards, writes what is missing, and puts the index in place.
         digest: "xxh3_128" or "sha256" per tensor, kept in the file and checked on reading; "fast":
             the former where xxhash is installed; None: none is kept.
         progress: called as progress(done, total) with bytes, written and read back again.
@@ -109,6 +113,9 @@ def write(
     target = Path(path)
     format = formats.for_writing(target)
     _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
+    if part is not None and (resume is None or not 0 <= part[0] < part[1]):
+        problem = f"part {part} of a write" if resume is not None else "a part of another write"
+        raise UnsupportedFormat(target, problem, "give resume, and (i, n) with 0 <= i < n")
     given = [source] if isinstance(source, str | os.PathLike) else source or ()
     sources = [Path(one) for one in given]
     if isinstance(tensors, reading.Checkpoint):
@@ -128,7 +135,7 @@ def write(
     kept: list[Path] = []
     if format.name == "sharded":
         files, kept = sharding.write(
-            plan, _write_file, shard_size or SHARD_SIZE, force, sources, resume
+            plan, _write_file, shard_size or SHARD_SIZE, force, sources, resume, part
         )
     elif format.folder:
         _write_folder(plan, force, sources)

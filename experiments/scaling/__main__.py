@@ -31,7 +31,7 @@ DEVICES = (8, 16, 32, 64, 128, 256)
 # positions.
 B, T, N, K, H = 256, 8192, 64, 8, 128
 D = N * H
-HIDDEN = {"data", "ring"}  # sums of gradients and moves of the ring run beside products
+HIDDEN = {"data"}  # sums of gradients run beside products
 
 
 def compiled(layout: str, devices: int) -> Any:
@@ -77,7 +77,7 @@ def compiled(layout: str, devices: int) -> Any:
 def sent(collective: Collective, devices: int) -> float:
     """Bytes that a device sends, in rings; the CPU widens sums of bfloat16, which count 2 bytes.
 
-    Slopes of keys and values are float32 indeed (reduce-scatter).
+    Slopes of keys and values are float32 indeed (reduce-scatter, ring).
     """
     size = float(collective.bytes)
     if collective.kind == "all-reduce":
@@ -205,9 +205,9 @@ def report(rows: list[dict[str, Any]]) -> None:
         "assumptions": (
             f"One layer, forward and backward, causal, bfloat16: B={B}, T={T}, N={N}, K={K}, "
             f"H={H}, D={D}. Products reach {EFFICIENCY:.0%} of the peak. Sums of gradients (data) "
-            "and moves of the ring run beside products; sums after the output projection (tensor) "
-            "and gathered keys (allgather) do not. Positions of ring and allgather are in zig-zag "
-            "order."
+            "run beside products; sums after the output projection (tensor), moves of the ring "
+            "(what arrives takes the place of what has left) and gathered keys (allgather) do "
+            "not. Positions of ring and allgather are in zig-zag order."
         ),
         "machines": {name: machine.source for name, machine in MACHINES.items()},
         "rows": rows,

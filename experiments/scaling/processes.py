@@ -5,15 +5,14 @@ the layer and its gradient, and compares with what it computes alone.
 """
 
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from experiments.scaling import workers
 
 EXAMPLES = """examples:
   python -m experiments.scaling.processes                      two processes, every layout
@@ -33,16 +32,10 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--processes", type=int, default=2, help="2, 4 or 8 (default 2)")
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only these")
     parser.add_argument("--json", action="store_true", help="results as JSON")
-    parser.add_argument("--worker", type=int, help="used by the command itself")
-    parser.add_argument("--port", type=int, help="used by the command itself")
     parser.add_argument("--checkpoint", type=Path, help="used by the command itself")
-    found = parser.parse_args(arguments)
-    if found.processes not in (2, 4, 8):
-        parser.error(f"--processes must be 2, 4 or 8, got {found.processes}")
-    return found
+    return workers.parsed(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layer.safetensors"
         write(path)
-        answers = started(options.processes, layouts, path)
+        words = [word for layout in layouts for word in ("--layout", layout)]
+        answers = workers.started(__spec__.name, options.processes, [*words, "--checkpoint", path])
     if answers is None:
         return 2
     rows = [
@@ -73,37 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
     read = ", ".join(f"{x:.0%}" for x in share)
     print(f"  read of the checkpoint by each process, heads spread: {read}")
     return 0 if good else 1
-
-
-def started(count: int, layouts: list[str], path: Path) -> list[dict[str, Any]] | None:
-    """What every process found; None, with its last words, where one died."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "experiments.scaling.processes", "--processes", str(count)]
-    command += ["--port", str(port), "--checkpoint", str(path)]
-    command += [word for layout in layouts for word in ("--layout", layout)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    workers = [
-        subprocess.Popen(
-            [*command, "--worker", str(index)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    try:
-        said = [worker.communicate(timeout=1800) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for index, (worker, (_, errors)) in enumerate(zip(workers, said, strict=True)):
-        if worker.returncode:
-            print(f"process {index} failed:\n{errors[-2000:]}", file=sys.stderr)
-            return None
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 def write(path: Path) -> None:
@@ -128,17 +91,9 @@ def write(path: Path) -> None:
 
 def work(options: Namespace) -> dict[str, float]:
     """One process: errors by layout, and the share of the checkpoint that it read."""
-    import jax
-
-    jax.distributed.initialize(
-        f"127.0.0.1:{options.port}", num_processes=options.processes, process_id=options.worker
-    )
-    try:
+    with workers.joined(options):
         found = {layout: error(layout, options.checkpoint) for layout in options.layout}
         return {**found, "share": share(options.checkpoint)}
-    finally:
-        shutdown: Any = jax.distributed.shutdown
-        shutdown()
 
 
 def mesh_of(layout: str) -> tuple[Any, dict[str, Any]]:
@@ -216,17 +171,19 @@ def share(path: Path) -> float:
     """Of the bytes of a checkpoint, those this process reads where heads are spread."""
     from jaxmha import sharding
     from jaxmha.converters import sharded
+    from jaxmha.converters.slices import Slices
     from jaxmha.params import from_leaves, leaves
 
     mesh, names = mesh_of("tensor")
     read: list[int] = []
-    original = sharded._read
+    original = Slices.read
 
-    def counted(part: Any) -> Any:
+    def counted(slices: Slices, part: Any) -> Any:
         read.append(part.nbytes)
-        return original(part)
+        return original(slices, part)
 
-    sharded._read = counted
+    watched: Any = counted
+    Slices.read = watched  # type: ignore[method-assign]
 
     def specs(state: Any) -> Any:
         return leaves(sharding.specs(from_leaves(state), mesh=mesh, **names))

@@ -14,7 +14,7 @@ from jaxmha import checks, extra_positions
 from jaxmha.attention import attend, hashable
 from jaxmha.cache import Rotate
 from jaxmha.implementations import forward_mode
-from jaxmha.layer import combine, multi_head_attention, only_live, project
+from jaxmha.layer import combine, live_features, multi_head_attention, project, project_live
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import ReturnWeights, Semantics
@@ -162,8 +162,8 @@ def _attend_layer(
     sizes = {**check(params), "T": T, "S": S}
     wide = _widen(params, bias, mask, batch, sizes, semantics)
     extra = extra_positions.count(params, semantics)
-    inputs = only_live(inputs, *wide, sizes, extra, semantics.fully_masked)
-    query, key, value = project(params, *inputs, semantics=semantics)
+    live = live_features(math.prod(batch), *wide, sizes, extra, semantics.fully_masked)
+    query, key, value = project_live(params, *inputs, semantics, live)
     query = rotate(query, _positions(batch, T) if positions is None else positions)
     key = rotate(key, _positions(batch, S) if positions is None else positions)
     how = How(semantics, dropout_key, return_weights, implementation)

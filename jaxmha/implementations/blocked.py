@@ -15,11 +15,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
-from jaxmha.implementations import bands, blocks, empty_rows, one_block, pairs, reach, tiles
-from jaxmha.implementations.blocked_dropout import kept, words_of
+from jaxmha.implementations import bands, blocks, empty_rows, pairs, tiles
+from jaxmha.implementations.blocked_dropout import words_of
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.one_block import Rules, Running
-from jaxmha.implementations.pairs import NOTHING, Pairs, Place
+from jaxmha.implementations.over_blocks import (
+    backward,
+    conditions_of,
+    finished,
+    forward,
+    rows_of_gradient,
+)
+from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
 
 # Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
@@ -163,33 +170,15 @@ def blockwise(
     traced: Pairs,
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    conditions, bias = _conditions(plan, rules, traced, bias)
-    reached = reach.table(conditions, plan)
+    """`core`, of blocks that `plan` cuts."""
 
-    def step(index: Any, x: tuple[jax.Array, ...]) -> Any:
-        rows_of_all, keys, values = x
-        keys = jnp.swapaxes(keys, -1, -2)
-
-        def block(i: Any, rows: jax.Array) -> Any:
-            def visit(j: jax.Array | int, clear: bool, carry: Running | None) -> Running:
-                place = _place(plan, index, i, j)
-                added, keep = _beside(
-                    plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
-                )
-                seen, weighed = (tiles.part(plan, x, j) for x in (keys, values))
-                return one_block.forward(rules, rows, seen, weighed, added, keep, carry)
-
-            start = None if plan.chunks == 1 else one_block.nothing_yet(rows, values.shape[-1])
-            out, highest, total = reach.visit_all(reached, plan, index, i, visit, start)
-            divisor = jnp.maximum(total, 1.0)  # the highest logit alone gives 1
-            out /= divisor if words is None else divisor * (1 - rules.dropout_rate)
-            # A second answer would keep XLA from making one kernel of small blocks.
-            return out, (highest + jnp.log(total))[..., 0] if rules.lse else None
-
-        return tiles.each(block, plan.blocks, rows_of_all)
+    def answer(running: Running) -> tuple[jax.Array, jax.Array | None]:
+        out, lse = finished(rules, running, words)
+        # A second answer would keep XLA from making one kernel of small blocks.
+        return out, lse if rules.lse else None
 
     parts = tiles.tiles(plan, query), tiles.chunks(plan, key), tiles.chunks(plan, value)
-    out, lse = tiles.each(step, plan.steps, parts)
+    out, lse = forward(plan, rules, parts, bias, traced, words, answer)
     out = tiles.rows(plan, out)
     return out, tiles.rows(plan, lse[..., None])[..., 0] if rules.lse else None
 
@@ -207,53 +196,10 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
     plan = cut(query, key, skips=plan.chunks > 1)  # never one kernel
-    slope, slope_lse = slopes
-    conditions, padded = _conditions(plan, rules, traced, bias)
-    reached = reach.table(conditions, plan)
-    # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
-    shift = -(slope * out).sum(-1)
-    if slope_lse is not None:
-        shift += slope_lse
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-    dtype = query.dtype
-    per_row = (
-        tiles.tiles(plan, query),
-        tiles.tiles(plan, slope),
-        tiles.tiles(plan, lse[..., None], jnp.inf),
-        tiles.tiles(plan, shift[..., None]),
-    )
+    padded = conditions_of(plan, rules, traced, bias)[1]
+    per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
-    bias_slope = None if padded is None else jnp.zeros(padded.shape, dtype)
-
-    def step(bias_slope: jax.Array | None, index: Any, x: Any) -> Any:
-        per_row, (keys, values) = x
-        per_key = keys, values, jnp.swapaxes(keys, -1, -2)
-
-        def block(carry: Any, i: Any, parts: Any) -> Any:
-            def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:
-                dq, dk, dv, bias_slope = carry
-                place = _place(plan, index, i, j)
-                added, keep = _beside(
-                    plan, rules, NOTHING if clear else conditions, padded, words, place, dtype
-                )
-                seen = tuple(tiles.part(plan, x, j) for x in per_key)
-                more_dq, more_dk, more_dv, d_added = one_block.backward(
-                    rules, parts, seen, added, keep
-                )
-                if bias_slope is not None:
-                    bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)
-                dk, dv = tiles.add(plan, dk, j, more_dk), tiles.add(plan, dv, j, more_dv)
-                return dq + more_dq, dk, dv, bias_slope
-
-            start = (jnp.zeros_like(parts[0]), *carry)
-            dq, *carry = reach.visit_all(reached, plan, index, i, visit, start)
-            return tuple(carry), dq
-
-        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), bias_slope
-        (dk, dv, bias_slope), dq = tiles.scan(block, plan.blocks, zeros, per_row)
-        return bias_slope, (dq, dk, dv)
-
-    bias_slope, (dq, dk, dv) = tiles.scan(step, plan.steps, bias_slope, (per_row, per_key))
+    bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, padded, traced, words)
     if bias_slope is not None:
         bias_slope = bias_slope[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (tiles.unchunked(plan, x) for x in (dk, dv))
@@ -261,53 +207,3 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
 
 
 core.defvjp(core_forward, core_backward)
-
-
-def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:
-    """Adds the slope of a block, summed over the axes that the bias broadcasts."""
-    shape = (place.batches, place.heads, place.rows, place.keys)
-    part = d_added.reshape(shape)
-    axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
-    part = part.sum(axes, keepdims=True)
-    starts = (place.b, place.n, place.t, place.s)
-    first = [
-        jnp.asarray(0 if size == 1 else start, jnp.int32)
-        for size, start in zip(total.shape, starts, strict=True)
-    ]
-    before = jax.lax.dynamic_slice(total, first, part.shape)
-    return jax.lax.dynamic_update_slice(total, before + part, first)
-
-
-def _conditions(
-    plan: Plan, rules: Rules, traced: Pairs, bias: jax.Array | None
-) -> tuple[Pairs, jax.Array | None]:
-    above = traced.above if rules.above is None else rules.above
-    return pairs.pad(traced._replace(window=rules.window, above=above), bias, plan)
-
-
-def _beside(
-    plan: Plan,
-    rules: Rules,
-    conditions: Pairs,
-    bias: jax.Array | None,
-    words: jax.Array | None,
-    place: Place,
-    dtype: Any,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """What the scores of a block meet: added logits and kept weights, `[cells] rows keys`."""
-    added = pairs.added(conditions, bias, place, plan.G, dtype)
-    keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, rules.whole, words, place)
-    return tiles.cells(plan, added), tiles.cells(plan, keep)
-
-
-def _place(plan: Plan, step: jax.Array | int, i: jax.Array | int, j: jax.Array | int) -> Place:
-    return Place(
-        step // plan.groups * plan.batches,
-        plan.batches,
-        step % plan.groups * plan.heads * plan.G,
-        plan.heads * plan.G,
-        i * plan.rows,
-        plan.rows,
-        j * plan.keys,
-        plan.keys,
-    )

@@ -135,14 +135,15 @@ class Corner(NamedTuple):
 
 def corner(
     static: Static,
-    query: jax.Array,
-    key: jax.Array,
+    query: Any,
+    key: Any,
     traced: Pairs,
     words: jax.Array | None,
     t: Any,
     s: Any,
 ) -> Corner:
-    """Conditions between a part of the queries `b n t H` and a part of the keys `b k s H`."""
+    """Conditions between a part of the queries `b n t H` and a part of the keys `b k s H`, of which
+    only shapes are asked."""
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)

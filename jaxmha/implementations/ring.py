@@ -1,22 +1,25 @@
 """Positions on many devices; keys and values travel around the ring of them.
 
-Every device keeps its queries, meets one device's keys and values at a time, and merges by the
-log-sum-exp. In the gradient the slopes of keys and values travel along with them. Devices too far
-apart for a window or causality are never met. Source: Liu et al., "Ring Attention with Blockwise
-Transformers" (2023).
+Every device keeps its queries, meets one device's keys and values at a time, and goes on with the
+softmax where the one before has left it. In the gradient the slopes of keys and values travel along
+with them. Devices too far apart for a window or causality are never met. What is summed is added to
+where it lies and what moves gives its place to what arrives, so that memory falls as devices are
+added. Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations import blocked, context
+from jaxmha.implementations import context, one_block, over_blocks, tiles
+from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.context import Static
 from jaxmha.implementations.kernels import is_dense
+from jaxmha.implementations.one_block import Rules
 from jaxmha.implementations.pairs import Pairs
 from jaxmha.implementations.request import Request, Result
 
@@ -49,28 +52,23 @@ def _ring(
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of one device's queries `B N t H`, from keys and values of all."""
-    queries = context.split_parts(static, query)
-    shape = queries.shape[:-1]
-    out = jnp.zeros((*shape, value.shape[-1]), query.dtype)
-    lse = jnp.full(shape, -jnp.inf, query.dtype)
+    cut = _cut(static, query, key, traced, words)
+    rows = jnp.stack([tiles.tiles(cut.plan, x) for x in context.split_parts(static, query)])
+    rows = _once(rows)
+    start = one_block.nothing_yet(rows, value.shape[-1])
+    read = partial(_numbers, key.dtype, query.dtype)
 
-    def meet(carry: Any, kv: Any, i: Any, j: Any, place: tuple[Any, Any]) -> Any:
-        (out, lse), (k, v) = carry, (x[j].astype(query.dtype) for x in kv)
-        plan, rules, pairs, at = context.corner(static, queries[i], k, traced, words, *place)
-        more, more_lse = blocked.core(plan, rules, queries[i], k, v, None, pairs, at)
-        merged, total = _merge(out[i], lse[i], more, more_lse)
-        return out.at[i].set(merged), lse.at[i].set(total)
+    def meet(seen: Any, kv: Any, i: Any, j: Any, at: context.Corner) -> Any:
+        parts = rows[i], *(x[j] for x in kv)
+        mine = jax.tree.map(lambda x: x[i], seen)
+        more = over_blocks.forward(at.plan, at.rules, parts, None, *at[2:], lambda x: x, mine, read)
+        return jax.tree.map(lambda x, part: x.at[i].set(part), seen, more)
 
-    kv = tuple(context.split_parts(static, x) for x in (key, value))
-    (out, lse), _ = _travel(static, traced, (out, lse), kv, meet)
-    return context.join_parts(out), context.join_parts(lse)
-
-
-def _merge(out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[jax.Array, jax.Array]:
-    total = jnp.logaddexp(lse, more_lse)
-    safe = jnp.where(total == -jnp.inf, 0.0, total)
-    a, b = (jnp.exp(x - safe)[..., None] for x in (lse, more_lse))
-    return out * a + more * b, total
+    seen, _, _ = _travel(static, cut, traced, words, start, _chunks(static, cut, key, value), meet)
+    out, lse = over_blocks.finished(cut.rules, seen, words)
+    whole = (jnp.stack([tiles.rows(cut.plan, x) for x in y]) for y in (out, lse[..., None]))
+    out, lse = (context.join_parts(x) for x in whole)
+    return out, lse[..., 0]
 
 
 def _forward(static: Static, *arguments: Any) -> Any:
@@ -80,24 +78,79 @@ def _forward(static: Static, *arguments: Any) -> Any:
 
 def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
     query, key, value, traced, words, out, lse = saved
-    rows = tuple(context.split_parts(static, x) for x in (query, out, lse, *slopes))
-    kv = tuple(context.split_parts(static, x) for x in (key, value))
-    sums = tuple(jnp.zeros(x.shape, query.dtype) for x in kv)
+    cut = _cut(static, query, key, traced, words)
+    rows = [context.split_parts(static, x) for x in (query, out, lse, *slopes)]
+    parts = [over_blocks.rows_of_gradient(cut.plan, *part) for part in zip(*rows, strict=True)]
+    rows = _once(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    kv = _chunks(static, cut, key, value)
+    read = partial(_numbers, key.dtype, query.dtype)
+    start, *sums = (jnp.zeros(x.shape, query.dtype) for x in (rows[0], *kv))
 
-    def meet(carry: Any, kv: Any, i: Any, j: Any, place: tuple[Any, Any]) -> Any:
-        dq, dk, dv = carry
-        q, o, l, *slope = (x[i] for x in rows)
-        k, v = (x[j].astype(query.dtype) for x in kv)
-        plan, rules, pairs, at = context.corner(static, q, k, traced, words, *place)
-        saved = q, k, v, None, pairs, at, o, l
-        more_q, more_k, more_v, *_ = blocked.core_backward(plan, rules, saved, tuple(slope))
-        return dq.at[i].add(more_q), dk.at[j].add(more_k), dv.at[j].add(more_v)
+    def meet(dq: Any, moving: Any, i: Any, j: Any, at: context.Corner) -> Any:
+        k, v, *sums = moving
+        mine = dq[i], *(x[j] for x in sums)
+        per_row = tuple(x[i] for x in rows)
+        per_key = k[j], v[j]
+        _, (mine, *more) = over_blocks.backward(
+            at.plan, at.rules, per_row, per_key, None, *at[2:], mine, read
+        )
+        return dq.at[i].set(mine), (
+            k,
+            v,
+            *(x.at[j].set(y) for x, y in zip(sums, more, strict=True)),
+        )
 
-    start = jnp.zeros_like(rows[0]), *sums
-    carry, at = _travel(static, traced, start, kv, meet, along=1)
-    home = tuple(x.astype(key.dtype) for x in carry[1:])
-    home = _shift(static, home, static.devices - at)
-    return *(context.join_parts(x) for x in (carry[0], *home)), None, None
+    dq, (_, _, *sums), at = _travel(
+        static, cut, traced, words, start, (*kv, *sums), meet, writes=True
+    )
+    home = _shift(static, tuple(x.astype(key.dtype) for x in sums), static.devices - at)
+    whole = [jnp.stack([tiles.unchunked(cut.plan, x) for x in y]) for y in home]
+    dq = jnp.stack([tiles.rows(cut.plan, x) for x in dq])
+    return *(context.join_parts(x) for x in (dq, *whole)), None, None
+
+
+class _Cut(NamedTuple):
+    """How parts of queries `b n t H` and of keys `b k s H` are cut; only shapes of both are here."""
+
+    plan: Plan
+    rules: Rules
+    query: Any
+    key: Any
+
+
+def _cut(static: Static, query: Any, key: Any, traced: Pairs, words: Any) -> _Cut:
+    make: Any = jax.ShapeDtypeStruct
+    shapes = [
+        make((*x.shape[:2], x.shape[2] // static.parts, x.shape[3]), query.dtype)
+        for x in (query, key)
+    ]
+    plan, rules, *_ = context.corner(static, shapes[0], shapes[1], traced, words, 0, 0)
+    return _Cut(plan, rules, *shapes)
+
+
+def _once(x: Any) -> Any:
+    """Else XLA makes the same rows again for the loop of the hops, and holds them twice."""
+    barrier: Any = jax.lax.optimization_barrier
+    return barrier(x)
+
+
+def _chunks(static: Static, cut: _Cut, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys and values as they travel; half precision as its bits, since XLA's CPU widens all it holds
+    of an array in half precision that is cut or sent."""
+    found = []
+    for x in arrays:
+        parts = [tiles.chunks(cut.plan, part) for part in context.split_parts(static, x)]
+        whole = jnp.stack(parts)
+        half = x.dtype.itemsize == 2
+        found.append(jax.lax.bitcast_convert_type(whole, np.uint16) if half else whole)
+    return tuple(found)
+
+
+def _numbers(kept: Any, wanted: Any, x: jax.Array) -> jax.Array:
+    """A piece of what travels, of dtype `kept` as it came in."""
+    if x.dtype == np.uint16:
+        x = jax.lax.bitcast_convert_type(x, kept)
+    return x.astype(wanted)
 
 
 _ring.defvjp(_forward, _backward)
@@ -105,58 +158,62 @@ _ring.defvjp(_forward, _backward)
 
 def _travel(
     static: Static,
+    cut: _Cut,
     traced: Pairs,
-    carry: tuple[Any, ...],
-    kv: tuple[Any, ...],
+    words: jax.Array | None,
+    carry: Any,
+    moving: tuple[Any, ...],
     meet: Callable[..., Any],
-    along: int | None = None,
-) -> tuple[Any, int]:
-    """`carry = meet(carry, kv, i, j, place)` of every two parts that may attend.
+    *,
+    writes: bool = False,
+) -> tuple[Any, tuple[Any, ...], int]:
+    """`carry = meet(carry, moving, i, j, corner)` of every two parts that may attend.
 
-    Keys and values move on; what of the carry is from index `along` on moves with them. Answers
-    also how far they are from home.
+    What is moving goes from device to device; where `meet` writes, it answers that too. Answers
+    also how far it is from home.
     """
     here = jax.lax.axis_index(static.axis)
     bounds = context.bounds(static, traced)
     m, T, S = static.parts, *(x // (static.devices * static.parts) for x in (static.T, static.S))
     mine = jnp.stack([jnp.asarray(x) for x in static.starts(here, static.T)])
 
-    def visit(hop: Any, carry: Any, kv: Any) -> Any:
+    def visit(hop: Any, carry: Any, moving: Any) -> Any:
         owner = (here - hop) % static.devices
         theirs = jnp.stack([jnp.asarray(x) for x in static.starts(owner, static.S)])
 
-        def pair(p: Any, carry: Any) -> Any:
+        def pair(p: Any, state: Any) -> Any:
             i, j = p // m, p % m
-            place = mine[i], theirs[j]
-            needed = context.meets(*bounds, place[0], T, place[1], S)
+            t, s = mine[i], theirs[j]
+
+            def met(state: Any) -> Any:
+                carry, moving = state
+                at = context.corner(static, cut.query, cut.key, traced, words, t, s)
+                found = meet(carry, moving, i, j, at)
+                return found if writes else (found, moving)
+
+            needed = context.meets(*bounds, t, T, s, S)
             if needed is True:
-                return meet(carry, kv, i, j, place)
-            return jax.lax.cond(
-                needed, lambda carry: meet(carry, kv, i, j, place), lambda carry: carry, carry
-            )
+                return met(state)
+            # A branch would have a result of its own beside what it is given.
+            return jax.lax.fori_loop(0, needed.astype(np.int32), lambda _, x: met(x), state)
 
-        return pair(0, carry) if m == 1 else jax.lax.fori_loop(0, m * m, pair, carry)
-
-    def move(carry: Any, kv: Any, hops: int) -> Any:
-        if along is None:
-            return carry, _shift(static, kv, hops)
-        moving = _shift(static, (*carry[along:], *kv), hops)
-        count = len(carry) - along
-        return (*carry[:along], *moving[:count]), moving[count:]
+        state = carry, moving
+        return pair(0, state) if m == 1 else jax.lax.fori_loop(0, m * m, pair, state)
 
     at = 0
     for first, last in _runs(static, traced):
-        carry, kv = move(carry, kv, first - at)
-        carry = visit(first, carry, kv)
+        moving = _shift(static, moving, first - at)
+        carry, moving = visit(first, carry, moving)
 
         def step(state: Any, hop: Any) -> Any:
-            carry, kv = move(state[0], state[1], 1)
-            return (visit(hop, carry, kv), kv), None
+            carry, moving = state
+            return visit(hop, carry, _shift(static, moving, 1)), None
 
         if last > first:
-            (carry, kv), _ = jax.lax.scan(step, (carry, kv), jnp.arange(first + 1, last + 1))
+            state = carry, moving
+            (carry, moving), _ = jax.lax.scan(step, state, jnp.arange(first + 1, last + 1))
         at = last
-    return carry, at
+    return carry, moving, at
 
 
 def _runs(static: Static, traced: Pairs) -> list[tuple[int, int]]:
@@ -191,4 +248,24 @@ def _shift(static: Static, arrays: tuple[Any, ...], hops: int) -> tuple[Any, ...
         return arrays
     route = [(r, (r + hops) % static.devices) for r in range(static.devices)]
     move: Any = jax.lax.ppermute
-    return tuple(move(x, static.axis, route) for x in arrays)
+    return tuple(_in_place(lambda x: move(x, static.axis, route), x) for x in arrays)
+
+
+def _in_place(move: Callable[[Any], jax.Array], x: jax.Array) -> jax.Array:
+    """`move(x)` of a large array `... keys d` piece by piece: what arrives takes the place of what has
+    left, and only one piece needs room of its own."""
+    s = x.shape[-2]
+    count = max(n for n in range(1, PIECES + 1) if s % n == 0)
+    if x.nbytes <= SMALL or count == 1:
+        return move(x)
+
+    def piece(i: Any, x: Any) -> Any:
+        at, size = i * (s // count), s // count
+        arrived = move(jax.lax.dynamic_slice_in_dim(x, at, size, -2))
+        return jax.lax.dynamic_update_slice_in_dim(x, arrived, at, -2)
+
+    moved: jax.Array = jax.lax.fori_loop(0, count, piece, x)
+    return moved
+
+
+PIECES, SMALL = 16, 2**18  # the most pieces, and bytes that move at once

@@ -88,6 +88,41 @@ def split(B: int, N: int, K: int) -> Split | None:
     return Split(axes, b, n, k if n else (), B, N)
 
 
+def project(
+    run: Callable[..., Any], projections: tuple[Any, ...], inputs: tuple[Any, ...], others: Any
+) -> Any:
+    """`run(projections, inputs, others)` of every device's own heads: query's, key's and value's.
+
+    Slopes of an input are summed over its projections first and then, once, over devices.
+    """
+    N, K = (x.kernel.shape[1] for x in projections[:2])
+    found = split(0, N, K)
+    if found is None or not found.n:
+        return run(projections, inputs, others)
+    used = found.n, found.k, found.k
+    weights = tuple(
+        jax.tree.map(lambda x, names=names: sharding.spec(*[None] * (x.ndim - 2), names), one)
+        for one, names in zip(projections, used, strict=True)
+    )
+    first = [[x is y for y in inputs].index(True) for x in inputs]
+
+    def local(projections: Any, inputs: Any, others: Any) -> Any:
+        spread = [jax.lax.pcast(x, found.n, to="varying") for x in inputs]
+        mine = [(spread if names else inputs)[i] for i, names in zip(first, used, strict=True)]
+        return run(projections, mine, others)
+
+    return jax.shard_map(
+        local,
+        mesh=found.axes.mesh,
+        in_specs=(weights, sharding.spec(), sharding.spec()),
+        out_specs=[
+            sharding.spec(*[None] * (x.ndim - 1), names)
+            for x, names in zip(inputs, used, strict=True)
+        ],
+        axis_names=set(found.n),
+    )(projections, inputs, others)
+
+
 def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     """`run` of every device's own part of the request."""
     (B, T, N, _), K = request.query.shape, request.key.shape[2]

@@ -70,6 +70,22 @@ def scan(f: Callable[[Any, Any, Any], Any], count: int, carry: Any, xs: Any) -> 
     return jax.lax.scan(lambda carry, x: f(carry, *x), carry, (jnp.arange(count), xs))
 
 
+def refine(f: Callable[..., Any], count: int, x: Any, carry: Any, others: Any) -> tuple[Any, Any]:
+    """`x[i], carry = f(i, x[i], carry, others[i])` of every part of `[count] ...`, in place."""
+    if count == 1:
+        found: tuple[Any, Any] = f(0, x, carry, others)
+        return found
+
+    def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        x, carry = state
+        mine, its = (jax.tree.map(lambda array: array[i], tree) for tree in (x, others))
+        mine, carry = f(i, mine, carry, its)
+        return jax.tree.map(lambda array, part: array.at[i].set(part), x, mine), carry
+
+    refined: tuple[Any, Any] = jax.lax.fori_loop(0, count, step, (x, carry))
+    return refined
+
+
 def _counts(*counts: int) -> tuple[int, ...]:
     return tuple(count for count in counts if count > 1)
 

@@ -233,6 +233,37 @@ def test_two_at_once_on_the_same_shards(tmp_path: Path) -> None:
     assert same(path)
 
 
+def test_parts_by_several_writers(tmp_path: Path) -> None:
+    """Shards of parts are the same as those of one writer, and who completes casts nothing again."""
+    settings: dict[str, Any] = {"shard_size": SHARD // 2, "resume": "this", "dtype": "float16"}
+    (tmp_path / "one").mkdir()
+    alone = checkpoint.write(tmp_path / "one" / INDEX, TENSORS, **settings)
+    path = tmp_path / INDEX
+    info = {n: checkpoint.TensorInfo(a.shape, a.dtype) for n, a in TENSORS.items()}
+    asked: list[str] = []
+
+    def load(name: str) -> np.ndarray:
+        asked.append(name)
+        if name == "layers.4.w":  # of the last shard; meanwhile the other part
+            other = checkpoint.write(path, TENSORS, part=(1, 2), **settings)
+            assert [file.name for file in other.files] == [alone.files[1].name]
+            with pytest.raises(checkpoint.DestinationExists, match="another process"):
+                checkpoint.write(path, TENSORS, **settings)
+        return TENSORS[name]
+
+    lazy = checkpoint.Lazy(info, load)
+    assert len(checkpoint.write(path, lazy, part=(0, 2), **settings).files) == 2
+    assert not path.exists()
+    asked[:] = ["nothing"]
+    done = checkpoint.write(path, lazy, **settings)
+    assert len(done.kept) == 3
+    assert set(asked) <= {"nothing", "layers.0.w"}  # beartype looks at the first
+    assert (done.losses, done.digests) == (alone.losses, alone.digests)
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "one", *done.files])
+    for ours, theirs in zip(done.files, alone.files, strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
     for settings in ({"shard_size": 5}, {"resume": "this"}):
         with pytest.raises(checkpoint.UnsupportedFormat, match="shards"):
@@ -241,6 +272,10 @@ def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
         checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=0)
     with pytest.raises(checkpoint.UnsupportedFormat, match="xxh3_128"):
         checkpoint.write(tmp_path / INDEX, TENSORS, digest="md5")
+    with pytest.raises(checkpoint.UnsupportedFormat, match="a part of another write"):
+        checkpoint.write(tmp_path / INDEX, TENSORS, part=(0, 2))
+    with pytest.raises(checkpoint.UnsupportedFormat, match="0 <= i < n"):
+        checkpoint.write(tmp_path / INDEX, TENSORS, part=(2, 2), resume="this")
     with pytest.raises(checkpoint.UnsupportedFormat, match="read only"):
         checkpoint.write(tmp_path / "m.keras", TENSORS)
     assert not list(tmp_path.iterdir())

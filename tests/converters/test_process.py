@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,59 @@ def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
     assert f"note: {note}\n" in run(cli.app, [*arguments, "--force"]).stdout
     cast = run(cli.app, [*arguments, "--force", "--dtype", "float32", "--json"])
     assert json.loads(cast.stdout)["notes"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["part", "whole"])
+def test_a_killed_conversion_by_several_processes(tmp_path: Path, first: str) -> None:
+    """Nothing is lost, and the same command completes what one process alone would write."""
+    rng = np.random.default_rng(0)
+    state: dict[str, Any] = {}
+    for i in range(12):
+        leaves = (("in_proj_weight", (384, 128)), ("in_proj_bias", (384,)),
+                  ("out_proj.weight", (128, 128)), ("out_proj.bias", (128,)))  # fmt: skip
+        state |= {f"h.{i}.{k}": rng.standard_normal(n).astype(np.float32) for k, n in leaves}
+    source = tmp_path / "source.safetensors.index.json"
+    checkpoint.write(source, state, shard_size=2**19)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    alone, target = (tmp_path / name / "m.safetensors.index.json" for name in ("one", "many"))
+    options = ["--to", "flax", "--num-heads", "4", "--shard-size", "256KiB", "--json"]
+    convert = [sys.executable, "-m", "jaxmha.converters", "convert", str(source)]
+    for path in (alone, target):
+        path.parent.mkdir()
+    subprocess.run([*convert, str(alone), *options], check=True, capture_output=True)
+    many = ["--resume", "--part", "1/2"] if first == "part" else ["--processes", "2"]
+    killed = subprocess.Popen(
+        [*convert, str(target), *options, *many],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while killed.poll() is None and not list(target.parent.glob("m-*")):
+        time.sleep(0.001)
+    assert killed.poll() is None
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not target.exists()
+    shards = {path.name: path.stat().st_ino for path in target.parent.glob("m-*")}
+    done = subprocess.run(
+        [*convert, str(target), *options, "--processes", "2"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["report"] is not None
+    written = {path.name: path for path in target.parent.iterdir()}
+    assert all(written[name].stat().st_ino == inode for name, inode in shards.items())
+    with checkpoint.open(alone) as expected, checkpoint.open(target) as found:
+        assert dict(found.digests) == dict(expected.digests)
+    assert len(written) == len(list(alone.parent.iterdir()))
+    assert all((tmp_path / name).read_bytes() == raw for name, raw in before.items())
+
+
+def test_parts_that_make_no_sense(tmp_path: Path) -> None:
+    for words, message in ((["--part", "1/2"], "needs --resume"),
+                           (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
+        done = CliRunner().invoke(
+            cli.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *words]
+        )
+        assert done.exit_code == 2
+        assert message in done.output

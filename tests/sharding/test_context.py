@@ -219,6 +219,5 @@ def test_long_contexts_hold_no_scores() -> None:
     for count in (1, 2, 8):
         m = compiled(count, t // 4).memory_analysis()
         sizes[count] = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
+    assert sizes[1] / sizes[8] >= 0.9 * 8, sizes
     assert sizes[2] / sizes[8] >= 0.9 * 4, sizes
-    # One device sends nothing, and needs no room for what arrives.
-    assert sizes[1] / sizes[8] >= 0.7 * 8, sizes

@@ -1,11 +1,15 @@
 """Real processes over loopback."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from experiments.scaling import workers
+from jaxmha.converters import checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +26,48 @@ def test_processes_agree_with_one(count: int) -> None:
     assert len(found["layouts"]) == 6
     # The output bias is on every process.
     assert all(share == pytest.approx(1 / count, rel=0.05) for share in found["read"])
+
+
+@pytest.mark.slow
+def test_slices_read_their_share() -> None:
+    command = [sys.executable, "-m", "experiments.scaling.loading", "--json", "--mib", "64"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    for answer in json.loads(done.stdout):
+        assert len(answer) == 7
+        for name, of in answer.items():
+            assert of["share"] == 32 << 20, name
+            assert of["read"] <= 1.05 * of["share"], name
+            assert of["peak"] <= of["share"] + (256 << 20), name
+
+
+def saving(path: Path, value: float, *words: str) -> list[subprocess.Popen[str]]:
+    command = ["--path", path, "--value", value, *words]
+    return workers.launched("tests.sharding.saving", 2, command)
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+    answers = [process.communicate(timeout=600) for process in processes]
+    assert all(process.returncode == 0 for process in processes), answers
+    return [out.splitlines()[-1] for out, _ in answers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [1, 8])
+def test_killed_while_saving(tmp_path: Path, files: int) -> None:
+    """One of two processes dies: the step before stays, and saving again completes."""
+    same = [json.dumps({"same": True})] * 2
+    assert ended(saving(tmp_path / "step1", 0.0)) == same
+    processes = saving(tmp_path / "step2", 1.0, "--killed", str(files))
+    assert processes[1].wait(600) == -signal.SIGKILL
+    processes[0].kill()
+    for process in processes:
+        process.communicate()
+    assert not (tmp_path / "step2").exists()
+    with checkpoint.open(tmp_path / "step1") as file:
+        assert file["block/bias"].tolist() == list(range(0, 2**21, 64))
+    assert ended(saving(tmp_path / "step2", 1.0)) == same
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step2"]
 
 
 def test_bad_input() -> None:

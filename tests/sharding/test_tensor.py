@@ -78,6 +78,10 @@ def one_sum(found: list[Collective], size: int) -> bool:
     return [(c.kind, c.bytes, c.times) for c in found] == [("all-reduce", size, 1)]
 
 
+def sums_of(found: list[Collective], shape: str) -> int:
+    return sum(c.times * c.shapes.count(shape) for c in found)
+
+
 @pytest.mark.parametrize(
     "explicit",
     [pytest.param(False, id="auto", marks=pytest.mark.slow), pytest.param(True, id="explicit")],
@@ -92,6 +96,8 @@ def test_layer(explicit: bool) -> None:
         both = jax.jit(run).lower(*arrays).compile()
         assert one_sum(collectives(forward), B // 2 * T * D * 4)
         assert {c.kind for c in collectives(both)} == {"all-reduce"}
+        # Of activations the output and the slope of the input; slopes of weights over the data.
+        assert sums_of(collectives(both), f"f32[{B // 2},{T},{D}]") == 2
         got = both(*arrays)
     assert got[0].sharding.is_equivalent_to(arrays[1].sharding, 3)
     assert got[1].query.kernel.sharding.spec[1] == "tensor"
@@ -113,6 +119,34 @@ def test_heads(N: int, K: int, tensor: int, explicit: bool) -> None:
         assert one_sum(collectives(forward), B // (8 // tensor) * T * D * 4)
         got = jax.jit(run)(*arrays)
     assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("inputs", "sums"), [(1, 1), (2, 2), (3, 3)])
+def test_one_sum_each_way(inputs: int, sums: int, padded: bool, explicit: bool) -> None:
+    """Tensor parallel alone: the output forward, and each input's slope backward."""
+    devices, weights = mesh(explicit, tensor=4), params()
+    mask = Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7)) if padded else None
+
+    def run(params: MHAParams, *features: Any) -> Any:
+        return jaxmha.multi_head_attention(params, *features, mask=mask)
+
+    def both(params: MHAParams, slope: Any, *features: Any) -> Any:
+        out, pull = jax.vjp(run, params, *features)
+        return out, pull(slope)
+
+    placed_weights, x, slope = placed(devices, weights, tensor="tensor")
+    features = [x, *(put(devices, X * i, *sharding.activations()) for i in (2, 3))][:inputs]
+    with entered(devices, tensor="tensor"):
+        forward = jax.jit(run).lower(placed_weights, *features).compile()
+        backward = jax.jit(both).lower(placed_weights, slope, *features).compile()
+    shape = f"f32[{B},{T},{D}]"
+    assert one_sum(collectives(forward), B * T * D * 4)
+    assert {c.kind for c in collectives(backward)} == {"all-reduce"}
+    assert sums_of(collectives(backward), shape) == 1 + sums
+    assert sum(c.bytes for c in collectives(backward)) == (1 + sums) * B * T * D * 4
 
 
 @pytest.mark.slow

@@ -1,0 +1,152 @@
+"""What each of several processes reads of a checkpoint, and the memory it takes, by format.
+
+Processes speak over loopback (`jax.distributed`). Each loads its own part of the same tensors from
+every format, saves them through orbax together, and loads that too.
+"""
+
+import json
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import Any
+
+from experiments.scaling import workers
+
+EXAMPLES = """examples:
+  python -m experiments.scaling.loading                    two processes, 64 MiB
+  python -m experiments.scaling.loading --processes 4 --mib 1024
+"""
+SUFFIXES = ("safetensors", "safetensors.index.json", "npz", "pt", "weights.h5", "orbax")
+SAVED = "saved"  # by all processes through orbax
+MIB = 2**20
+
+
+def parsed(arguments: list[str] | None = None) -> Namespace:
+    """The command line."""
+    parser = ArgumentParser(
+        prog="python -m experiments.scaling.loading",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--mib", type=int, default=64, help="size of the checkpoint (default 64)")
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--folder", type=Path, help="used by the command itself")
+    return workers.parsed(parser, arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; 0, or 2 for bad input or where a process died."""
+    options = parsed(arguments)
+    if options.worker is not None:
+        print(json.dumps(work(options)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), options.mib * MIB)
+        words = ["--folder", folder, "--mib", options.mib]
+        answers = workers.started(__spec__.name, options.processes, words)
+    if answers is None:
+        return 2
+    if options.json:
+        print(json.dumps(answers))
+        return 0
+    print(f"{options.processes} processes, {options.mib} MiB; the process that needed most")
+    print(f"{'':<24}{'read / share':>14}{'memory above share':>22}")
+    for name in answers[0]:
+        read = max(answer[name]["read"] / answer[name]["share"] for answer in answers)
+        above = max(answer[name]["peak"] - answer[name]["share"] for answer in answers) / MIB
+        print(f"{name:<24}{read:>13.3f}x{above:>18.0f} MiB")
+    return 0
+
+
+def write(folder: Path, size: int) -> None:
+    """The same tensors in every format: rows, columns and heads will be spread."""
+    import numpy as np
+
+    from jaxmha.converters import checkpoint
+
+    rng = np.random.default_rng(0)
+    rows = size // 4 // (4 * 1024)
+    tensors = {
+        "rows": rng.standard_normal((2 * rows, 1024), np.float32),
+        "columns": rng.standard_normal((rows, 1024), np.float32),
+        "heads": rng.standard_normal((rows, 8, 128), np.float32),
+    }
+    for suffix in SUFFIXES:
+        settings: Any = {"shard_size": size // 3} if suffix.endswith("json") else {}
+        checkpoint.write(folder / f"model.{suffix}", tensors, digest=None, **settings)
+
+
+def work(options: Namespace) -> dict[str, dict[str, int]]:
+    """Of one process, by format: bytes of its share, bytes read, and growth of its memory."""
+    with workers.joined(options):
+        import jax
+        import numpy as np
+        from jax.sharding import PartitionSpec
+
+        from jaxmha.converters import sharded
+        from jaxmha.converters.slices import Slices
+
+        mesh: Any = jax.make_mesh((jax.device_count(),), ("tensor",))
+        spec: Any = PartitionSpec
+        specs = {
+            "rows": spec("tensor"),
+            "columns": spec(None, "tensor"),
+            "heads": spec(None, "tensor", None),
+        }
+        looked: list[int] = []
+        original = Slices.read
+
+        def counted(slices: Slices, part: Any) -> Any:
+            # What lies over a file is read through the map; else by calls, which the system counts.
+            if slices.is_mapped(part):
+                looked.append(part.nbytes)
+            return original(slices, part)
+
+        watched: Any = counted
+        Slices.read = watched  # type: ignore[method-assign]
+        ready: Any = jax.block_until_ready
+        found = {}
+        small = {"a": jax.make_array_from_callback((8,), sharding_of(mesh), lambda _: np.ones(8))}
+        sharded.save_sharded(options.folder / "first", small)  # what libraries load on first use
+        sharded.load_sharded(options.folder / "first", mesh, {})
+        for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
+            looked.clear()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            before, called = resident("VmRSS"), by_calls()
+            arrays = sharded.load_sharded(options.folder / name, mesh, specs)
+            ready(arrays)
+            found[name] = {
+                "share": sum(s.data.nbytes for x in arrays.values() for s in x.addressable_shards),
+                "read": sum(looked) + by_calls() - called,
+                "peak": resident("VmHWM") - before,
+            }
+            if name == "model.npz":
+                sharded.save_sharded(options.folder / SAVED, arrays)
+            del arrays
+        return found
+
+
+def sharding_of(mesh: Any) -> Any:
+    """Every element on every device."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    whole: Any = PartitionSpec
+    return NamedSharding(mesh, whole())
+
+
+def resident(kind: str) -> int:
+    """Bytes of memory of this process: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(kind)).split()[1]) * 1024
+
+
+def by_calls() -> int:
+    """Bytes that this process has read by calls to the system."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

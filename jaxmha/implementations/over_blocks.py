@@ -1,0 +1,221 @@
+"""All blocks of a cut, one after another: what rows see of keys, and the slopes of both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmha.implementations import one_block, pairs, reach, tiles
+from jaxmha.implementations.blocked_dropout import kept
+from jaxmha.implementations.blocks import Plan
+from jaxmha.implementations.one_block import Rules, Running
+from jaxmha.implementations.pairs import NOTHING, Pairs, Place
+
+Chunk = Callable[[Any], tuple[jax.Array, jax.Array]]
+
+
+def forward(
+    plan: Plan,
+    rules: Rules,
+    parts: tuple[jax.Array, ...],
+    bias: jax.Array | None,
+    traced: Pairs,
+    words: jax.Array | None,
+    answer: Callable[[Running], Any],
+    before: Running | None = None,
+    read: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> Any:
+    """`answer` of what every block of rows has seen; parts as `tiles` cuts query, key and value.
+
+    `before`: what rows have seen of other keys, which is brought up to date in place and not
+    answered. `read`: makes numbers of a chunk of keys or values when it is looked at.
+    """
+    conditions, bias = conditions_of(plan, rules, traced, bias)
+    reached = reach.table(conditions, plan)
+
+    def block(index: Any, i: Any, rows: jax.Array, chunk: Chunk, start: Any) -> Running:
+        def visit(j: jax.Array | int, clear: bool, carry: Running | None) -> Running:
+            place = _place(plan, index, i, j)
+            added, keep = _beside(
+                plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
+            )
+            return one_block.forward(rules, rows, *chunk(j), added, keep, carry)
+
+        seen: Running = reach.visit_all(reached, plan, index, i, visit, start)
+        return seen
+
+    def step(index: Any, x: tuple[jax.Array, ...]) -> Any:
+        rows_of_all, keys, values = x
+        keys = jnp.swapaxes(keys, -1, -2)
+
+        def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
+            return tiles.part(plan, keys, j), tiles.part(plan, values, j)
+
+        def of(i: Any, rows: jax.Array) -> Any:
+            start = None if plan.chunks == 1 else one_block.nothing_yet(rows, values.shape[-1])
+            return answer(block(index, i, rows, chunk, start))
+
+        return tiles.each(of, plan.blocks, rows_of_all)
+
+    def more(index: Any, before: Running, _: None, x: tuple[jax.Array, ...]) -> Any:
+        rows_of_all, *per_key = x
+
+        def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
+            seen, weighed = (read(tiles.part(plan, x, j)) for x in per_key)
+            return jnp.swapaxes(seen, -1, -2), weighed
+
+        def of(i: Any, seen: Running, _: None, rows: jax.Array) -> Any:
+            return block(index, i, rows, chunk, seen), None
+
+        return tiles.refine(of, plan.blocks, before, None, rows_of_all)
+
+    if before is None:
+        return tiles.each(step, plan.steps, parts)
+    return tiles.refine(more, plan.steps, before, None, parts)[0]
+
+
+def finished(rules: Rules, seen: Running, words: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Output, 0 on empty rows, and lse, -inf there, of what rows have seen."""
+    divisor = jnp.maximum(seen.total, 1.0)  # the highest logit alone gives 1
+    out = seen.out / (divisor if words is None else divisor * (1 - rules.dropout_rate))
+    return out, (seen.highest + jnp.log(seen.total))[..., 0]
+
+
+def rows_of_gradient(
+    plan: Plan, query: Any, out: Any, lse: Any, slope: Any, slope_lse: Any
+) -> tuple[jax.Array, ...]:
+    """What the gradient reads of every row, cut: query, slope, lse and shift."""
+    # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
+    shift = -(slope * out).sum(-1)
+    if slope_lse is not None:
+        shift += slope_lse
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    return (
+        tiles.tiles(plan, query),
+        tiles.tiles(plan, slope),
+        tiles.tiles(plan, lse[..., None], jnp.inf),
+        tiles.tiles(plan, shift[..., None]),
+    )
+
+
+def backward(
+    plan: Plan,
+    rules: Rules,
+    per_row: tuple[jax.Array, ...],
+    per_key: tuple[jax.Array, ...],
+    bias: jax.Array | None,
+    traced: Pairs,
+    words: jax.Array | None,
+    before: tuple[jax.Array, ...] | None = None,
+    read: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> Any:
+    """Slopes of the bias and of query, key and value, all of them cut.
+
+    `before`: slopes of query, key and value so far, which are added to in place; no bias then.
+    `read`: as in `forward`.
+    """
+    conditions, bias = conditions_of(plan, rules, traced, bias)
+    reached = reach.table(conditions, plan)
+    dtype = per_row[0].dtype
+    bias_slope = None if bias is None else jnp.zeros(bias.shape, dtype)
+
+    def block(index: Any, i: Any, parts: Any, chunk: Any, start: Any) -> Any:
+        def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:
+            dq, dk, dv, bias_slope = carry
+            place = _place(plan, index, i, j)
+            added, keep = _beside(
+                plan, rules, NOTHING if clear else conditions, bias, words, place, dtype
+            )
+            more_dq, more_dk, more_dv, d_added = one_block.backward(
+                rules, parts, chunk(j), added, keep
+            )
+            if bias_slope is not None:
+                bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)
+            dk, dv = tiles.add(plan, dk, j, more_dk), tiles.add(plan, dv, j, more_dv)
+            return dq + more_dq, dk, dv, bias_slope
+
+        dq, *carry = reach.visit_all(reached, plan, index, i, visit, start)
+        return tuple(carry), dq
+
+    def step(bias_slope: jax.Array | None, index: Any, x: Any) -> Any:
+        per_row, (keys, values) = x
+        per_key = keys, values, jnp.swapaxes(keys, -1, -2)
+
+        def chunk(j: Any) -> tuple[jax.Array, ...]:
+            return tuple(tiles.part(plan, x, j) for x in per_key)
+
+        def each(carry: Any, i: Any, parts: Any) -> Any:
+            return block(index, i, parts, chunk, (jnp.zeros_like(parts[0]), *carry))
+
+        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), bias_slope
+        (dk, dv, bias_slope), dq = tiles.scan(each, plan.blocks, zeros, per_row)
+        return bias_slope, (dq, dk, dv)
+
+    def more(index: Any, before: Any, _: None, x: Any) -> Any:
+        (dq, dk, dv), (per_row, per_key) = before, x
+
+        def chunk(j: Any) -> tuple[jax.Array, ...]:
+            keys, values = (read(tiles.part(plan, x, j)) for x in per_key)
+            return keys, values, jnp.swapaxes(keys, -1, -2)
+
+        def each(i: Any, dq: jax.Array, carry: Any, parts: Any) -> Any:
+            carry, dq = block(index, i, parts, chunk, (dq, *carry, None))
+            return dq, carry[:2]
+
+        dq, (dk, dv) = tiles.refine(each, plan.blocks, dq, (dk, dv), per_row)
+        return (dq, dk, dv), None
+
+    if before is None:
+        return tiles.scan(step, plan.steps, bias_slope, (per_row, per_key))
+    return None, tiles.refine(more, plan.steps, before, None, (per_row, per_key))[0]
+
+
+def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:
+    """Adds the slope of a block, summed over the axes that the bias broadcasts."""
+    shape = (place.batches, place.heads, place.rows, place.keys)
+    part = d_added.reshape(shape)
+    axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
+    part = part.sum(axes, keepdims=True)
+    starts = (place.b, place.n, place.t, place.s)
+    first = [
+        jnp.asarray(0 if size == 1 else start, jnp.int32)
+        for size, start in zip(total.shape, starts, strict=True)
+    ]
+    before = jax.lax.dynamic_slice(total, first, part.shape)
+    return jax.lax.dynamic_update_slice(total, before + part, first)
+
+
+def conditions_of(
+    plan: Plan, rules: Rules, traced: Pairs, bias: jax.Array | None
+) -> tuple[Pairs, jax.Array | None]:
+    above = traced.above if rules.above is None else rules.above
+    return pairs.pad(traced._replace(window=rules.window, above=above), bias, plan)
+
+
+def _beside(
+    plan: Plan,
+    rules: Rules,
+    conditions: Pairs,
+    bias: jax.Array | None,
+    words: jax.Array | None,
+    place: Place,
+    dtype: Any,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """What the scores of a block meet: added logits and kept weights, `[cells] rows keys`."""
+    added = pairs.added(conditions, bias, place, plan.G, dtype)
+    keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, rules.whole, words, place)
+    return tiles.cells(plan, added), tiles.cells(plan, keep)
+
+
+def _place(plan: Plan, step: jax.Array | int, i: jax.Array | int, j: jax.Array | int) -> Place:
+    return Place(
+        step // plan.groups * plan.batches,
+        plan.batches,
+        step % plan.groups * plan.heads * plan.G,
+        plan.heads * plan.G,
+        i * plan.rows,
+        plan.rows,
+        j * plan.keys,
+        plan.keys,
+    )
