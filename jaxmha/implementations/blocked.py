@@ -50,8 +50,8 @@ def supports(request: Request) -> str | None:
     return None
 
 
-def cut(query: jax.Array, key: jax.Array, *, skips: bool = False, fused: bool = False) -> Plan:
-    """The cut of queries `B N T H` and keys `B K S H`, as `blocks.plan` has it."""
+def cut(query: Any, key: Any, *, skips: bool = False, fused: bool = False) -> Plan:
+    """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked."""
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     return blocks.plan(
         B, K, N // K, T, S, skips=skips, fused=fused, itemsize=query.dtype.itemsize,
