@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=int, default=600, help="for each reader (default: 600)")
     parser.add_argument("--reader", choices=READERS, action="append", help="only this one")
+    parser.add_argument("--jobs", type=int, default=1, help="readers at a time (default: 1)")
     parser.add_argument("--artifacts", type=Path, help="keep what crashed in this folder")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()
@@ -59,12 +61,19 @@ def main() -> int:
         folder = options.artifacts or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         results = {}
-        for reader in options.reader or READERS:
-            results[reader] = soak(reader, options.seconds, folder)
-            print(f"{reader}: {results[reader]}", flush=True)
+        readers = options.reader or READERS
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = pool.map(lambda reader: soak(reader, options.seconds, folder), readers)
+            for reader, result in zip(readers, runs, strict=True):
+                results[reader] = result
+                print(f"{reader}: {result}", flush=True)
     if options.write:
         RESULT.parent.mkdir(exist_ok=True)
-        found = {"libraries": {name: version(name) for name in LIBRARIES}, "readers": results}
+        found = {
+            "libraries": {name: version(name) for name in LIBRARIES},
+            "jobs": options.jobs,
+            "readers": results,
+        }
         records.save(RESULT, found, command="make soak")
     return int(any(result["exit_code"] or result["findings"] for result in results.values()))
 
