@@ -8,13 +8,15 @@ difference is taken apart: weights, masks, constants, rounding.
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from experiments import command
 
 HERE = Path(__file__).parent
 EXAMPLES = """examples:
@@ -26,15 +28,8 @@ EXAMPLES = """examples:
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
     """The command line; exits with 2 and one message where it is wrong."""
-    parser = ArgumentParser(
-        prog="python -m experiments.attribution",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("attribution", __doc__, EXAMPLES)
     parser.add_argument("--seed", type=int, default=42, help="of weights and input; default 42")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--write", action="store_true", help="write results.json and the figures")
     chosen = parser.parse_args(arguments)
     if chosen.seed < 0:
         parser.exit(2, f"--seed must be at least 0, got {chosen.seed}\n")

@@ -8,10 +8,10 @@ import importlib
 import json
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
+from experiments import command
 from experiments.claims import elsewhere
 from experiments.claims.claims import CLAIMS, DOCUMENTS
 
@@ -27,15 +27,8 @@ HERE = Path(__file__).parent
 def main(arguments: list[str] | None = None) -> int:
     """Checks, prints, and writes where asked."""
     names = tuple(DOCUMENTS)
-    parser = ArgumentParser(
-        prog="python -m experiments.claims",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("claims", __doc__, EXAMPLES)
     parser.add_argument("--only", choices=names, help="one document")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--write", action="store_true", help="write results.json")
     options = parser.parse_args(arguments)
     if options.write and options.only:
         parser.error("--write stores all of it: leave --only out")

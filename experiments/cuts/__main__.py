@@ -7,7 +7,6 @@ rounds.
 import json
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 import jaxmha
-from experiments import records
+from experiments import command, records
 from jaxmha import Mask
 from jaxmha.implementations import bands, blocks
 
@@ -144,15 +143,8 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints, and writes where asked."""
-    parser = ArgumentParser(
-        prog="python -m experiments.cuts",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("cuts", __doc__, EXAMPLES)
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--write", action="store_true", help="write results.json")
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
         parser.exit(2, f"--rounds must be at least 1, got {chosen.rounds}\n")

@@ -4,26 +4,19 @@ The same three matrices, cut into 1, 2, 4, 8 and 16 heads: outputs, ranks and gr
 that prints True, over 40 seeds; cases where they are equal, in float64; and learning curves.
 """
 
-import json
-import sys
-import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
-from experiments import machine, records, tables
 from experiments.heads import cases, figure, measure, script
-from experiments.train import data, seeds
+from experiments.train import data, seeds, several
 
 HERE = Path(__file__).parent
 PACKAGES = ("optax",)  # beside those of every record
-WINDOW = 10  # steps of which losses are means
 OF_LAYERS = 5  # seeds
 EXAMPLES = """examples:
   python -m experiments.heads                       tables; two minutes
@@ -34,24 +27,7 @@ EXAMPLES = """examples:
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
     """The command line; exits with 2 and one message where it is wrong."""
-    parser = ArgumentParser(
-        prog="python -m experiments.heads",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    steps = seeds.SMALL.steps
-    parser.add_argument("--steps", type=int, default=steps, help=f"of training; default {steps}")
-    parser.add_argument("--seeds", type=int, default=5, help="of training; default 5")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--write", action="store_true", help="write results.json and the figures")
-    chosen = parser.parse_args(arguments)
-    if chosen.steps < WINDOW or chosen.steps % WINDOW:
-        parser.exit(2, f"--steps must be a multiple of {WINDOW}, got {chosen.steps}\n")
-    if chosen.seeds < 2:
-        parser.exit(2, f"--seeds must be at least 2 for a spread, got {chosen.seeds}\n")
-    return chosen
+    return several.parsed("heads", __doc__, EXAMPLES, arguments)
 
 
 def measured(chosen: Namespace, progress: Progress) -> dict[str, Any]:
@@ -89,43 +65,26 @@ def measured(chosen: Namespace, progress: Progress) -> dict[str, Any]:
             replace(settings, N=h),
             examples,
             range(chosen.seeds),
-            window=WINDOW,
+            window=several.WINDOW,
             progress=lambda: progress.advance(bars["training"]),
         )
         for h in heads
     }
     used = {name: getattr(settings, name) for name in ("D", "T", "blocks", "batch", "steps")}
-    results["training"] = {**used, "seeds": chosen.seeds, "window": WINDOW, "runs": runs}
+    results["training"] = {**used, "seeds": chosen.seeds, "window": several.WINDOW, "runs": runs}
     return results
+
+
+def said(found: dict[str, Any]) -> tuple[several.Tables, str]:
+    """The tables of the page, and its conclusion."""
+    from experiments.heads import page
+
+    return page.tables(found), page.conclusion(found)
 
 
 def main() -> None:
     """Measures, prints tables, and writes where asked."""
-    chosen = parsed()
-    console, start = Console(stderr=True), time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        found = measured(chosen, progress)
-    found["versions"] = machine.versions() | {name: version(name) for name in PACKAGES}
-    found["seconds"] = round(time.perf_counter() - start)
-    if chosen.write:
-        command = " ".join(["python -m experiments.heads", *sys.argv[1:]])
-        records.save(HERE / "results.json", found, command=command, seed=0)
-        figure.draw(found, HERE)
-    if chosen.json:
-        print(json.dumps(found, indent=1))
-    else:
-        show(found)
-
-
-def show(found: dict[str, Any]) -> None:
-    """The tables of the page, and its conclusion."""
-    from experiments.heads import page  # after saving: results do not depend on their page
-
-    console = Console()
-    for title, rows in page.tables(found).items():
-        console.print(tables.terminal(title, rows))
-    console.print(page.conclusion(found), highlight=False)
+    several.run(parsed(), HERE, PACKAGES, measured, figure.draw, said)
 
 
 if __name__ == "__main__":

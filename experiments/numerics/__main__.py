@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from experiments import command
 
 WORKERS = ("jax", "torch", "tensorflow")  # the one that takes longest first
 EXAMPLES = """examples:
@@ -100,15 +101,8 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints, and writes where asked."""
-    parser = ArgumentParser(
-        prog="python -m experiments.numerics",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("numerics", __doc__, EXAMPLES)
     parser.add_argument("--only", choices=WORKERS, help="one process")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--write", action="store_true", help="write results.json and figures")
     parser.add_argument("--worker", choices=WORKERS, help="what this program calls itself with")
     options = parser.parse_args(arguments)
     if options.write and options.only:
