@@ -150,6 +150,10 @@ def _shape(text: str) -> tuple[int, ...]:
 def _print(flow: DataFlow, title: str) -> None:
     letters = ", ".join(f"{letter}={size}" for letter, size in flow.sizes.items())
     out.print(escape(f"{title} in {flow.dtype}: {letters}"), highlight=False, soft_wrap=True)
+    if flow.refused:
+        why = flow.refused.split("; got params")[0]  # sizes are in the line above
+        shown = f"[yellow]{flow.framework} has no such layer:[/yellow] {escape(why)}"
+        out.print(shown, highlight=False, soft_wrap=True)
     table = Table()
     for column in ("node", "formula", "shape"):
         table.add_column(column, overflow="fold")
@@ -158,21 +162,20 @@ def _print(flow: DataFlow, title: str) -> None:
     for node in flow.nodes:
         formula = escape(node.formula)
         for name, axes, size in node.parameters:
-            numbers = " ".join(map(str, size))
+            numbers = " × ".join(map(str, size))
             formula += f"\n[dim]{escape(name)}: {escape(axes)} = {numbers}[/dim]"
-        shape = f"{node.axes}\n= {' '.join(map(str, node.shape))}\n[dim]{node.dtype}[/dim]"
+        shape = f"{node.axes}\n= {' × '.join(map(str, node.shape))}\n[dim]{node.dtype}[/dim]"
         cost = [short(node.flops) if node.flops else "", memory(node.bytes) if node.bytes else ""]
         table.add_row(escape(node.name), formula, shape, *cost)
     table.add_section()
-    fused = f"{memory(flow.bytes_fused)} if what is over pairs stays on the chip"
+    fused = (
+        f"{memory(flow.bytes_fused)} if attention is fused (logits and weights are never written)"
+    )
     table.add_row("all", fused, "", short(flow.flops), memory(flow.bytes))
     out.print(table)
     if flow.pairs is not None:
         full = flow.sizes["T"] * flow["logits"].shape[-1]
         out.print(f"causal: {flow.pairs} of {full} pairs of every head are needed", highlight=False)
-    if flow.refused:
-        shown = f"[yellow]{flow.framework} has no such layer:[/yellow] {escape(flow.refused)}"
-        out.print(shown, highlight=False, soft_wrap=True)
     others = Table(title="where frameworks differ", title_justify="left")
     for column in ("node", "framework", "what it does"):
         others.add_column(column, overflow="fold")

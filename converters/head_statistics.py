@@ -102,10 +102,10 @@ def as_weights(weights: Any, batch: int | None = None) -> NDArray:
         if batch is None:
             raise ValueError(
                 f"weights: axes (B, N, T, S) = {array.shape} are several pictures: choose one of the "
-                f"{len(array)} batch rows by batch="
+                f"{len(array)} batch rows by batch= (--batch)"
             )
         if not -len(array) <= batch < len(array):
-            raise ValueError(f"batch={batch}: there are {len(array)} batch rows")
+            raise ValueError(f"expected batch from 0 to {len(array) - 1}, got {batch}")
         array = array[batch]
     elif batch is not None:
         raise ValueError(

@@ -157,7 +157,16 @@ def _tokens(text: str | None, option: str) -> list[str] | None:
     if text is None:
         return None
     if text.startswith("@"):
-        return Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        path = Path(text[1:])
+        try:
+            return path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise ValueError(f"{path}: there is no such file; check the path") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: expected UTF-8 text, one token a line, got byte "
+                f"0x{error.object[error.start]:02x} at position {error.start}; save it as UTF-8"
+            ) from None
     if not (parts := text.split()):
         raise ValueError(f"{option} is empty")
     return parts

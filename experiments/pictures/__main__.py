@@ -22,14 +22,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def find(rows: list[run.Attended]) -> dict[str, Any]:
     """Everything that the page says."""
 
-    def rounded(row: Any) -> dict[str, Any]:
-        return {k: None if v is None else float(f"{v:.4g}") for k, v in row._asdict().items()}
+    def rounded(row: Any, *of_special: Any) -> dict[str, Any]:
+        """With the shares of single special tokens under their own names."""
+        shares = {token: one.named for token, one in zip(run.SPECIAL, of_special, strict=True)}
+        fields = {**row._asdict(), **shares}
+        return {k: None if v is None else float(f"{v:.4g}") for k, v in fields.items()}
+
+    sets = [run.SPECIAL, *((token,) for token in run.SPECIAL)]
+    layers = zip(*(run.statistics(rows, named) for named in sets), strict=True)
 
     return {
         "sentences": [row.sentence for row in rows],
         "tokens": [row.tokens for row in rows],
-        "uniform": rounded(run.uniform(rows)),
-        "heads": [[rounded(head) for head in layer] for layer in run.statistics(rows)],
+        "uniform": rounded(*(run.uniform(rows, named) for named in sets)),
+        "heads": [[rounded(*head) for head in zip(*layer, strict=True)] for layer in layers],
     }
 
 
@@ -78,7 +84,8 @@ def main(
         figures.save(
             figure.overview(found),
             HERE / "overview.svg",
-            about="Share of attention on neighbours, separators and equal tokens, by layer and head",
+            about="Share of attention on neighbours, special tokens ([CLS], [SEP]) and equal tokens, by "
+            "layer and head",
         )
         figures.save(
             extremes(found, rows),

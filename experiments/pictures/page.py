@@ -33,19 +33,19 @@ def conclusion(found: dict[str, Any]) -> str:
     """One or two sentences."""
     (p, q), (n, m) = best(found, "previous"), best(found, "next")
     heads = [head for layer in found["heads"] for head in layer]
-    separators = sum(head["named"] > 0.5 for head in heads)
+    special = sum(head["named"] > 0.5 for head in heads)
     return (
         f"Some do one thing: head {q} of layer {p} gives {_share(found, 'previous'):.0%} to the "
         f"previous token, head {m} of layer {n} {_share(found, 'next'):.0%} to the next; "
-        f"{separators} of {len(heads)} give more than half to [CLS] and [SEP]."
+        f"{special} of {len(heads)} give more than half to [CLS] and [SEP]."
     )
 
 
 def _table(found: dict[str, Any]) -> str:
-    columns = ("entropy", "itself", "previous", "next", "same", "named")
+    columns = ("entropy", "itself", "previous", "next", "same", "[CLS]", "[SEP]")
     lines = [
-        "| layer.head | entropy (nats) | itself | previous | next | same token | [CLS], [SEP] |",
-        "|---|---|---|---|---|---|---|",
+        "| layer.head | entropy (nats) | itself | previous | next | same token | [CLS] | [SEP] |",
+        "|---|---|---|---|---|---|---|---|",
     ]
 
     def cells(row: dict[str, Any]) -> str:
@@ -72,24 +72,27 @@ def _extremes(found: dict[str, Any]) -> str:
 def text(found: dict[str, Any]) -> str:
     """The page."""
     L, N = len(found["heads"]), len(found["heads"][0])
-    by_layer = [sum(head["named"] for head in layer) / N for layer in found["heads"]]
+    by_layer, cls, sep = (
+        [sum(head[field] for head in layer) / N for layer in found["heads"]]
+        for field in ("named", "[CLS]", "[SEP]")
+    )
     highest = max(range(L), key=by_layer.__getitem__)
     return f"""{conclusion(found)}
 
 ## Where every head looks
 
-![Share of the attention of every layer and head on neighbours, equal tokens and separators](overview.svg)
+![Share of the attention of every layer and head on neighbours, equal tokens and special tokens ([CLS], [SEP])](overview.svg)
 
 {_extremes(found)}
 
-On average over heads, layer {highest} gives most to the separators ({by_layer[highest]:.0%}), layer
-{min(range(L), key=by_layer.__getitem__)} least ({min(by_layer):.0%}).
-Clark et al., "What Does BERT Look At?" (2019), found heads of BERT that look at separators in this
-way, and took it for having nothing to do.
+On average over heads, layer {highest} gives most to the special tokens ([CLS], [SEP]):
+{by_layer[highest]:.0%}; layer {min(range(L), key=by_layer.__getitem__)} least ({min(by_layer):.0%}).
+Nearly all of it goes to [CLS] ({cls[highest]:.0%}; [SEP] {sep[highest]:.0%}). Clark et al. (2019)
+found the like in BERT for [SEP], and read it as a head having nothing to look for.
 
 ## The most pronounced heads, on one sentence
 
-![Heat maps of four heads: previous token, next token, same token, separators](heads.svg)
+![Heat maps of four heads: previous token, next token, same token, special tokens ([CLS], [SEP])](heads.svg)
 
 Rows are queries, columns keys; all maps have one scale. `jaxmha plot` and
 `jaxmha.converters.plot_attention` draw such pictures of any weights:

@@ -82,12 +82,14 @@ def embedded(model: Bert, tokens: Any) -> Any:
     return embed["LayerNorm"](x)
 
 
-def statistics(rows: Sequence[Attended]) -> list[list[HeadStatistics]]:
+def statistics(
+    rows: Sequence[Attended], named: Sequence[str] = SPECIAL
+) -> list[list[HeadStatistics]]:
     """Of every head of every layer, `[L][N]`: means over the sentences that have the statistic."""
     found = []
     for layer in range(rows[0].weights.shape[0]):
         of_sentences = [
-            head_statistics(row.weights[layer], row.tokens, named=SPECIAL) for row in rows
+            head_statistics(row.weights[layer], row.tokens, named=named) for row in rows
         ]
         found.append([mean(heads) for heads in zip(*of_sentences, strict=True)])
     return found
@@ -102,10 +104,10 @@ def mean(rows: Sequence[HeadStatistics]) -> HeadStatistics:
     return HeadStatistics(*fields)  # type: ignore[arg-type]
 
 
-def uniform(rows: Sequence[Attended]) -> HeadStatistics:
+def uniform(rows: Sequence[Attended], named: Sequence[str] = SPECIAL) -> HeadStatistics:
     """What a head would have to which all keys are alike."""
     alike = []
     for row in rows:
         T = len(row.tokens)
-        alike += head_statistics(np.full((1, T, T), 1 / T), row.tokens, named=SPECIAL)
+        alike += head_statistics(np.full((1, T, T), 1 / T), row.tokens, named=named)
     return mean(alike)

@@ -2,7 +2,9 @@
 
 import base64
 import html
+import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import markdown
@@ -31,9 +33,11 @@ def body(text: str, folder: Path, name: str, anchors: set[str]) -> str:
             become plain text.
     """
 
+    number = itertools.count(1)
+
     def figure(match: re.Match[str]) -> str:
         caption, path = match.groups()
-        content = picture(folder / path, caption, f"{name}-{Path(path).stem}")
+        content = picture(folder / path, caption, f"{name}-figure{next(number)}")
         return f"<figure><div>{content}</div><figcaption>{caption}</figcaption></figure>"
 
     def heading(match: re.Match[str]) -> str:
@@ -67,6 +71,13 @@ def svg(text: str, about: str, name: str) -> str:
     """
     text = ALONE.sub("", text[text.index("<svg") :]).strip()
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    times: Counter[str] = Counter()
+
+    def once(match: re.Match[str]) -> str:
+        times[match[1]] += 1
+        return f'id="{match[1]}-{times[match[1]]}"' if times[match[1]] > 1 else match[0]
+
+    text = re.sub(r'\bid="([^"]*)"', once, text)  # equal images are written twice with one id
     start, rest = text.split(">", 1)
     width = re.search(r' width="([\d.]+)pt"', start)
     start = re.sub(r' (width|height)="[^"]*"', "", start)

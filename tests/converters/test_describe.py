@@ -410,7 +410,10 @@ def test_command_says_what_the_function_says(tmp_path: Path) -> None:
 def test_command_names_what_a_framework_cannot_hold() -> None:
     found = cli("describe", *SHORT, "--num-kv-heads", 2, "--framework", "torch")
     assert found.exit_code == 0
-    assert "torch has no such layer" in " ".join(found.stdout.split())
+    _, second, *rest = found.stdout.splitlines()
+    assert second.startswith("torch has no such layer")
+    assert "params" not in second
+    assert any("if attention" in line for line in rest)
 
 
 @pytest.fixture

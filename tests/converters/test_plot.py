@@ -112,7 +112,7 @@ def test_rows_with_nothing_left_are_hatched() -> None:
     ("arguments", "options", "message"),
     [
         ((np.ones((B, N, T, S)),), {}, r"batch=.*|2 batch rows"),
-        ((np.ones((B, N, T, S)),), {"batch": 2}, "2 batch rows"),
+        ((np.ones((B, N, T, S)),), {"batch": 2}, "expected batch from 0 to 1, got 2"),
         ((np.ones((N, T, S)),), {"batch": 0}, "no batch"),
         ((np.ones(S),), {}, r"\(N, T, S\).*\(7,\)"),
         ((np.ones((N, 0, S)),), {}, r"\(5, 0, 7\)"),
@@ -245,12 +245,14 @@ def test_command_draws_a_block(folder: Path) -> None:
         (("weights.npz", "--output", "{}/x.gif"), ".gif"),
         (("weights.npz", "--causal"), "--inputs"),
         (("batch.npz",), "a (2, 5, 7, 7), b (5, 7, 7)"),
-        (("batch.npz", "--array", "a"), "2 batch rows"),
+        (("batch.npz", "--array", "a"), "2 batch rows by batch= (--batch)"),
+        (("batch.npz", "--array", "a", "--batch", "5"), "expected batch from 0 to 1, got 5"),
         (("layer.safetensors",), "--inputs"),
         (("layer.safetensors", "--inputs", "{}/weights.npz", "--num-heads", "4"), "query"),
         (("layer.safetensors", "--inputs", "{}/inputs.npz"), "--num-heads"),
         (("layer.safetensors", "--inputs", "{}/inputs.npz", "--array", "w"), "--array"),
-        (("weights.npz", "--tokens", "@no.txt"), "no.txt"),
+        (("weights.npz", "--tokens", "@no.txt"), "no.txt: there is no such file; check the path"),
+        (("weights.npz", "--tokens", "@{}/weights.npz"), "weights.npz: expected UTF-8 text"),
     ],
 )
 def test_wrong_options(folder: Path, arguments: tuple[str, ...], message: str) -> None:
