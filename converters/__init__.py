@@ -31,6 +31,9 @@ def layouts() -> "dict[str, Layout]":
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":
     """What two attention layers' difference comes from: `jaxmha.converters.attribution.attribute`.
 
+    `inputs`: query `B T Dq`, key `B S Dk`, value `B S Dv` in this order, a mapping of these names
+    (key defaults to query, value to key), or one array for all three; None: drawn.
+
     >>> import jax, jaxmha
     >>> params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
     >>> print(attribute(params, (params, jaxmha.Semantics(logits_soft_cap=0.1))).parts[0])

@@ -9,17 +9,20 @@ floating-point operations, where a layer has a forward of its own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from jaxmha import MHAParams
+from jaxmha.axes import bind
 from jaxmha.converters import factors, forward, oracle, sides, verify
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.factors import Factor
 from jaxmha.converters.layer import Inputs, Layer, of_block, of_call
 from jaxmha.converters.sides import BlockSide
+from jaxmha.params import check, leaves
 
 # More factors than this are 2 ** MOST mixtures; then all weights become one.
 MOST = 8
@@ -72,10 +75,11 @@ class Attribution:
 
     Attributes:
       a, b: names of the layers.
-      total: RMS of `b - a` over the elements that are finite in every mixture.
+      total: RMS of `b - a` over the elements that are finite in every mixture; NaN: there are none.
       relative: `total` over the RMS of the larger output.
       floor: RMS error of rounding a's output to its dtype.
       compared: number of those elements; the others count in `not_finite` of each part.
+      elements: number of all elements of the output.
       parts: the largest first.
       idle: factors that differ, without effect on these inputs.
     """
@@ -86,6 +90,7 @@ class Attribution:
     relative: float
     floor: float
     compared: int
+    elements: int
     parts: tuple[Part, ...]
     idle: tuple[str, ...]
 
@@ -94,10 +99,22 @@ class Attribution:
         """Nothing but rounding differs."""
         return all(part.name == "rounding" for part in self.parts)
 
+    @property
+    def headline(self) -> str:
+        """The whole difference, and what it leaves out."""
+        where = "in one of the two, or in a mixture of them"
+        if not self.compared:
+            return f"nothing can be compared: every element is NaN or infinite {where}"
+        text = f"RMS difference {self.total:.3g}, {percent(self.relative)} of the output"
+        if bad := self.elements - self.compared:
+            return (
+                f"{bad} of {self.elements} elements are not finite {where}; "
+                f"over the other {self.compared}: {text}"
+            )
+        return text
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.a} and {self.b}: RMS difference {self.total:.3g}, {percent(self.relative)} of the output"
-        ]
+        lines = [f"{self.a} and {self.b}: {self.headline}"]
         lines += [f"  {part}" for part in self.parts]
         lines += [f"  without effect here: {sentence}" for sentence in self.idle]
         return "\n".join(lines)
@@ -132,7 +149,9 @@ def attribute(
     Args:
       a, b: a live layer of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
         `MHAParams` (alone or with `Semantics`), with one attention block each; or a `Layer`.
-      inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, or one array for all three; None: drawn.
+      inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, all finite: in this order, or a mapping
+        of these names (key defaults to query, value to key), or one array for all three; None:
+        drawn.
       mask: for both: a `Mask` or a Boolean array broadcastable to `B N T S`, True = attend.
       masks_a, masks_b: instead of it, the arguments that a live layer is called with, as its
         framework names them: `{"key_padding_mask": blocked}`, `{"attention_mask": there}`; for
@@ -149,7 +168,6 @@ def attribute(
     >>> found.parts[0].name, round(found.parts[0].share, 9)
     ('scale', 1.0)
     """
-    given = None if inputs is None else as_inputs(inputs)
     if mask is not None and not (masks_a is None and masks_b is None):
         raise ValueError("give mask= for both layers, or masks_a= and masks_b= for each")
     blocks: list[BlockSide | None] = [None, None]
@@ -162,10 +180,12 @@ def attribute(
     elif plain:
         one = (a, b)[plain[0]]
         blocks[plain[0]] = _only(sides.read(one, num_heads), one)
-    if given is None:
+    params = (blocks[0] or a).params
+    if inputs is not None:
+        given = as_inputs(inputs, params)
+    else:
         if any(isinstance(x, Layer) and x.output is not None for x in (a, b)):
             raise ValueError("a Layer with an output needs the inputs that it is of: give inputs=")
-        params = (blocks[0] or a).params
         given = forward.inputs(next(sides.layers("", "", params, (blocks[0] or a).semantics)), seed)
     found: list[Layer] = []
     for which, x, block, masks in zip("ab", (a, b), blocks, (masks_a, masks_b), strict=True):
@@ -220,12 +240,12 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
     compared = np.isfinite(difference)
     for vector in vectors:
         compared &= np.isfinite(vector)
-    total = _rms(difference[compared])
+    total = _rms(difference[compared]) if compared.any() else math.nan
     scale = max(_rms(first[compared]), _rms(last[compared]))
     parts, idle = [], []
     for factor, vector, count in zip(found, vectors, not_finite, strict=True):
         part = _part(factor, vector[compared], difference[compared], total, count)
-        if part.rms > NOTHING * scale or part.not_finite:
+        if part.rms > NOTHING * scale or part.not_finite or not compared.any():
             parts.append(part)
         else:
             idle.append(factor.sentence)
@@ -233,8 +253,12 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
         # The difference less all parts, and not the errors against both ends: parts then sum to
         # the total to the last bit, however small it is.
         left = difference[compared] - sum((v[compared] for v in vectors), np.zeros(compared.sum()))
-        bad = [float((~np.isfinite(z)).sum()) for z in (first, last)]
-        count = bad[1] - bad[0] - sum(not_finite)
+        # Where the exact output is not finite, what the layer answers tells nothing.
+        bad = [
+            float((np.isfinite(right) & ~np.isfinite(out)).sum())
+            for right, out in zip(ends, (first, last), strict=True)
+        ]
+        count = bad[1] - bad[0]
         rest = _rest((a, b), ends, (first, last), inputs)
         parts.append(_part(rest, left, difference[compared], total, count))
     parts.sort(key=lambda part: (-abs(part.not_finite), -abs(part.share), -part.rms))
@@ -243,9 +267,10 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
         a.name,
         b.name,
         total,
-        total / scale if scale else 0.0,
+        total / scale if scale else 0.0 * total,
         floor,
         int(compared.sum()),
+        compared.size,
         tuple(parts),
         tuple(idle),
     )
@@ -295,11 +320,17 @@ def _rest(
     for which, layer, right, out in zip("ab", layers, exact, outputs, strict=True):
         if layer.output is None:
             continue
-        finite = np.isfinite(right)
-        floors = _rms((out - right)[finite]) / oracle.rounding_floor(right[finite], layer.dtype)
-        same = np.array_equal(np.isfinite(out), finite)
-        if not same or floors > ROUNDING * max(forward.SMALL, _cost(layer, inputs)):
-            wrong.append(f"{which} ({floors:.3g} rounding floors away)")
+        finite = np.isfinite(right) & np.isfinite(out)
+        # Of NaN in weights a framework's softmax may make finite numbers, of finite weights not.
+        odd = (np.isfinite(out) != np.isfinite(right)) & (np.isfinite(right) | _finite(layer))
+        how = [f"{odd.sum()} elements are NaN or infinite, or are to be"] if odd.any() else []
+        if finite.any():
+            floor = oracle.rounding_floor(right[finite], layer.dtype)
+            floors = _rms((out - right)[finite]) / floor
+            if how or floors > ROUNDING * max(forward.SMALL, _cost(layer, inputs)):
+                how.append(f"{floors:.3g} rounding floors away")
+        if how:
+            wrong.append(f"{which} ({', '.join(reversed(how))})")
     if not wrong:
         return Factor("rounding", "the order of floating-point operations", ())
     what = " and ".join(wrong)
@@ -312,6 +343,11 @@ def _cost(layer: Layer, inputs: Inputs) -> float:
     return forward.cost(layer.params, layer.semantics, inputs, None)
 
 
+def _finite(layer: Layer) -> bool:
+    """Whether no weight is NaN or infinite."""
+    return all(np.isfinite(to_numpy(leaf)).all() for leaf in leaves(layer.params).values())
+
+
 def _weights_at_once(found: list[Factor]) -> list[Factor]:
     """The factors of weights as one, so that there are few enough."""
     weights = [f for f in found if any("kernel" in v or v.endswith(".bias") for v in f.values)]
@@ -320,21 +356,40 @@ def _weights_at_once(found: list[Factor]) -> list[Factor]:
     return [one, *(f for f in found if f not in weights)]
 
 
-def as_inputs(inputs: Any) -> Inputs:
-    """Query, key and value as arrays; one array stands for all three.
+def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
+    """Query, key and value as arrays, checked against a layer; one array stands for all three.
 
     Raises:
-      ValueError: there are not three, or one has other axes than `B L D`.
+      ValueError: there are not three, or one has other axes, no rows, or NaN or infinity in it.
     """
+    if isinstance(inputs, Mapping):
+        if "query" not in inputs or inputs.keys() - {"query", "key", "value"}:
+            names = ", ".join(map(str, inputs))
+            raise ValueError(f"inputs: expected the keys query, key, value, got {names or 'none'}")
+        key = inputs.get("key", inputs["query"])
+        inputs = (inputs["query"], key, inputs.get("value", key))
     if not isinstance(inputs, tuple | list):
         inputs = (inputs,) * 3
     if len(inputs) != 3:
         raise ValueError(f"inputs: expected query, key, value or one array, got {len(inputs)}")
     arrays = {id(x): to_numpy(x) for x in inputs}
     query, key, value = (arrays[id(x)] for x in inputs)
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 3:
-            raise ValueError(f"{name}: expected axes (B, L, D), got shape {array.shape}")
+    sizes = check(params)
+    for name, array, axes in (
+        ("query", query, "B T Dq"),
+        ("key", key, "B S Dk"),
+        ("value", value, "B S Dv"),
+    ):
+        bind(name, array.shape, axes, sizes)
+        if not len(array):
+            raise ValueError(f"{name}: no batch rows, got shape {array.shape}: give at least one")
+        if bad := int((~np.isfinite(array)).sum()):
+            what = "1 element is" if bad == 1 else f"{bad} elements are"
+            reached = "it reaches" if bad == 1 else "they reach"
+            raise ValueError(
+                f"{name}: {what} not finite: outputs that {reached} cannot be compared; pass "
+                "finite inputs"
+            )
     return query, key, value
 
 

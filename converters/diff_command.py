@@ -107,8 +107,9 @@ def diff(
 
 def show(name: str, found: Attribution) -> None:
     """A table of the parts, with bars; a part that works against the difference is red."""
-    total = f"RMS difference {found.total:.3g}, {percent(found.relative)} of the output"
-    title = f"{escape(name or '(top)')}: {total}, {found.floor:.2g} is rounding"
+    title = f"{escape(name or '(top)')}: {found.headline}"
+    if found.compared:
+        title += f", {found.floor:.2g} is rounding"
     if not found.parts:
         out.print(f"{title}", highlight=False)
     else:
@@ -148,8 +149,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _inputs(side: BlockSide, file: dict[str, Any] | None, seed: int) -> Inputs:
     if file is None:
         return forward.inputs(side, seed)
-    key = file.get("key", file["query"])
-    return attribution.as_inputs((file["query"], key, file.get("value", key)))
+    given = {name: file[name] for name in ("query", "key", "value") if name in file}
+    return attribution.as_inputs(given, side.params)
 
 
 def _masks(file: dict[str, Any] | None) -> tuple[Any, Any] | None:

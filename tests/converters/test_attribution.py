@@ -352,6 +352,15 @@ def test_layers_of_other_widths_are_refused() -> None:
         ({"mask": np.ones((T, S), bool), "masks_a": {}}, "give mask= for both"),
         ({"inputs": (np.ones((1, 2, 15)),) * 2}, "expected query, key, value"),
         ({"inputs": np.ones((2, 15))}, "expected axes"),
+        ({"inputs": np.ones((2, 5, 7))}, r"^query: .*B, T, Dq.* Dq=15, got shape \(2, 5, 7\)"),
+        (
+            {"inputs": {"query": np.ones((2, 5, 15)), "key": np.ones((2, 4, 7))}},
+            r"^key: .* Dk=15.*got shape \(2, 4, 7\)",
+        ),
+        ({"inputs": {"quer": np.ones((2, 5, 15))}}, "the keys query, key, value, got quer"),
+        ({"inputs": np.ones((0, 5, 15))}, "query: no batch rows"),
+        ({"inputs": np.full((1, 1, 15), [np.nan] + [1] * 14)}, "query: 1 element is not finite"),
+        ({"inputs": np.full((1, 2, 15), np.inf)}, "30 elements are not finite: .* they reach"),
         ({"masks_a": {"attn_mask": 1}, "inputs": np.ones((1, 2, 15))}, "unexpected"),
     ],
 )
@@ -359,6 +368,55 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
     layer = draw(np.random.default_rng(0))
     with pytest.raises((ValueError, TypeError), match=message):
         attribution.attribute(layer.params, layer.params, **options)
+
+
+def test_inputs_by_name_default_as_in_files() -> None:
+    a, b, given = case(0, next(f for f in FAULTS if f.name == "scale"))
+    x, other = given[:2]
+    for named, ordered in (
+        ({"query": x}, x),
+        ({"query": x, "key": other}, (x, other, other)),
+    ):
+        a, b = (replace(layer, mask=None) for layer in (a, b))
+        assert attribution.attribute(a, b, named) == attribution.attribute(a, b, ordered)
+
+
+@pytest.mark.parametrize("row", [0, 6, 12])
+def test_nan_in_weights_of_a_live_layer_is_of_these_weights(row: int) -> None:
+    """Its softmax may make finite numbers of NaN: nothing that is unexplained."""
+    import torch
+
+    torch.manual_seed(0)
+    right, wrong = (torch.nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2))
+    wrong.load_state_dict(right.state_dict())
+    with torch.no_grad():
+        wrong.in_proj_weight[row, 3] = float("nan")
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+    for a, b, count in ((right, wrong, 60), (wrong, right, -60), (wrong, wrong, 0)):
+        found = attribution.attribute(a, b, x)
+        assert "unexplained" not in [part.name for part in found.parts]
+        assert sum(part.not_finite for part in found.parts) == count
+        assert found.same == (a is b)
+        if a is not b:
+            assert (found.compared, found.elements) == (0, 60)
+            assert np.isnan([found.total, found.relative]).all()
+            assert ": nothing can be compared" in str(found)
+        assert "nan rounding" not in str(found)
+
+
+def test_elements_that_are_not_finite_are_in_the_headline() -> None:
+    rng = np.random.default_rng(0)
+    a, given = draw(rng), inputs(rng)
+    broken = with_leaves(
+        lambda x: {"out.bias": np.where(np.arange(15) == 2, np.nan, x["out.bias"])}
+    )
+    b = broken(semantic(scale=1.0)(a))
+    found = attribution.between(a, b, given)
+    bad, n = B * T, B * T * 15
+    assert found.compared == n - bad
+    assert f"{bad} of {n} elements are not finite in one of the two" in found.headline
+    assert f"over the other {n - bad}: RMS" in found.headline
+    assert_sums(found)
 
 
 def test_a_layer_that_inverts_its_mask_is_told_by_its_answers() -> None:

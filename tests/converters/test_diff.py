@@ -41,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mask = np.tri(4, dtype=bool)[None, None]
     np.savez(path / "call.npz", query=x, mask_a=mask, mask_b=~mask | np.eye(4, dtype=bool))
     np.savez(path / "odd.npz", query=x, maks=mask)
+    np.savez(path / "narrow.npz", query=x[..., :7])
+    np.savez(path / "nan.npz", query=x, key=np.where(x == x.max(), np.nan, x))
     return path
 
 
@@ -54,6 +56,22 @@ def test_parts_of_two_files(folder: Path) -> None:
     assert "transposed" in shown
     assert "█" in shown
     assert "different" in shown
+
+
+def test_nan_in_weights_is_not_called_the_same(folder: Path) -> None:
+    file, broken = folder / "right.safetensors", folder / "nan.safetensors"
+    with checkpoint.open(file) as opened:
+        state = {name: np.array(opened[name]) for name in opened.info}
+    state["attention.self.query.weight"][0, 0] = np.nan
+    state["attention.self.value.weight"][0] = np.nan
+    checkpoint.write(broken, state)
+    result = cli(file, broken, "--json")
+    assert result.exit_code == 1, result.output
+    block = json.loads(result.stdout)["blocks"]["attention"]
+    assert (block["compared"], block["total"], block["relative"]) == (0, None, None)
+    shown = " ".join(cli(file, broken).stdout.split())
+    assert "nothing can be compared: every element is NaN or infinite" in shown
+    assert "is rounding" not in shown
 
 
 def test_the_same_file_twice_is_the_same(folder: Path) -> None:
@@ -96,6 +114,14 @@ def test_one_block_of_many(folder: Path) -> None:
         (("right.safetensors", "right.safetensors", "--as-a", "torch:fast"), "'torch:fast'"),
         (("right.safetensors", "right.safetensors", "--block", "x"), "no block in common named x"),
         (("right.safetensors", "right.safetensors", "--inputs", "odd.npz"), "got maks"),
+        (
+            ("right.safetensors", "right.safetensors", "--inputs", "narrow.npz"),
+            "Dq=15, got shape (2, 4, 7)",
+        ),
+        (
+            ("right.safetensors", "right.safetensors", "--inputs", "nan.npz"),
+            "key: 1 element is not finite",
+        ),
         (
             ("right.safetensors", "right.safetensors", "--inputs", "call.npz", "--mask", "causal"),
             "--mask is for drawn inputs",
