@@ -55,9 +55,9 @@ From = Annotated[
 Dtype = Annotated[
     DtypeName | None, typer.Option(help="Cast every floating tensor, and say what it cost.")
 ]
-OthersOption = Annotated[
-    Others,
-    typer.Option("--others", help="What is not understood: pass carries it over by its name."),
+_OTHERS = "What is not understood: pass (default) carries it over by its name."
+OptionalOthers = Annotated[
+    Others | None, typer.Option("--others", help=_OTHERS, show_default=False)
 ]
 AttentionOnly = Annotated[
     bool, typer.Option("--attention-only", help="Carry over everything but attention as it is.")
@@ -70,7 +70,7 @@ def plan(
     from_: From = None,
     num_heads: NumHeads = None,
     dtype: Dtype = None,
-    others: OthersOption = Others("pass"),
+    others: OptionalOthers = None,
     attention_only: AttentionOnly = False,
     output: Annotated[
         Path | None,
@@ -89,7 +89,7 @@ def plan(
             from_=from_.value if from_ else None,
             num_heads=num_heads,
             dtype=dtype.value if dtype else None,
-            others=others.value,
+            others=(others or Others("pass")).value,
             attention_only=attention_only,
             in_file=to.value.endswith("-file"),
         )
@@ -170,7 +170,7 @@ def convert(
     from_: From = None,
     num_heads: NumHeads = None,
     dtype: Dtype = None,
-    others: OthersOption = Others("pass"),
+    others: OptionalOthers = None,
     attention_only: AttentionOnly = False,
     check: Annotated[
         Check,
@@ -240,7 +240,7 @@ def convert(
     with one_message():
         if (to is None) == (by_plan is None):
             raise ValueError("name a layout with --to, or a plan with --plan")
-        if by_plan is not None and (from_ or num_heads or dtype or attention_only):
+        if by_plan is not None and (from_ or num_heads or dtype or others or attention_only):
             raise ValueError("a plan says it all: edit it instead of passing other options")
         if report_to is not None and check.value == "none":
             raise ValueError("--report has nothing to say with --check none")
@@ -259,7 +259,7 @@ def convert(
             "--from": from_ and from_.value,
             "--num-heads": num_heads,
             "--dtype": dtype and dtype.value,
-            "--others": others.value,
+            "--others": others and others.value,
             "--shard-size": shard_size,
             "--digest": digest.value,
             "--attention-only": attention_only,
@@ -268,7 +268,9 @@ def convert(
         if processes > 1:
             if not as_json:
                 err.print(f"{processes} processes write a part each, then all is checked")
-            parts.convert(processes, source, destination, options)
+            failed = parts.convert(processes, source, destination, options)
+            for number, code in failed.items():
+                err.print(f"note: part {number} of {processes} ended with code {code}: done here")
         with byte_bar("converting", as_json) as progress:
             done = migrate.convert(
                 source,
@@ -277,7 +279,7 @@ def convert(
                 from_=from_.value if from_ else None,
                 num_heads=num_heads,
                 dtype=dtype.value if dtype else None,
-                others=others.value,
+                others=(others or Others("pass")).value,
                 attention_only=attention_only,
                 plan=plan_file.read(by_plan) if by_plan else None,
                 force=force,
@@ -303,7 +305,7 @@ def convert(
             text = json.dumps(finite(checked.to_json()), indent=1) + "\n"
             put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
         if as_json:
-            print_json(done.to_json() | {"report": checked.to_json() if checked else None})
+            print_json(done.to_json() | {"report": None if checked is None else checked.to_json()})
         else:
             _print_conversion(destination, done, checked)
     if checked is not None and not checked.same:

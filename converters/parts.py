@@ -23,13 +23,18 @@ def parsed(text: str) -> tuple[int, int]:
     return int(found[1]) - 1, int(found[2])
 
 
-def convert(count: int, source: Path, destination: Path, options: Mapping[str, Any]) -> None:
-    """Runs `jaxmha convert --part` so many times at once, until all have ended.
+def convert(
+    count: int, source: Path, destination: Path, options: Mapping[str, Any]
+) -> dict[int, int]:
+    """Runs `jaxmha convert --part` so many times at once, until all have ended; those that failed,
+    with their exit codes.
 
-    What became of them does not matter: whoever converts the whole afterwards keeps what is there
-    and does the rest, or says what is wrong.
+    Whoever converts the whole afterwards keeps what is there and does the rest, or says what is
+    wrong.
     """
-    command = [sys.executable, "-m", "jaxmha.converters", "convert", str(source), str(destination)]
+    # -P: modules in the working folder, which may be a stranger's, are not imported.
+    command = [sys.executable, "-P", "-m", "jaxmha.converters", "convert"]
+    command += [str(source), str(destination)]
     for name, value in options.items():
         if value is True:
             command.append(name)
@@ -45,8 +50,8 @@ def convert(count: int, source: Path, destination: Path, options: Mapping[str, A
         for i in range(1, count + 1)
     ]
     try:
-        for worker in workers:
-            worker.wait()
+        codes = {i: worker.wait() for i, worker in enumerate(workers, 1)}
+        return {i: code for i, code in codes.items() if code}
     finally:
         for worker in workers:
             worker.kill()

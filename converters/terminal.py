@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from jaxmha.converters import blocks, migrate
-from jaxmha.converters.checkpoint import replacing
+from jaxmha.converters.checkpoint import formats, replacing
 from jaxmha.converters.checkpoint.errors import printable
 
 Item = TypeVar("Item")
@@ -74,6 +74,8 @@ def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
     """Raises ValueError unless `put_text` could write this file, to be known before long work."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no such folder")
+    if formats.by_suffix(path) is not None:
+        raise ValueError(f"{path}: is named as checkpoints are, and a text goes there: rename it")
     with replacing.typed(path):
         replacing.check_target(path, force, apart)
 

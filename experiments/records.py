@@ -15,6 +15,8 @@ from experiments import machine
 from jaxmha.converters.checkpoint.replacing import replace
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+STORING = ("experiments/records.py", "converters/checkpoint/replacing.py")
 
 
 def save(
@@ -60,7 +62,7 @@ def load(path: Path) -> dict[str, Any]:
 def sources() -> dict[str, str]:
     """Digests of all modules of this repository that the process has loaded.
 
-    But for pages: what is said of results does not make them others.
+    But for pages, and what only stores: what is said of results does not make them others.
     """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = (Path(file).resolve() for file in files if file)
@@ -68,19 +70,34 @@ def sources() -> dict[str, str]:
     return {
         str(path): digest(ROOT / path)
         for path in sorted(inside)
-        if path.parts[0] in ("jaxmha", "converters", "experiments") and path.name != "page.py"
+        if path.parts[0] in ("jaxmha", "converters", "experiments")
+        and path.name != "page.py"
+        and str(path) not in STORING
     }
 
 
 def digest(path: Path) -> str:
-    """Of a module's meaning: comments and layout do not count."""
+    """Of a module's meaning: comments, docstrings and layout do not count."""
     stat = path.stat()
     return _digest(path, stat.st_mtime_ns, stat.st_size)
 
 
 @cache  # many results are of the same sources
 def _digest(path: Path, *_: int) -> str:
-    return hashlib.sha256(ast.dump(ast.parse(path.read_bytes())).encode()).hexdigest()[:16]
+    return digest_of(path.read_bytes())
+
+
+def digest_of(source: bytes) -> str:
+    """Of the text of a module.
+
+    >>> digest_of(b"x = 1  # one") == digest_of(b"'About x.'\\nx = 1")
+    True
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
 def stale(path: Path) -> str | None:

@@ -21,6 +21,7 @@ from typing import BinaryIO
 from jaxmha.converters.checkpoint.errors import DestinationExists, WriteFailed
 
 _CWD, _EXCHANGE = -100, 2  # of renameat2(2)
+_ATTEMPTS = 100
 
 
 def replace(
@@ -92,7 +93,7 @@ def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO,
 
 def _locked_new(target: Path, create: Callable[[Path], int]) -> tuple[int, Path]:
     """A temporary with its lock. One that `stale` saw before the lock is gone: then another."""
-    while True:
+    for _ in range(_ATTEMPTS):
         path = temporary_name(target)
         try:
             fd = create(path)
@@ -108,6 +109,7 @@ def _locked_new(target: Path, create: Callable[[Path], int]) -> tuple[int, Path]
             pass
         os.close(fd)
         _discard(path)
+    raise OSError(errno.EBUSY, "no temporary file can be made and locked", str(target.parent))
 
 
 @contextlib.contextmanager
@@ -136,7 +138,12 @@ def _flushing(fd: int) -> Iterator[None]:
 
 def temporary_name(target: Path) -> Path:
     """A fresh name beside the target, by which `stale` will know it."""
-    return target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
+    return target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.tmp")
+
+
+def _stem(target: Path) -> str:
+    """What names of temporaries begin with: names are limited in bytes."""
+    return os.fsencode(target.name)[:100].decode(errors="ignore")
 
 
 def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
@@ -294,7 +301,7 @@ def alive(target: Path) -> Iterator[Path]:
 
 def temporaries(target: Path) -> list[Path]:
     """Those of all writers of the same target."""
-    ours = re.compile(re.escape(f".{target.name[:100]}.") + r"[0-9a-f]{16}\.tmp")
+    ours = re.compile(re.escape(f".{_stem(target)}.") + r"[0-9a-f]{16}\.tmp")
     return [Path(entry.path) for entry in os.scandir(target.parent) if ours.fullmatch(entry.name)]
 
 

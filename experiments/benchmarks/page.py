@@ -4,6 +4,7 @@ from typing import Any
 
 from experiments.benchmarks import report
 from experiments.benchmarks import statistics as stats
+from experiments.benchmarks.peers import ON_JAX
 
 QUESTION = "How fast is attention on this CPU, beside every peer?"
 COMMAND = "make bench"
@@ -14,13 +15,11 @@ def conclusion(found: dict[str, Any]) -> str:
     entries = [
         e for e in found["cases"] if e["case"]["scope"] == "layer" and e["case"]["T"] >= 2048
     ]
-    on_jax = [
-        1 / r for e in entries if (r := stats.relative(e, ("flax-linen", "flax-nnx", "jax-nn")))
-    ]
+    on_jax = [1 / r for e in entries if (r := stats.relative(e, ON_JAX))]
     torch = [1 / r for e in entries if (r := stats.relative(e, stats.TORCH))]
     return (
         f"A layer of T >= 2048 is {min(on_jax):.1f} to {max(on_jax):.1f} times as fast as the fastest "
-        f"of Flax and jax.nn, and {min(torch):.2f} to {max(torch):.2f} times as fast as the fastest "
+        f"other on JAX, and {min(torch):.2f} to {max(torch):.2f} times as fast as the fastest "
         "way through torch."
     )
 

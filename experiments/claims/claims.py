@@ -256,8 +256,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "The module computes what multi_head_attention_forward does",
             "module_is_function",
-            "bit by bit off the fast path, within {apart:.0e} on it; but a row without keys is "
-            "{fast} there and {slow} in the function",
+            "bit by bit off the fast path, within {apart:.0e} on it; but with "
+            "need_weights=False a row without keys is {fast} there and {slow} in the function",
         ),
         Claim(
             "Sequences come first by default, and batch_first=True swaps",
@@ -279,7 +279,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "need_weights forces a much slower computation",
             "slower_with_weights",
             "{long:.1f} to {longest:.1f} times the time from T = 2048 on, {short:.2f} to "
-            "{shortest:.2f} below ([measured](../benchmarks/))",
+            "{shortest:.2f} in batches of shorter ones ([measured](../benchmarks/)); one sequence of "
+            "T = 1024 is slower too ([dataflow](../dataflow/))",
         ),
         Claim(
             "It can be turned off in production",

@@ -18,7 +18,7 @@ def slower_with_weights() -> Found:
             ratios[case.T >= 2048].append(slow / fast)
     short, long = ratios[False], ratios[True]
     return found(
-        {"T < 2048": min(short) > MUCH, "T >= 2048": min(long) > MUCH},
+        {"batches of T < 2048": min(short) > MUCH, "T >= 2048": min(long) > MUCH},
         short=min(short),
         shortest=max(short),
         long=min(long),

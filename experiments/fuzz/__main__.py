@@ -29,7 +29,7 @@ def soak(reader: str, seconds: int, folder: Path) -> dict[str, int | float | str
     corpus.mkdir()
     command = [
         *(sys.executable, "-m", "experiments.fuzz.target", reader, str(corpus)),
-        *(f"-max_total_time={seconds}", "-max_len=65536", "-rss_limit_mb=4096", "-timeout=10"),
+        *(f"-max_total_time={seconds}", "-max_len=65536", "-rss_limit_mb=4096", "-timeout=60"),
         *("-print_final_stats=1", f"-artifact_prefix={folder}/{reader}-"),
     ]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)

@@ -62,16 +62,18 @@ in {first["one_hot"]} of {first["seeds"]} seeds every weight of every head round
 with the largest entries is the first choice of nearly every query and head. Where all heads choose
 the key that one head chooses, every output is a copy of the same value, and the tensors are equal
 bit by bit: {first["equal"]} of {first["seeds"]} seeds. Otherwise some head chooses another key, and
-the outputs differ by up to {_percent(first["worst"])}. That all heads choose the key of one head
-answers the same as "True" for {first["explained"]} of {first["seeds"]} seeds.
+the outputs differ by up to {_percent(first["worst"])}. Whether all heads choose that key
+predicts what the script prints for {first["explained"]} of {first["seeds"]} seeds.
 It is an accident of the weights and not a property of the mechanism. A softmax as hard as this also
-learns nothing about queries: their slopes are exactly 0 in {first["dead"]} of {first["seeds"]} seeds.
+learns nothing about queries: the slopes of one head are exactly 0 in {first["dead"]} of
+{first["seeds"]} seeds.
 
 {shown["The script, for four kinds of matrices"]}
 
 *same key*: share of (query, head) whose largest logit is where that of one head is; *least top
 weight*: the smallest that the largest weight of any row is; *slopes of Wq*: their norm relative to
-that of the slopes of Wv, for the sum of the outputs of one head.
+that of the slopes of Wv, for the sum of the outputs of one head. Inputs are uniform on [0, 1) in all
+rows, as in the script; below they are of unit variance, and the same matrices differ by more.
 
 ## Why they are not the same
 

@@ -18,11 +18,16 @@ def conclusion(found: dict[str, Any]) -> str:
         min(variances, key=lambda n: variances[n]),
         max(variances, key=lambda n: variances[n]),
     )
+    accuracy = [100 * np.array(run["accuracy"]) for run in found["training"]["runs"].values()]
+    gap = max(a.mean() for a in accuracy) - min(a.mean() for a in accuracy)
+    spread = max(a.std(ddof=1) for a in accuracy)
+    within = "within" if gap <= spread else "beyond"
     return (
         f"Kernels of `init_params` cannot be told from those of the frameworks "
         f"({_verdict(found)}). Schemes differ: logits of a fresh layer have a variance of "
         f"{variances[least]:.2f} ({least}) to {variances[most]:.2f} ({most}), and after "
-        f"{found['training']['steps']} steps {beside.extremes(found['training']['runs'])}."
+        f"{found['training']['steps']} steps {beside.extremes(found['training']['runs'])}: {gap:.1f} "
+        f"points apart, {within} the spread of seeds ({spread:.1f})."
     )
 
 

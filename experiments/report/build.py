@@ -14,8 +14,9 @@ TEMPLATE = Path(__file__).with_name("template.html")
 NOT_RUN = "Not run yet."
 HEAD = """# Experiments
 
-Questions, each with a command, a result file and a figure. Results carry versions, machine and
-seed; every number in a conclusion is taken from them. `make report` runs again what the code has
+Questions, each with the command that answers it, its result file and, where it helps, figures.
+Results carry versions and machine, and the seed where anything is drawn from one; every number in a
+conclusion is taken from them. `make report` runs again what the code has
 outgrown, writes these pages, and puts everything on one page: `build/report/index.html`.
 """
 Groups = Mapping[str, Sequence[Experiment]]

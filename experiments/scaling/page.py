@@ -7,23 +7,24 @@ from experiments.benchmarks.report import table
 QUESTION = "Where does each layout of one layer stop scaling?"
 COMMAND = "python -m experiments.scaling --write"
 ENOUGH = 0.9
+LAYOUTS = ("data", "tensor", "ring", "allgather")
 
 
 def conclusion(found: dict[str, Any]) -> str:
     """Two sentences."""
     last = {
         (layout, machine): most(found, layout, machine)
-        for layout in ("tensor", "ring")
+        for layout in LAYOUTS
         for machine in found["machines"]
     }
     parts = "; ".join(
-        f"on {machine} tensor parallel stays above {ENOUGH:.0%} of ideal up to "
-        f"{last['tensor', machine]} devices, ring up to {last['ring', machine]}"
+        f"on {machine} "
+        + ", ".join(f"{layout} {last[layout, machine] or 'nowhere'}" for layout in LAYOUTS)
         for machine in found["machines"]
     )
     return (
-        "Predicted from compiled programs and published bandwidths, not measured: "
-        f"{parts.replace('up to 0 devices', 'nowhere').replace('up to 0', 'nowhere')}."
+        "Predicted from compiled programs and published bandwidths, not measured: devices up to "
+        f"which {ENOUGH:.0%} of ideal are kept: {parts}."
     )
 
 
