@@ -24,7 +24,7 @@ def save(
     found: dict[str, Any],
     *,
     command: str,
-    seed: int | None = None,
+    seed: int | str | None = None,
     workers: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Puts a result in place in one step.
@@ -33,7 +33,7 @@ def save(
         path: of the JSON file.
         found: what was measured; numbers, strings, lists and dicts. Not-a-number is refused.
         command: that makes the file anew.
-        seed: what the draws started from; None where nothing is drawn.
+        seed: what the draws started from, or a rule for it; None where nothing is drawn.
         workers: `sources()` of other processes that took part.
     """
     record = {

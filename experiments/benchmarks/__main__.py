@@ -151,6 +151,7 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
         "question": "How fast is attention on this CPU, beside every peer?",
         "command": command,
         "selection": chosen.selection,
+        "seed": "crc32 of the name of the case",
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(chosen.spent + passed()),
         "asked": len(chosen.cases),

@@ -151,7 +151,12 @@ def main(arguments: list[str] | None = None) -> None:
     found = collect(chosen.rounds)
     print(json.dumps(found, indent=1)) if chosen.json else show(found)
     if chosen.write:
-        records.save(HERE / "results.json", found, command="python -m experiments.cuts --write")
+        records.save(
+            HERE / "results.json",
+            found,
+            command="python -m experiments.cuts --write",
+            seed="T of the case",
+        )
 
 
 def collect(rounds: int) -> dict[str, Any]:

@@ -5,16 +5,12 @@ linen and Flax nnx layer, runs them side by side on one padded batch, and conver
 converts the whole files to other layouts and formats and back.
 """
 
-import json
-import platform
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from experiments import records
 from experiments.real_weights import figure
 from jaxmha.converters import checkpoint, flax, keras, migrate, oracle, sides, torch, verify
 from jaxmha.converters.arrays import NDArray
@@ -134,18 +131,13 @@ def main() -> None:
     console.print(block_table(rows))
     fine = report(console, rows, trips)
     if arguments.write:
-        packages = ("jax", "flax", "torch", "keras", "numpy")
         results = {
-            "question": "Do published weights survive the way through every framework and back?",
-            "command": "make demo",
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.machine()}, {platform.system()}, CPU",
-            "versions": {p: version(p) for p in packages} | {"python": platform.python_version()},
             "keras_backend": keras_backend(),
             "blocks": [asdict(row) for row in rows],
             "files": trips,
         }
-        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        records.save(HERE / "results.json", results, command="make demo", seed=0)
+        results = records.load(HERE / "results.json")
         figure.draw(results, HERE / "errors.png")
     sys.exit(0 if fine else 1)
 

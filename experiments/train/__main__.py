@@ -92,6 +92,7 @@ def main() -> None:
         "command": " ".join(["python -m experiments.train", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(time.perf_counter() - start),
+        "seed": settings.seed,
         "machine": machine.describe(),
         "versions": machine.versions()
         | {name: version(name) for name in ("optax", "orbax-checkpoint")},
