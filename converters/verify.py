@@ -172,8 +172,9 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     not_finite = tuple(dict.fromkeys([*_not_finite(a), *_not_finite(b)]))
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
-    if (comparable := _sizes(a) == _sizes(b)) and not not_finite:
-        errors = forward.errors(a, b, seed)
+    if comparable := _sizes(a) == _sizes(b):
+        with np.errstate(invalid="ignore"):  # NaN is said in words, and infinity - infinity is NaN
+            errors = forward.errors(a, b, seed)
     counted = [difference for difference in differences if not difference.harmless]
     alike = forward.alike(a, b, seed, errors) if errors and not counted else True
     departs, explanation = None, mistakes.explain(a.params, b.params)
