@@ -10,7 +10,7 @@ from rich.table import Table
 import jaxmha
 from jaxmha.converters import checkpoint, one_block
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.checkpoint.replacing import check_target, replace
+from jaxmha.converters.checkpoint.replacing import check_target, replace_by
 from jaxmha.converters.head_statistics import HeadStatistics, as_weights, head_statistics
 from jaxmha.converters.plots import picture, plot_attention
 from jaxmha.converters.terminal import Json, NumHeads, escape, one_message, out, print_json
@@ -85,7 +85,7 @@ def plot(
         special = [token for token in named.split(",") if token in labels]
         found = head_statistics(maps, rows, columns, named=special)
         drawing = picture(figure, output.suffix)
-        replace(output, lambda to: _write(to, drawing), lambda _: None, force=force, sources=[file])
+        replace_by(output, drawing, force=force, sources=[file])
         if as_json:
             data = {str(n): found[n]._asdict() for n in chosen}
             print_json({"output": str(output), "heads": data})
@@ -109,10 +109,6 @@ def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
         shown_cells = [cell for cell, shown in zip(cells, there, strict=True) if shown]
         made.add_row(head, *shown_cells)
     return made
-
-
-def _write(file: Any, content: bytes) -> None:
-    file.write(content)
 
 
 def _stored(path: Path, name: str | None) -> NDArray:

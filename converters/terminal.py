@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich import markup
@@ -82,13 +82,7 @@ def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
 
 def put_text(path: Path, text: str, force: bool, apart: Sequence[Path]) -> None:
     """Writes a text file in one step, never onto the checkpoints that it is about."""
-    replacing.replace(
-        path, lambda file: _put(file, text), lambda _: None, force=force, sources=apart
-    )
-
-
-def _put(file: BinaryIO, text: str) -> None:
-    file.write(text.encode())
+    replacing.replace_by(path, text.encode(), force=force, sources=apart)
 
 
 def print_json(data: Any) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from experiments import machine
-from jaxmha.converters.checkpoint.replacing import replace
+from jaxmha.converters.checkpoint.replacing import replace_by
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -46,11 +46,7 @@ def save(
         "sources": {**workers, **sources()},
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    replace(path, lambda file: _write(file, text), lambda _: None, force=True, mode=0o644)
-
-
-def _write(file: Any, text: str) -> None:
-    file.write(text.encode())
+    replace_by(path, text.encode(), force=True, mode=0o644)
 
 
 def load(path: Path) -> dict[str, Any]:

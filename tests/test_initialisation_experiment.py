@@ -111,14 +111,6 @@ def test_numbers_of_the_page_come_from_the_results(stored: dict[str, Any]) -> No
     assert page.text(other) != page.text(stored)
 
 
-@pytest.mark.parametrize("wrong", ["--steps=7", "--steps=0", "--seeds=1", "--seed=3", "--steps=x"])
-def test_bad_arguments_end_with_a_message(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.parsed([wrong])
-    assert ended.value.code == 2
-    assert wrong.split("=")[0] in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

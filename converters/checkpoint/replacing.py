@@ -61,6 +61,22 @@ def replace(
             commit(file, path, target, force)
 
 
+def replace_by(
+    target: Path,
+    content: bytes,
+    *,
+    force: bool,
+    sources: Sequence[Path] = (),
+    mode: int | None = None,
+) -> None:
+    """`replace` by bytes that are there already."""
+
+    def emit(file: BinaryIO) -> None:
+        file.write(content)
+
+    replace(target, emit, lambda _: None, force=force, sources=sources, mode=mode)
+
+
 @contextlib.contextmanager
 def typed(target: Path) -> Iterator[None]:
     """The operating system's refusals as WriteFailed."""

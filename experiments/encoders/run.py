@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,17 +107,23 @@ def receptors(rng: np.random.Generator, loops: int, batch: int = 7) -> NDArray:
     return np.array([row + [(0, 0, 0, 0)] * (T - len(row)) for row in rows])
 
 
-def run_minilm(path: Path) -> Row:
-    """Sentence embeddings of real sentences, padded to the longest."""
-    import torch
-    import transformers
+def tokens_of(path: Path, sentences: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
+    """The config.json beside a checkpoint, and sentences by its tokenizer, padded to the longest."""
     from tokenizers import Tokenizer
 
     config = json.loads((path.parent / "config.json").read_text())
     tokenizer = Tokenizer.from_file(str(path.parent / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.enable_padding(pad_id=config["pad_token_id"])
-    encoded = tokenizer.encode_batch(list(SENTENCES))
+    return config, tokenizer.encode_batch(list(sentences))
+
+
+def run_minilm(path: Path) -> Row:
+    """Sentence embeddings of real sentences, padded to the longest."""
+    import torch
+    import transformers
+
+    config, encoded = tokens_of(path, SENTENCES)
     tokens = np.array([one.ids for one in encoded])
     mask = np.array([one.attention_mask for one in encoded])
     tensors, verified = migrated(path)

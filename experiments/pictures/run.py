@@ -1,6 +1,5 @@
 """Attention weights of every head of MiniLM on real sentences, by its migrated weights."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.encoders.models import Bert, load
-from experiments.encoders.run import SENTENCES
+from experiments.encoders.run import SENTENCES, tokens_of
 from jaxmha import Mask, multi_head_attention
 from jaxmha.converters import checkpoint, migrate
 from jaxmha.converters.arrays import NDArray
@@ -39,13 +38,7 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
     Raises:
       ValueError: attention that returns its weights computes something else than without.
     """
-    from tokenizers import Tokenizer
-
-    config = json.loads((path.parent / "config.json").read_text())
-    tokenizer = Tokenizer.from_file(str(path.parent / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.enable_padding(pad_id=config["pad_token_id"])
-    encoded = tokenizer.encode_batch(list(sentences))
+    config, encoded = tokens_of(path, sentences)
     tokens = jnp.array([one.ids for one in encoded])
     lengths = np.array([sum(one.attention_mask) for one in encoded])
     with checkpoint.open(path) as file:

@@ -21,7 +21,6 @@ from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.one_block import Rules, Running
 from jaxmha.implementations.over_blocks import (
     backward,
-    conditions_of,
     finished,
     forward,
     rows_of_gradient,
@@ -196,10 +195,9 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
     plan = cut(query, key, skips=plan.chunks > 1)  # never one kernel
-    padded = conditions_of(plan, rules, traced, bias)[1]
     per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
-    bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, padded, traced, words)
+    bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)
     if bias_slope is not None:
         bias_slope = bias_slope[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (tiles.unchunked(plan, x) for x in (dk, dv))

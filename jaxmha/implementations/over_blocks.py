@@ -31,7 +31,7 @@ def forward(
     `before`: what rows have seen of other keys, which is brought up to date in place and not
     answered. `read`: makes numbers of a chunk of keys or values when it is looked at.
     """
-    conditions, bias = conditions_of(plan, rules, traced, bias)
+    conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
 
     def block(index: Any, i: Any, rows: jax.Array, chunk: Chunk, start: Any) -> Running:
@@ -115,7 +115,7 @@ def backward(
     `before`: slopes of query, key and value so far, which are added to in place; no bias then.
     `read`: as in `forward`.
     """
-    conditions, bias = conditions_of(plan, rules, traced, bias)
+    conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
     dtype = per_row[0].dtype
     bias_slope = None if bias is None else jnp.zeros(bias.shape, dtype)
@@ -186,7 +186,7 @@ def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Pla
     return jax.lax.dynamic_update_slice(total, before + part, first)
 
 
-def conditions_of(
+def _conditions(
     plan: Plan, rules: Rules, traced: Pairs, bias: jax.Array | None
 ) -> tuple[Pairs, jax.Array | None]:
     above = traced.above if rules.above is None else rules.above
