@@ -265,12 +265,11 @@ def convert(
             "--attention-only": attention_only,
             "--force": force,
         }
+        failed: Mapping[int, int] = {}
         if processes > 1:
             if not as_json:
                 err.print(f"{processes} processes write a part each, then all is checked")
             failed = parts.convert(processes, source, destination, options)
-            for number, code in failed.items():
-                err.print(f"note: part {number} of {processes} ended with code {code}: done here")
         with byte_bar("converting", as_json) as progress:
             done = migrate.convert(
                 source,
@@ -289,6 +288,8 @@ def convert(
                 digest=None if digest.value == "none" else digest.value,
                 progress=progress,
             )
+        for number, code in failed.items():
+            err.print(f"note: part {number} of {processes} ended with code {code}: done here")
         checked = None
         if check.value != "none" and part is None:
             assert done.plan is not None
@@ -356,7 +357,7 @@ def _print_conversion(
         out.print(f"carried over: {escape(name)}", soft_wrap=True, highlight=False)
     if (more := len(done.carried) - SHOWN) > 0:
         out.print(f"and {more} more (--json lists all)", highlight=False)
-    for note in done.notes:
+    for note in done.notes if checked is None else checked.notes:
         out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
     if checked is None:
         return

@@ -22,12 +22,11 @@ from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
 from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.moves import Made
-from jaxmha.converters.plan import OTHERS, Move, Plan, Resolved, resolve
+from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
 
 
@@ -192,6 +191,7 @@ def convert(
             _check_plan(plan, file, in_file)
         with _naming(file.path):
             found = resolve(plan, file)
+            _check_heads(found, file)
         target = blocks.named(plan.to)
         whole = all(name in _taken(plan) for name in _attention_names(file))
         metadata = dict(file.metadata)
@@ -297,6 +297,17 @@ def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
     others = [move.source for move in plan.moves if move.kind == "other"]
     if plan.others == "refuse" and others:
         raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")
+
+
+def _check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
+    """Raises ValueError where a plan's head count is not that of the source's own description."""
+    configured, there = heads.in_config(file.path), shapes(file)
+    for move, block in found.blocks.items():
+        if move.num_heads is not None:
+            try:
+                heads.find(block, there, move.num_heads, file.metadata, configured)
+            except ValueError as error:
+                raise ValueError(f"block {move.source or '(top)'}: {error}") from error
 
 
 def _taken(plan: Plan) -> set[str]:

@@ -1,9 +1,12 @@
 """One conversion by several processes of this machine, a part of the shards each."""
 
+import contextlib
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +43,34 @@ def convert(
             command.append(name)
         elif value not in (None, False):
             command += [name, str(value)]
-    workers = [
-        subprocess.Popen(
-            [*command, "--resume", "--json", "--part", f"{i}/{count}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for i in range(1, count + 1)
-    ]
+    workers = []
+    with _ended_by_terminate():
+        try:
+            for i in range(1, count + 1):
+                workers.append(
+                    subprocess.Popen(
+                        [*command, "--resume", "--json", "--part", f"{i}/{count}"],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                    )
+                )
+            codes = {i: worker.wait() for i, worker in enumerate(workers, 1)}
+            return {i: code for i, code in codes.items() if code}
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+@contextlib.contextmanager
+def _ended_by_terminate() -> Iterator[None]:
+    """SIGTERM ends the process as an exception does, so that it takes its workers with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        codes = {i: worker.wait() for i, worker in enumerate(workers, 1)}
-        return {i: code for i, code in codes.items() if code}
+        yield
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        signal.signal(signal.SIGTERM, before)

@@ -17,6 +17,7 @@ from jaxmha.converters.neighbours import Convention
 from jaxmha.converters.refusals import several_dtypes
 
 OTHERS = ("pass", "refuse")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)

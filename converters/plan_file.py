@@ -22,14 +22,16 @@ tensors = ["encoder.layer.0.attention.self.query.weight", ...]
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmha.converters.checkpoint import ALGORITHMS
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.moves import Made
-from jaxmha.converters.plan import OTHERS, Move, Plan
+from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan
 
 VERSION = 1
 _KEYS = {
@@ -109,6 +111,16 @@ def loads(text: str) -> Plan:
     _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
     others = settings.get("others", "pass")
     _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {others!r}")
+    dtype, digest = settings.get("dtype"), settings.get("digest")
+    _demand(
+        dtype is None or dtype in DTYPES,
+        f"[plan] dtype must be one of {', '.join(DTYPES)}, got {dtype!r}",
+    )
+    _demand(
+        digest is None or _is_digest(digest),
+        f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and hexadecimal digits, got "
+        f"{digest!r}: `jaxmha plan` writes that of the source",
+    )
     listed = content.get("module", [])
     _demand(isinstance(listed, list), "modules are written as [[module]]")
     return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
@@ -131,6 +143,11 @@ def _move(i: int, table: Any) -> Move:
     )
     settings = {_FIELDS.get(key, key): value for key, value in table.items()}
     return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})
+
+
+def _is_digest(text: str) -> bool:
+    algorithm, _, digits = text.partition(":")
+    return algorithm in ALGORITHMS and re.fullmatch(r"[0-9a-f]+", digits) is not None
 
 
 def _demand(fine: bool, message: str) -> None:

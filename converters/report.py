@@ -133,7 +133,10 @@ def check(
                 for seen, arrays in zip(digests, (before, after), strict=True):
                     seen |= {name: _digest(array) for name, array in arrays.items()}
                 sides_of = resolved.blocks[move], there.get(move.target)
-                differences, errors = _attention(move, done, *sides_of, before, after, forward)
+                differences, errors, held = _attention(
+                    move, done, *sides_of, before, after, forward
+                )
+                notes = [*notes, *held]
                 del before, after
             else:
                 for pair in _pairs(move, done, old, new, list(made)):
@@ -257,9 +260,10 @@ def _attention(
     before: Mapping[str, NDArray],
     after: Mapping[str, NDArray],
     forward: bool,
-) -> tuple[list[str], dict[str, tuple[float, float]]]:
+) -> tuple[list[str], dict[str, tuple[float, float]], list[str]]:
+    """Differences, errors of the forward, and notes."""
     if target is None:
-        return [f"no block of layout {done.to} is there"], {}
+        return [f"no block of layout {done.to} is there"], {}, []
     params, semantics = source.read(before, move.num_heads)
     params = _cast_params(params, done.dtype)
     count = params.query.kernel.shape[-2]
@@ -270,19 +274,25 @@ def _attention(
     differences = _differences(*pair)
     errors: dict[str, tuple[float, float]] = {}
     if not forward:
-        return differences, errors
+        return differences, errors, []
+    notes = []
     both = zip(
         sides.layers(move.source, source.layout.name, params, semantics),
         sides.layers(move.target, target.layout.name, again, semantics_again),
         strict=True,
     )
     for a, b in both:
+        if held := verify.not_finite(a):
+            notes.append(
+                f"{a.name or '(top)'}: {', '.join(held)} holds NaN or infinity: no outputs were compared"
+            )
+            continue
         compared = verify.compare_blocks(a, b)
         more = f"{a.name.removeprefix(move.source)} " * (a.name != move.source)
         errors |= {f"{more}{mask}": pair for mask, pair in compared.errors.items()}
         if not compared.same and not differences:
             differences += [*compared.behaviour, *filter(None, [compared.departs])]
-    return differences, errors
+    return differences, errors, notes
 
 
 def _differences(a: Mapping[str, NDArray], b: Mapping[str, NDArray]) -> list[str]:

@@ -169,7 +169,7 @@ def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
     differences = tuple(weight_differences(a, b))
-    not_finite = tuple(dict.fromkeys([*_not_finite(a), *_not_finite(b)]))
+    held = tuple(dict.fromkeys([*not_finite(a), *not_finite(b)]))
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
     if comparable := _sizes(a) == _sizes(b):
@@ -180,8 +180,8 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     departs, explanation = None, mistakes.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
-    elif not_finite:
-        departs = f"no output can be compared: {', '.join(not_finite)} holds NaN or infinity"
+    elif held:
+        departs = f"no output can be compared: {', '.join(held)} holds NaN or infinity"
     elif counted or behaviour:
         departs = first_departure(a, b, seed)
         explanation = explanation or _missing_scale(a, b)
@@ -199,11 +199,11 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
         errors,
         departs,
         explanation,
-        same=comparable and not counted and not behaviour and alike and not not_finite,
+        same=comparable and not counted and not behaviour and alike and not held,
     )
 
 
-def _not_finite(side: BlockSide) -> list[str]:
+def not_finite(side: BlockSide) -> list[str]:
     """Leaves that hold NaN or infinity."""
     arrays = {name: to_numpy(leaf) for name, leaf in leaves(side.params).items()}
     return [name for name, array in arrays.items() if not np.isfinite(array).all()]

@@ -151,10 +151,10 @@ def test_words_about_training_follow_the_numbers() -> None:
         "1.000 ± 0.000", "1.000 ± 0.000", "70.0 ± 0.0", "2 of 2",
     )  # fmt: skip
     assert "b: +15.0 ± 7.1 points" in beside.furthest(runs)
-    assert "All seeds agree" in beside.furthest(runs)
+    assert "agree on the sign for b (+15.0)." in beside.furthest(runs)
     assert "55.0 ± 7.1 % (a) to 70.0 ± 0.0 % (b)" in beside.extremes(runs)
     runs["b"]["accuracy"] = [0.4, 0.9]
-    assert "do not agree" in beside.furthest(runs)
+    assert "agree on the sign for no variant." in beside.furthest(runs)
 
 
 def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:

@@ -125,12 +125,16 @@ def for_writing(path: Path) -> Format:
     """The format to write; raises UnsupportedFormat."""
     found = by_suffix(path)
     if found is None:
-        known = ", ".join(suffixes())
+        known = ", ".join(suffix for one in FORMATS if _is_written(one) for suffix in one.suffixes)
         raise UnsupportedFormat(path, "the suffix names no format", f"use one of {known}")
-    if found.write is None and not (found.sharded or found.folder):
+    if not _is_written(found):
         problem = f"{found.name} is read only"
         raise UnsupportedFormat(path, problem, "write NAME.weights.h5, and load it into the model")
     return found
+
+
+def _is_written(format: Format) -> bool:
+    return format.write is not None or format.sharded or format.folder
 
 
 def is_folder(path: Path) -> bool:

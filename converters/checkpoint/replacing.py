@@ -279,7 +279,7 @@ def check_target(
     for source in sources:
         read = Path(os.path.realpath(source))
         for found, what in (
-            (place == read or is_same(target, source), "is the file being read"),
+            (place == read or is_same(target, source), "is being read or written here"),
             (folder and place in read.parents, "holds the file being read"),
             (read in place.parents, "is inside the folder being read"),
         ):

@@ -65,6 +65,8 @@ def write(
             file.flush()
             os.fsync(file.fileno())
             _refuse_two(target, path, mine)
+            if resume is not None and not force:
+                _refuse_others(target, path, {*shards, *old})
             known = _losses(target)
             if part is None:
                 _clean(target, shards, old)
@@ -164,6 +166,16 @@ def _refuse_two(target: Path, own: Path, shards: list[Path]) -> None:
         if other != own and set(_listed(other)) & set(shards):
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
+
+
+def _refuse_others(target: Path, own: Path, known: set[Path]) -> None:
+    """Raises DestinationExists where an interrupted write with other settings left shards."""
+    listed = {
+        shard for path in replacing.temporaries(target) if path != own for shard in _listed(path)
+    }
+    if left := [shard for shard in listed - known if shard.exists()]:
+        problem = f"an interrupted write with other settings left {len(left)} shards there"
+        raise DestinationExists(target, problem, "repeat it as it was, or force it to give them up")
 
 
 def _keep_losses(file: BinaryIO, plan: Plan, where: Mapping[str, Path]) -> None:

@@ -38,8 +38,8 @@ def repairs(steps: list[dict[str, Any]], path: Path) -> None:
     with style():
         figure, axes = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.2))
         for place, step in enumerate(steps):
-            axes.barh(place, step["total"], color="C0", height=0.55)
-            axes.text(step["total"] * 1.3, place, f"{step['total']:.2g}", va="center")
+            axes.plot(step["total"], place, "o", color="C0")
+            axes.text(step["total"] * 1.5, place, f"{step['total']:.2g}", va="center")
         floor = steps[-1]["floor"]
         axes.axvline(floor, color="C1", linestyle="--")
         axes.text(floor * 1.2, -0.62, "rounding of the output alone", color="C1", va="center")
@@ -48,4 +48,5 @@ def repairs(steps: list[dict[str, Any]], path: Path) -> None:
         axes.set_yticks(range(len(steps)), [step["name"] for step in steps])
         axes.set_ylim(len(steps) - 0.5, -0.9)
         axes.set_xlabel("RMS difference")
+        axes.grid(axis="x")
     save(figure, path, about="Difference between the two layers after every repair")

@@ -51,7 +51,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "Slight deviations compound through many layers",
             "compounding",
-            "weights changed by 1e-6: outputs {one:.1e} apart after one layer, {six:.1e} after six",
+            "weights changed by 1e-6: outputs {one:.1e} apart after one layer, {six:.1e} after six, "
+            "{times:.1f} times as far",
         ),
         Claim(
             "The same seed in both reduces the difference",

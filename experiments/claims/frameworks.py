@@ -119,7 +119,15 @@ def compounding() -> Found:
     for _ in range(6):
         x = [_exact(w, rows) for w, rows in zip((weights, moved), x, strict=True)]
         grown.append(apart(*x))
-    return found({"six layers": grown[-1] > 1.5 * grown[0]}, one=grown[0], six=grown[-1])
+    return found(
+        {
+            "each layer adds to them": grown[-1] > 1.5 * grown[0],
+            "layers multiply them": grown[-1] > 6 * grown[0],
+        },
+        one=grown[0],
+        six=grown[-1],
+        times=grown[-1] / grown[0],
+    )
 
 
 def _exact(weights: Weights, x: NDArray) -> NDArray:

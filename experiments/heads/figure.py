@@ -53,10 +53,15 @@ def sums(found: dict[str, Any]) -> Any:
         for place, (panel, part) in enumerate(zip(line, [*parts, whole, one], strict=True)):
             widest = float(np.abs(parts if place < h else one).max())
             low, high = limits or (-widest, widest)
-            panel.imshow(part, cmap=colours, vmin=low, vmax=high)
+            image = panel.imshow(part, cmap=colours, vmin=low, vmax=high)
             panel.set(xticks=[], yticks=[])
             panel.set_title(titles[place], fontsize=8)
         line[0].set_ylabel(name, fontsize=9)
+        bar = figure.colorbar(image, ax=list(line), pad=0.01, aspect=12)
+        if limits:
+            bar.set_ticks([0, most], labels=["0", f"{most:.2g}"])
+        else:  # heads have a scale of their own: a part of the sum is smaller than the sum
+            bar.set_ticks([-widest, 0, widest], labels=["−", "0", "+"])
     return figure
 
 

@@ -60,7 +60,7 @@ def rows(kind: str, runs: Runs) -> Rows:
 
 
 def furthest(runs: Runs) -> str:
-    """The variant whose accuracy is furthest from the first's, and whether seeds agree about it."""
+    """The variant whose accuracy is furthest from the first's, and those that all seeds agree about."""
     first, *others = runs
     gains = {
         name: 100 * (np.array(runs[name]["accuracy"]) - np.array(runs[first]["accuracy"]))
@@ -70,12 +70,16 @@ def furthest(runs: Runs) -> str:
     gain = gains[name]
     higher = int((gain > 0).sum())
     spread = 100 * np.std(runs[first]["accuracy"], ddof=1)
-    agree = higher in (0, len(gain))
+    agreed = [
+        f"{other} ({one.mean():+.1f})"
+        for other, one in gains.items()
+        if int((one > 0).sum()) in (0, len(one))
+    ]
     return (
         f"Furthest from {first} in accuracy is {name}: {gain.mean():+.1f} ± "
         f"{gain.std(ddof=1):.1f} points seed by seed, higher for {higher} of {len(gain)} seeds; "
         f"seeds of {first} alone spread by {spread:.1f} points. "
-        + ("All seeds agree on the sign." if agree else "Seeds do not agree on the sign.")
+        f"All seeds agree on the sign for {', '.join(agreed) or 'no variant'}."
     )
 
 

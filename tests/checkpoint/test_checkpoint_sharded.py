@@ -187,7 +187,11 @@ def test_damaged_shards_are_not_kept(
 
 def test_another_write_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path / INDEX, monkeypatch, 2, resume="this")
-    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD, resume="that")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(checkpoint.DestinationExists, match=r"other settings left 2 shards"):
+        checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD, resume="that")
+    assert sorted(tmp_path.iterdir()) == before
+    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD, resume="that", force=True)
     assert not done.kept
     assert sorted(tmp_path.iterdir()) == sorted(done.files)
 

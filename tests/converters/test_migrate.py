@@ -259,6 +259,19 @@ def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
     assert found["differences"][0]["a"] is None
 
 
+def test_nan_is_carried_over_bit_by_bit(tmp_path: Path) -> None:
+    """Nothing differs, and no output says more: a note, and not an error."""
+    state = block("gpt2", "h.0.attn")
+    state["h.0.attn.c_attn.weight"][2, 3] = np.nan
+    checkpoint.write(tmp_path / "a.npz", state)
+    command = ["convert", "a.npz", "b.npz", "--to", "flax", "--num-heads", str(N), "--json"]
+    paths = [str(tmp_path / word) if word.endswith("npz") else word for word in command]
+    done = CliRunner().invoke(app, paths)
+    assert done.exit_code == 0, done.output
+    note = "h.0.attn: query.kernel holds NaN or infinity: no outputs were compared"
+    assert json.loads(done.stdout)["report"]["notes"] == [note]
+
+
 def test_inspect_says_why(tmp_path: Path) -> None:
     state = block("gpt2", "h.0.attn") | block("gpt2", "h.1.attn") | block("bert", "x")
     checkpoint.write(tmp_path / "a.npz", state)

@@ -87,10 +87,11 @@ fields = st.tuples(
     st.none() | st.integers(1, 99),
     names,
 )
+digests = st.from_regex(r"(sha256|xxh3_128):[0-9a-f]+", fullmatch=True)
 
 
 @settings(max_examples=50, deadline=None)
-@given(names, st.lists(fields, max_size=3), names, names)
+@given(names, st.lists(fields, max_size=3), names, st.just("") | digests)
 def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: str) -> None:
     made = Plan(to, tuple(Move(*one) for one in drawn), source=source, digest=digest)
     assert plan_file.loads(plan_file.dumps(made)) == made
@@ -147,6 +148,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "layout": (lambda p: edited(p, "attention", layout="vit"), r"no block of layout vit"),
     "unknown layout": (lambda p: edited(p, "attention", layout="x"), r"unknown layout 'x'"),
     "heads": (lambda p: edited(p, "attention", num_heads=7), r"N=7"),
+    "other heads": (
+        lambda p: edited(p, "attention", num_heads=2),
+        r"num_heads=2 is given, and config.json",
+    ),
     "no heads": (lambda p: edited(p, "attention", num_heads=None), r"does not store the head"),
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
@@ -186,6 +191,8 @@ def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: 
         ('kind = "linear"', "", "lacks 'kind'"),
         ('kind = "linear"', 'kind = "linear"\nshape = 3', "has an unknown key ['shape']"),
         ('tensors = ["mystery.weight"]', "tensors = []", "must be a list of names"),
+        ('digest = "sha256:', 'digest = "md5:', "digest must be one of xxh3_128, sha256"),
+        ('others = "pass"', 'others = "pass"\ndtype = "int3"', "dtype must be one of float16"),
         ("num_heads = 6", "num_heads = true", "num_heads must be int, got True"),
     ],
 )

@@ -199,6 +199,22 @@ def test_a_killed_conversion_by_several_processes(tmp_path: Path, first: str) ->
     assert all((tmp_path / name).read_bytes() == raw for name, raw in before.items())
 
 
+@pytest.mark.slow
+def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from jaxmha.converters import parts;"
+        "parts.convert(2, Path('no.npz'), Path('x'), {'--to': 'flax'})"
+    )
+    started = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    while len(workers := children.read_text().split()) < 2:
+        assert started.poll() is None
+        time.sleep(0.01)
+    started.terminate()
+    assert started.wait(30) == 128 + signal.SIGTERM
+    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+
+
 def test_parts_that_make_no_sense(tmp_path: Path) -> None:
     for words, message in ((["--part", "1/2"], "needs --resume"),
                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
