@@ -5,6 +5,9 @@ PIP := $(VENV)/bin/python -m pip
 QUIET := --quiet --disable-pip-version-check --no-compile
 RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN_LOG_LEVEL=3
 
+# Tests start many processes, which import large frameworks: thrice as fast from bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo train report docs test newest suite test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back

@@ -181,7 +181,7 @@ def convert(
       ValueError: no block, an unknown layout, a missing head count, a block that the layout
         cannot hold, with the reason; or a plan that is not for this source.
     """
-    in_file = str(destination).endswith(".weights.h5")
+    in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     with checkpoint.open(source) as file:
         if plan is None:
             if to is None:
@@ -191,7 +191,8 @@ def convert(
             _check_plan(plan, file, in_file)
         with _naming(file.path):
             found = resolve(plan, file)
-            _check_heads(found, file)
+            if given:
+                _check_heads(found, file)
         target = blocks.named(plan.to)
         whole = all(name in _taken(plan) for name in _attention_names(file))
         metadata = dict(file.metadata)
