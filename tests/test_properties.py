@@ -38,7 +38,7 @@ draws = given(
     excluded=st.sampled_from((0.0, 0.4, 1.0)),
     structure=st.lists(st.sampled_from(("causal", "lengths", "padding", "segments"))),
 )
-quick = settings(max_examples=250, deadline=None, database=None)
+quick = settings(max_examples=150, deadline=None, database=None)
 long = settings(max_examples=2500, deadline=None, database=None)
 
 

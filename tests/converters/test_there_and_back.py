@@ -124,7 +124,7 @@ def held() -> list[tuple[Case, Case]]:
     return [(a, b) for a in CASES for b in CASES if (a[0], b[0]) in layouts]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(500, marks=pytest.mark.slow)])
 def test_there_and_back(count: int, held: list[tuple[Case, Case]]) -> None:
     @seed(int(os.environ["JAXMHA_PROPERTY_SEED"]))
     @settings(
