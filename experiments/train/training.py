@@ -24,7 +24,7 @@ class Settings:
 
     attention: str = "jaxmha"
     seed: int = 0
-    steps: int = 500
+    steps: int = 400
     dropout: float = 0.1
     batch: int = 16
     T: int = 256
