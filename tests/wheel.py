@@ -75,7 +75,16 @@ def main() -> None:
         venv.create(home)
         python = str(home / "bin" / "python")
         constraints = str(ROOT / ".ci" / "constraints.txt")
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--quiet",
+            "--no-compile",
+        ]
         subprocess.run([*pip, "-c", constraints, str(wheel)], check=True)
         subprocess.run([python, "-I", "-c", SMOKE], check=True, cwd=folder)
         extras, *packages = FOR_FILES

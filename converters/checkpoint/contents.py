@@ -1,30 +1,47 @@
 """What passes between a format and the rest: contents read, a plan to write."""
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxmha.converters.checkpoint import digests
 from jaxmha.converters.checkpoint.casting import Loss, cast
-from jaxmha.converters.checkpoint.tensor import TensorInfo, blocks, to_bytes
+from jaxmha.converters.checkpoint.tensor import TensorInfo, contiguous, parts, to_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
+In = TypeVar("In")
+Out = TypeVar("Out")
 _LARGE = 4 << 20
+_WORKERS = 2  # a copy of a transposed array takes longer than writing it
 
 
-def _ahead(items: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
-    """The same, the next of which is made while this one is used."""
-    with ThreadPoolExecutor(1) as worker:
-        future = worker.submit(next, items, None)
-        while (item := future.result()) is not None:
-            future = worker.submit(next, items, None)
-            yield item
+def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
+    """`map`, where the next are made while one is used."""
+    with ThreadPoolExecutor(_WORKERS) as workers:
+        made: deque[Future[Out]] = deque()
+        for item in items:
+            made.append(workers.submit(make, item))
+            if len(made) > _WORKERS:
+                yield made.popleft().result()
+        while made:
+            yield made.popleft().result()
+
+
+def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss | None]:
+    """The bytes of a part of a tensor in a dtype, and what casting it lost."""
+    block, loss = contiguous(part).reshape(-1), None
+    if block.dtype.newbyteorder("=") != dtype:
+        block, loss = cast(block, dtype)
+    return to_bytes(block), loss
 
 
 def _nothing() -> None:
@@ -77,26 +94,20 @@ class Plan:
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
         """The bytes of a tensor, as they stand in a file; its digest is known behind them."""
-        made = self._blocks(name)
-        for raw in _ahead(made) if self.info[name].nbytes > _LARGE else made:
+        array, dtype = np.asarray(self.load(name)), self.info[name].dtype
+        state = digests.hasher(self.algorithm, self.path)
+        each = _ahead if array.nbytes > _LARGE else map
+        for raw, loss in each(partial(_encoded, dtype=dtype), parts(array)):
+            if loss is not None:
+                self.losses[name] = self.losses[name] + loss if name in self.losses else loss
+            state.update(raw.data)
             yield raw
             self.advance(raw.size)
+        self.digests[name] = f"{self.algorithm}:{state.hexdigest()}"
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """The same for `writelines`, behind which nothing of the tensor is held any more."""
         return (block.data for block in self.blocks(name))
-
-    def _blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        array, dtype = np.asarray(self.load(name)), self.info[name].dtype
-        state = digests.hasher(self.algorithm, self.path)
-        for block in blocks(array):
-            if block.dtype.newbyteorder("=") != dtype:
-                block, loss = cast(block, dtype)
-                self.losses[name] = self.losses[name] + loss if name in self.losses else loss
-            raw = to_bytes(block)
-            state.update(raw.data)
-            yield raw
-        self.digests[name] = f"{self.algorithm}:{state.hexdigest()}"
 
     def manifest(self) -> str:
         """The digest over everything; all blocks must have been written."""

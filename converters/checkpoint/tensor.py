@@ -120,18 +120,26 @@ def blocks(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
 
     Of an array that is not contiguous, such as a transposed one, no whole copy is made.
     """
+    return (contiguous(part).reshape(-1) for part in parts(array, most))
+
+
+def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
+    """What `blocks` are made of: views of the array, one after the other in C order."""
     if array.nbytes <= most or not array.ndim:
-        yield contiguous(array).reshape(-1)
+        yield array
     elif array.flags.c_contiguous:
         flat, step = array.reshape(-1), max(1, most // array.itemsize)
         for at in range(0, flat.size, step):
             yield flat[at : at + step]
     elif len(array) == 1:
-        yield from blocks(array[0], most)
+        yield from parts(array[0], most)
     else:
         rows = max(1, most * len(array) // array.nbytes)
         for at in range(0, len(array), rows):
-            yield from blocks(array[at : at + rows], most)
+            yield from parts(array[at : at + rows], most)
+
+
+_TILE = 128
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
@@ -157,11 +165,15 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
         for i in range(len(array)):
             _copy(out[i], array[i])
     else:
-        # 8 lines of the source at once: caches hold few whose addresses differ by a power of 2.
-        for i in range(0, len(array), 256):
-            rows, block = out[i : i + 256], array[i : i + 256]
-            for j in range(0, array.shape[1], 8):
-                rows[:, j : j + 8] = block[:, j : j + 8]
+        # Square tiles, through a buffer in a cache: lines of the source and of the copy may be a power
+        # of 2 apart, of which a cache holds few; those of the buffer are not.
+        buffer = np.empty((_TILE, _TILE + 64 // array.itemsize), array.dtype)
+        for i in range(0, len(array), _TILE):
+            for j in range(0, array.shape[1], _TILE):
+                tile = array[i : i + _TILE, j : j + _TILE]
+                held = buffer[: tile.shape[1], : tile.shape[0]]
+                held[...] = tile.T
+                out[i : i + _TILE, j : j + _TILE] = held.T
 
 
 def _merged(out: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
