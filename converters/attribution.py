@@ -81,7 +81,7 @@ class Attribution:
       compared: number of those elements; the others count in `not_finite` of each part.
       elements: number of all elements of the output.
       parts: the largest first.
-      idle: factors that differ, without effect on these inputs.
+      idle: factors that differ, without effect on these inputs, alone or all together.
     """
 
     a: str
@@ -180,6 +180,7 @@ def attribute(
     elif plain:
         one = (a, b)[plain[0]]
         blocks[plain[0]] = _only(sides.read(one, num_heads), one)
+    factors.check_widths(*((block or x).params for block, x in zip(blocks, (a, b), strict=True)))
     params = (blocks[0] or a).params
     if inputs is not None:
         given = as_inputs(inputs, params)
@@ -242,17 +243,21 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
         compared &= np.isfinite(vector)
     total = _rms(difference[compared]) if compared.any() else math.nan
     scale = max(_rms(first[compared]), _rms(last[compared]))
+    nothing = NOTHING * scale
+    undone = _rms((ends[1] - ends[0])[compared]) <= nothing
     parts, idle = [], []
+    # The difference less all parts, and not the errors against both ends: parts then sum to the
+    # total to the last bit, however small it is.
+    left = difference[compared]
     for factor, vector, count in zip(found, vectors, not_finite, strict=True):
         part = _part(factor, vector[compared], difference[compared], total, count)
-        if part.rms > NOTHING * scale or part.not_finite or not compared.any():
+        small = part.rms <= nothing
+        if part.not_finite or not compared.any() or not (small or undone):
             parts.append(part)
+            left = left - vector[compared]
         else:
-            idle.append(factor.sentence)
+            idle.append(factor.sentence + "; what else differs undoes it" * (not small))
     if a.output is not None or b.output is not None:
-        # The difference less all parts, and not the errors against both ends: parts then sum to
-        # the total to the last bit, however small it is.
-        left = difference[compared] - sum((v[compared] for v in vectors), np.zeros(compared.sum()))
         # Where the exact output is not finite, what the layer answers tells nothing.
         bad = [
             float((np.isfinite(right) & ~np.isfinite(out)).sum())
@@ -261,6 +266,11 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
         count = bad[1] - bad[0]
         rest = _rest((a, b), ends, (first, last), inputs)
         parts.append(_part(rest, left, difference[compared], total, count))
+    else:
+        rest = Factor("rounding", "what is below the rounding of float64", ())
+        part = _part(rest, left, difference[compared], total, 0.0)
+        if abs(part.share) > NOTHING:
+            parts.append(part)
     parts.sort(key=lambda part: (-abs(part.not_finite), -abs(part.share), -part.rms))
     floor = oracle.rounding_floor(first[compared], a.dtype) if compared.any() else 0.0
     return Attribution(
@@ -331,6 +341,13 @@ def _rest(
                 how.append(f"{floors:.3g} rounding floors away")
         if how:
             wrong.append(f"{which} ({', '.join(reversed(how))})")
+    narrow = [
+        f"{which} computes in {layer.dtype}, narrower than its weights"
+        for which, layer in zip("ab", layers, strict=True)
+        if layer.dtype != np.asarray(layer.params.query.kernel).dtype
+    ]
+    if not wrong and narrow:
+        return Factor("compute dtype", "; ".join(narrow), ())
     if not wrong:
         return Factor("rounding", "the order of floating-point operations", ())
     what = " and ".join(wrong)

@@ -10,13 +10,12 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from jaxmha import Mask, MHAParams, Semantics
 from jaxmha.converters import mistakes, oracle
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.layer import Blocked, Inputs, Layer
+from jaxmha.converters.layer import Blocked, Inputs, Layer, significand
 from jaxmha.converters.masks import differences
 from jaxmha.converters.masks.structure import array_of
 from jaxmha.params import CANONICAL, check, from_leaves, leaves
@@ -72,7 +71,9 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
         "bias": bias,
         "blocked": blocked,
         "empty": blocked.constant if blocked.added else semantics.fully_masked,
-        "softmax": softmax if softmax is not None and _narrower(softmax, wide) else None,
+        "softmax": softmax
+        if softmax is not None and significand(softmax) < significand(wide)
+        else None,
         "sum": wide if softmax is None else np.dtype(softmax),
     }
 
@@ -83,7 +84,18 @@ def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Facto
     Raises:
       ValueError: inputs or outputs of the two have other widths, so that nothing can be swapped.
     """
+    check_widths(a.params, b.params)
     sizes = check(a.params), check(b.params)
+    if sizes[0]["K"] != sizes[1]["K"]:  # the same function without groups
+        a, b = (replace(x, params=_ungrouped(x.params)) for x in (a, b))
+    x, y = values_of(a, inputs), values_of(b, inputs)
+    found = [*_weights(a, b, x, y), *_masks(x, y), *_behaviour(a, b, x, y)]
+    return x, y, found
+
+
+def check_widths(a: MHAParams, b: MHAParams) -> None:
+    """Raises ValueError where two layers take or give arrays of other widths."""
+    sizes = check(a), check(b)
     for letter in ("Dq", "Dk", "Dv"):
         if sizes[0][letter] != sizes[1][letter]:
             raise ValueError(
@@ -93,11 +105,6 @@ def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Facto
     widths = [n.get("Do", n["N"] * n["h"]) for n in sizes]
     if widths[0] != widths[1]:
         raise ValueError(f"the outputs have other widths: {widths[0]} and {widths[1]}")
-    if sizes[0]["K"] != sizes[1]["K"]:  # the same function without groups
-        a, b = (replace(x, params=_ungrouped(x.params)) for x in (a, b))
-    x, y = values_of(a, inputs), values_of(b, inputs)
-    found = [*_weights(a, b, x, y), *_masks(x, y), *_behaviour(a, b, x, y)]
-    return x, y, found
 
 
 def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
@@ -164,11 +171,6 @@ def _at_least_float32(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
-def _narrower(dtype: Any, than: Any) -> bool:
-    bits = [int(ml_dtypes.finfo(x).nmant) for x in (dtype, than)]  # type: ignore[no-untyped-call]
-    return bits[0] < bits[1]
-
-
 def _merged(name: str, leaf: NDArray) -> NDArray:
     if name == "out.kernel":
         return leaf.reshape(-1, leaf.shape[2])
@@ -215,6 +217,12 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
         sentence = f"queries and keys are normalised by {x['norm'][0]} in a, {y['norm'][0]} in b"
         found.append(Factor("query and key norm", sentence, norm))
     plain = [n for n in names if n not in norm and (n in x or n in y)]
+    extra = ("bias_k", "bias_v")
+    if any((n in x) != (n in y) for n in extra):
+        which = "a" if "bias_k" in x else "b"
+        sentence = f"only {which} has a learned key position to attend"
+        found.append(Factor("learned key position", sentence, extra))
+        plain = [n for n in plain if n not in extra]
     rounded = [n for n in plain if n in x and n in y and _is_rounding(x[n], y[n], a.dtype, b.dtype)]
     if rounded:
         kinds = f"{a.dtype} in a, {b.dtype} in b"

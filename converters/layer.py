@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from jaxmha import Mask, MHAParams, Semantics
@@ -70,8 +71,9 @@ class Layer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of its weights."""
-        return np.asarray(self.params.query.kernel).dtype
+        """Of its weights, or of its output where that is narrower."""
+        own = np.asarray(self.params.query.kernel).dtype
+        return own if self.output is None else min(self.output.dtype, own, key=significand)
 
     def conditions(self, sizes: Mapping[str, int]) -> "tuple[Mask, NDArray | None, Blocked]":
         """Mask, bias and constant, checked against B, N, T, S, an additive mask read as a mask.
@@ -111,10 +113,25 @@ def of_block(
     array = None if mask is None else array_of(checked(as_mask(mask), sizes), T, S)
     if array is not None:  # padding stays `(B, 1, 1, S)`, which torch takes as another argument
         array = np.ascontiguousarray(np.broadcast_to(array, (B, *array.shape[1:3], S)))
-    output = np.asarray(block.forward(*inputs, array), np.float64)
+    output = to_numpy(block.forward(*_own_dtype(block, inputs), array))
     widths = check(block.params)  # Keras' `forward` asks for scores where its fused path cannot run
     path = _path(block, scores=widths["h"] != widths["H"])
     return _as(block, path, mask, None, output, named)
+
+
+def _own_dtype(block: BlockSide, inputs: Inputs) -> Inputs:
+    """Inputs in the dtype of torch's weights, which takes no other; one array stays one."""
+    if block.kind != "torch":
+        return inputs
+    dtype = np.asarray(block.params.query.kernel).dtype
+    arrays = {id(x): x.astype(dtype, copy=False) for x in inputs}
+    query, key, value = (arrays[id(x)] for x in inputs)
+    return query, key, value
+
+
+def significand(dtype: Any) -> int:
+    """Bits of it that a floating dtype stores."""
+    return int(ml_dtypes.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
 def _path(block: BlockSide, *, scores: bool = False) -> str:
@@ -160,8 +177,7 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
     run = {"torch": _torch_call, "keras": _keras_call}.get(block.kind, _flax_call)
     with sides.exact_dtypes(inputs[0].dtype):
         path, (mask, bias), output = run(module, block, inputs, dict(arguments))
-    output = to_numpy(output).astype(np.float64)
-    return _as(block, path, mask, bias, output, name or block.name or block.layout)
+    return _as(block, path, mask, bias, to_numpy(output), name or block.name or block.layout)
 
 
 def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
@@ -170,7 +186,7 @@ def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[s
     from jaxmha.converters.masks import torch as masks
 
     arguments = {"need_weights": True, **arguments}
-    query, key, value = inputs
+    query, key, value = _own_dtype(block, inputs)
     tensors: list[Any] = [to_torch(query)]
     tensors.append(tensors[0] if key is query else to_torch(key))
     tensors.append(tensors[1] if value is key else to_torch(value))

@@ -1,5 +1,6 @@
 """A difference between two layers is taken apart: every injected fault is named, parts sum to it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -189,6 +190,9 @@ def case(seed: int, *faults: Fault) -> tuple[Layer, Layer, Inputs]:
 
 
 def assert_sums(found: attribution.Attribution) -> None:
+    if not found.compared:
+        assert math.isnan(found.total)
+        return
     assert abs(sum(part.size for part in found.parts) - found.total) <= SUMS * found.total
     if found.total:
         assert abs(sum(part.share for part in found.parts) - 1) <= SUMS
@@ -274,6 +278,73 @@ def test_parts_of_everything_at_once_sum_to_the_total() -> None:
     }  # fmt: skip
 
 
+def test_what_is_undone_is_no_part() -> None:
+    """Queries twice as large, keys half of it: powers of 2, so that nothing is left at all."""
+    rng = np.random.default_rng(7)
+    a, given = draw(rng), inputs(rng)
+    arrays = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
+    for which, factor in (("query", 2.0), ("key", 0.5)):
+        for leaf in ("kernel", "bias"):
+            arrays[f"{which}.{leaf}"] *= factor
+    found = attribution.between(a, replace(a, params=from_leaves(arrays)), given)
+    assert found.same
+    assert_sums(found)
+    assert len(found.idle) >= 2
+    assert all("undoes it" in sentence for sentence in found.idle)
+
+
+def test_what_is_below_rounding_still_sums() -> None:
+    """A value so small that its part is idle beside the others is in the sum all the same."""
+    rng = np.random.default_rng(11)
+    a, given = draw(rng), inputs(rng)
+    arrays = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
+    arrays["out.bias"] += 1e-11
+    b = replace(semantic(logits_soft_cap=1e7)(a), params=from_leaves(arrays))
+    found = attribution.between(a, b, given)
+    assert_sums(found)
+
+
+def test_a_learned_key_position_on_one_side() -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    a = torch.nn.MultiheadAttention(15, 3, batch_first=True)
+    b = torch.nn.MultiheadAttention(15, 3, batch_first=True, add_bias_kv=True)
+    with torch.no_grad():
+        for name, leaf in a.named_parameters():
+            b.get_parameter(name).copy_(leaf)
+    found = attribution.attribute(a, b)
+    assert found.parts[0].name == "learned key position"
+    assert_sums(found)
+
+
+def test_inputs_wider_than_a_layer_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    a = torch.nn.MultiheadAttention(15, 3, batch_first=True)
+    b = torch.nn.MultiheadAttention(15, 3, batch_first=True).double()
+    b.load_state_dict({name: leaf.double() for name, leaf in a.state_dict().items()})
+    found = attribution.attribute(a, b, np.random.default_rng(0).standard_normal((2, 5, 15)))
+    assert found.same
+    wide = torch.nn.MultiheadAttention(16, 4)
+    with pytest.raises(ValueError, match="inputs of other widths: Dq=15 and 16"):
+        attribution.attribute(a, wide)
+
+
+def test_a_narrow_compute_dtype_is_named() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    nnx = pytest.importorskip("flax.nnx")
+
+    def layer(dtype: Any) -> Any:
+        return nnx.MultiHeadAttention(
+            num_heads=3, in_features=15, dtype=dtype, decode=False, rngs=nnx.Rngs(0)
+        )
+
+    found = attribution.attribute(layer(jnp.float32), layer(jnp.bfloat16))
+    assert [part.name for part in found.parts] == ["compute dtype"]
+    assert found.parts[0].sentence == "b computes in bfloat16, narrower than its weights"
+    assert not found.same
+
+
 def test_a_part_is_the_mean_over_all_orders() -> None:
     """Written out for three factors: every order, one change at a time."""
     rng = np.random.default_rng(3)
@@ -329,7 +400,7 @@ def test_what_has_no_effect_is_said_apart() -> None:
     b = semantic(fully_masked="nan")(noisy("key.bias")(a))  # a key bias cancels in the softmax
     found = attribution.between(a, b, given)
     assert found.same
-    assert found.parts == ()
+    assert_sums(found)
     assert len(found.idle) == 2
     assert "key.bias" in str(found)
 
