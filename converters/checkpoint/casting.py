@@ -19,7 +19,8 @@ class Loss(NamedTuple):
     Attributes:
         before, after: the dtypes.
         max_relative_error: of elements that stayed finite and nonzero; 0.0 where all are exact.
-        overflowed: how many finite elements became infinite or NaN.
+        overflowed: how many finite elements became infinite or NaN, and how many of these
+            something else.
         underflowed: how many nonzero elements became zero.
     """
 
@@ -88,7 +89,8 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
         result = array.astype(dtype)
         before, after = _exactly(array), _exactly(result)
         finite, nonzero = np.isfinite(before), before != 0
-        overflowed = finite & ~np.isfinite(after)
+        kept = (before == after) | (np.isnan(before) & np.isnan(after))
+        overflowed = (finite & ~np.isfinite(after)) | (~finite & ~kept)
         underflowed = nonzero & (after == 0)
         # Integers that differ by more than floats can tell differ all the same.
         error = np.abs(after - before) / np.abs(before)

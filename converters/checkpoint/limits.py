@@ -31,7 +31,7 @@ class Limits:
     logical_bytes: int | None = None  # of all tensors together; None: max(4 x file, 1 GiB)
     header_bytes: int = 100_000_000  # safetensors header, zip directory
     pickle_bytes: int = 64 << 20
-    opcodes: int = 10**7
+    opcodes: int = 500_000  # of a pickle; torch.save takes some 40 per tensor
     tensors: int = 10**6
     index_bytes: int = 64 << 20
     shards: int = 500  # each is held open

@@ -95,14 +95,7 @@ class Checkpoint(Lazy):
         Raises:
             UnknownTensor (a KeyError), IntegrityError, MalformedFile, UnreadableFile.
         """
-        if name not in self.info:
-            raise UnknownTensor(
-                self.path, f"has no tensor {shown(name)}", "list(checkpoint) gives the names"
-            )
-        if not self._close.alive:
-            raise UnreadableFile(
-                self.path, "the checkpoint is closed", "read inside `with checkpoint.open(...)`"
-            )
+        self._check_asked(name)
         try:
             array = self._load(name)
             if self._verify and name in self.digests:
@@ -116,12 +109,23 @@ class Checkpoint(Lazy):
             self._source.check_unchanged()
         return array
 
+    def _check_asked(self, name: str) -> None:
+        if name not in self.info:
+            raise UnknownTensor(
+                self.path, f"has no tensor {shown(name)}", "list(checkpoint) gives the names"
+            )
+        if not self._close.alive:
+            raise UnreadableFile(
+                self.path, "the checkpoint is closed", "read inside `with checkpoint.open(...)`"
+            )
+
     def view(self, name: str) -> np.ndarray | None:
         """One tensor over a file opened with `mmap=True`, of which nothing is read or checked.
 
         None: it does not lie there as it would in memory (compressed, chunked, big-endian), or the
         file is not mapped.
         """
+        self._check_asked(name)
         mapped = isinstance(self._source, Source) and self._source.mapped
         if not mapped or self._view is None or not self.info[name].nbytes:
             return None
@@ -138,8 +142,17 @@ class Checkpoint(Lazy):
         Of folders of orbax and of HDF5 only the chunks that the box touches are read; elsewhere the
         whole tensor.
 
-        Raises as indexing does.
+        Raises:
+            IndexError: more slices than axes, or a step other than 1; else as indexing by name does.
         """
+        self._check_asked(name)
+        shape = self.info[name].shape
+        if len(box) > len(shape) or any(one.step not in (None, 1) for one in box):
+            raise IndexError(
+                f"{shown(name)}: expected up to {len(shape)} slices of step 1, got {box}"
+            )
+        box += (slice(None),) * (len(shape) - len(box))
+        box = tuple(slice(*one.indices(n)[:2]) for one, n in zip(box, shape, strict=True))
         if self._part is None:
             return np.ascontiguousarray(self[name][box])
         try:
@@ -169,6 +182,7 @@ class Checkpoint(Lazy):
         self, name: str, algorithm: str, advance: Callable[[int], None] = lambda count: None
     ) -> str:
         """The digest of the data of one tensor as it is in the file now."""
+        self._check_asked(name)
         if self._stream is None:
             array = self[name]
             advance(array.nbytes)

@@ -143,7 +143,7 @@ _TILE = 128
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The array in C order: itself, or a copy, which is made tile by tile of a transposed one.
+    """The array in C order: itself, or a copy, which is made tile by tile of a large transposed one.
 
     NumPy goes along whole rows of the copy, which touches a page of the source for each element.
     """
@@ -159,7 +159,7 @@ def contiguous(array: np.ndarray) -> np.ndarray:
 def _copy(out: np.ndarray, array: np.ndarray) -> None:
     out, array = _merged(out, array)
     transposed = array.ndim > 1 and abs(array.strides[-1]) > abs(array.strides[-2])
-    if not transposed:
+    if not transposed or math.prod(array.shape[-2:]) <= _TILE**2:  # a cache holds the latter
         np.copyto(out, array)
     elif array.ndim > 2:
         for i in range(len(array)):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import casting
 from jaxmha.converters.checkpoint.tensor import blocks, contiguous
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +172,11 @@ def test_strided_arrays_of_every_dtype_are_copied_in_order(dtype: str) -> None:
         assert copy.flags.c_contiguous
         assert copy.dtype == view.dtype
         assert (copy.astype(complex) == view.astype(complex)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lost"), [("int32", 3), ("bool", 3), ("float8_e4m3fn", 2), ("float16", 0)]
+)
+def test_what_was_infinite_and_is_no_longer_is_lost(dtype: str, lost: int) -> None:
+    array = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32)
+    assert casting.cast(array, casting.DTYPES[dtype])[1].overflowed == lost

@@ -14,6 +14,7 @@ import pytest
 
 from jaxmha.converters import checkpoint
 from jaxmha.converters.checkpoint import replacing
+from jaxmha.converters.checkpoint.tensor import blocks
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
 OLD = b"the old content"
@@ -358,3 +359,40 @@ def test_no_room_for_several_files(suffix: str, tmp_path: Path) -> None:
         assert file["w"].tolist() == [1, 1, 1]
     left = {p.name for p in tmp_path.iterdir() if p.name.startswith(".")}
     assert not left
+
+
+@pytest.mark.parametrize("shape", [(20000, 2, 3), (512, 32, 8, 3), (3, 300, 301), (2, 1, 700, 3)])
+def test_swapped_axes_are_copied_in_c_order(shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape), dtype=np.int32).reshape(shape).swapaxes(-1, -2)
+    made = np.concatenate(list(blocks(array)))
+    np.testing.assert_array_equal(made, array.reshape(-1))
+
+
+def test_texts_that_are_no_utf_8_are_refused(tmp_path: Path) -> None:
+    state = {"w": np.ones(3)}
+    with pytest.raises(checkpoint.UnsupportedFormat, match="metadata hold surrogates"):
+        checkpoint.write(tmp_path / "a.safetensors", state, metadata={"a": "\ud800"})
+    name = os.fsdecode(b"\xff.safetensors.index.json")
+    with pytest.raises(checkpoint.UnsupportedFormat, match="is not UTF-8"):
+        checkpoint.write(tmp_path / name, state)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".weights.h5", ".orbax", ".npz"])
+def test_parts_are_asked_for_as_tensors_are(suffix: str, tmp_path: Path) -> None:
+    whole = np.arange(15.0).reshape(3, 5)
+    checkpoint.write(tmp_path / f"m{suffix}", {"g/vars/0": whole})
+    with checkpoint.open(tmp_path / f"m{suffix}") as file:
+        for box in ((slice(-2, None),), (slice(0, 99), slice(1, 4)), ()):
+            np.testing.assert_array_equal(file.part("g/vars/0", box), whole[box])
+        for call in (
+            file.view,
+            lambda name: file.part(name, ()),
+            lambda name: file.recompute(name, "sha256"),
+        ):
+            with pytest.raises(checkpoint.UnknownTensor, match="has no tensor 'no'"):
+                call("no")
+        with pytest.raises(IndexError, match="up to 2 slices of step 1"):
+            file.part("g/vars/0", (slice(None),) * 3)
+    with pytest.raises(checkpoint.UnreadableFile, match="is closed"):
+        file.part("g/vars/0", ())

@@ -282,7 +282,7 @@ def test_what_is_undone_is_no_part() -> None:
     """Queries twice as large, keys half of it: powers of 2, so that nothing is left at all."""
     rng = np.random.default_rng(7)
     a, given = draw(rng), inputs(rng)
-    arrays = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
+    arrays: dict[str, Any] = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
     for which, factor in (("query", 2.0), ("key", 0.5)):
         for leaf in ("kernel", "bias"):
             arrays[f"{which}.{leaf}"] *= factor
@@ -297,7 +297,7 @@ def test_what_is_below_rounding_still_sums() -> None:
     """A value so small that its part is idle beside the others is in the sum all the same."""
     rng = np.random.default_rng(11)
     a, given = draw(rng), inputs(rng)
-    arrays = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
+    arrays: dict[str, Any] = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
     arrays["out.bias"] += 1e-11
     b = replace(semantic(logits_soft_cap=1e7)(a), params=from_leaves(arrays))
     found = attribution.between(a, b, given)
