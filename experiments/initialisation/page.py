@@ -18,9 +18,7 @@ def conclusion(found: dict[str, Any]) -> str:
         min(variances, key=lambda n: variances[n]),
         max(variances, key=lambda n: variances[n]),
     )
-    accuracy = [100 * np.array(run["accuracy"]) for run in found["training"]["runs"].values()]
-    gap = max(a.mean() for a in accuracy) - min(a.mean() for a in accuracy)
-    spread = max(a.std(ddof=1) for a in accuracy)
+    gap, spread = gap_and_spread(found)
     within = "within" if gap <= spread else "beyond"
     return (
         f"Kernels of `init_params` cannot be told from those of the frameworks "
@@ -29,6 +27,13 @@ def conclusion(found: dict[str, Any]) -> str:
         f"{found['training']['steps']} steps {beside.extremes(found['training']['runs'])}: {gap:.1f} "
         f"points apart, {within} the spread of seeds ({spread:.1f})."
     )
+
+
+def gap_and_spread(found: dict[str, Any]) -> tuple[float, float]:
+    """Points between the best and the worst start, and the largest deviation over seeds."""
+    accuracy = [100 * np.array(run["accuracy"]) for run in found["training"]["runs"].values()]
+    gap = max(a.mean() for a in accuracy) - min(a.mean() for a in accuracy)
+    return float(gap), float(max(a.std(ddof=1) for a in accuracy))
 
 
 def tables(found: dict[str, Any]) -> dict[str, Rows]:
