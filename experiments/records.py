@@ -49,10 +49,28 @@ def save(
     replace_by(path, text.encode(), force=True, mode=0o644)
 
 
+class UnreadableError(ValueError):
+    """A file of results, or of a page, that is damaged or missing."""
+
+
 def load(path: Path) -> dict[str, Any]:
-    """A result file as it was saved."""
-    record: dict[str, Any] = json.loads(path.read_text())
+    """A result file as it was saved.
+
+    Raises:
+        UnreadableError: it is no JSON object.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnreadableError(f"{shown(path)} is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise UnreadableError(f"{shown(path)} is no JSON object")
     return record
+
+
+def shown(path: Path) -> str:
+    """For messages: from the root of the repository, where it is in there."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def sources() -> dict[str, str]:
@@ -100,9 +118,16 @@ def stale(path: Path) -> str | None:
     """Why a result must be made anew, or None."""
     if not path.is_file():
         return "there is none"
+    try:
+        sources = load(path).get("sources")
+    except UnreadableError as error:
+        return str(error)
+    if not isinstance(sources, dict):
+        return f"{shown(path)} names no sources"
     changed = [
         name
-        for name, was in load(path)["sources"].items()
+        for name, was in sources.items()
         if not (ROOT / name).is_file() or digest(ROOT / name) != was
     ]
-    return f"{', '.join(changed)} changed" if changed else None
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f"{', '.join(changed[:3])}{more} changed" if changed else None

@@ -202,3 +202,12 @@ def test_the_command(
     assert {name: written[name] for name in printed} == printed
     assert written["command"].endswith("--json --write")
     assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)
+
+
+def test_gradients_are_compared_by_their_numbers(stored: dict[str, Any]) -> None:
+    assert "gradients differ at least as much for Wq and Wk, less for Wv," in page.text(stored)
+    found = copy.deepcopy(stored)
+    for seed in found["layers"]:
+        for record in seed:
+            record["gradients"][2] = 9.0
+    assert "gradients differ at least as much for Wq and Wk and Wv," in page.text(found)

@@ -127,3 +127,11 @@ def test_the_command(
     written = records.load(tmp_path / "results.json")
     assert {name: written[name] for name in printed} == printed
     assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)
+
+
+def test_every_start_that_is_not_trained_has_a_reason(stored: dict[str, Any]) -> None:
+    text = page.text(stored)
+    for name in stored["starts"].keys() - stored["training"]["runs"].keys():
+        assert f"“{name}” as “" in text or (
+            name == "torch, separate" and f"“{name}” is left" in text
+        )

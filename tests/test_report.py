@@ -242,6 +242,90 @@ def test_the_command_line(
     assert "<h1>" in (tmp_path / "new" / "page.html").read_text()
 
 
+class Moved(Experiment):
+    """An experiment in another folder."""
+
+    @property
+    def results(self) -> Path:
+        return Path(self.result)
+
+    @property
+    def folder(self) -> Path:
+        return self.results.parent
+
+
+@pytest.fixture
+def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of one experiment's folder, which is all that there is."""
+    (experiment,) = (e for e in EXPERIMENTS if e.name == "heads")
+    folder = tmp_path / "heads"
+    shutil.copytree(experiment.folder, folder, ignore=shutil.ignore_patterns("*.py*"))
+    moved = Moved("heads", 1, str(folder / "results.json"))
+    monkeypatch.setattr(command, "EXPERIMENTS", (moved,))
+    monkeypatch.setattr(build, "page", lambda: build.section(moved, set())["body"])
+    monkeypatch.setattr(build, "files", dict)
+    monkeypatch.setattr(records, "digest", lambda path: "same")
+    stored = json.loads(moved.results.read_text())
+    stored["sources"] = dict.fromkeys(stored["sources"], "same")
+    moved.results.write_text(json.dumps(stored))
+    return folder
+
+
+DAMAGE = {
+    "cut off": ("results.json", "{"),
+    "no object": ("results.json", "[]"),
+    "no figure": ("script.svg", None),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_named_or_made_again(
+    name: str, heads: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = heads / "page.html"
+    keep = ["--keep", "--output", str(target)]
+    assert command.main(["--check"]) == command.main(keep) == 0
+    file, damage = DAMAGE[name]
+    whole = (heads / file).read_text()
+    (heads / file).unlink() if damage is None else (heads / file).write_text(damage)
+    target.unlink()
+    capsys.readouterr()
+
+    assert command.main(["--check"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count(file) == 1
+    assert command.main(keep) == 2
+    said = capsys.readouterr()
+    assert said.err.count("heads:") == said.err.count(file) == 1
+    assert not target.exists()
+    assert command.main(["--json"]) == 0
+    assert file in json.loads(capsys.readouterr().out)[0]["stale"]
+
+    def remake(experiments: Any, console: Console) -> dict[str, str]:
+        if experiments:
+            (heads / file).write_text(whole)
+        return {}
+
+    monkeypatch.setattr(refresh, "remake", remake)
+    assert command.main(["--output", str(target)]) == 0
+    assert "<svg" in target.read_text()
+
+
+def test_the_page_says_what_is_not_run_again(heads: Path) -> None:
+    def made() -> str:
+        return build.section(Moved("heads", None, str(heads / "results.json")), set())["made"]
+
+    stored = json.loads((heads / "results.json").read_text())
+    assert "Older" not in made()
+    for sources, words in (
+        ({"gone.py": "0", **stored.pop("sources")}, "Older than the code: gone.py changed."),
+        (None, "not known"),
+    ):
+        given = stored if sources is None else {**stored, "sources": sources}
+        (heads / "results.json").write_text(json.dumps(given))
+        assert words in made()
+
+
 def seen(html: str, folder: Path, *options: str) -> dict[str, Any]:
     """What a browser says of a page, and what it writes on its console."""
     path = folder / "page.html"

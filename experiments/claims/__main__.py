@@ -8,12 +8,14 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from experiments import command
 from experiments.claims import elsewhere
-from experiments.claims.claims import CLAIMS, DOCUMENTS
+from experiments.claims.claims import CLAIMS, DOCUMENTS, MODULES
+from experiments.claims.found import Found
 
 EXAMPLES = """examples:
   python -m experiments.claims                     table, half a minute
@@ -63,11 +65,17 @@ def check(documents: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in documents}
     for name, claim in track(claims, "claims", console=console, transient=True):
         keras.utils.set_random_seed(SEED)
-        module = importlib.import_module(f"experiments.claims.{name}")
-        result = getattr(module, claim.check)()
+        result = check_of(name, claim.check)()
         claim.evidence.format(**result.numbers)  # raises where a number is missing
         found[name][claim.check] = result._asdict()
     return {"documents": found}
+
+
+def check_of(document: str, name: str) -> Callable[[], Found]:
+    """The function, from the modules of a document."""
+    modules = [importlib.import_module(f"experiments.claims.{m}") for m in MODULES[document]]
+    (check,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+    return cast("Callable[[], Found]", check)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -86,47 +86,38 @@ def own_lengths() -> Found:
     return found(holds, head=params.value.kernel.shape[-1], shape=str(shape))
 
 
-def cosine() -> Found:
-    """u v = |u| |v| cos."""
-    u, v = torch.randn(2, 1000, H, dtype=torch.float64)
-    products = F.cosine_similarity(u, v, dim=-1) * u.norm(dim=-1) * v.norm(dim=-1)
-    away = apart(products.numpy(), (u * v).sum(-1).numpy())
-    return found({"1000 pairs": away < 1e-12}, apart=away)
+def same_widths() -> Found:
+    """What SDPA says of another width and of a value too few, and the module of kdim."""
+    q, k, v = heads()
+    module, x = layer(kdim=S), torch.randn(B, T, D)
+    out = module(x, torch.randn(B, S, S), torch.randn(B, S, D))[0]
+    fewer = _refused(q, k, v[:, :, :-1])  # a view, so that what is read beyond it is ours
+    holds = {
+        "widths in SDPA": _refused(q[..., 1:], k, v),
+        "numbers in SDPA": fewer,
+        "widths in the module with kdim": out.shape != x.shape,
+    }
+    return found(holds, query=D, key=S, fewer="raises" if fewer else "raises nothing")
 
 
-def scaling() -> Found:
-    """Variance of products of normal vectors, before and after."""
-    torch.manual_seed(0)
-    variances = {}
-    for d in (16, 512):
-        u, v = torch.randn(2, 20_000, d)
-        variances[d] = float((u * v).sum(-1).var()), float(((u * v).sum(-1) / d**0.5).var())
-    holds = {f"width {d}": abs(after - 1) < 0.1 for d, (_, after) in variances.items()}
-    return found(holds, narrow=variances[16][0], wide=variances[512][0], scaled=variances[512][1])
+def _refused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    try:
+        F.scaled_dot_product_attention(q, k, v)
+    except RuntimeError:
+        return True
+    return False
 
 
-def softmax_properties() -> Found:
-    """Order, sign and sum, of near logits and of far ones."""
-    near, far = torch.randn(S), torch.tensor([0.0, -150.0, -151.0])
-
-    def fine(logits: torch.Tensor) -> bool:
-        p = logits.softmax(-1)
-        return bool(torch.equal(p.argsort(), logits.argsort()) and (p > 0).all()) and bool(
-            abs(p.sum() - 1) < 1e-6
-        )
-
-    holds = {"near logits": fine(near), "logits 150 apart, in float32": fine(far)}
-    return found(holds, far=str([round(p, 3) for p in far.softmax(-1).tolist()]))
-
-
-def plain_normalisation() -> Found:
-    """x / sum x, of positive numbers and of any."""
-    positive, mixed = np.array([1.0, 2.0, 3.0]), np.array([-1.0, 2.0, -3.0])
-    holds = {}
-    for name, x in {"positive numbers": positive, "numbers of both signs": mixed}.items():
-        p = x / x.sum()
-        holds[name] = bool((p > 0).all() and (np.argsort(p) == np.argsort(x)).all())
-    return found(holds, mixed=str([round(float(p), 2) for p in mixed / mixed.sum()]))
+def shapes_of_nodes() -> Found:
+    """Of the products, the softmax and the output, for one head."""
+    q, k, v = (x[0, 0] for x in heads(VALUE))
+    logits = q @ k.mT
+    weights = (logits / H**0.5).softmax(-1)
+    holds = {
+        "A, A_scaled, A_probs": logits.shape == weights.shape == (T, S),
+        "output": (weights @ v).shape == (T, VALUE),
+    }
+    return found(holds, weights=str(list(weights.shape)), out=str(list((weights @ v).shape)))
 
 
 def steps() -> Found:
@@ -138,6 +129,16 @@ def steps() -> Found:
     params, _ = convert.from_module(module)
     away = apart(out, oracle.run(params, Semantics(), *[x.numpy()] * 3).output)
     return found({"nn.MultiheadAttention": away < SAME}, apart=away)
+
+
+def heads_are_batch() -> Found:
+    """Heads as an axis of their own, and as rows of the batch."""
+    q, k, v = heads()
+    out = F.scaled_dot_product_attention(q, k, v).flatten(0, 1)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    rows = F.scaled_dot_product_attention(q, k, v)
+    away = apart(rows.numpy(), out.numpy())
+    return found({"SDPA": away < SAME}, apart=away)
 
 
 def grouped() -> Found:
@@ -174,48 +175,6 @@ def jax_is_opposite() -> Found:
     exact = definition(*(torch.tensor(x).transpose(1, 2) for x in (q, k[:, :3], v[:, :3])))
     away = apart(out, np.moveaxis(exact, 1, 2))
     return found({"jax.nn": away > SAME}, apart=away)
-
-
-def module_is_function() -> Found:
-    """The module beside torch.nn.functional.multi_head_attention_forward."""
-    module, x = layer(), torch.randn(B, T, D)
-
-    def function(**options: Any) -> torch.Tensor:
-        rows = x.transpose(0, 1)
-        out = F.multi_head_attention_forward(
-            rows,
-            rows,
-            rows,
-            D,
-            N,
-            module.in_proj_weight,
-            module.in_proj_bias,
-            bias_k=None,
-            bias_v=None,
-            add_zero_attn=False,
-            dropout_p=0.0,
-            out_proj_weight=module.out_proj.weight,
-            out_proj_bias=module.out_proj.bias,
-            training=False,
-            **options,
-        )
-        return out[0].transpose(0, 1)
-
-    blocked = torch.zeros(B, T, dtype=torch.bool)
-    blocked[0] = True
-    with torch.no_grad():
-        trained = torch.equal(module(x, x, x, need_weights=False)[0], function(need_weights=False))
-        module.eval()
-        away = apart(module(x, x, x)[0].numpy(), function().numpy())
-        masked = {"need_weights": False, "key_padding_mask": blocked}
-        fast, slow = module(x, x, x, **masked)[0][0], function(**masked)[0]
-    holds = {
-        "off the fast path": trained,
-        "on the fast path": away < SAME,
-        "on it, a row without keys": torch.equal(fast, slow),
-    }
-    answers = ["NaN" if out.isnan().all() else "the bias of the output" for out in (fast, slow)]
-    return found(holds, apart=away, fast=answers[0], slow=answers[1])
 
 
 def batch_is_second() -> Found:
@@ -278,16 +237,6 @@ def off_in_production() -> Found:
     return found(holds, apart=away, on=answers[0], off=answers[1])
 
 
-def packed() -> Found:
-    """Which parameters are there."""
-    same, other = layer(), layer(kdim=S)
-    holds = {
-        "equal widths": same.in_proj_weight is not None and same.q_proj_weight is None,
-        "other widths": other.in_proj_weight is None and other.q_proj_weight is not None,
-    }
-    return found(holds, shape=str(list(same.in_proj_weight.shape)))
-
-
 def nested() -> Found:
     """A nested tensor on the fast path, and off it."""
     module = layer()
@@ -310,11 +259,13 @@ def nested() -> Found:
 def lengths_names() -> Found:
     """Names of lengths in torch's own code."""
     source = inspect.getsource(F.multi_head_attention_forward)
-    holds = {
-        "tgt_len and src_len": "tgt_len" in source and "src_len" in source,
-        "by the longer names": "tgt_seq_len" in source,
-    }
-    return found(holds, names=source.count("tgt_len") + source.count("src_len"))
+    longer = ("tgt_seq_len", "src_seq_len")
+    holds = {name: name in source for name in longer}
+    return found(
+        holds,
+        longer=sum(source.count(name) for name in longer),
+        names=source.count("tgt_len") + source.count("src_len"),
+    )
 
 
 def spelling() -> Found:

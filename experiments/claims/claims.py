@@ -2,17 +2,22 @@
 
 from typing import NamedTuple
 
-DOCUMENTS = {  # by the module of its checks
+DOCUMENTS = {
     "frameworks": "Why do PyTorch's and TensorFlow's layers give different results?",
     "one_head": "Are eight heads of 64 one head of 512?",
     "blog": "A walk through multi-head attention for those who implement it",
+}
+MODULES = {  # with the checks of each
+    "frameworks": ("frameworks",),
+    "one_head": ("one_head",),
+    "blog": ("similarity", "blog", "modules"),
 }
 
 
 class Claim(NamedTuple):
     """Attributes:
     text: what the document says, in our words.
-    check: function of the document's module, which returns a `Found`.
+    check: function of one of the document's modules, which returns a `Found`.
     evidence: a sentence, filled with the check's numbers.
     """
 
@@ -35,11 +40,23 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "with converted weights outputs are {apart:.0e} apart",
         ),
         Claim(
+            "They have a significant impact on convergence and performance",
+            "convergence",
+            "measured for starts only, in a small model: {gap:.1f} points of accuracy apart, "
+            "seeds spread by {spread:.1f} ([training](../initialisation/))",
+        ),
+        Claim(
             "Both initialise with Xavier (Glorot)",
             "xavier",
             "the largest weight against Glorot's bound: only q, k, v of nn.MultiheadAttention (as "
             "one matrix of D by 3D) and Keras reach it; nn.Linear and torch's output layers are "
             "within 1/sqrt(D) = {bound:.3f}, not {glorot:.3f}",
+        ),
+        Claim(
+            "Initialisation is designed for stable training",
+            "stable_training",
+            "loss falls in {fell} of {count} runs, of one start for each formula "
+            "([training](../initialisation/))",
         ),
         Claim(
             "Deviations of initialisation are slight",
@@ -96,6 +113,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "{rows:.0e}); the library takes -inf, and they are NaN or 0",
         ),
         Claim(
+            "Masked positions then have a negligible effect",
+            "negligible",
+            "other features there move the rest by {some:.0e}; rows without keys by {nothing:.2g}",
+        ),
+        Claim(
             "TensorFlow takes a float mask",
             "float_mask",
             "of any dtype, read as zero or not: 0.3 is as good as 1, and a mask of 0 and -1e9 to be "
@@ -118,6 +140,13 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "equivalent_masks",
             "not in float32: bit by bit the same; a constant within reach of the logits leaks "
             "(float16: {leak:.1g} of the weight on a masked key)",
+        ),
+        Claim(
+            "PyTorch stays close to native CUDA or its own backend, and TensorFlow has its own "
+            "library",
+            "backends",
+            "float32 products on CPU run in {torch} for torch and {tensorflow} for TensorFlow; "
+            "what both call on a GPU is not checked here, both builds being for CPU",
         ),
         Claim(
             "The order of operations changes results a little",
@@ -204,15 +233,43 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "a query alone gives the same row (within {apart:.0e}), inside the range of values",
         ),
         Claim(
+            "Products and weights are of q_len by kv_len, the output of q_len by v_dim",
+            "shapes_of_nodes",
+            "weights {weights}, output {out}",
+        ),
+        Claim(
             "Keys may be of another number than queries, and values of another width than keys",
             "own_lengths",
             "SDPA gives {shape}; in the module `vdim` is a width of the input: a head's values "
             "stay {head} wide",
         ),
         Claim(
+            "Queries and keys have one width, and keys and values one number",
+            "same_widths",
+            "SDPA refuses other widths, but one value fewer than keys {fewer} on CPU; with kdim the "
+            "module projects keys of width {key} to {query}",
+        ),
+        Claim(
             "A dot product is the cosine times both lengths",
             "cosine",
             "within {apart:.0e} over 1000 pairs",
+        ),
+        Claim(
+            "The cosine ignores lengths",
+            "cosine_ignores_lengths",
+            "within {apart:.0e} for vectors 1000 times as long",
+        ),
+        Claim(
+            "A dot product is as good a measure of similarity as the cosine, and counts lengths",
+            "finds_similar",
+            "the most similar of 200 vectors is the vector itself for {same:.0%} where lengths "
+            "are equal, for {other:.0%} where they are 1 to 16 times as long: the longest win",
+        ),
+        Claim(
+            "A dot product is cheaper than the cosine",
+            "cheaper",
+            "operations that XLA counts: a cosine takes {one:.1f} times as many for one pair, "
+            "{many:.2f} times for 512 queries by 512 keys, each length taken once",
         ),
         Claim(
             "Products grow with the width, and 1/sqrt(d) keeps their variance",
@@ -225,6 +282,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "in float32 far logits become zeros and ties: {far}",
         ),
         Claim(
+            "A softmax is a soft argmax, and a lookup with one weight of 1 its limit",
+            "soft_argmax",
+            "of two largest it makes {tied}",
+        ),
+        Claim(
             "Dividing by the sum would do so too",
             "plain_normalisation",
             "not where signs differ: {mixed}",
@@ -232,12 +294,33 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "MHA projects, splits heads, attends, joins heads, projects",
             "steps",
-            "nn.MultiheadAttention is within {apart:.0e} of that in float64 ([node by node](../dataflow/))",
+            "nn.MultiheadAttention is within {apart:.0e} of that in float64 ([node by "
+            "node](../dataflow/))",
+        ),
+        Claim(
+            "Heads act as one more axis of the batch",
+            "heads_are_batch",
+            "SDPA of B by N, and of B N rows, are within {apart:.0e}",
+        ),
+        Claim(
+            "Each head can capture different features",
+            "other_features",
+            "in a trained encoder one head gives {previous:.0%} to the previous token, one "
+            "{next:.0%} to the next, one {same:.0%} to equal ones, one {named:.0%} to [CLS] and "
+            "[SEP]; but {special} of {count} give over half to the last "
+            "([pictures](../pictures/))",
         ),
         Claim(
             "Grouped queries share key and value heads",
             "grouped",
             "SDPA is {apart:.0e} from repeated heads",
+        ),
+        Claim(
+            "There are far more efficient implementations than the reference",
+            "far_more_efficient",
+            "Flax Linen, which takes the steps one by one, needs {short:.1f} to {shortest:.1f} "
+            "times the time of the fastest, {long:.1f} to {longest:.1f} times from T = 2048 on "
+            "([measured](../benchmarks/))",
         ),
         Claim(
             "SDPA takes a faster kernel such as flash where there is one",
@@ -261,6 +344,18 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "need_weights=False a row without keys is {fast} there and {slow} in the function",
         ),
         Claim(
+            "Under some conditions the module just calls that function",
+            "calls_function",
+            "in training it does; on the fast path it is {fast}",
+        ),
+        Claim(
+            "The fast path is faster",
+            "fast_path",
+            "off it, time is {no_weights_short:.2f} and {no_weights_long:.2f} times that on it "
+            "without weights (short, long), {weights_short:.2f} and {weights_long:.2f} times "
+            "with them ([dataflow](../dataflow/))",
+        ),
+        Claim(
             "Sequences come first by default, and batch_first=True swaps",
             "batch_is_second",
             "the wrong order raises nothing and is {wrong:.2g} off",
@@ -269,6 +364,12 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "With need_weights the softmax is returned",
             "returns_weights",
             "in training after dropout: rows sum to {least:.2g} up to {most:.2g}",
+        ),
+        Claim(
+            "That needs the softmax in memory, which flash skips",
+            "materialised",
+            "the largest tensor that an operation returns is {on:.2g} times B N T S with "
+            "weights, {off:.2g} times without",
         ),
         Claim(
             "average_attn_weights averages over heads",
@@ -286,12 +387,19 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "It can be turned off in production",
             "off_in_production",
-            "outputs are {apart:.0e} apart, but a row without keys is {on} with it and {off} without",
+            "outputs are {apart:.0e} apart, but a row without keys is {on} with it and {off} "
+            "without",
         ),
         Claim(
             "Projections are packed if widths agree, and separate if not",
             "packed",
             "in_proj_weight of {shape}, else q_, k_ and v_proj_weight",
+        ),
+        Claim(
+            "Unused keyword arguments are None",
+            "unused_are_none",
+            "{unused} are, each in the other's case; the bias stays one vector of {biases} D in "
+            "both",
         ),
         Claim(
             "Nested tensors are for the fast path only",
@@ -301,7 +409,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "The code calls lengths tgt_seq_len and src_seq_len",
             "lengths_names",
-            "tgt_len and src_len, {names} times in multi_head_attention_forward",
+            "those names occur {longer} times in multi_head_attention_forward; tgt_len and "
+            "src_len {names} times",
         ),
         Claim(
             "The module is torch.nn.MultiHeadAttention",

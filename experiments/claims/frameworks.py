@@ -1,5 +1,9 @@
 """Checks of the first document: why two frameworks give different results."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import torch
 
@@ -264,6 +268,22 @@ def large_negative() -> Found:
     return found(holds, rows=means)
 
 
+def negligible() -> Found:
+    """Other features at masked keys: what reaches the rows of the others."""
+    weights, x = torch_weights(), features()
+    moved = x.copy()
+    moved[:, VALID:] *= -3
+    changes = []
+    for keep in (_keep(B, 1), np.zeros((B, 1, T), bool)):
+        out = [torch_layer(weights, rows, keep)[:, :VALID] for rows in (x, moved)]
+        changes.append(apart(out[1], out[0]))
+    return found(
+        {"rows with a key": changes[0] < SAME, "rows without": changes[1] < SAME},
+        some=changes[0],
+        nothing=changes[1],
+    )
+
+
 def _keras_masked(mask: NDArray | None) -> NDArray:
     import keras
 
@@ -347,3 +367,34 @@ def significant() -> Found:
     )
     holds = {"float32": single > 0.1, "bfloat16": half > 0.1}
     return found(holds, single=single, half=half)
+
+
+PRODUCTS = {
+    "torch": "import torch as t; t.ones(20, 512) @ t.ones(512, 512)",
+    "tensorflow": "import tensorflow as t; t.ones((20, 512)) @ t.ones((512, 512))",
+}
+
+
+def backends() -> Found:
+    """Which library multiplies float32 matrices, by what the libraries log of their calls."""
+    logging = {"MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1", "DNNL_VERBOSE": "1"}
+    names = {}
+    for framework, product in PRODUCTS.items():
+        said = subprocess.run(
+            [sys.executable, "-c", product],
+            env={**os.environ, **logging},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        lines = (said.stdout + said.stderr).splitlines()
+        mkl = any(line.startswith("MKL_VERBOSE SGEMM") for line in lines)
+        onednn = any(line.startswith("onednn_verbose") and "exec" in line for line in lines)
+        names[framework] = "Intel's MKL" if mkl else "oneDNN" if onednn else "its own code"
+    return found(
+        {
+            "on CPU they call different libraries": names["torch"] != names["tensorflow"],
+            "on CPU TensorFlow's is its own": names["tensorflow"] == "its own code",
+        },
+        **names,
+    )

@@ -104,9 +104,10 @@ rank of what it does with them.
 
 ![Difference of outputs and of gradients from one head's, one dot per draw.](gradients.svg)
 
-With the same weights and the same slope of the output, gradients differ at least as much as outputs do:
+With the same weights and the same slope of the output, gradients with 8 heads differ by
 {_percent(of_eight["gradients"][0])} for Wq, {_percent(of_eight["gradients"][1])} for Wk and \
-{_percent(of_eight["gradients"][2])} for Wv with 8 heads. So the difference is not only in how heads
+{_percent(of_eight["gradients"][2])} for Wv, outputs by {_percent(of_eight["output"])}. \
+{_as_much(found)} So the difference is not only in how heads
 are optimised: it is there before the first step.
 
 ## When they are the same
@@ -143,6 +144,18 @@ each of {len(script)} kinds of matrices and {first["seeds"]} seeds.
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def _as_much(found: dict[str, Any]) -> str:
+    """Which gradients differ at least as much as outputs do, by the medians of every cut."""
+    cuts = [_layers(found, h) for h in found["settings"]["heads"] if h > 1]
+    said: dict[str, list[str]] = {}
+    for i, name in enumerate(("Wq", "Wk", "Wv")):
+        most = [cut["gradients"][i] >= cut["output"] for cut in cuts]
+        words = "at least as much" if all(most) else "more or less" if any(most) else "less"
+        said.setdefault(words, []).append(name)
+    parts = [f"{words} for {' and '.join(names)}" for words, names in said.items()]
+    return f"Beside outputs, gradients differ {', '.join(parts)}, whatever the number of heads."
 
 
 def _script(found: dict[str, Any]) -> list[dict[str, Any]]:

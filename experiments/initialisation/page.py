@@ -18,9 +18,7 @@ def conclusion(found: dict[str, Any]) -> str:
         min(variances, key=lambda n: variances[n]),
         max(variances, key=lambda n: variances[n]),
     )
-    accuracy = [100 * np.array(run["accuracy"]) for run in found["training"]["runs"].values()]
-    gap = max(a.mean() for a in accuracy) - min(a.mean() for a in accuracy)
-    spread = max(a.std(ddof=1) for a in accuracy)
+    gap, spread = gap_and_spread(found)
     within = "within" if gap <= spread else "beyond"
     return (
         f"Kernels of `init_params` cannot be told from those of the frameworks "
@@ -29,6 +27,13 @@ def conclusion(found: dict[str, Any]) -> str:
         f"{found['training']['steps']} steps {beside.extremes(found['training']['runs'])}: {gap:.1f} "
         f"points apart, {within} the spread of seeds ({spread:.1f})."
     )
+
+
+def gap_and_spread(found: dict[str, Any]) -> tuple[float, float]:
+    """Points between the best and the worst start, and the largest deviation over seeds."""
+    accuracy = [100 * np.array(run["accuracy"]) for run in found["training"]["runs"].values()]
+    gap = max(a.mean() for a in accuracy) - min(a.mean() for a in accuracy)
+    return float(gap), float(max(a.std(ddof=1) for a in accuracy))
 
 
 def tables(found: dict[str, Any]) -> dict[str, Rows]:
@@ -99,10 +104,49 @@ accuracy after {training["steps"]} steps.](training.svg)
 
 {shown["Training"]}
 
+{_trained(found)}
+
 {beside.about(training)} Attention has {training["N"]} heads and starts from the weights of fresh layers of the framework,
 carried over by the converters; all other weights and all batches are the same. This says what starts
 do to this small model, in which a norm stands before attention, not to others.
 """
+
+
+def _trained(found: dict[str, Any]) -> str:
+    """Why some are trained and the others not, by their formulas."""
+    starts, names = found["starts"], list(found["training"]["runs"])
+    first: dict[str, str] = {}  # formula of the kernels -> who trains with it
+    for name in names:
+        first.setdefault(_kernel_formula(starts[name]), name)
+    left = [name for name in starts if name not in names]
+    same = [
+        f"“{name}” as “{first[formula]}”"
+        + ("" if _biased(starts[name]) == _biased(starts[first[formula]]) else " but for biases")
+        for name in left
+        if (formula := _kernel_formula(starts[name])) in first
+    ]
+    other = [name for name in left if _kernel_formula(starts[name]) not in first]
+    sentence = (
+        f"{len(names)} of {len(starts)} starts are trained, one of each formula. "
+        f"Kernels of the others are drawn as theirs: {', '.join(same)}"
+    )
+    if other:
+        one = len(other) == 1
+        sentence += (
+            f"; {', '.join(f'“{name}”' for name in other)} {'is' if one else 'are'} left out because "
+            f"{'its' if one else 'their'} formula is for keys and values of other widths, which this "
+            "model has not"
+        )
+    return sentence + "."
+
+
+def _kernel_formula(start: dict[str, Any]) -> str:
+    formula: str = start["formula"]
+    return formula.split(", biases")[0].split(", no biases")[0]
+
+
+def _biased(start: dict[str, Any]) -> bool:
+    return bool(start["biases"] and start["biases"]["max"])
 
 
 def _std(of: dict[str, Any], kernel: str) -> float:

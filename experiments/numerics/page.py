@@ -1,5 +1,6 @@
 """What was found, in words; every number from results.json."""
 
+import math
 from typing import Any
 
 from experiments.benchmarks.report import table
@@ -47,8 +48,8 @@ that store them in the dtype of the inputs.
 ![Error over the size of logits, S = {settings["S"]}: what is stored in half precision is stored \
 with an error that grows with it, and the softmax takes it to the power of e.](scales.svg)
 
-If it is stored, a logit of 1000 has an error of up to {1000 * 2**-9:.0f} in bfloat16 and
-{1000 * 2**-12:.2g} in float16. Where the softmax is one-hot errors shrink again, below 1 too: the output is one of the
+If it is stored, a logit of 1000 has an error of up to {half_a_unit(1000, 8):.2g} in bfloat16 and
+{half_a_unit(1000, 11):.2g} in float16. Where the softmax is one-hot errors shrink again, below 1 too: the output is one of the
 values, which need no rounding.
 
 {errors(rows, "scales", settings["scales"], "x")}
@@ -82,6 +83,15 @@ N={settings["N"]}, H={settings["H"]}), and its first {settings["T"]} rows are co
 output to the dtype makes. torch's native path computes all rows and is left out where that takes
 too long.
 """
+
+
+def half_a_unit(x: float, bits: int) -> float:
+    """In the last place: the largest error of x rounded to a significand of so many bits.
+
+    >>> half_a_unit(1000, 11), half_a_unit(1000, 8), half_a_unit(1024, 11)
+    (0.25, 2.0, 0.5)
+    """
+    return math.ldexp(1, math.frexp(x)[1] - bits - 1)
 
 
 def finite(errors: list[Any]) -> list[float]:

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TARGET = records.ROOT / "build" / "report" / "index.html"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: fine; 1: something is stale (--check) or failed; 2: bad input."""
+    """0: fine; 1: something is stale (--check) or failed; 2: bad input, a damaged file among it."""
     parser = ArgumentParser(
         prog="python -m experiments.report",
         description=__doc__,
@@ -61,17 +62,31 @@ def make(target: Path, chosen: set[str], *, keep: bool) -> int:
     start = time.monotonic()
     console = Console(stderr=True)
     again = [e for e in EXPERIMENTS if not keep and (e.name in chosen or registry.stale(e))]
-    failed = refresh.remake(again, console)
+    damage = damaged([e for e in EXPERIMENTS if e not in again])
+    failed = {} if damage else refresh.remake(again, console)
+    for name, message in failed.items():
+        console.print(f"{name} failed: {message}", style="red", highlight=False, markup=False)
+    damage = damage or damaged(again)
+    if damage:
+        console.print("\n".join(damage), style="red", highlight=False, markup=False, soft_wrap=True)
+        return 2
     for path, text in build.files().items():
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(build.page())
-    for name, message in failed.items():
-        console.print(f"{name} failed: {message}", style="red", highlight=False, markup=False)
     ran = f"{len(again) - len(failed)} of {len(again)} run again, " if again else ""
     console.print(f"{target}: {ran}{time.monotonic() - start:.0f} s", highlight=False)
     return int(bool(failed))
+
+
+def damaged(experiments: Sequence[Experiment]) -> list[str]:
+    """Lines on those whose page cannot be made, with what makes them again."""
+    return [
+        f"{experiment.name}: {reason}; {experiment.page.COMMAND} makes it again"
+        for experiment in experiments
+        if (reason := registry.damaged(experiment)) is not None
+    ]
 
 
 def check() -> int:
@@ -81,9 +96,11 @@ def check() -> int:
         for experiment in EXPERIMENTS
         if (reason := registry.stale(experiment)) is not None
     ]
+    damage = damaged(EXPERIMENTS)
+    reasons += [line for line in damage if not line.startswith(tuple(f"{r};" for r in reasons))]
     reasons += [
         f"{path.relative_to(records.ROOT)} is not what the results make"
-        for path, text in build.files().items()
+        for path, text in ({} if damage else build.files()).items()
         if not path.is_file() or path.read_text() != text
     ]
     print("\n".join(reasons) or "nothing is stale")
@@ -92,16 +109,17 @@ def check() -> int:
 
 def listed(experiment: Experiment) -> dict[str, Any]:
     """What scripts may want to know."""
-    found = registry.found(experiment)
+    damage = registry.damaged(experiment)
+    found = None if damage else registry.found(experiment)
     return {
         "name": experiment.name,
         "question": experiment.page.QUESTION,
         "command": experiment.page.COMMAND,
-        "result": str(experiment.results.relative_to(records.ROOT)),
+        "result": records.shown(experiment.results),
         "date": None if found is None else build.date(found),
         "conclusion": None if found is None else experiment.page.conclusion(found),
         "remade": experiment.seconds is not None,
-        "stale": registry.stale(experiment),
+        "stale": damage or registry.stale(experiment) or registry.outgrown(experiment),
     }
 
 

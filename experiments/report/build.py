@@ -18,6 +18,9 @@ Questions, each with the command that answers it, its result file and, where it 
 Results carry versions and machine, and the seed where anything is drawn from one; every number in a
 conclusion is taken from them. `make report` runs again what the code has
 outgrown, writes these pages, and puts everything on one page: `build/report/index.html`.
+Experiments that take long or need another machine are not run again by it: their results stay as
+stored, and that page says below each whether the code has changed since, as does
+`python -m experiments.report --json` (`remade` is false for them).
 """
 Groups = Mapping[str, Sequence[Experiment]]
 
@@ -58,6 +61,8 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
         made["body"] = markup.body(text, experiment.folder, experiment.name, anchors)
         made["date"] = date(found)
         made["made"] = html.escape(origin(found))
+        if (reason := registry.outgrown(experiment)) is not None:
+            made["made"] += f"<br>{html.escape(reason)}"
     return made
 
 

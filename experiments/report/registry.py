@@ -1,11 +1,13 @@
 """The experiments that the page shows, in its order, and what is known of each."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import records
 
+FIGURE = re.compile(r"\]\(([^()\s]+\.(?:svg|png))\)")
 HERE = Path(__file__).parents[1]
 
 
@@ -78,4 +80,34 @@ def stale(experiment: Experiment) -> str | None:
     """Why it has to run again before the page is made, or None."""
     if experiment.seconds is None:
         return None
-    return records.stale(experiment.results)
+    return records.stale(experiment.results) or lost(experiment)
+
+
+def outgrown(experiment: Experiment) -> str | None:
+    """Whether the code has changed since one was run that is not run again here; None if not."""
+    if experiment.seconds is not None:
+        return None
+    stored = found(experiment)
+    if stored is None:
+        return None
+    if "sources" not in stored:
+        return "Whether the code has changed since is not known: the results name no sources."
+    reason = records.stale(experiment.results)
+    return f"Older than the code: {reason}." if reason else None
+
+
+def damaged(experiment: Experiment) -> str | None:
+    """What keeps its page from being made, or None."""
+    try:
+        found(experiment)
+    except records.UnreadableError as error:
+        return str(error)
+    return lost(experiment)
+
+
+def lost(experiment: Experiment) -> str | None:
+    """The figures of its page that are not there, or None."""
+    page = experiment.folder / "README.md"
+    names = FIGURE.findall(page.read_text()) if page.is_file() else []
+    missing = [name for name in names if not (experiment.folder / name).is_file()]
+    return f"{', '.join(missing)} missing" if missing else None
