@@ -78,6 +78,8 @@ def describe_(
     """Say what attention computes, node by node: formula, shape, cost, and what frameworks do
     otherwise."""
     with one_message():
+        if svg is not None and svg.suffix != ".svg":
+            raise ValueError(f"--svg: {svg} does not end in .svg, which is what is drawn")
         own = {
             "features": features,
             "num_kv_heads": num_kv_heads,

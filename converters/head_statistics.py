@@ -7,6 +7,9 @@ import numpy as np
 
 from jaxmha.converters.arrays import NDArray, to_numpy
 
+# How far above 1 rows may sum that were rounded to half precision.
+ROUNDED = 0.02
+
 
 class HeadStatistics(NamedTuple):
     """Means over the queries of one head; shares are of the attention, from 0 to 1.
@@ -123,6 +126,11 @@ def as_weights(weights: Any, batch: int | None = None) -> NDArray:
         raise ValueError(
             f"weights are finite and not negative, got values from {low:.3g} to {high:.3g}: these "
             "look like logits; take their softmax over the last axis first"
+        )
+    if (most := np.nanmax(array.sum(-1), initial=0.0)) > 1 + ROUNDED:
+        raise ValueError(
+            f"weights: a row of keys sums to 1, or to 0 where nothing may be attended, got {most:.3g}: "
+            "give weights before dropout, normalised over the last axis"
         )
     return array
 

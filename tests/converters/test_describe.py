@@ -481,6 +481,7 @@ def test_a_block_has_the_name_that_its_user_gave(tmp_path: Path) -> None:
         ((*SHORT, "--block", "x"), "--block"),
         ((*SHORT, "--dtype", "float33"), "float33"),
         ((*SHORT, "--mask", "1,x"), "--mask"),
+        ((*SHORT, "--svg", "x.png"), ".svg"),
         ((*SHORT, "--mask", "3,3"), "(3, 3)"),
         ((*SHORT, "--framework", "caffe"), "caffe"),
         ((*SHORT, "--query-len", 0), "query-len"),
