@@ -21,6 +21,7 @@ from typing import BinaryIO
 from jaxmha.converters.checkpoint.errors import DestinationExists, WriteFailed
 
 _CWD, _EXCHANGE = -100, 2  # of renameat2(2)
+_LARGE = 64 << 20
 _ATTEMPTS = 100
 
 
@@ -32,7 +33,7 @@ def replace(
     force: bool,
     sources: Sequence[Path] = (),
     mode: int | None = None,
-    large: bool = False,
+    size: int = 0,
 ) -> None:
     """Puts a file in place after `verify` has accepted it.
 
@@ -43,7 +44,8 @@ def replace(
         force: replace what is there.
         sources: files and folders that nothing may be put onto or into.
         mode: permissions of a new file; None: as the umask says.
-        large: let the disk write while `emit` and `verify` compute.
+        size: bytes that `emit` writes at least. Where they are many, their place on the disk is taken
+            first, and the disk writes while `emit` and `verify` compute.
 
     Raises:
         DestinationExists, WriteFailed, and whatever emit and verify raise.
@@ -54,7 +56,7 @@ def replace(
         for _ in stale(target):
             pass
         with temporary(target, mode if old is None else old) as (file, path):
-            with _flushing(file.fileno()) if large else contextlib.nullcontext():
+            with _flushing(file.fileno(), size) if size > _LARGE else contextlib.nullcontext():
                 emit(file)
                 file.flush()
                 verify(path)
@@ -129,8 +131,9 @@ def _locked_new(target: Path, create: Callable[[Path], int]) -> tuple[int, Path]
 
 
 @contextlib.contextmanager
-def _flushing(fd: int) -> Iterator[None]:
+def _flushing(fd: int, size: int) -> Iterator[None]:
     """Sends what is written to the disk all the while; its errors are raised at the end."""
+    _reserve(fd, size)
     done, errors = threading.Event(), []
 
     def flush() -> None:
@@ -150,6 +153,18 @@ def _flushing(fd: int) -> Iterator[None]:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Gives an empty file its size: a full disk says so now, and less is left to do while writing.
+
+    Python's own call writes zeros where the file system cannot do it.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        problem = ctypes.get_errno()
+        if problem in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(problem, os.strerror(problem))
 
 
 def temporary_name(target: Path) -> Path:

@@ -139,11 +139,11 @@ def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
             yield from parts(array[at : at + rows], most)
 
 
-_TILE = 128
+_ROWS, _SLAB = 128, 3 << 17  # a slab of so many bytes stays in a cache
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The array in C order: itself, or a copy, which is made tile by tile of a large transposed one.
+    """The array in C order: itself, or a copy, which is made slab by slab of a large transposed one.
 
     NumPy goes along whole rows of the copy, which touches a page of the source for each element.
     """
@@ -159,21 +159,25 @@ def contiguous(array: np.ndarray) -> np.ndarray:
 def _copy(out: np.ndarray, array: np.ndarray) -> None:
     out, array = _merged(out, array)
     transposed = array.ndim > 1 and abs(array.strides[-1]) > abs(array.strides[-2])
-    if not transposed or math.prod(array.shape[-2:]) <= _TILE**2:  # a cache holds the latter
+    if not transposed or math.prod(array.shape[-2:]) <= _ROWS**2:  # a cache holds the latter
         np.copyto(out, array)
     elif array.ndim > 2:
         for i in range(len(array)):
             _copy(out[i], array[i])
     else:
-        # Square tiles, through a buffer in a cache: lines of the source and of the copy may be a power
-        # of 2 apart, of which a cache holds few; those of the buffer are not.
-        buffer = np.empty((_TILE, _TILE + 64 // array.itemsize), array.dtype)
-        for i in range(0, len(array), _TILE):
-            for j in range(0, array.shape[1], _TILE):
-                tile = array[i : i + _TILE, j : j + _TILE]
-                held = buffer[: tile.shape[1], : tile.shape[0]]
-                held[...] = tile.T
-                out[i : i + _TILE, j : j + _TILE] = held.T
+        # Through a buffer in a cache: lines of the source may be a power of 2 apart, of which a cache
+        # holds few; those of the buffer are not. Few large copies, since threads wait for each other
+        # around every one.
+        rows = min(_ROWS, len(array))
+        width = rows + 64 // array.itemsize
+        columns = min(array.shape[1], max(1, _SLAB // (width * array.itemsize)))
+        buffer = np.empty((columns, width), array.dtype)
+        for i in range(0, len(array), rows):
+            for j in range(0, array.shape[1], columns):
+                slab = array[i : i + rows, j : j + columns]
+                held = buffer[: slab.shape[1], : slab.shape[0]]
+                held[...] = slab.T
+                out[i : i + rows, j : j + columns] = held.T
 
 
 def _merged(out: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

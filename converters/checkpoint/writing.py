@@ -24,7 +24,6 @@ from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
 SHARD_SIZE = 5 * 10**9
-_LARGE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,8 @@ def _write_file(
         with reading.read(Source(temporary), format, UNLIMITED) as written:
             compare(plan, written)
 
-    large = sum(info.nbytes for info in plan.info.values()) > _LARGE
-    replacing.replace(plan.path, emit, verify, force=force, sources=sources, mode=mode, large=large)
+    size = sum(info.nbytes for info in plan.info.values())
+    replacing.replace(plan.path, emit, verify, force=force, sources=sources, mode=mode, size=size)
 
 
 def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:

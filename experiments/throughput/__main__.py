@@ -59,35 +59,38 @@ def make(path: Path, blocks: int) -> None:
     checkpoint.write(path, checkpoint.Lazy(info, load))
 
 
-def timed(command: list[str], stdout: int = subprocess.DEVNULL) -> tuple[float, str]:
-    """Seconds of a process, and what it printed if asked for."""
-    start = time.perf_counter()
-    done = subprocess.run(command, stdout=stdout, text=True, check=True)
-    return time.perf_counter() - start, done.stdout or "0"
+def removed(target: Path) -> None:
+    """Also from the disk, whose blocks are freed at the next sync."""
+    target.unlink(missing_ok=True)
+    os.sync()
 
 
 def copied(source: Path, target: Path) -> tuple[float, float]:
     """`cp`, `sync` of the copy, one read of it."""
-    target.unlink(missing_ok=True)
-    commands = (["cp", source, target], ["sync", target], ["cat", target])
-    return sum(timed([str(word) for word in command])[0] for command in commands), 0.0
+    removed(target)
+    start = time.perf_counter()
+    commands: list[list[str | Path]] = [["cp", source, target], ["sync", target], ["cat", target]]
+    for command in commands:
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - start, 0.0
 
 
 def migrated(source: Path, target: Path) -> tuple[float, float]:
     """`migrate.convert` in a process of its own, whose start and imports are not counted."""
-    target.unlink(missing_ok=True)
-    here = [sys.executable, "-m", "experiments.throughput", "--migrate"]
-    idle, _ = timed([*here, "", ""])
-    seconds, peak = timed([*here, str(source), str(target)], subprocess.PIPE)
-    return seconds - idle, float(peak)
+    command = [sys.executable, "-m", "experiments.throughput", "--migrate"]
+    done = subprocess.run([*command, source, target], stdout=subprocess.PIPE, text=True, check=True)
+    seconds, peak = map(float, done.stdout.split())
+    return seconds, peak
 
 
 def convert(source: str, target: str) -> None:
-    """Prints the most MiB held above those before."""
+    """Prints the seconds, and the most MiB held above those before."""
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = memory("VmRSS")
+    removed(Path(target))
+    start = time.perf_counter()
     migrate.convert(source, target, to="flax", num_heads=HEADS)
-    print(memory("VmHWM") - before)
+    print(time.perf_counter() - start, memory("VmHWM") - before)
 
 
 def memory(field: str) -> float:
@@ -106,9 +109,7 @@ def main() -> None:
     parser.add_argument("--migrate", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.migrate:
-        if options.migrate[0]:
-            convert(*options.migrate)
-        return
+        return convert(*options.migrate)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         source, target = Path(scratch) / "source.safetensors", Path(scratch) / "target.safetensors"
         make(source, max(1, options.size // BLOCK))
@@ -116,13 +117,14 @@ def main() -> None:
         ways = {"copy": copied, "migrate": migrated}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         peak = 0.0
-        for turn in range(options.rounds + 1):
+        for turn in range(options.rounds):
             for way in random.Random(turn).sample(list(ways), len(ways)):
-                os.sync()
+                # A virtual machine gives freed memory back to its host, and who asks for it next waits:
+                # each way comes after a copy, and finds the memory of that.
+                copied(source, target)
                 took, most = ways[way](source, target)
                 peak = max(peak, most)
-                if turn:  # the first is for caches
-                    seconds[way].append(took)
+                seconds[way].append(took)
                 print(f"{way:8} {took:7.2f} s {size / took / 1e6:7.0f} MB/s", flush=True)
     ratios = [c / m for c, m in zip(seconds["copy"], seconds["migrate"], strict=True)]
     result: dict[str, Any] = {

@@ -14,6 +14,7 @@ import pytest
 
 from jaxmha.converters import checkpoint
 from jaxmha.converters.checkpoint import replacing
+from jaxmha.converters.checkpoint.source import Recycled
 from jaxmha.converters.checkpoint.tensor import blocks
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
@@ -95,6 +96,35 @@ def test_no_room_for_what_has_several_files(name: str, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_no_room_for_much_is_known_before_anything_is_written(tmp_path: Path) -> None:
+    tensors, done = {"a": np.zeros(20 << 20, np.float32)}, []
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (79 << 20, old[1]))
+    try:
+        with pytest.raises(checkpoint.WriteFailed, match="free space"):
+            checkpoint.write(
+                tmp_path / "m.safetensors", tensors, progress=lambda *counts: done.append(counts)
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert not done
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_used_again_by_nobody_who_holds_it() -> None:
+    recycled, size = Recycled(), 4 << 20
+    first = recycled.array(size)
+    address, part = first.ctypes.data, first.view(np.float32)[5:7].data
+    del first
+    other = recycled.array(size)
+    assert not np.shares_memory(other, np.asarray(part))
+    del part
+    smaller = recycled.array(size - 8)
+    assert (smaller.ctypes.data, smaller.size) == (address, size - 8)
+    assert not np.shares_memory(smaller, other)
+    assert not np.shares_memory(recycled.array(size + 8), smaller)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
