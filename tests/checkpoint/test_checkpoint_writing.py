@@ -117,7 +117,7 @@ def test_memory_is_used_again_by_nobody_who_holds_it() -> None:
     def at(array: np.ndarray) -> int:
         return int(array.__array_interface__["data"][0])
 
-    recycled, size = Recycled(), 4 << 20
+    recycled, size = Recycled(), 5 << 20
     first = recycled.array(size)
     address, part = at(first), first.view(np.float32)[5:7].data
     del first
