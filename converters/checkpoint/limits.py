@@ -33,6 +33,7 @@ class Limits:
     pickle_bytes: int = 64 << 20
     opcodes: int = 500_000  # of a pickle; torch.save takes some 40 per tensor
     tensors: int = 10**6
+    aliases: int = 1000  # names of one tensor of a torch file, such as tied weights have
     index_bytes: int = 64 << 20
     shards: int = 500  # each is held open
     members: int = 10**6  # zip members, HDF5 links

@@ -8,6 +8,7 @@ Format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 import struct
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import BinaryIO, Literal
 
@@ -56,7 +57,10 @@ def read(source: Source, limits: Limits) -> Contents:
     for storage in storages.values():
         _check_storage(source, members, storage)
     views: dict[str, torch_records.View] = {}
+    names = Counter[int]()
     for name, view in torch_records.flatten(root, path, limits):
+        names[id(view)] += 1
+        budget.spend("the names of one tensor", names[id(view)], limits.aliases, name)
         info = budget.tensor(name, view.shape, view.dtype)
         _check_view(source, name, view, info)
         views[name] = view

@@ -503,6 +503,13 @@ def pickle_shared_dict_tower() -> bytes:
     return torch_file(b"\x80\x02(" + tower + b"t.").replace(b"(}", b"(}", 1)
 
 
+@case(".pt", ck.BudgetExceeded)
+def pickle_one_tensor_of_many_names() -> bytes:
+    """Two bytes for each name."""
+    listed = tensor() + b"q\x00" + b"h\x00" * 50_000
+    return torch_file(state(text("w"), b"](" + listed + b"e"))
+
+
 @case(".pt", ck.ForbiddenContent)
 def pickle_dup() -> bytes:
     return torch_file(b"\x80\x02}2.")

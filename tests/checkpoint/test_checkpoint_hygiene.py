@@ -213,6 +213,7 @@ def test_limits_can_be_lowered_and_raised(tmp_path: Path) -> None:
         checkpoint.Limits(opcodes=5),
         checkpoint.Limits(pickle_bytes=10),
         checkpoint.Limits(header_bytes=10),
+        checkpoint.Limits(aliases=0),
         checkpoint.Limits(rank=1),
         checkpoint.Limits(dimension=2),
     ]
