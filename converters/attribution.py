@@ -22,7 +22,7 @@ from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.factors import Factor
 from jaxmha.converters.layer import Inputs, Layer, of_block, of_call
 from jaxmha.converters.sides import BlockSide
-from jaxmha.params import check, leaves
+from jaxmha.params import check
 
 # More factors than this are 2 ** MOST mixtures; then all weights become one.
 MOST = 8
@@ -332,7 +332,9 @@ def _rest(
             continue
         finite = np.isfinite(right) & np.isfinite(out)
         # Of NaN in weights a framework's softmax may make finite numbers, of finite weights not.
-        odd = (np.isfinite(out) != np.isfinite(right)) & (np.isfinite(right) | _finite(layer))
+        odd = (np.isfinite(out) != np.isfinite(right)) & (
+            np.isfinite(right) | (not verify.not_finite(layer.params))
+        )
         how = [f"{odd.sum()} elements are NaN or infinite, or are to be"] if odd.any() else []
         if finite.any():
             floor = oracle.rounding_floor(right[finite], layer.dtype)
@@ -341,28 +343,23 @@ def _rest(
                 how.append(f"{floors:.3g} rounding floors away")
         if how:
             wrong.append(f"{which} ({', '.join(reversed(how))})")
+    if wrong:
+        what = " and ".join(wrong)
+        sentence = f"{what} answers something else than its weights, mask and behaviour say"
+        return Factor("unexplained", sentence, ())
     narrow = [
         f"{which} computes in {layer.dtype}, narrower than its weights"
         for which, layer in zip("ab", layers, strict=True)
         if layer.dtype != np.asarray(layer.params.query.kernel).dtype
     ]
-    if not wrong and narrow:
+    if narrow:
         return Factor("compute dtype", "; ".join(narrow), ())
-    if not wrong:
-        return Factor("rounding", "the order of floating-point operations", ())
-    what = " and ".join(wrong)
-    sentence = f"{what} answers something else than its weights, mask and behaviour say"
-    return Factor("unexplained", sentence, ())
+    return Factor("rounding", "the order of floating-point operations", ())
 
 
 def _cost(layer: Layer, inputs: Inputs) -> float:
     """What storing every stage in the dtype of the weights costs, in rounding floors."""
     return forward.cost(layer.params, layer.semantics, inputs, None)
-
-
-def _finite(layer: Layer) -> bool:
-    """Whether no weight is NaN or infinite."""
-    return all(np.isfinite(to_numpy(leaf)).all() for leaf in leaves(layer.params).values())
 
 
 def _weights_at_once(found: list[Factor]) -> list[Factor]:

@@ -22,13 +22,13 @@ tensors = ["encoder.layer.0.attention.self.query.weight", ...]
 
 import json
 import os
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxmha.converters.checkpoint import ALGORITHMS
+from jaxmha.converters.checkpoint.digests import is_digest
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.moves import Made
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan
@@ -117,8 +117,8 @@ def loads(text: str) -> Plan:
         f"[plan] dtype must be one of {', '.join(DTYPES)}, got {dtype!r}",
     )
     _demand(
-        digest is None or _is_digest(digest),
-        f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and hexadecimal digits, got "
+        digest is None or is_digest(digest),
+        f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and all its hexadecimal digits, got "
         f"{digest!r}: `jaxmha plan` writes that of the source",
     )
     listed = content.get("module", [])
@@ -143,11 +143,6 @@ def _move(i: int, table: Any) -> Move:
     )
     settings = {_FIELDS.get(key, key): value for key, value in table.items()}
     return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})
-
-
-def _is_digest(text: str) -> bool:
-    algorithm, _, digits = text.partition(":")
-    return algorithm in ALGORITHMS and re.fullmatch(r"[0-9a-f]+", digits) is not None
 
 
 def _demand(fine: bool, message: str) -> None:

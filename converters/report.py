@@ -282,7 +282,7 @@ def _attention(
         strict=True,
     )
     for a, b in both:
-        if held := verify.not_finite(a):
+        if held := verify.not_finite(a.params):
             notes.append(
                 f"{a.name or '(top)'}: {', '.join(held)} holds NaN or infinity: no outputs were compared"
             )

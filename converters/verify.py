@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmha import MHAParams
 from jaxmha.converters import forward, mistakes, oracle, sides
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.checkpoint import CheckpointError
@@ -169,7 +170,7 @@ def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
     differences = tuple(weight_differences(a, b))
-    held = tuple(dict.fromkeys([*not_finite(a), *not_finite(b)]))
+    held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
     if comparable := _sizes(a) == _sizes(b):
@@ -203,10 +204,10 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     )
 
 
-def not_finite(side: BlockSide) -> list[str]:
+def not_finite(params: MHAParams) -> list[str]:
     """Leaves that hold NaN or infinity."""
-    arrays = {name: to_numpy(leaf) for name, leaf in leaves(side.params).items()}
-    return [name for name, array in arrays.items() if not np.isfinite(array).all()]
+    arrays = leaves(params).items()
+    return [name for name, leaf in arrays if not np.isfinite(to_numpy(leaf)).all()]
 
 
 def _behaviour(a: BlockSide, b: BlockSide) -> Iterator[str]:

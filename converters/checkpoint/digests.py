@@ -100,9 +100,14 @@ def check_manifest(
 
 def check_form(text: Any, path: str | os.PathLike[str]) -> None:
     """Raises IntegrityError unless a text from a file has the form of a digest."""
-    algorithm, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if LENGTHS.get(algorithm) != len(digits) or not set(digits) <= set("0123456789abcdef"):
+    if not is_digest(text):
         raise IntegrityError(path, f"{str(text)[:80]!r} is not a digest", _AGAIN)
+
+
+def is_digest(text: Any) -> bool:
+    """Whether something from a file has the form of a digest."""
+    algorithm, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return LENGTHS.get(algorithm) == len(digits) and set(digits) <= set("0123456789abcdef")
 
 
 def check(array: np.ndarray, kept: str, path: str | os.PathLike[str], name: str) -> None:

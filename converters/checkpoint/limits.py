@@ -93,6 +93,11 @@ class Budget:
         return info
 
 
+def is_text(text: str) -> bool:
+    """Whether a string can be written as UTF-8: without surrogates."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def check_name(path: str | os.PathLike[str], name: str, limits: Limits) -> None:
     """Raises unless a name is printable, short, and harmless as a relative path.
 
@@ -103,7 +108,7 @@ def check_name(path: str | os.PathLike[str], name: str, limits: Limits) -> None:
         raise MalformedFile(path, "a tensor has an empty name", _RENAME)
     if len(name) > limits.name_bytes or len(name.encode("utf-8", "replace")) > limits.name_bytes:
         raise BudgetExceeded(path, f"a name is longer than {limits.name_bytes} bytes", _RAISE, name)
-    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name):
+    if any(ord(c) < 32 or ord(c) == 127 for c in name) or not is_text(name):
         raise MalformedFile(path, "a name has control or surrogate characters", _RENAME, name)
     parts = name.replace("\\", "/").split("/")
     if not parts[0] or any(part in (".", "..") for part in parts):

@@ -19,7 +19,7 @@ from jaxmha.converters.checkpoint.errors import (
     UnsupportedFormat,
     WriteFailed,
 )
-from jaxmha.converters.checkpoint.limits import UNLIMITED, Budget
+from jaxmha.converters.checkpoint.limits import UNLIMITED, Budget, is_text
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
@@ -214,19 +214,15 @@ def _check_arguments(
             )
         if any(type(text) is not str for pair in given.items() for text in pair):
             raise UnsupportedFormat(target, f"{what} must be strings", "convert them with str()")
-        if any(not _is_utf8(text) for pair in given.items() for text in pair):
+        if any(not is_text(text) for pair in given.items() for text in pair):
             raise UnsupportedFormat(target, f"{what} hold surrogates", "give text that is UTF-8")
-    if format.sharded and not _is_utf8(target.name):
+    if format.sharded and not is_text(target.name):
         problem = "the name is not UTF-8, and an index names its shards in JSON"
         raise UnsupportedFormat(target, problem, "choose another name")
     if digests.KEY in metadata:
         raise UnsupportedFormat(target, f"the key {digests.KEY!r} is reserved", "leave it out")
     if shard_size is not None and shard_size < 1:
         raise UnsupportedFormat(target, f"shards of {shard_size} bytes", "give a positive size")
-
-
-def _is_utf8(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _tensors(

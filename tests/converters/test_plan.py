@@ -87,7 +87,7 @@ fields = st.tuples(
     st.none() | st.integers(1, 99),
     names,
 )
-digests = st.from_regex(r"(sha256|xxh3_128):[0-9a-f]+", fullmatch=True)
+digests = st.from_regex(r"sha256:[0-9a-f]{64}|xxh3_128:[0-9a-f]{32}", fullmatch=True)
 
 
 @settings(max_examples=50, deadline=None)
