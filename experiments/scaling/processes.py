@@ -16,12 +16,14 @@ from experiments.scaling import workers
 
 EXAMPLES = """examples:
   python -m experiments.scaling.processes                      two processes, every layout
+  python -m experiments.scaling.processes --mask window --mask segments
   python -m experiments.scaling.processes --processes 4 --json
 """
 # Of one float32 unit of rounding at the largest value: two results that sum in other orders.
 ALLOWED = 64.0
 LAYOUTS = ("data", "tensor", "fsdp", "ring", "allgather", "mixed")
 B, T, N, K, H = 4, 256, 8, 4, 16
+MASKS = ("padded", "window", "segments")
 
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
@@ -33,6 +35,12 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only these")
+    parser.add_argument(
+        "--mask",
+        action="append",
+        choices=MASKS,
+        help="what is asked for beside causal (default: padded); several: each",
+    )
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--checkpoint", type=Path, help="used by the command itself")
     return workers.parsed(parser, arguments)
@@ -49,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = Path(folder) / "layer.safetensors"
         write(path)
         words = [word for layout in layouts for word in ("--layout", layout)]
+        words += [word for mask in options.mask or MASKS[:1] for word in ("--mask", mask)]
         answers = workers.started(__spec__.name, options.processes, [*words, "--checkpoint", path])
     if answers is None:
         return 2
@@ -92,7 +101,10 @@ def write(path: Path) -> None:
 def work(options: Namespace) -> dict[str, float]:
     """One process: errors by layout, and the share of the checkpoint that it read."""
     with workers.joined(options):
-        found = {layout: error(layout, options.checkpoint) for layout in options.layout}
+        found = {
+            layout: max(error(layout, mask, options.checkpoint) for mask in options.mask)
+            for layout in options.layout
+        }
         return {**found, "share": share(options.checkpoint)}
 
 
@@ -111,8 +123,11 @@ def mesh_of(layout: str) -> tuple[Any, dict[str, Any]]:
     return mesh, {name: name for name in sizes}
 
 
-def error(layout: str, path: Path) -> float:
-    """Largest difference of output and gradients from one device's, in units of rounding."""
+def error(layout: str, masked: str, path: Path) -> float:
+    """Largest difference of output and gradients from one device's, in units of rounding.
+
+    Infinite where the same call gives other bits when it is run again.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -126,7 +141,13 @@ def error(layout: str, path: Path) -> float:
     mesh, names = mesh_of(layout)
     rng = np.random.default_rng(1)
     x, slope = (rng.standard_normal((B, T, N * H)).astype(np.float32) for _ in range(2))
-    mask = Mask.causal() & Mask.lengths(key_value=np.asarray([T, T // 2, 7, T - 1]))
+    segments = np.repeat([[0, 1, 2]], B, axis=0).repeat([T // 2, T // 3, T - T // 2 - T // 3], 1)
+    masks = {
+        "padded": Mask.lengths(key_value=np.asarray([T, T // 2, 7, T - 1])),
+        "window": Mask.window(T // 3, None),
+        "segments": Mask.segments(segments, segments),
+    }
+    mask = Mask.causal() & masks[masked]
     implementation = layout if layout in ("ring", "allgather") else None
 
     def run(params: Any, x: Any, slope: Any) -> Any:
@@ -152,10 +173,16 @@ def error(layout: str, path: Path) -> float:
         for place in [jax.NamedSharding(mesh, sharding.activations(**features))]
     ]
     with sharding.use(mesh, **names):
-        got = jax.jit(run)(from_leaves(arrays), *spread)
+        spreading = jax.jit(run)
+        got, again = (spreading(from_leaves(arrays), *spread) for _ in range(2))
     implementation = None
     expected = jax.jit(run)(whole, x, slope)
-    worst = 0.0
+    same = all(
+        (np.asarray(a.data) == np.asarray(b.data)).all()
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True)
+        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True)
+    )
+    worst = 0.0 if same else float("inf")
     scales = {"key.bias": "query.bias"}  # a constant added to all keys changes nothing
     flat = [{"out": out, "x": dx, **leaves(d)} for out, d, dx in (got, expected)]
     for name in flat[0]:

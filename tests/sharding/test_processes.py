@@ -15,9 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mask", ["padded", "window", "segments"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_processes_agree_with_one(count: int) -> None:
-    command = [sys.executable, "-m", "experiments.scaling.processes", "--json"]
+def test_processes_agree_with_one(count: int, mask: str) -> None:
+    """Causal with another mask, grouped heads, dropout; outputs and gradients, twice."""
+    command = [sys.executable, "-m", "experiments.scaling.processes", "--json", "--mask", mask]
     done = subprocess.run(
         [*command, "--processes", str(count)], cwd=ROOT, capture_output=True, text=True, check=False
     )
