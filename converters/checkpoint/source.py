@@ -4,6 +4,7 @@ import io
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,21 +29,25 @@ class Recycled:
 
     def __init__(self) -> None:
         self._held: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
+        self._lock = threading.Lock()
 
     def array(self, count: int) -> NDArray[np.uint8]:
         """An array of count bytes of any content."""
         if not _RECYCLED[0] <= count <= _RECYCLED[1]:
             return np.empty(count, np.uint8)
-        free = [(memory.size, i) for i, (memory, given) in enumerate(self._held) if given() is None]
-        fitting = [pair for pair in free if pair[0] >= count]
-        if fitting:
-            memory, _ = self._held.pop(min(fitting)[1])
-        else:
-            self._held = [pair for pair in self._held if pair[1]() is not None]
-            memory = np.empty(count, np.uint8)
-        # Views of an array refer to the first one over its memory, which this is.
-        given = np.frombuffer(memory.data, np.uint8, count)
-        self._held.append((memory, weakref.ref(given)))
+        with self._lock:  # threads may read one file
+            free = [
+                (memory.size, i) for i, (memory, given) in enumerate(self._held) if given() is None
+            ]
+            fitting = [pair for pair in free if pair[0] >= count]
+            if fitting:
+                memory, _ = self._held.pop(min(fitting)[1])
+            else:
+                self._held = [pair for pair in self._held if pair[1]() is not None]
+                memory = np.empty(count, np.uint8)
+            # Views of an array refer to the first one over its memory, which this is.
+            given = np.frombuffer(memory.data, np.uint8, count)
+            self._held.append((memory, weakref.ref(given)))
         return given
 
 

@@ -4,8 +4,11 @@ import errno
 import os
 import resource
 import stat
+import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,24 @@ def test_no_room_for_much_is_known_before_anything_is_written(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert not done
     assert not list(tmp_path.iterdir())
+
+
+def test_threads_do_not_get_the_same_memory() -> None:
+    recycled = Recycled()
+
+    def held(number: int) -> bool:
+        array = recycled.array(4 << 20)
+        array[::4096] = number
+        time.sleep(0.001)
+        return bool((array[::4096] == number).all())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(held, range(200)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_memory_is_used_again_by_nobody_who_holds_it() -> None:
