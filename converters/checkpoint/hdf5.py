@@ -109,6 +109,7 @@ def read(source: Source, limits: Limits) -> Contents:
 def write(file: BinaryIO, plan: Plan) -> None:
     """Writes datasets at their names and the `name` attributes of the `vars` groups."""
     h5py = _h5py(plan.path)
+    file.truncate(0)  # HDF5 takes room that was made in advance for a file of its own
     with h5py.File(file, "w") as target:
         for name, info in plan.info.items():
             if info.dtype not in DTYPES:

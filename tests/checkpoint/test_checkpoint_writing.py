@@ -101,6 +101,20 @@ def test_no_room_for_what_has_several_files(name: str, tmp_path: Path) -> None:
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_room_taken_before_changes_nothing(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{place}/vars/0" for place in ("small", "layers/large")]
+    tensors = dict(zip(names, (np.arange(7.0), np.full((300, 400), 0.5)), strict=True))
+    for folder, size in (("plain", replacing._LARGE), ("large", 0)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.setattr(replacing, "_LARGE", size)
+        checkpoint.write(tmp_path / folder / f"m{suffix}", tensors, dtype="float32")
+    plain, large = ((tmp_path / name / f"m{suffix}").read_bytes() for name in ("plain", "large"))
+    assert plain == large
+
+
 def test_no_room_for_much_is_known_before_anything_is_written(tmp_path: Path) -> None:
     tensors, done = {"a": np.zeros(20 << 20, np.float32)}, []
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
