@@ -4,8 +4,6 @@ import io
 import mmap
 import os
 import stat
-import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,40 +13,8 @@ from numpy.typing import NDArray
 
 from jaxmha.converters.checkpoint.errors import IntegrityError, MalformedFile, UnreadableFile
 
-_RECYCLED = 4 << 20, 256 << 20  # bytes, smallest and largest
 _MOST_AT_ONCE = 1 << 30  # the kernel reads less than 2 GiB per call
 _PIECE = 1 << 20
-
-
-class Recycled:
-    """Large arrays whose memory is used again when nothing refers to them any more.
-
-    The system clears memory before it gives it, which takes as long as reading a file into it. Kept
-    for nobody is never more than the last arrays that lived at a time.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
-        self._lock = threading.Lock()
-
-    def array(self, count: int) -> NDArray[np.uint8]:
-        """An array of count bytes of any content."""
-        if not _RECYCLED[0] <= count <= _RECYCLED[1]:
-            return np.empty(count, np.uint8)
-        with self._lock:  # threads may read one file
-            free = [
-                (memory.size, i) for i, (memory, given) in enumerate(self._held) if given() is None
-            ]
-            fitting = [pair for pair in free if pair[0] >= count]
-            if fitting:
-                memory, _ = self._held.pop(min(fitting)[1])
-            else:
-                self._held = [pair for pair in self._held if pair[1]() is not None]
-                memory = np.empty(count, np.uint8)
-            # Views of an array refer to the first one over its memory, which this is.
-            given = np.frombuffer(memory.data, np.uint8, count)
-            self._held.append((memory, weakref.ref(given)))
-        return given
 
 
 class Source:
@@ -73,7 +39,6 @@ class Source:
         self.mapped = mapped
         self.fd = -1
         self._map: NDArray[np.uint8] | None = None
-        self._recycled = Recycled()
         try:
             # Devices act on being opened and FIFOs block, so look before opening.
             folder, name = within or (None, self.path)
@@ -114,7 +79,7 @@ class Source:
         self._check_range(offset, count)
         if self._map is not None:
             return self._map[offset : offset + count]
-        raw = self._recycled.array(count)
+        raw = np.empty(count, np.uint8)
         self.read_into(raw, offset)
         return raw
 
@@ -166,7 +131,6 @@ class Source:
     def close(self) -> None:
         """Closes the descriptor; doing so twice is fine."""
         self._map = None  # unmapped when the last array over it is gone
-        self._recycled = Recycled()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -4,11 +4,8 @@ import errno
 import os
 import resource
 import stat
-import sys
-import time
 import tracemalloc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 
 from jaxmha.converters import checkpoint
 from jaxmha.converters.checkpoint import replacing
-from jaxmha.converters.checkpoint.source import Recycled
 from jaxmha.converters.checkpoint.tensor import blocks
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
@@ -128,40 +124,6 @@ def test_no_room_for_much_is_known_before_anything_is_written(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert not done
     assert not list(tmp_path.iterdir())
-
-
-def test_threads_do_not_get_the_same_memory() -> None:
-    recycled = Recycled()
-
-    def held(number: int) -> bool:
-        array = recycled.array(4 << 20)
-        array[::4096] = number
-        time.sleep(0.001)
-        return bool((array[::4096] == number).all())
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            assert all(threads.map(held, range(200)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_memory_is_used_again_by_nobody_who_holds_it() -> None:
-    def at(array: np.ndarray) -> int:
-        return int(array.__array_interface__["data"][0])
-
-    recycled, size = Recycled(), 5 << 20
-    first = recycled.array(size)
-    address, part = at(first), first.view(np.float32)[5:7].data
-    del first
-    other = recycled.array(size)
-    assert at(other) != address
-    del part
-    smaller = recycled.array(size - 8)
-    assert (at(smaller), smaller.size) == (address, size - 8)
-    assert at(recycled.array(size + 8)) not in (address, at(other))
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
