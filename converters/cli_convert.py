@@ -239,7 +239,9 @@ def convert(
     """
     with one_message():
         if (to is None) == (by_plan is None):
-            raise ValueError("name a layout with --to, or a plan with --plan: one of them, not both")
+            raise ValueError(
+                "name a layout with --to, or a plan with --plan: one of them, not both"
+            )
         if by_plan is not None and (from_ or num_heads or dtype or others or attention_only):
             raise ValueError("a plan says it all: edit it instead of passing other options")
         if report_to is not None and check.value == "none":

@@ -20,11 +20,12 @@ from jaxmha.converters.checkpoint import Loss
 from jaxmha.converters.checkpoint.digests import hasher, manifest
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
-from jaxmha.converters.checkpoint.tensor import to_bytes
+from jaxmha.converters.checkpoint.tensor import contiguous, to_bytes
 from jaxmha.converters.migrate import DIGEST
 from jaxmha.converters.plan import Move, Plan
 from jaxmha.params import from_leaves, leaves
 
+_AT_ONCE = 4 << 20  # bytes
 _PACKAGES = ("jaxmha", "jax", "numpy", "einops", "ml_dtypes", "h5py")
 
 
@@ -128,16 +129,16 @@ def check(
                 digests[0].update({name: _digest(old[name]) for name in move.tensors})
                 digests[1].update({name: _digest(new[name]) for name in made if name in new})
             elif move.kind == "attention":
-                before = {name: old[name] for name in move.tensors}
-                after = {name: new[name] for name in made}
-                for seen, arrays in zip(digests, (before, after), strict=True):
-                    seen |= {name: _digest(array) for name, array in arrays.items()}
-                sides_of = resolved.blocks[move], there.get(move.target)
                 differences, errors, held = _attention(
-                    move, done, *sides_of, before, after, forward
+                    move,
+                    done,
+                    resolved.blocks[move],
+                    there.get(move.target),
+                    partial(_read, old, move.tensors, digests[0]),
+                    partial(_read, new, tuple(made), digests[1]),
+                    forward,
                 )
                 notes = [*notes, *held]
-                del before, after
             else:
                 for pair in _pairs(move, done, old, new, list(made)):
                     differences += _compare(pair, done.dtype, old, new, digests)
@@ -252,24 +253,34 @@ def _digest(array: NDArray, dtype: str | None = None) -> str:
     return f"{DIGEST}:{state.hexdigest()}"
 
 
+def _read(
+    file: checkpoint.Checkpoint, names: Sequence[str], digests: dict[str, str]
+) -> dict[str, NDArray]:
+    """Tensors of a file, whose digests are noted."""
+    arrays = {name: file[name] for name in names}
+    digests |= {name: _digest(array) for name, array in arrays.items()}
+    return arrays
+
+
 def _attention(
     move: Move,
     done: Plan,
     source: Block,
     target: Block | None,
-    before: Mapping[str, NDArray],
-    after: Mapping[str, NDArray],
+    before: Callable[[], Mapping[str, NDArray]],
+    after: Callable[[], Mapping[str, NDArray]],
     forward: bool,
 ) -> tuple[list[str], dict[str, tuple[float, float]], list[str]]:
-    """Differences, errors of the forward, and notes."""
+    """Differences, errors of the forward, and notes. One side is read after the other."""
     if target is None:
+        before(), after()
         return [f"no block of layout {done.to} is there"], {}, []
-    params, semantics = source.read(before, move.num_heads)
+    params, semantics = source.read(before(), move.num_heads)
     params = _cast_params(params, done.dtype)
     count = params.query.kernel.shape[-2]
-    again, semantics_again = target.read(after, None if target.layout.stores_num_heads else count)
+    again, semantics_again = target.read(after(), None if target.layout.stores_num_heads else count)
     pair = [
-        {name: to_numpy(array) for name, array in leaves(one).items()} for one in (params, again)
+        {name: np.asarray(array) for name, array in leaves(one).items()} for one in (params, again)
     ]
     differences = _differences(*pair)
     errors: dict[str, tuple[float, float]] = {}
@@ -305,13 +316,22 @@ def _differences(a: Mapping[str, NDArray], b: Mapping[str, NDArray]) -> list[str
         x, y = a[leaf], b[leaf]
         if x.shape != y.shape or x.dtype != y.dtype:
             found.append(f"{leaf} is {x.dtype} {x.shape}, and {y.dtype} {y.shape} in the target")
-        elif differing := int((_bits(x) != _bits(y)).any(axis=-1).sum()):
+        elif differing := _differing(x, y):
             found.append(f"{leaf}: {differing} of {x.size} elements differ".removeprefix(": "))
     return found
 
 
+def _differing(x: NDArray, y: NDArray) -> int:
+    """Elements of two arrays of one shape and dtype that are not the same, bit by bit."""
+    if x.nbytes <= _AT_ONCE or not x.ndim:
+        return int((_bits(x) != _bits(y)).any(axis=-1).sum())
+    step = max(1, _AT_ONCE * len(x) // x.nbytes)
+    pieces = (i if step == 1 else slice(i, i + step) for i in range(0, len(x), step))
+    return sum(_differing(x[piece], y[piece]) for piece in pieces)
+
+
 def _bits(array: NDArray) -> NDArray:
-    return np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
+    return contiguous(array).reshape(-1, 1).view(np.uint8)
 
 
 def cast(array: NDArray, dtype: str | None) -> NDArray:
@@ -322,6 +342,8 @@ def cast(array: NDArray, dtype: str | None) -> NDArray:
 
 
 def _cast_params(params: MHAParams, dtype: str | None) -> MHAParams:
+    if dtype is None:
+        return params
     arrays: dict[str, Any] = {
         name: cast(to_numpy(array), dtype) for name, array in leaves(params).items()
     }

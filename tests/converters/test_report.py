@@ -1,6 +1,7 @@
 """What a conversion is checked for afterwards, and that every kind of damage is seen."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,23 @@ def test_one_bit_is_seen(
     assert where in line
     assert what in line
     assert "1 of " in line
+
+
+def test_blocks_are_compared_in_few_times_their_size(tmp_path: Path) -> None:
+    E, source, target = 1021, tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    shapes = {"in_proj_weight": (3 * E, E), "in_proj_bias": (3 * E,), "out_proj.weight": (E, E)}
+    shapes |= {"out_proj.bias": (E,)}
+    random = np.random.default_rng(0)
+    checkpoint.write(source, {n: random.random(s, np.float32) for n, s in shapes.items()})
+    done = migrate.convert(source, target, to="flax", num_heads=1)
+    assert done.plan is not None
+    report.check(source, target, done.plan, forward=False)  # imports
+    tracemalloc.start()
+    try:
+        assert report.check(source, target, done.plan, forward=False)
+        assert tracemalloc.get_traced_memory()[1] < 3 * source.stat().st_size + (10 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_missing_and_unexpected_tensors_are_seen(
