@@ -116,11 +116,11 @@ def layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> I
     lead = arrays["query.kernel"].shape[:-3]
     check(params, len(lead))
     if not lead:
-        yield _plain(name, layout, params, semantics)
+        yield of_params(name, layout, params, semantics)
         return
     for index in np.ndindex(lead):
         one = from_leaves({leaf: array[index].copy() for leaf, array in arrays.items()})
-        yield _plain(f"{name}{list(index)}", layout, one, semantics)
+        yield of_params(f"{name}{list(index)}", layout, one, semantics)
 
 
 def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -128,7 +128,9 @@ def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in file.info.items()}
 
 
-def _plain(name: str, layout: str, params: MHAParams, semantics: Semantics) -> BlockSide:
+def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> BlockSide:
+    """A side that runs jaxmha on parameters of a single layer."""
+
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
     ) -> NDArray:

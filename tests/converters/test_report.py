@@ -1,7 +1,9 @@
 """What a conversion is checked for afterwards, and that every kind of damage is seen."""
 
 import json
+import math
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, migrate, report
+from jaxmha import params
+from jaxmha.converters import checkpoint, few_heads, migrate, report, sides, stored
 from jaxmha.converters.cli import app
+from jaxmha.params import CANONICAL
 from tests.converters.test_every_layout import N
 from tests.converters.test_plan import model
 
@@ -85,21 +89,85 @@ def test_one_bit_is_seen(
     assert "1 of " in line
 
 
-def test_blocks_are_compared_in_few_times_their_size(tmp_path: Path) -> None:
-    E, source, target = 1021, tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
+    forward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, E, source, target = 13, 1027, tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     shapes = {"in_proj_weight": (3 * E, E), "in_proj_bias": (3 * E,), "out_proj.weight": (E, E)}
     shapes |= {"out_proj.bias": (E,)}
     random = np.random.default_rng(0)
-    checkpoint.write(source, {n: random.random(s, np.float32) for n, s in shapes.items()})
-    done = migrate.convert(source, target, to="flax", num_heads=1)
+    checkpoint.write(source, {n: random.random(s, np.float32) - 0.5 for n, s in shapes.items()})
+    done = migrate.convert(source, target, to="flax", num_heads=heads)
     assert done.plan is not None
-    report.check(source, target, done.plan, forward=False)  # imports
+    monkeypatch.setattr(few_heads, "MOST", source.stat().st_size // heads)
+    report.check(source, target, done.plan, forward=forward)  # imports and compiles
     tracemalloc.start()
     try:
-        assert report.check(source, target, done.plan, forward=False)
-        assert tracemalloc.get_traced_memory()[1] < 3 * source.stat().st_size + (10 << 20)
+        found = report.check(source, target, done.plan, forward=forward)
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    assert found
+    assert bool(found.modules[0].errors) == forward
+    assert peak < 4 * math.prod(shapes["in_proj_weight"]) + (6 << 20)
+
+
+def only(leaf: str, array: Any) -> dict[str, Any]:
+    """The leaves of a tensor that is one."""
+    return {leaf: array}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax"])
+@pytest.mark.parametrize(("most", "count"), [(1 << 20, 1), (400, 3), (1, 6)])
+def test_groups_of_heads_are_the_whole_block(
+    most: int, count: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"Dq": 5, "Dk": 7, "Dv": 11, "N": 12, "K": 6, "H": 3, "h": 2, "Do": 13}
+    random = np.random.default_rng(0)
+    leaves = {
+        leaf: random.normal(size=[17, *(sizes[letter] for letter in axes.split())])
+        for leaf, axes in CANONICAL.items()
+        if "norm" not in leaf
+    }
+    names = {leaf: f"layer.{leaf}" for leaf in leaves}
+    checkpoint.write(tmp_path / f"a{suffix}", {names[leaf]: x for leaf, x in leaves.items()})
+    monkeypatch.setattr(few_heads, "MOST", 8 * most)
+    with checkpoint.open(tmp_path / f"a{suffix}", mmap=True) as file:
+        tensors = {name: partial(only, leaf) for leaf, name in names.items()}
+        side = stored.Stored(file, dict[str, stored.Unpack](tensors))
+        groups = [params.leaves(x.params) for x in few_heads.Views(side).groups((3,))]
+    assert len(groups) == count
+    for leaf, axes in CANONICAL.items():
+        along = [i for i, letter in enumerate(axes.split()) if letter in ("N", "K")]
+        if leaf in leaves and along:
+            found = np.concatenate([group[leaf] for group in groups], axis=along[0])
+            np.testing.assert_array_equal(found, leaves[leaf][3], strict=True)
+        elif leaf in leaves:
+            for group in groups:
+                np.testing.assert_array_equal(group[leaf], leaves[leaf][3], strict=True)
+
+
+def test_every_group_of_heads_is_run(
+    files: tuple[Path, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose last heads compute something else."""
+    real, runs = sides.of_params, []
+
+    def wrong(*args: Any) -> sides.BlockSide:
+        side = real(*args)
+        runs.append(side)
+        if len(runs) < 2 * N:
+            return side
+        return side._replace(forward=lambda *given: 2 * side.forward(*given))
+
+    monkeypatch.setattr(few_heads, "MOST", 1)
+    assert report.check(*files)
+    monkeypatch.setattr(sides, "of_params", wrong)
+    found = report.check(*files)
+    assert len(runs) == 2 * N
+    assert not found.same
+    assert "computes something else" in str(found)
 
 
 def test_missing_and_unexpected_tensors_are_seen(

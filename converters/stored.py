@@ -1,0 +1,164 @@
+"""Layers as they lie in files, compared leaf by leaf with one tensor in memory at a time."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmha import Semantics
+from jaxmha.converters import checkpoint, engine, moves, neighbours
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint.digests import hasher
+from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
+from jaxmha.converters.checkpoint.tensor import contiguous, to_bytes
+from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.migrate import DIGEST
+from jaxmha.converters.modules import Module
+
+_AT_ONCE = 4 << 20  # bytes
+
+# The leaves that lie in a tensor: views of it, where NumPy has them.
+Unpack = Callable[[NDArray], Mapping[str, NDArray]]
+
+
+class Stored(NamedTuple):
+    """One layer in a file.
+
+    Attributes:
+      tensors: name -> the leaves in it.
+      dtype: what floating leaves are cast to before they are compared.
+      semantics: of attention.
+    """
+
+    file: checkpoint.Checkpoint
+    tensors: Mapping[str, Unpack]
+    dtype: str | None = None
+    semantics: Semantics = Semantics()
+
+
+def attention(
+    file: checkpoint.Checkpoint,
+    block: Block,
+    num_heads: int | None,
+    names: Iterable[str],
+) -> tuple[Stored, int]:
+    """An attention block, and how many heads it has.
+
+    Of `names`, tensors that are none of the block's own have no leaves.
+    """
+    params, semantics, sizes = moves.meta(block, file.info, num_heads)
+    tensors = dict.fromkeys(names, _nothing)
+    for entry in block.layout.entries:
+        if entry.key in block.keys:
+            tensors[block.keys[entry.key]] = partial(_unpack, block.layout, entry, sizes)
+    return Stored(file, tensors, semantics=semantics), np.shape(params.query.kernel)[-2]
+
+
+def _unpack(
+    layout: Layout, entry: Entry, sizes: Mapping[str, int], array: NDArray
+) -> Mapping[str, NDArray]:
+    return engine.unpack(layout, entry, array, sizes)
+
+
+def neighbour(file: checkpoint.Checkpoint, module: Module) -> Stored:
+    """A layer beside attention."""
+    entries = module.entries.items()
+    tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
+    return Stored(file, dict[str, Unpack](tensors))
+
+
+def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:
+    return {leaf: neighbours.unpack(entry, array)}
+
+
+def whole(file: checkpoint.Checkpoint, name: str) -> Stored:
+    """A tensor that is carried over as it is."""
+    return Stored(file, {name: lambda array: {"": array}})
+
+
+def unread(file: checkpoint.Checkpoint, names: Iterable[str]) -> Stored:
+    """Tensors whose leaves are not known."""
+    return Stored(file, dict.fromkeys(names, _nothing))
+
+
+def _nothing(_: NDArray) -> Mapping[str, NDArray]:
+    return {}
+
+
+class _Seen(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    digest: str
+
+
+def differences(a: Stored, b: Stored, digests: tuple[dict[str, str], dict[str, str]]) -> list[str]:
+    """Leaves that are not the same, bit by bit, in words. Notes the digest of every tensor."""
+    ours, theirs = (_seen(side, kept) for side, kept in zip((a, b), digests, strict=True))
+    found = []
+    for leaf in {**ours, **theirs}:
+        x, y = ours.get(leaf), theirs.get(leaf)
+        if x is None or y is None:
+            found.append(f"{leaf} is only in the {'target' if x is None else 'source'}")
+        elif x[:2] != y[:2]:
+            found.append(f"{leaf} is {x.dtype} {x.shape}, and {y.dtype} {y.shape} in the target")
+        elif x.digest != y.digest:
+            pair = _leaf(a, leaf), _leaf(b, leaf)
+            text = f"{leaf}: {_differing(*pair)} of {pair[0].size} elements differ"
+            found.append(text.removeprefix(": "))
+    return found
+
+
+def _seen(side: Stored, digests: dict[str, str]) -> dict[str, _Seen]:
+    found: dict[str, _Seen] = {}
+    for name in side.tensors:
+        found |= _leaves_seen(side, name, digests)
+    return found
+
+
+def _leaves_seen(side: Stored, name: str, digests: dict[str, str]) -> dict[str, _Seen]:
+    array = side.file[name]
+    digests[name] = digest(array)
+    found = {}
+    for leaf, part in side.tensors[name](array).items():
+        alike = digests[name] if part is array and not side.dtype else digest(part, side.dtype)
+        dtype = cast(np.empty(0, part.dtype), side.dtype).dtype
+        found[leaf] = _Seen(part.shape, dtype, alike)
+    return found
+
+
+def _leaf(side: Stored, leaf: str) -> NDArray:
+    for name, unpack in side.tensors.items():
+        if leaf in (held := unpack(side.file[name])):
+            return cast(held[leaf], side.dtype)
+    raise KeyError(leaf)
+
+
+def _differing(x: NDArray, y: NDArray) -> int:
+    """Elements of two arrays of one shape and dtype that are not the same, bit by bit."""
+    if x.nbytes <= _AT_ONCE or not x.ndim:
+        return int((_bits(x) != _bits(y)).any(axis=-1).sum())
+    step = max(1, _AT_ONCE * len(x) // x.nbytes)
+    pieces = (i if step == 1 else slice(i, i + step) for i in range(0, len(x), step))
+    return sum(_differing(x[piece], y[piece]) for piece in pieces)
+
+
+def _bits(array: NDArray) -> NDArray:
+    return contiguous(array).reshape(-1, 1).view(np.uint8)
+
+
+def digest(array: NDArray, dtype: str | None = None) -> str:
+    """As `checkpoint.digest`, of the array in another dtype."""
+    state = hasher(DIGEST, "")
+    for block in blocks_of(array):
+        state.update(to_bytes(cast(block, dtype)).data)
+    return f"{DIGEST}:{state.hexdigest()}"
+
+
+def cast(array: NDArray, dtype: str | None) -> NDArray:
+    """A floating array in another dtype."""
+    if dtype is None or not jax.numpy.issubdtype(array.dtype, np.floating):
+        return array
+    return array.astype(jax.numpy.dtype(dtype))
