@@ -27,6 +27,7 @@ from jaxmha.converters.sides import shapes
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
+_UNBOUND = "the plan has no digest: nothing said that it was made for this source"
 DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
 
 
@@ -238,7 +239,11 @@ def convert(
         tuple(map(str, written.files)),
         dict(written.digests),
         dict(written.losses),
-        (*plan.notes, *(found.notes if plan.dtype is None else ())),
+        (
+            *plan.notes,
+            *([_UNBOUND] if given and not plan.digest else []),
+            *(found.notes if plan.dtype is None else ()),
+        ),
         plan,
     )
 

@@ -16,7 +16,7 @@ from jaxmha.converters.checkpoint.errors import (
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
 _RAISE = "if the file is trusted, pass a checkpoint.Limits with a higher value"
-_RENAME = "write the file again with plain names"
+_RENAME = "give the tensor a plain name"
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,15 @@ def test_the_same_contents_in_another_format_are_the_same_source(
     migrate.convert(tmp_path / "same.npz", tmp_path / "x.npz", plan=plan)
 
 
+def test_a_plan_without_a_digest_is_followed_with_a_note(
+    plan: Plan, source: Path, tmp_path: Path
+) -> None:
+    done = migrate.convert(source, tmp_path / "a.npz", plan=replace(plan, digest=""))
+    assert any("the plan has no digest" in note for note in done.notes)
+    done = migrate.convert(source, tmp_path / "b.npz", plan=plan)
+    assert not any("no digest" in note for note in done.notes)
+
+
 def test_others_are_passed_or_refused_and_always_reported(source: Path, tmp_path: Path) -> None:
     done = cli("convert", source, tmp_path / "a.npz", "--to", "flax", "--check", "weights")
     assert done.exit_code == 0, done.output
