@@ -16,7 +16,7 @@ from experiments.scaling import workers
 from experiments.scaling.loading import resident
 
 EXAMPLES = """examples:
-  python -m experiments.scaling.memory                  1 and 8 processes, 16384 positions, minutes
+  python -m experiments.scaling.memory                  1 and 8 processes, 32768 positions, minutes
   python -m experiments.scaling.memory --processes 4 -T 8192
 """
 N, H = 8, 64
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-T", type=int, default=16384, help="positions (default 16384)")
+    parser.add_argument("-T", type=int, default=32768, help="positions (default 32768)")
     parser.add_argument("--json", action="store_true", help="bytes as JSON")
     options = workers.parsed(parser, arguments, default=8)
     if options.worker is not None:
