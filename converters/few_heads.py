@@ -1,19 +1,19 @@
 """Outputs of attention blocks in files, a few heads at a time: heads know nothing of each other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxmha.converters import sides, verify
-from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.sides import BlockSide
-from jaxmha.converters.slices import Slices
-from jaxmha.converters.stored import Stored, cast
+from jaxmha.converters.stored import Stored, Views
 from jaxmha.params import CANONICAL, from_leaves
 
 MOST = 16 << 20  # bytes of parameters that run at once; one head always does
 Errors = dict[str, tuple[float, float]]  # by mask
+Index = tuple[int, ...]
+Box = dict[str, slice]  # which part of an axis, by its letter
 
 
 class Outputs(NamedTuple):
@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 def compare(a: Stored, b: Stored, name: str) -> Outputs:
-    """Runs two blocks with the same leaves, every layer of stacked ones; their files are mapped."""
+    """Runs two blocks with the same leaves, every layer of stacked ones."""
     found = Outputs([], {}, [])
     x, y = Views(a), Views(b)
     lead = x.leaves["query.kernel"].shape[:-3]
@@ -49,33 +49,13 @@ def compare(a: Stored, b: Stored, name: str) -> Outputs:
     return found
 
 
-class Views:
-    """The leaves of a block, of which nothing is read until a part of them is."""
-
-    def __init__(self, side: Stored) -> None:
-        self.side, self._slices = side, Slices(side.file, list(side.tensors))
-        self.leaves: dict[str, NDArray] = {}
-        for name, unpack in side.tensors.items():
-            self.leaves |= unpack(self._slices.views[name])
-
-    def groups(self, index: tuple[int, ...]) -> Iterator[BlockSide]:
-        """One layer, a few heads at a time."""
-        views = {leaf: view[index] for leaf, view in self.leaves.items()}
-        for box in _boxes(views):
-            arrays = {leaf: self._read(leaf, view, box) for leaf, view in views.items()}
-            yield sides.of_params("", "", from_leaves(dict(arrays)), self.side.semantics)
-
-    def _read(self, leaf: str, view: NDArray, box: Mapping[str, slice]) -> NDArray:
-        cut = view[tuple(box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())]
-        return cast(self._slices.read(cut), self.side.dtype)
-
-
-def _layer(a: Views, b: Views, index: tuple[int, ...]) -> tuple[list[str], Errors, list[str]]:
+def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[str]]:
     """Differences and errors of one layer, and its leaves that are not finite."""
     differences: dict[str, None] = {}
     bad: dict[str, None] = {}
     errors: Errors = {}
-    for x, y in zip(a.groups(index), b.groups(index), strict=True):
+    for box in boxes(a, index):
+        x, y = group(a, index, box), group(b, index, box)
         if held := verify.not_finite(x.params):
             bad |= dict.fromkeys(held)
             continue
@@ -88,13 +68,23 @@ def _layer(a: Views, b: Views, index: tuple[int, ...]) -> tuple[list[str], Error
     return list(differences), errors, list(bad)
 
 
-def _boxes(views: Mapping[str, NDArray]) -> Iterator[dict[str, slice]]:
-    """Equal parts of the heads, N and K of them, of at most so many bytes."""
-    N, K = views["query.kernel"].shape[-2], views["key.kernel"].shape[-2]
-    size = sum(view.nbytes for view in views.values())
-    count = next((n for n in range(1, K + 1) if not K % n and size <= MOST * n), K)
+def group(views: Views, index: Index, box: Box) -> BlockSide:
+    """Some heads of one layer."""
+    arrays = {}
+    for leaf in views.leaves:
+        cut = (box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())
+        arrays[leaf] = views.read(leaf, (*index, *cut))
+    return sides.of_params("", "", from_leaves(dict(arrays)), views.side.semantics)
+
+
+def boxes(views: Views, index: Index) -> Iterator[Box]:
+    """Equal parts of the N heads, with the key heads that they look at."""
+    shapes = {leaf: view[index].shape for leaf, view in views.leaves.items()}
+    N, K = shapes["query.kernel"][-2], shapes["key.kernel"][-2]
+    size = sum(view[index].nbytes for view in views.leaves.values())
+    counts = [n for n in range(1, K + 1) if not K % n]
+    counts += [K * n for n in range(2, N // K + 1) if not (N // K) % n]
+    count = next((n for n in counts if size <= MOST * n), N)
     for i in range(count):
-        yield {
-            "N": slice(i * N // count, (i + 1) * N // count),
-            "K": slice(i * K // count, (i + 1) * K // count),
-        }
+        first, last = i * N // count, (i + 1) * N // count
+        yield {"N": slice(first, last), "K": slice(first * K // N, -(-last * K // N))}

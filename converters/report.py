@@ -3,13 +3,12 @@
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxmha.converters import blocks, checkpoint, few_heads, neighbours, plan, sides, stored
+from jaxmha.converters import blocks, few_heads, neighbours, plan, sides, stored
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint import Loss
 from jaxmha.converters.checkpoint.digests import manifest
@@ -17,7 +16,7 @@ from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.few_heads import Outputs
 from jaxmha.converters.migrate import DIGEST
 from jaxmha.converters.plan import Move, Plan
-from jaxmha.converters.stored import Stored
+from jaxmha.converters.stored import File, Stored
 
 _PACKAGES = ("jaxmha", "jax", "numpy", "einops", "ml_dtypes", "h5py")
 
@@ -105,117 +104,93 @@ def check(
     Raises:
       CheckpointError, ValueError: a file cannot be read.
     """
-    with ExitStack() as opened:
-        both = (source, destination)
-        old, new = (opened.enter_context(checkpoint.open(one)) for one in both)
-        mapped = [opened.enter_context(checkpoint.open(one, mmap=True)) for one in both]
-        files = _Files(old, new, (mapped[0], mapped[1]), plan.resolve(done, old), ({}, {}))
-        made, digests = files.plan.made, files.digests
-        missing = tuple(name for name in made if name not in new)
-        there = blocks.find(sides.shapes(new), [blocks.named(done.to)])
+    with stored.opened(source) as old, stored.opened(destination) as new:
+        resolved = plan.resolve(done, old.whole)
+        by_move = dict(resolved.by_move)
+        missing = tuple(name for name in resolved.made if name not in new.whole)
+        there = blocks.find(sides.shapes(new.whole), [blocks.named(done.to)])
         targets = {block.prefix: block for block in there}
-        by_move = dict(files.plan.by_move)
         reports = []
         for move in progress(list(by_move)):
-            found = _compare(
-                move, tuple(by_move[move]), done, files, targets.get(move.target), forward
-            )
+            made = tuple(by_move[move])
+            pair = resolved.blocks.get(move), targets.get(move.target)
+            found = _compare(move, made, done, old, new, pair, forward)
             notes = [*notes, *found.notes]
             tensors = {name: one.sources for name, one in by_move[move].items()}
+            differences = tuple(found.differences)
             reports.append(
-                MoveReport(
-                    move.kind,
-                    move.source,
-                    move.target,
-                    tensors,
-                    tuple(found.differences),
-                    found.errors,
-                )
+                MoveReport(move.kind, move.source, move.target, tensors, differences, found.errors)
             )
-        unexpected = tuple(name for name in new if name not in made)
-        digests[1].update({name: stored.digest(new[name]) for name in unexpected})
+        unexpected = tuple(name for name in new.whole if name not in resolved.made)
+        stored.differences(stored.unread(old, ()), stored.unread(new, unexpected))
         same = not missing and not unexpected and not any(one.differences for one in reports)
         return ConversionReport(
             same,
-            _file(old, digests[0]),
-            _file(new, digests[1]),
+            _file(old),
+            _file(new),
             done.to,
             done.dtype,
             tuple(reports),
             missing,
             unexpected,
             tuple(notes),
-            digests[1],
+            new.digests,
             {name: loss._asdict() for name, loss in losses.items()},
             _versions(),
         )
 
 
-def _file(file: checkpoint.Checkpoint, digests: Mapping[str, str]) -> dict[str, Any]:
+def _file(file: File) -> dict[str, Any]:
+    whole = file.whole
     return {
-        "path": str(file.path),
-        "format": file.format,
-        "tensors": len(file),
-        "digest": manifest(file.info, digests, (), DIGEST, file.path),
+        "path": str(whole.path),
+        "format": whole.format,
+        "tensors": len(whole),
+        "digest": manifest(whole.info, file.digests, (), DIGEST, whole.path),
     }
-
-
-class _Files(NamedTuple):
-    """Source and destination, also mapped; the plan between them; digests of what was read."""
-
-    old: checkpoint.Checkpoint
-    new: checkpoint.Checkpoint
-    mapped: tuple[checkpoint.Checkpoint, checkpoint.Checkpoint]
-    plan: plan.Resolved
-    digests: tuple[dict[str, str], dict[str, str]]
 
 
 def _compare(
     move: Move,
     made: tuple[str, ...],
     done: Plan,
-    files: _Files,
-    target: Block | None,
+    old: File,
+    new: File,
+    pair: tuple[Block | None, Block | None],
     forward: bool,
 ) -> Outputs:
-    """One layer: weights, and the outputs of attention whose weights are the same."""
-    old, new = files.old, files.new
-    here = [name for name in made if name in new]
-    block = files.plan.blocks.get(move)
+    """One layer: weights, and the outputs of attention whose weights are the same.
+
+    `pair`: the block of the source, of attention, and of the destination, where one is there.
+    """
+    here = [name for name in made if name in new.whole]
+    block, target = pair
     if len(here) < len(made) or (block and not target):
-        stored.differences(
-            stored.unread(old, move.tensors), stored.unread(new, here), files.digests
-        )
+        stored.differences(stored.unread(old, move.tensors), stored.unread(new, here))
         absent = [f"no block of layout {done.to} is there"] if len(here) == len(made) else []
         return Outputs(absent, {}, [])
     if block and target:
         a, count = stored.attention(old, block, move.num_heads, move.tensors)
-        b, _ = stored.attention(
-            new, target, None if target.layout.stores_num_heads else count, made
-        )
+        given = None if target.layout.stores_num_heads else count
+        b, _ = stored.attention(new, target, given, made)
     else:
-        a, b = _beside(move, done, old, new, made)
+        a, b = _beside(move, made, done, old, new)
     a = a._replace(dtype=done.dtype)
-    differences = stored.differences(a, b, files.digests)
+    differences = stored.differences(a, b)
     if differences or not (block and forward):
         return Outputs(differences, {}, [])
-    a, b = (x._replace(file=file) for x, file in zip((a, b), files.mapped, strict=True))
     return few_heads.compare(a, b, move.source)
 
 
 def _beside(
-    move: Move,
-    done: Plan,
-    old: checkpoint.Checkpoint,
-    new: checkpoint.Checkpoint,
-    made: tuple[str, ...],
+    move: Move, made: tuple[str, ...], done: Plan, old: File, new: File
 ) -> tuple[Stored, Stored]:
     """What is no attention, each side read by its own convention."""
     if move.kind == "other":
         return stored.whole(old, move.tensors[0]), stored.whole(new, made[0])
     convention = neighbours.beside(done.to)
     assert convention is not None
-    module = plan.module_of(move, old.info)
+    module = plan.module_of(move, old.whole.info)
     becomes = replace(
         move,
         kind=move.becomes or module.kind,
@@ -223,7 +198,9 @@ def _beside(
         source=move.target,
         tensors=made,
     )
-    return stored.neighbour(old, module), stored.neighbour(new, plan.module_of(becomes, new.info))
+    return stored.neighbour(old, module), stored.neighbour(
+        new, plan.module_of(becomes, new.whole.info)
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -3,7 +3,6 @@
 import math
 import mmap
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +35,18 @@ class Slices:
         self.views: dict[str, NDArray] = {}
         self._file = file
         self._stands: list[_Stand] = []
-        self._part: Callable[..., NDArray] = file.part
-        if not file.reads_parts:
-            whole = lru_cache(1)(lambda name: file[name])
-            self._part = lambda name, box: whole(name)[box]
+        self._whole: dict[str, NDArray] = {}  # the last tensor that could not be read in parts
         for name in names:
             view = file.view(name)
             self.views[name] = self._stand(name) if view is None else view
+
+    def _part(self, name: str, box: tuple[slice, ...]) -> NDArray:
+        if self._file.reads_parts:
+            return self._file.part(name, box)
+        if name not in self._whole:
+            self._whole.clear()  # before the next is read
+            self._whole[name] = self._file[name]
+        return self._whole[name][box]
 
     def _stand(self, name: str) -> NDArray:
         info = self._file.info[name]

@@ -1,6 +1,9 @@
 """Layers as they lie in files, compared leaf by leaf with one tensor in memory at a time."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -13,15 +16,35 @@ from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.digests import hasher
 from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
-from jaxmha.converters.checkpoint.tensor import contiguous, to_bytes
+from jaxmha.converters.checkpoint.tensor import to_bytes
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.migrate import DIGEST
 from jaxmha.converters.modules import Module
+from jaxmha.converters.slices import Slices
 
 _AT_ONCE = 4 << 20  # bytes
 
 # The leaves that lie in a tensor: views of it, where NumPy has them.
 Unpack = Callable[[NDArray], Mapping[str, NDArray]]
+
+
+class File(NamedTuple):
+    """A checkpoint, opened for whole tensors and mapped for parts of them.
+
+    Attributes:
+      digests: of the tensors that were read, by name.
+    """
+
+    whole: checkpoint.Checkpoint
+    mapped: checkpoint.Checkpoint
+    digests: dict[str, str]
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[File]:
+    """Raises as `checkpoint.open` does."""
+    with checkpoint.open(path) as whole, checkpoint.open(path, mmap=True) as mapped:
+        yield File(whole, mapped, {})
 
 
 class Stored(NamedTuple):
@@ -33,14 +56,14 @@ class Stored(NamedTuple):
       semantics: of attention.
     """
 
-    file: checkpoint.Checkpoint
+    file: File
     tensors: Mapping[str, Unpack]
     dtype: str | None = None
     semantics: Semantics = Semantics()
 
 
 def attention(
-    file: checkpoint.Checkpoint,
+    file: File,
     block: Block,
     num_heads: int | None,
     names: Iterable[str],
@@ -49,7 +72,7 @@ def attention(
 
     Of `names`, tensors that are none of the block's own have no leaves.
     """
-    params, semantics, sizes = moves.meta(block, file.info, num_heads)
+    params, semantics, sizes = moves.meta(block, file.whole.info, num_heads)
     tensors = dict.fromkeys(names, _nothing)
     for entry in block.layout.entries:
         if entry.key in block.keys:
@@ -63,7 +86,7 @@ def _unpack(
     return engine.unpack(layout, entry, array, sizes)
 
 
-def neighbour(file: checkpoint.Checkpoint, module: Module) -> Stored:
+def neighbour(file: File, module: Module) -> Stored:
     """A layer beside attention."""
     entries = module.entries.items()
     tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
@@ -74,12 +97,12 @@ def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:
     return {leaf: neighbours.unpack(entry, array)}
 
 
-def whole(file: checkpoint.Checkpoint, name: str) -> Stored:
+def whole(file: File, name: str) -> Stored:
     """A tensor that is carried over as it is."""
     return Stored(file, {name: lambda array: {"": array}})
 
 
-def unread(file: checkpoint.Checkpoint, names: Iterable[str]) -> Stored:
+def unread(file: File, names: Iterable[str]) -> Stored:
     """Tensors whose leaves are not known."""
     return Stored(file, dict.fromkeys(names, _nothing))
 
@@ -88,15 +111,33 @@ def _nothing(_: NDArray) -> Mapping[str, NDArray]:
     return {}
 
 
+class Views:
+    """The leaves of a layer, of which nothing is read until a part of them is.
+
+    Attributes:
+      leaves: views of the file, to be looked at alone.
+    """
+
+    def __init__(self, side: Stored) -> None:
+        self.side, self._slices = side, Slices(side.file.mapped, list(side.tensors))
+        self.leaves: dict[str, NDArray] = {}
+        for name, unpack in side.tensors.items():
+            self.leaves |= unpack(self._slices.views[name])
+
+    def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
+        """A part of a leaf, cast."""
+        return cast(self._slices.read(self.leaves[leaf][(*index, ...)]), self.side.dtype)
+
+
 class _Seen(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     digest: str
 
 
-def differences(a: Stored, b: Stored, digests: tuple[dict[str, str], dict[str, str]]) -> list[str]:
+def differences(a: Stored, b: Stored) -> list[str]:
     """Leaves that are not the same, bit by bit, in words. Notes the digest of every tensor."""
-    ours, theirs = (_seen(side, kept) for side, kept in zip((a, b), digests, strict=True))
+    ours, theirs = _seen(a), _seen(b)
     found = []
     for leaf in {**ours, **theirs}:
         x, y = ours.get(leaf), theirs.get(leaf)
@@ -105,48 +146,39 @@ def differences(a: Stored, b: Stored, digests: tuple[dict[str, str], dict[str, s
         elif x[:2] != y[:2]:
             found.append(f"{leaf} is {x.dtype} {x.shape}, and {y.dtype} {y.shape} in the target")
         elif x.digest != y.digest:
-            pair = _leaf(a, leaf), _leaf(b, leaf)
-            text = f"{leaf}: {_differing(*pair)} of {pair[0].size} elements differ"
+            differing = _differing(Views(a), Views(b), leaf, ())
+            text = f"{leaf}: {differing} of {math.prod(x.shape)} elements differ"
             found.append(text.removeprefix(": "))
     return found
 
 
-def _seen(side: Stored, digests: dict[str, str]) -> dict[str, _Seen]:
+def _seen(side: Stored) -> dict[str, _Seen]:
     found: dict[str, _Seen] = {}
     for name in side.tensors:
-        found |= _leaves_seen(side, name, digests)
+        found |= _leaves_seen(side, name)
     return found
 
 
-def _leaves_seen(side: Stored, name: str, digests: dict[str, str]) -> dict[str, _Seen]:
-    array = side.file[name]
-    digests[name] = digest(array)
+def _leaves_seen(side: Stored, name: str) -> dict[str, _Seen]:
+    array, known = side.file.whole[name], side.file.digests
+    known[name] = digest(array)
     found = {}
     for leaf, part in side.tensors[name](array).items():
-        alike = digests[name] if part is array and not side.dtype else digest(part, side.dtype)
+        alike = known[name] if part is array and not side.dtype else digest(part, side.dtype)
         dtype = cast(np.empty(0, part.dtype), side.dtype).dtype
         found[leaf] = _Seen(part.shape, dtype, alike)
     return found
 
 
-def _leaf(side: Stored, leaf: str) -> NDArray:
-    for name, unpack in side.tensors.items():
-        if leaf in (held := unpack(side.file[name])):
-            return cast(held[leaf], side.dtype)
-    raise KeyError(leaf)
-
-
-def _differing(x: NDArray, y: NDArray) -> int:
-    """Elements of two arrays of one shape and dtype that are not the same, bit by bit."""
-    if x.nbytes <= _AT_ONCE or not x.ndim:
-        return int((_bits(x) != _bits(y)).any(axis=-1).sum())
-    step = max(1, _AT_ONCE * len(x) // x.nbytes)
-    pieces = (i if step == 1 else slice(i, i + step) for i in range(0, len(x), step))
-    return sum(_differing(x[piece], y[piece]) for piece in pieces)
-
-
-def _bits(array: NDArray) -> NDArray:
-    return contiguous(array).reshape(-1, 1).view(np.uint8)
+def _differing(a: Views, b: Views, leaf: str, index: tuple[int | slice, ...]) -> int:
+    """Elements of a leaf that are not the same, bit by bit, read piece by piece."""
+    view = a.leaves[leaf][(*index, ...)]
+    if view.nbytes <= _AT_ONCE or not view.ndim:
+        bits = (x.read(leaf, index).reshape(-1, 1).view(np.uint8) for x in (a, b))
+        return int(np.not_equal(*bits).any(axis=-1).sum())
+    step = max(1, _AT_ONCE * len(view) // view.nbytes)
+    pieces = (i if step == 1 else slice(i, i + step) for i in range(0, len(view), step))
+    return sum(_differing(a, b, leaf, (*index, piece)) for piece in pieces)
 
 
 def digest(array: NDArray, dtype: str | None = None) -> str:

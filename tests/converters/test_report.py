@@ -119,11 +119,12 @@ def only(leaf: str, array: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax"])
-@pytest.mark.parametrize(("most", "count"), [(1 << 20, 1), (400, 3), (1, 6)])
+@pytest.mark.parametrize("K", [1, 6])
+@pytest.mark.parametrize("count", [1, 3, 12])
 def test_groups_of_heads_are_the_whole_block(
-    most: int, count: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, K: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"Dq": 5, "Dk": 7, "Dv": 11, "N": 12, "K": 6, "H": 3, "h": 2, "Do": 13}
+    sizes = {"Dq": 5, "Dk": 7, "Dv": 11, "N": 12, "K": K, "H": 3, "h": 2, "Do": 13}
     random = np.random.default_rng(0)
     leaves = {
         leaf: random.normal(size=[17, *(sizes[letter] for letter in axes.split())])
@@ -132,20 +133,63 @@ def test_groups_of_heads_are_the_whole_block(
     }
     names = {leaf: f"layer.{leaf}" for leaf in leaves}
     checkpoint.write(tmp_path / f"a{suffix}", {names[leaf]: x for leaf, x in leaves.items()})
-    monkeypatch.setattr(few_heads, "MOST", 8 * most)
-    with checkpoint.open(tmp_path / f"a{suffix}", mmap=True) as file:
+    size = sum(x[0].nbytes for x in leaves.values())
+    monkeypatch.setattr(few_heads, "MOST", -(-size // count))
+    with stored.opened(tmp_path / f"a{suffix}") as file:
         tensors = {name: partial(only, leaf) for leaf, name in names.items()}
-        side = stored.Stored(file, dict[str, stored.Unpack](tensors))
-        groups = [params.leaves(x.params) for x in few_heads.Views(side).groups((3,))]
+        views = stored.Views(stored.Stored(file, dict[str, stored.Unpack](tensors)))
+        boxes = list(few_heads.boxes(views, (3,)))
+        groups = [params.leaves(few_heads.group(views, (3,), box).params) for box in boxes]
     assert len(groups) == count
-    for leaf, axes in CANONICAL.items():
-        along = [i for i, letter in enumerate(axes.split()) if letter in ("N", "K")]
-        if leaf in leaves and along:
-            found = np.concatenate([group[leaf] for group in groups], axis=along[0])
-            np.testing.assert_array_equal(found, leaves[leaf][3], strict=True)
-        elif leaf in leaves:
-            for group in groups:
-                np.testing.assert_array_equal(group[leaf], leaves[leaf][3], strict=True)
+    heads = [n for box in boxes for n in range(sizes["N"])[box["N"]]]
+    assert heads == list(range(sizes["N"]))
+    for group in groups:
+        own = group["query.kernel"].shape[1] // group["key.kernel"].shape[1]  # queries of a key
+        for j in range(group["query.kernel"].shape[1]):
+            n = heads.pop(0)
+            there = {"N": n, "K": n * K // sizes["N"]}
+            here = {"N": j, "K": j // own}
+            for leaf, axes in CANONICAL.items():
+                if leaf in leaves:
+                    x, y = (
+                        whole[tuple(at.get(letter, slice(None)) for letter in axes.split())]
+                        for whole, at in ((group[leaf], here), (leaves[leaf][3], there))
+                    )
+                    np.testing.assert_array_equal(x, y, strict=True)
+
+
+def test_both_sides_of_a_cast_run_in_the_same_groups(
+    files: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = files[0], tmp_path / "half.npz"
+    done = migrate.convert(source, target, to="flax", num_heads=N, dtype="float16")
+    assert done.plan is not None
+    for most in (1, 500, 1000, 2000, 4000):
+        monkeypatch.setattr(few_heads, "MOST", most)
+        assert report.check(source, target, done.plan)
+
+
+def test_elements_that_differ_are_counted_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    array = np.random.default_rng(0).normal(size=(3 << 18, 7)).astype(np.float32)
+    checkpoint.write(source, model() | {"table": array})
+    done = migrate.convert(source, target, to="flax", num_heads=N)
+    with checkpoint.open(target) as file:
+        arrays = {name: file[name] for name in file}
+    arrays["table"][[0, 100, -1], 5] += 1
+    checkpoint.write(target, arrays, force=True)
+    assert done.plan is not None
+    del arrays
+    tracemalloc.start()
+    try:
+        found = report.check(source, target, done.plan, forward=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(found) == f"table: 3 of {array.size} elements differ"
+    assert peak < array.nbytes + (12 << 20)
 
 
 def test_every_group_of_heads_is_run(
