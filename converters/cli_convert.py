@@ -370,7 +370,8 @@ def _print_conversion(
     errors = [error for one in checked.modules for pair in one.errors.values() for error in pair]
     ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
     tensors = checked.target["tensors"]
-    out.print(f"[green]verified[/green]: {tensors} tensors identical{ran}", highlight=False)
+    cast = f" to the source cast to {checked.dtype}" if checked.dtype else ""
+    out.print(f"[green]verified[/green]: {tensors} tensors identical{cast}{ran}", highlight=False)
 
 
 def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:

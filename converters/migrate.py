@@ -22,11 +22,13 @@ from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
 from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.moves import Made
-from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
+from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, listed, resolve
 from jaxmha.converters.sides import shapes
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
+# Metadata that says what wrote a file, and is written anew or means nothing elsewhere.
+_NO_NEWS = ("jaxmha.", "format", "total_size")
 _UNBOUND = "the plan has no digest: nothing said that it was made for this source"
 DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
 
@@ -203,8 +205,11 @@ def convert(
             metadata |= heads.to_metadata(found.counts, whole=whole)
         _refuse_unreadable(found, target)
         settings: dict[str, Any] = {}
+        lost = []
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
             settings["metadata"] = metadata
+        elif own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
+            lost = [f"metadata not carried over, for which the format has no place: {listed(own)}"]
         if in_file:
             settings["names"] = found.names
         if resume:
@@ -242,7 +247,8 @@ def convert(
         (
             *plan.notes,
             *([_UNBOUND] if given and not plan.digest else []),
-            *(found.notes if plan.dtype is None else ()),
+            *found.notes,
+            *lost,
         ),
         plan,
     )
@@ -284,6 +290,7 @@ class _Memory(dict[str, NDArray]):
         self.info: Mapping[str, Any] = self
         self.metadata: Mapping[str, str] = {}
         self.names: Mapping[str, str] = {}
+        self.others: tuple[str, ...] = ()
 
 
 def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
@@ -300,6 +307,14 @@ def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
         )
     if plan.dtype is not None and plan.dtype not in DTYPES:
         raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
+    for move in plan.moves:
+        if move.kind != "attention" or move.num_heads is not None:
+            continue
+        if not blocks.named(move.layout).stores_num_heads:
+            raise ValueError(
+                f"module {move.source or '(top)'} of the plan lacks num_heads, which layout "
+                f"{move.layout} does not store"
+            )
     others = [move.source for move in plan.moves if move.kind == "other"]
     if plan.others == "refuse" and others:
         raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")

@@ -36,6 +36,7 @@ class Tensors(Arrays, Protocol):
     info: Mapping[str, Any]
     metadata: Mapping[str, str]
     names: Mapping[str, str]
+    others: tuple[str, ...]
 
 
 class Made(NamedTuple):

@@ -1,7 +1,7 @@
 """What a conversion will do to every tensor: a plan, which is data until `resolve` checks it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,10 +114,10 @@ def make(
     taken |= {name for layer in layers for name in layer.keys.values()}
     rest = [name for name in file.info if name not in taken]
     if rest and others == "refuse":
-        listed = "; ".join(f"{name} ({why.get(name, 'left as it is')})" for name in rest[:5])
+        shown = "; ".join(f"{name} ({why.get(name, 'left as it is')})" for name in rest[:5])
         more = f" and {len(rest) - 5} more" * (len(rest) > 5)
         raise ValueError(
-            f"not understood: {listed}{more}; --others pass carries them over as they are"
+            f"not understood: {shown}{more}; --others pass carries them over as they are"
         )
     planned = []
     for i, block in enumerate(found):
@@ -298,7 +298,39 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         found.by_move.append((move, made))
         if move.name:
             found.names[move.target] = move.name
+    if plan.dtype is not None:
+        found.notes.clear()  # of several dtypes, which a cast makes one
+    found.notes.extend(_of_heads(found, file))
+    if file.others:
+        if plan.others == "refuse":
+            raise ValueError(
+                f"not tensors: {listed(file.others)}; --others pass leaves them out, with a note"
+            )
+        found.notes.append(f"not carried over, since they are no tensors: {listed(file.others)}")
     return found
+
+
+def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
+    """A note where blocks that look alike have different head counts."""
+    alike: dict[Any, dict[str, int]] = {}
+    for move, block in found.blocks.items():
+        shapes = tuple(tuple(file.info[name].shape) for name in block.keys.values())
+        counts = alike.setdefault((block.layout.name, shapes), {})
+        counts[move.source or "(top)"] = found.counts[move.target]
+    for counts in alike.values():
+        if len(set(counts.values())) > 1:
+            shown = [f"{name} {count}" for name, count in counts.items()]
+            yield f"blocks of the same shapes have different head counts: {listed(shown)}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" * (len(names) > most)
+    return ", ".join(names[:most]) + more
 
 
 def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:

@@ -64,8 +64,10 @@ def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]
     for key in ("source", "digest", "to", "others", "dtype"):
         if value := getattr(plan, key):
             yield f"{key} = {_quoted(value)}"
-    for note in plan.notes:
-        yield f"# note: {printable(note)}"
+    if plan.notes:
+        yield "notes = ["
+        yield from (f"  {_quoted(note)}," for note in plan.notes)
+        yield "]"
     for move in plan.moves:
         yield ""
         yield "[[module]]"
@@ -102,10 +104,10 @@ def loads(text: str) -> Plan:
     )
     found = head.get("version")
     _demand(found == VERSION, f"the plan has version {found!r}, and this program reads {VERSION}")
-    known = {"version", "source", "digest", "to", "others", "dtype"}
+    known = {"version", "source", "digest", "to", "others", "dtype", "notes"}
     extra = sorted(head.keys() - known)
     _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
-    settings = {key: head[key] for key in sorted(known - {"version"}) if key in head}
+    settings = {key: head[key] for key in sorted(known - {"version", "notes"}) if key in head}
     for key, value in settings.items():
         _demand(isinstance(value, str), f"[plan] {key} must be a string, got {value!r}")
     _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
@@ -121,9 +123,18 @@ def loads(text: str) -> Plan:
         f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and all its hexadecimal digits, got "
         f"{digest!r}: `jaxmha plan` writes that of the source",
     )
+    notes = head.get("notes", [])
+    _demand(
+        isinstance(notes, list) and all(isinstance(note, str) for note in notes),
+        f"[plan] notes must be a list of strings, got {notes!r}",
+    )
     listed = content.get("module", [])
     _demand(isinstance(listed, list), "modules are written as [[module]]")
-    return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
+    return Plan(
+        moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)),
+        notes=tuple(notes),
+        **settings,
+    )
 
 
 def _move(i: int, table: Any) -> Move:
@@ -154,8 +165,10 @@ def read(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file. Raises ValueError as `loads` does, with the path."""
     try:
         return loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the plan is no UTF-8 text") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _quoted(text: str) -> str:

@@ -57,6 +57,7 @@ class Contents:
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()  # names of what is no tensor
     close: Callable[[], None] = _nothing
     files: tuple[Path, ...] = ()  # beside the one that was opened
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.

@@ -42,7 +42,7 @@ def hasher(algorithm: str, path: str | os.PathLike[str]) -> Any:
     try:
         import xxhash
     except ImportError as e:
-        remedy = "pip install 'jaxmha[files]', or open it with verify=False"
+        remedy = "pip install 'jaxmha[files]', or in Python checkpoint.open(path, verify=False)"
         raise MissingDependency(path, "checking its digests needs xxhash", remedy) from e
     return xxhash.xxh3_128()
 

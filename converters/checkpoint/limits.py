@@ -15,7 +15,7 @@ from jaxmha.converters.checkpoint.errors import (
 )
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 
-_RAISE = "if the file is trusted, pass a checkpoint.Limits with a higher value"
+_RAISE = "if the file is trusted, read it in Python: checkpoint.open(path, limits=Limits(...))"
 _RENAME = "give the tensor a plain name"
 
 

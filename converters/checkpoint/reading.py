@@ -73,6 +73,7 @@ class Checkpoint(Lazy):
         metadata: the strings of a safetensors file; empty elsewhere.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
         digests: name -> digest as the writer kept it; empty where it kept none.
+        others: torch only: names of numbers, strings and the like, which are not read.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Checkpoint(Lazy):
         self.digests: Mapping[str, str] = MappingProxyType(dict(contents.digests))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
+        self.others = contents.others
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
         self._close = weakref.finalize(self, _close, contents, source)

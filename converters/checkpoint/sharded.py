@@ -112,6 +112,7 @@ def read(source: Source, limits: Limits) -> Contents:
         load,
         metadata=metadata,
         digests=digests,
+        others=tuple(name for _, contents in opened for name in contents.others),
         close=close,
         files=tuple(shard.path for shard, _ in opened),
         stream=stream if streams else None,

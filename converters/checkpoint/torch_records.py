@@ -91,8 +91,12 @@ GLOBALS: dict[str, Call | Type] = (
 )
 
 
-def flatten(root: Any, path: str | os.PathLike[str], limits: Limits) -> Iterator[tuple[str, View]]:
+def flatten(
+    root: Any, path: str | os.PathLike[str], limits: Limits, others: list[str]
+) -> Iterator[tuple[str, View]]:
     """Every tensor with its name: the keys on the way to it, joined with dots.
+
+    Names of numbers, strings and the like are added to `others`, the first thousand.
 
     Raises:
         ForbiddenContent: not a dict, or a container with tensors in two places or in itself.
@@ -109,7 +113,11 @@ def flatten(root: Any, path: str | os.PathLike[str], limits: Limits) -> Iterator
             return
         if isinstance(value, Storage | Type | Call):
             raise ForbiddenContent(path, "a storage or type without a tensor", SAVE, prefix[:200])
-        if not isinstance(value, dict | list | tuple) or with_tensors.get(id(value)) is False:
+        if not isinstance(value, dict | list | tuple):
+            if len(others) < 1000:
+                others.append(prefix)
+            return
+        if with_tensors.get(id(value)) is False:
             return
         if len(prefix) > limits.name_bytes:
             raise BudgetExceeded(path, "a name is too long", SAVE, prefix[:200])

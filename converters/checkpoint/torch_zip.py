@@ -57,8 +57,8 @@ def read(source: Source, limits: Limits) -> Contents:
     for storage in storages.values():
         _check_storage(source, members, storage)
     views: dict[str, torch_records.View] = {}
-    names = Counter[int]()
-    for name, view in torch_records.flatten(root, path, limits):
+    names, others = Counter[int](), list[str]()
+    for name, view in torch_records.flatten(root, path, limits, others):
         names[id(view)] += 1
         budget.spend("the names of one tensor", names[id(view)], limits.aliases, name)
         info = budget.tensor(name, view.shape, view.dtype)
@@ -101,7 +101,8 @@ def read(source: Source, limits: Limits) -> Contents:
         strides = tuple(n * width for n in view.strides)
         return np.ndarray(info.shape, info.dtype, flat, 0, strides)
 
-    return Contents(budget.info, load, digests=_digests(members, views, budget), view=mapped)
+    kept = _digests(members, views, budget)
+    return Contents(budget.info, load, others=tuple(others), digests=kept, view=mapped)
 
 
 def write(file: BinaryIO, plan: Plan) -> None:

@@ -87,7 +87,7 @@ def test_random_programs(seed: int) -> None:
         body = b"".join(words[i] for i in random.integers(len(words), size=random.integers(1, 40)))
         try:
             root, _storages = torch_pickle.run(b"\x80\x02" + body + b".", "m.pt", limits)
-            list(torch_records.flatten(root, "m.pt", limits))
+            list(torch_records.flatten(root, "m.pt", limits, []))
             finished += 1
         except checkpoint.CheckpointError:
             pass

@@ -141,7 +141,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert said.count(f"{h5py} | pip install 'jaxmha[files]'") == 2
     assert said.count(f"{orbax} | pip install 'jaxmha[orbax]'") == 2
     digests = "checking its digests needs xxhash"
-    remedy = "pip install 'jaxmha[files]', or open it with verify=False"
+    remedy = "pip install 'jaxmha[files]', or in Python checkpoint.open(path, verify=False)"
     assert said.count(f"{digests} | {remedy}") == 4
     assert len(said) == 8
     with checkpoint.open(tmp_path / "new.safetensors") as file:

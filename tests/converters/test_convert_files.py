@@ -212,6 +212,7 @@ class Counting(dict[str, Any]):
         self.info: dict[str, Any] = state
         self.metadata: dict[str, str] = {}
         self.names: dict[str, str] = {}
+        self.others: tuple[str, ...] = ()
         self.asked: Counter[str] = Counter()
 
     def __getitem__(self, name: str) -> NDArray:

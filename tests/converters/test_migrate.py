@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from jaxmha.converters import blocks, checkpoint, engine, heads, keras, migrate, sides, verify
@@ -287,3 +288,24 @@ def test_inspect_says_why(tmp_path: Path) -> None:
     printed = run(app, ["inspect", str(tmp_path / "a.npz")]).stdout
     assert "gpt2, 2 times, for its 4 keys and the place of GPT-2: h.{i}.attn" in printed
     assert "bert, 1 times, for its 8 keys alone" in printed
+
+
+def test_what_is_no_tensor_is_told_or_refused(tmp_path: Path) -> None:
+    layer = torch.nn.MultiheadAttention(6, 2)
+    source = tmp_path / "a.pt"
+    torch.save({"model": layer.state_dict(), "epoch": 3, "lr": [0.1, None]}, source)
+    done = migrate.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
+    assert "not carried over, since they are no tensors: epoch, lr.0, lr.1" in done.notes
+    with pytest.raises(ValueError, match=r"a.pt: not tensors: epoch, lr.0, lr.1; --others pass"):
+        migrate.convert(source, tmp_path / "c.npz", to="flax", num_heads=2, others="refuse")
+    assert not (tmp_path / "c.npz").exists()
+
+
+def test_metadata_without_a_place_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "a.safetensors"
+    state = {k: v.numpy() for k, v in torch.nn.MultiheadAttention(6, 2).state_dict().items()}
+    checkpoint.write(source, state, metadata={"license": "MIT", "format": "pt"})
+    done = migrate.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
+    (note,) = done.notes
+    assert note == "metadata not carried over, for which the format has no place: license"
+    assert not migrate.convert(source, tmp_path / "b.safetensors", to="flax", num_heads=2).notes

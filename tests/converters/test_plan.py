@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda p: edited(p, "attention", num_heads=2),
         r"num_heads=2 is given, and config.json",
     ),
-    "no heads": (lambda p: edited(p, "attention", num_heads=None), r"does not store the head"),
+    "no heads": (lambda p: edited(p, "attention", num_heads=None), r"of the plan lacks num_heads"),
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
     "digest": (lambda p: replace(p, digest="sha256:0"), r"make a new plan"),
@@ -284,6 +284,7 @@ def test_nothing_is_loaded_to_plan() -> None:
     class File(dict[str, Any]):
         metadata: dict[str, str] = {}  # noqa: RUF012
         names: dict[str, str] = {}  # noqa: RUF012
+        others: tuple[str, ...] = ()
 
         @property
         def info(self) -> dict[str, Any]:
@@ -302,3 +303,49 @@ def test_nothing_is_loaded_to_plan() -> None:
     found = resolve(make(file, named("flax"), num_heads=N - 2), file)
     assert found.made["a/query/kernel"].info.shape == (2**20, 4, 2**18)
     assert found.made["proj/kernel"].info.nbytes == 2**42
+
+
+def test_head_counts_of_a_plan(plan: Plan, source: Path, tmp_path: Path) -> None:
+    """Nothing in the file contradicts them: they are missing, or differ between layers."""
+
+    def heads(*counts: int | None) -> Plan:
+        given = iter(counts)
+        moves = (
+            replace(m, num_heads=next(given)) if m.kind == "attention" else m for m in two.moves
+        )
+        return replace(two, moves=tuple(moves))
+
+    state = {k: v for k, v in model().items() if "attention" in k}
+    state |= {k.replace("layer.0", "layer.1"): v for k, v in state.items()}
+    checkpoint.write(tmp_path / "two.safetensors", state)
+    two = migrate.plan(tmp_path / "two.safetensors", to="flax", num_heads=N)[0]
+    with pytest.raises(ValueError, match=r"module encoder.layer.1.attention of the plan lacks num"):
+        migrate.convert(tmp_path / "two.safetensors", tmp_path / "a.npz", plan=heads(N, None))
+    done = migrate.convert(tmp_path / "two.safetensors", tmp_path / "b.npz", plan=heads(N, 1))
+    assert any("blocks of the same shapes have different head counts" in n for n in done.notes)
+    done = migrate.convert(tmp_path / "two.safetensors", tmp_path / "c.npz", plan=heads(N, N))
+    assert not any("head counts" in n for n in done.notes)
+
+
+def test_notes_of_a_plan_are_told_when_it_is_carried_out(
+    plan: Plan, source: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan_file.dumps(plan))
+    assert plan.notes
+    assert plan_file.read(path).notes == plan.notes
+    done = cli("convert", source, tmp_path / "a.npz", "--plan", path, "--check", "weights")
+    assert "note: 1 x norm: epsilon" in " ".join(done.output.split())
+
+
+def test_plans_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    for path, why in [
+        (tmp_path / "absent.toml", "No such file"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "bytes.toml", "no UTF-8"),
+    ]:
+        done = cli("convert", source, tmp_path / "a.npz", "--plan", path)
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"error: {path}: ")
+        assert why in " ".join(done.stderr.split())
