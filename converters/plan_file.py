@@ -7,6 +7,7 @@ digest = "sha256:..."             # of the source's contents; another source is 
 to = "flax"                       # layout of attention; neighbours as its framework has them
 others = "pass"                   # "refuse": stop where something is not understood
 dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
+notes = ["..."]                   # what tensors do not say; told when it is carried out
 
 [[module]]                        # one per layer; every tensor of the source is in one of them
 kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,

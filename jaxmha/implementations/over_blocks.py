@@ -87,17 +87,13 @@ def rows_of_gradient(
 ) -> tuple[jax.Array, ...]:
     """What the gradient reads of every row, cut: query, slope, lse and shift."""
     # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
+    slope, out = tiles.tiles(plan, slope), tiles.tiles(plan, out)
     # As a product: XLA's CPU makes of a sum a kernel that holds all terms several times.
-    shift = -jnp.einsum("bnth,bnth->bnt", slope, out, precision="highest")
+    shift = -jnp.einsum("...h,...h->...", slope, out, precision="highest")[..., None]
     if slope_lse is not None:
-        shift += slope_lse
+        shift += tiles.tiles(plan, slope_lse[..., None])
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-    return (
-        tiles.tiles(plan, query),
-        tiles.tiles(plan, slope),
-        tiles.tiles(plan, lse[..., None], jnp.inf),
-        tiles.tiles(plan, shift[..., None]),
-    )
+    return tiles.tiles(plan, query), slope, tiles.tiles(plan, lse[..., None], jnp.inf), shift
 
 
 def backward(
@@ -139,19 +135,21 @@ def backward(
         dq, *carry = reach.visit_all(reached, plan, index, i, visit, start)
         return tuple(carry), dq
 
-    def step(bias_slope: jax.Array | None, index: Any, x: Any) -> Any:
-        per_row, (keys, values) = x
+    def step(index: Any, x: Any, bias_slope: jax.Array | None, per_row: Any) -> Any:
+        rows, keys, values = x
         per_key = keys, values, jnp.swapaxes(keys, -1, -2)
 
         def chunk(j: Any) -> tuple[jax.Array, ...]:
             return tuple(tiles.part(plan, x, j) for x in per_key)
 
-        def each(carry: Any, i: Any, parts: Any) -> Any:
-            return block(index, i, parts, chunk, (jnp.zeros_like(parts[0]), *carry))
+        def each(i: Any, rows: jax.Array, carry: Any, others: Any) -> Any:
+            start = jnp.zeros_like(rows), *carry
+            carry, dq = block(index, i, (rows, *others), chunk, start)
+            return dq, carry
 
         zeros = jnp.zeros_like(keys), jnp.zeros_like(values), bias_slope
-        (dk, dv, bias_slope), dq = tiles.scan(each, plan.blocks, zeros, per_row)
-        return bias_slope, (dq, dk, dv)
+        dq, (dk, dv, bias_slope) = tiles.refine(each, plan.blocks, rows, zeros, per_row)
+        return (dq, dk, dv), bias_slope
 
     def more(index: Any, before: Any, _: None, x: Any) -> Any:
         (dq, dk, dv), (per_row, per_key) = before, x
@@ -168,7 +166,12 @@ def backward(
         return (dq, dk, dv), None
 
     if before is None:
-        return tiles.scan(step, plan.steps, bias_slope, (per_row, per_key))
+        # Slopes take the place of what they are slopes of.
+        rows, *others = per_row
+        slopes, bias_slope = tiles.refine(
+            step, plan.steps, (rows, *per_key), bias_slope, tuple(others)
+        )
+        return bias_slope, slopes
     return None, tiles.refine(more, plan.steps, before, None, (per_row, per_key))[0]
 
 
