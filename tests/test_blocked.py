@@ -193,7 +193,7 @@ def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batche
     ids=["causal", "window", "lengths", "segments"],
 )
 def test_what_conditions_rule_out_is_not_computed(mask: Mask, most: float) -> None:
-    cut = blocks.plan(2, 1, 1, 4096, 4096, skips=True)
+    cut = blocks.plan(2, 1, 1, 4096, 4096, skips=True, side=256)
     conditions, _ = pairs.pad(pairs.of_mask(mask, 4096, 4096), None, cut)
     found = reach.table(conditions, cut)
     assert found is not None

@@ -17,6 +17,9 @@ from jaxmha.implementations.pairs import NOTHING, Pairs
 
 # More of them compute less that is masked, and take longer to compile.
 MOST = 4
+# Rows or keys of one, at least.
+LEAST: dict[str, int] = {"cpu": 256}
+LEAST_ELSEWHERE = 2048
 Answer = tuple[jax.Array, jax.Array | None]
 
 
@@ -27,9 +30,14 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
         return None
     if conditions == NOTHING:
         known = rules.above is not None and rules.above >= 0
-        return "rows" if known and plan.chunks > 1 else None
+        return "rows" if known and _count(plan) > 1 else None
     keys_alone = conditions._replace(keys=None) == NOTHING and rules.above is None
     return "keys" if keys_alone and rules.soft_cap is None else None
+
+
+def _count(plan: Plan) -> int:
+    least = min(plan.keys, LEAST.get(jax.default_backend(), LEAST_ELSEWHERE))
+    return min(MOST, -(-plan.S // least))
 
 
 def of_rows(
@@ -49,7 +57,7 @@ def of_rows(
       rules, query, key, value, words: as `blocked.core` has them.
     """
     N, T = query.shape[1:3]
-    size = -(-T // min(MOST, plan.chunks))
+    size = -(-T // _count(plan))
     found = []
     for t in range(0, T, size):
         rows = query[:, :, t : t + size]
@@ -83,7 +91,7 @@ def of_keys(
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
     some = there.any(1).reshape(-1, 1, 1)
-    count = min(MOST, plan.chunks) if plan.chunks > 2 else 1  # two leave out less than they cost
+    count = _count(plan) if _count(plan) > 2 else 1  # two leave out less than they cost
     if count == 1:
         out, lse = run(rules, query, key, value, words)
     else:

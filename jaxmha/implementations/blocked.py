@@ -49,11 +49,20 @@ def supports(request: Request) -> str | None:
     return None
 
 
-def cut(query: Any, key: Any, *, skips: bool = False, fused: bool = False) -> Plan:
+def cut(
+    query: Any,
+    key: Any,
+    *,
+    skips: bool = False,
+    fused: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+) -> Plan:
     """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked."""
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
+    before, after = window
+    seen = None if before is None or after is None else before + after + 1
     return blocks.plan(
-        B, K, N // K, T, S, skips=skips, fused=fused, itemsize=query.dtype.itemsize,
+        B, K, N // K, T, S, skips=skips, fused=fused, window=seen, itemsize=query.dtype.itemsize,
         platform=jax.default_backend(), **SIZES,
     )  # fmt: skip
 
@@ -80,7 +89,8 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
     else:
         conditions = pairs.of_mask(request.mask, T, S)
         plain = request.mask.empty and request.bias is None and not _drops(request)
-        plan = cut(query, key, skips=not request.mask.empty, fused=plain)
+        skips = not request.mask.empty
+        plan = cut(query, key, skips=skips, fused=plain, window=conditions.window)
         bias = None if request.bias is None else request.bias.astype(accumulate)
         live = pairs.live(conditions, bias, B, N, T, S)
         rows, keys = (sharding.in_order(x, 2) for x in live)
@@ -194,14 +204,14 @@ def core_forward(
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
-    plan = cut(query, key, skips=plan.chunks > 1)  # never one kernel
+    plan = cut(query, key, skips=plan.chunks > 1, window=rules.window)  # never one kernel
     per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)
     if bias_slope is not None:
         bias_slope = bias_slope[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (tiles.unchunked(plan, x) for x in (dk, dv))
-    return tiles.rows(plan, dq), dk, dv, bias_slope, None, None
+    return tiles.rows(plan, jnp.swapaxes(dq, -1, -2)), dk, dv, bias_slope, None, None
 
 
 core.defvjp(core_forward, core_backward)

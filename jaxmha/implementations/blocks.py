@@ -20,9 +20,12 @@ TARGET_OF_SMALL_HEADS = 2**24
 # Fewer rows than this leave matrix products without reuse, whatever the cache.
 LEAST_ROWS = 64
 # Rows and keys of a block where some blocks need not be computed: small enough to leave out much,
-# large enough to be products of matrices.
-SIDE: dict[str, int] = {"cpu": 256}
+# large enough to be products of matrices. A window that is narrower leaves out more with less.
+SIDE: dict[str, int] = {"cpu": 512}
+SIDE_OF_WINDOW: dict[str, int] = {"cpu": 256}
 SIDE_ELSEWHERE = 2048
+# Bytes of scores of such blocks, of many heads at once.
+TARGET_OF_SIDES: dict[str, int] = {"cpu": 2**22}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def plan(
     *,
     skips: bool = False,
     fused: bool = False,
+    window: int | None = None,
     itemsize: int = 4,
     platform: str = "cpu",
     target: int | None = None,
@@ -95,6 +99,7 @@ def plan(
         rows and keys, else all keys.
       fused: whether XLA makes one kernel of a block with all keys, as it does where nothing comes
         between the products but a softmax; that is cut less.
+      window: how many keys a row may look at, where a window says so.
       itemsize: bytes of a score.
       platform: chooses target and side where none is given.
       target: bytes of a block.
@@ -102,16 +107,19 @@ def plan(
       side: rows, over all query heads of a group, and keys of a block.
 
     >>> plan(1, 8, 1, 2048, 2048, fused=True).rows, plan(1, 8, 1, 2048, 2048, skips=True).keys
-    (1024, 256)
+    (1024, 512)
     """
     kernel = (TARGET_OF_KERNEL if fused else TARGET).get(platform, TARGET_ELSEWHERE)
     kernel = kernel if target is None else target
+    if side is None:
+        side = SIDE.get(platform, SIDE_ELSEWHERE)
+        if window is not None and window <= side:
+            side = SIDE_OF_WINDOW.get(platform, side)
+    keys = _even(S, side) if skips else S
     if target is None:
-        target = TARGET.get(platform, TARGET_ELSEWHERE)
+        target = (TARGET_OF_SIDES if keys < S else TARGET).get(platform, TARGET_ELSEWHERE)
         if itemsize * G * T * S <= SMALL_HEAD.get(platform, 0):
             target = max(target, TARGET_OF_SMALL_HEADS)
-    side = SIDE.get(platform, SIDE_ELSEWHERE) if side is None else side
-    keys = _even(S, side) if skips else S
     rows = max((kernel if keys == S else target) // (itemsize * G * keys), -(-least_rows // G), 1)
     if keys < S:
         rows = min(rows, max(side // G, 1))

@@ -163,7 +163,7 @@ def corner(
         traced.array,
         None if below is None else (below - shift).reshape(-1),
     )
-    plan = blocked.cut(query, key, skips=local != NOTHING)
+    plan = blocked.cut(query, key, skips=local != NOTHING, window=static.rules.window)
     rules = static.rules._replace(window=(None, None), above=None)
     if words is not None:
         words = placed(words, 0, 0, t, s)

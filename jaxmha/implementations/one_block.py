@@ -92,11 +92,14 @@ def backward(
     more: jax.Array | None,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here."""
+    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here.
+
+    Rows and their slopes are `[c] H r`, so that each product has row-major operands.
+    """
     rows, slope, lse, shift = per_row
     keys, values, flipped = per_key
     product = partial(matmul, precision=rules.precision)
-    logits = product(keys, jnp.swapaxes(rows, -1, -2))
+    logits = product(keys, rows)
     bent = None
     if rules.soft_cap is not None:
         bent = jnp.tanh(logits / rules.soft_cap)
@@ -113,6 +116,6 @@ def backward(
     value_slope = product(dropped, slope)
     d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
     d_logits = d_added if bent is None else d_added * (1 - bent * bent)
-    key_slope = product(d_logits, rows)
-    row_slope = jnp.swapaxes(product(flipped, d_logits), -1, -2)
+    key_slope = product(d_logits, jnp.swapaxes(rows, -1, -2))
+    row_slope = product(flipped, d_logits)
     return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)

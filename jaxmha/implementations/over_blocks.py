@@ -85,7 +85,7 @@ def finished(rules: Rules, seen: Running, words: jax.Array | None) -> tuple[jax.
 def rows_of_gradient(
     plan: Plan, query: Any, out: Any, lse: Any, slope: Any, slope_lse: Any
 ) -> tuple[jax.Array, ...]:
-    """What the gradient reads of every row, cut: query, slope, lse and shift."""
+    """What the gradient reads of every row, cut: query, which is transposed, slope, lse and shift."""
     # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
     slope, out = tiles.tiles(plan, slope), tiles.tiles(plan, out)
     # As a product: XLA's CPU makes of a sum a kernel that holds all terms several times.
@@ -93,7 +93,8 @@ def rows_of_gradient(
     if slope_lse is not None:
         shift += tiles.tiles(plan, slope_lse[..., None])
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-    return tiles.tiles(plan, query), slope, tiles.tiles(plan, lse[..., None], jnp.inf), shift
+    query = jnp.swapaxes(tiles.tiles(plan, query), -1, -2)
+    return query, slope, tiles.tiles(plan, lse[..., None], jnp.inf), shift
 
 
 def backward(
@@ -107,7 +108,7 @@ def backward(
     before: tuple[jax.Array, ...] | None = None,
     read: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Any:
-    """Slopes of the bias and of query, key and value, all of them cut.
+    """Slopes of the bias and of query, key and value, all of them cut, the query's transposed.
 
     `before`: slopes of query, key and value so far, which are added to in place; no bias then.
     `read`: as in `forward`.

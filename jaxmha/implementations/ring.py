@@ -105,7 +105,7 @@ def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
     )
     home = _shift(static, tuple(x.astype(key.dtype) for x in sums), static.devices - at)
     whole = [jnp.stack([tiles.unchunked(cut.plan, x) for x in y]) for y in home]
-    dq = jnp.stack([tiles.rows(cut.plan, x) for x in dq])
+    dq = jnp.stack([tiles.rows(cut.plan, jnp.swapaxes(x, -1, -2)) for x in dq])
     return *(context.join_parts(x) for x in (dq, *whole)), None, None
 
 
