@@ -318,9 +318,9 @@ def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 # Causality alone and keys alone: bands, of which each has all its keys at once.
 BANDS = (
-    Case("rows", T=11, S=13, is_causal=True, dropout_rate=0.3),
+    Case("rows", T=5, S=7, is_causal=True, dropout_rate=0.3),
     Case("keys", T=3, S=13, key_value_seq_lengths=(13, 4), dropout_rate=0.3),
-    Case("no keys", T=3, S=13, key_value_seq_lengths=(0, 9), fully_masked="mean"),
+    Case("no keys", T=3, S=13, key_value_seq_lengths=(0, 9)),
 )
 
 
@@ -349,14 +349,13 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     for b, keys in enumerate([slice(0), slice(9, 13), slice(3, 5), slice(1, 12, 2), slice(13)]):
         there[b, keys] = True
     k[~there], v[~there] = np.nan, np.inf
-    answers = [
+    actual, wanted = (
         jaxmha.dot_product_attention(
-            q, k, v, mask=Mask.padding(key_value=there), implementation=name, return_lse=True
+            q, k, v, mask=Mask.padding(key_value=there), implementation=name
         )
         for name in (tiny, "reference")
-    ]
-    for actual, wanted, what in zip(*answers, ("out", "lse"), strict=True):
-        tolerance.assert_close(actual, np.asarray(wanted), what, factor=2.0)
+    )
+    tolerance.assert_close(actual, np.asarray(wanted), factor=2.0)
 
 
 @pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
@@ -366,7 +365,7 @@ def test_a_band_in_the_wrong_place_is_noticed(
 ) -> None:
     monkeypatch.setattr(bands, "placed", lambda words, *place: words)
     with pytest.raises(AssertionError):
-        conformance.values(case, tiny, "float32", jit=False)
+        conformance.values(case, tiny, "float32", jit=True)
 
 
 def test_the_small_case_has_groups_and_an_empty_row() -> None:

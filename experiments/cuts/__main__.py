@@ -23,7 +23,7 @@ from jaxmha.implementations import bands, blocks
 
 HERE = Path(__file__).parent
 EXAMPLES = """examples:
-  python -m experiments.cuts                    all of them, two minutes on a quiet machine
+  python -m experiments.cuts                    all of them, four minutes on a quiet machine
   python -m experiments.cuts --rounds 9 --write
 """
 N, H = 8, 64
@@ -58,7 +58,16 @@ def _bytes(name: str, *counts: int) -> tuple[Setting, ...]:
 
 def _bands(*counts: int) -> tuple[Setting, ...]:
     none = Setting("blocks", bands, {"kind": lambda *_: None})
-    return (none, *(Setting(f"{c} bands", bands, {"MOST": c}) for c in counts))
+    return (none, *(Setting(f"up to {c} bands", bands, {"MOST": c}) for c in counts))
+
+
+def _sides(name: str, *sides: tuple[int, int]) -> tuple[Setting, ...]:
+    return tuple(
+        Setting(
+            f"{side}, {c} MiB", blocks, {name: {"cpu": side}, "TARGET_OF_SIDES": {"cpu": c * MIB}}
+        )
+        for side, c in sides
+    )
 
 
 QUESTIONS = (
@@ -72,11 +81,21 @@ QUESTIONS = (
     ),
     Question(
         "bands of causal rows", "causal", False, ((2, 512), (1, 1024), (1, 2048), (1, 4096)),
-        _bands(1, 2, 4, 8), "4 bands",
+        _bands(2, 4, 8, 16), "up to 4 bands",
     ),
     Question(
         "bands of padded keys", "padded", False, ((8, 512), (4, 1024), (4, 2048)),
-        _bands(1, 2, 4, 8), "4 bands",
+        _bands(1, 2, 4, 8), "up to 4 bands",
+    ),
+    Question(
+        "rows and keys of a block, where some are left out", "causal", True,
+        ((2, 512), (1, 1024), (1, 2048), (1, 4096)),
+        _sides("SIDE", (256, 2), (512, 2), (512, 4), (1024, 4)), "512, 4 MiB",
+    ),
+    Question(
+        "rows and keys of a block within a window of 256 keys", "windowed", True,
+        ((1, 1024), (1, 2048), (1, 4096)),
+        _sides("SIDE_OF_WINDOW", (128, 4), (256, 2), (256, 4), (512, 4)), "256, 4 MiB",
     ),
 )  # fmt: skip
 
@@ -87,8 +106,10 @@ def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tup
     heads = [jax.numpy.asarray(rng.standard_normal((B, T, N, H)), np.float32) for _ in range(3)]
     lengths = jax.numpy.asarray(np.linspace(T, T / 4, B).astype(int))
 
+    masks = {"padded": Mask.lengths(key_value=lengths), "windowed": Mask.window(255, 0)}
+
     def out(query: Any, key: Any, value: Any) -> Any:
-        mask = Mask.lengths(key_value=lengths) if question.kind == "padded" else None
+        mask = masks.get(question.kind)
         return jaxmha.dot_product_attention(
             query, key, value, mask=mask, is_causal=question.kind == "causal"
         )

@@ -25,19 +25,19 @@ Answer = tuple[jax.Array, jax.Array | None]
 
 def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows", "keys"] | None:
     """Bands of rows where an offset that is known decides alone which pairs there are, of keys
-    where that is which keys are there; None: neither."""
+    where that is which keys are there; None: neither, or blocks that leave out more take no longer.
+    """
     if bias is not None or rules.window != (None, None):
         return None
     if conditions == NOTHING:
         known = rules.above is not None and rules.above >= 0
-        return "rows" if known and _count(plan) > 1 else None
+        return "rows" if known and 1 < _parts(plan) <= MOST else None
     keys_alone = conditions._replace(keys=None) == NOTHING and rules.above is None
     return "keys" if keys_alone and rules.soft_cap is None else None
 
 
-def _count(plan: Plan) -> int:
-    least = min(plan.keys, LEAST.get(jax.default_backend(), LEAST_ELSEWHERE))
-    return min(MOST, -(-plan.S // least))
+def _parts(plan: Plan) -> int:
+    return -(-plan.S // min(plan.keys, LEAST.get(jax.default_backend(), LEAST_ELSEWHERE)))
 
 
 def of_rows(
@@ -57,7 +57,7 @@ def of_rows(
       rules, query, key, value, words: as `blocked.core` has them.
     """
     N, T = query.shape[1:3]
-    size = -(-T // _count(plan))
+    size = -(-T // _parts(plan))
     found = []
     for t in range(0, T, size):
         rows = query[:, :, t : t + size]
@@ -91,7 +91,8 @@ def of_keys(
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
     some = there.any(1).reshape(-1, 1, 1)
-    count = _count(plan) if _count(plan) > 2 else 1  # two leave out less than they cost
+    count = min(MOST, _parts(plan))
+    count = count if count > 2 else 1  # two leave out less than they cost
     if count == 1:
         out, lse = run(rules, query, key, value, words)
     else:
