@@ -6,8 +6,9 @@ the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and Rabe and Staat
 does not need O(n^2) memory" (2021).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -56,14 +57,18 @@ def cut(
     skips: bool = False,
     fused: bool = False,
     window: tuple[int | None, int | None] = (None, None),
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
-    """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked."""
+    """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked.
+
+    `sizes`: of blocks, where `SIZES` says nothing.
+    """
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     before, after = window
     seen = None if before is None or after is None else before + after + 1
     return blocks.plan(
         B, K, N // K, T, S, skips=skips, fused=fused, window=seen, itemsize=query.dtype.itemsize,
-        platform=jax.default_backend(), **SIZES,
+        platform=jax.default_backend(), **{**sizes, **SIZES},
     )  # fmt: skip
 
 

@@ -133,6 +133,10 @@ class Corner(NamedTuple):
     words: jax.Array | None
 
 
+# Of blocks: what they take does not fall as devices are added.
+SIZES: dict[str, dict[str, int]] = {"cpu": {"side": 256, "target": 2**21}}
+
+
 def corner(
     static: Static,
     query: Any,
@@ -163,7 +167,8 @@ def corner(
         traced.array,
         None if below is None else (below - shift).reshape(-1),
     )
-    plan = blocked.cut(query, key, skips=local != NOTHING, window=static.rules.window)
+    sizes = SIZES.get(jax.default_backend(), {})
+    plan = blocked.cut(query, key, skips=local != NOTHING, sizes=sizes)
     rules = static.rules._replace(window=(None, None), above=None)
     if words is not None:
         words = placed(words, 0, 0, t, s)
