@@ -89,6 +89,15 @@ def test_one_bit_is_seen(
     assert "1 of " in line
 
 
+def traced(*arguments: Any, **options: Any) -> tuple[report.ConversionReport, int]:
+    """A report, and how many bytes were held at once to make it."""
+    tracemalloc.start()
+    try:
+        return report.check(*arguments, **options), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("forward", [False, True])
 def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
     forward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,12 +111,7 @@ def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
     assert done.plan is not None
     monkeypatch.setattr(few_heads, "MOST", source.stat().st_size // heads)
     report.check(source, target, done.plan, forward=forward)  # imports and compiles
-    tracemalloc.start()
-    try:
-        found = report.check(source, target, done.plan, forward=forward)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    found, peak = traced(source, target, done.plan, forward=forward)
     assert found
     assert bool(found.modules[0].errors) == forward
     assert peak < 4 * math.prod(shapes["in_proj_weight"]) + (6 << 20)
@@ -182,12 +186,7 @@ def test_elements_that_differ_are_counted_piece_by_piece(
     checkpoint.write(target, arrays, force=True)
     assert done.plan is not None
     del arrays
-    tracemalloc.start()
-    try:
-        found = report.check(source, target, done.plan, forward=False)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    found, peak = traced(source, target, done.plan, forward=False)
     assert str(found) == f"table: 3 of {array.size} elements differ"
     assert peak < array.nbytes + (12 << 20)
 
