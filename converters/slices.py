@@ -12,6 +12,7 @@ from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.checkpoint import MalformedFile
 
 SPAN = 16 << 20  # bytes of a mapped file that are held at once
+HELD = 64 << 20  # bytes of tensors that cannot be read in parts; of one alone, any number
 
 
 class _Stand(NamedTuple):
@@ -35,7 +36,7 @@ class Slices:
         self.views: dict[str, NDArray] = {}
         self._file = file
         self._stands: list[_Stand] = []
-        self._whole: dict[str, NDArray] = {}  # the last tensor that could not be read in parts
+        self._whole: dict[str, NDArray] = {}  # tensors that cannot be read in parts
         for name in names:
             view = file.view(name)
             self.views[name] = self._stand(name) if view is None else view
@@ -44,7 +45,9 @@ class Slices:
         if self._file.reads_parts:
             return self._file.part(name, box)
         if name not in self._whole:
-            self._whole.clear()  # before the next is read
+            held = sum(array.nbytes for array in self._whole.values())
+            if held + self._file.info[name].nbytes > HELD:
+                self._whole.clear()  # before the next is read
             self._whole[name] = self._file[name]
         return self._whole[name][box]
 

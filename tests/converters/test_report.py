@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxmha import params
-from jaxmha.converters import checkpoint, few_heads, migrate, report, sides, stored
+from jaxmha.converters import checkpoint, few_heads, migrate, report, sides, slices, stored
 from jaxmha.converters.cli import app
 from jaxmha.params import CANONICAL
 from tests.converters.test_every_layout import N
@@ -120,6 +120,21 @@ def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
 def only(leaf: str, array: Any) -> dict[str, Any]:
     """The leaves of a tensor that is one."""
     return {leaf: array}
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20], ids=["one tensor held", "all held"])
+def test_groups_of_heads_of_a_compressed_file(
+    held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "a.npz", tmp_path / "b.safetensors"
+    np.savez_compressed(source, **model())  # type: ignore[arg-type]
+    done = migrate.convert(source, target, to="flax", num_heads=N)
+    assert done.plan is not None
+    monkeypatch.setattr(few_heads, "MOST", 1)
+    monkeypatch.setattr(slices, "HELD", held)
+    found = report.check(source, target, done.plan)
+    assert found
+    assert any(one.errors for one in found.modules)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax"])
