@@ -127,7 +127,7 @@ def test_groups_of_heads_of_a_compressed_file(
     held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = tmp_path / "a.npz", tmp_path / "b.safetensors"
-    np.savez_compressed(source, **model())  # type: ignore[arg-type]
+    np.savez_compressed(source, **model())
     done = migrate.convert(source, target, to="flax", num_heads=N)
     assert done.plan is not None
     monkeypatch.setattr(few_heads, "MOST", 1)
