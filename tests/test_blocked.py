@@ -18,6 +18,7 @@ from jaxmha.implementations import (
     blocked,
     blocked_dropout,
     blocks,
+    over_blocks,
     pairs,
     reach,
 )
@@ -275,7 +276,7 @@ def _draws_of_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(*given: Any) -> Any:
         return right(*given[:-1], given[-1]._replace(t=0))
 
-    monkeypatch.setattr(blocked, "kept", kept)
+    monkeypatch.setattr(over_blocks, "kept", kept)
 
 
 def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
