@@ -79,11 +79,9 @@ def group(views: Views, index: Index, box: Box) -> BlockSide:
 
 def boxes(views: Views, index: Index) -> Iterator[Box]:
     """Equal parts of the N heads, with the key heads that they look at."""
-    shapes = {leaf: view[index].shape for leaf, view in views.leaves.items()}
-    N, K = shapes["query.kernel"][-2], shapes["key.kernel"][-2]
+    N, K = (views.leaves[f"{side}.kernel"].shape[-2] for side in ("query", "key"))
     size = sum(view[index].nbytes for view in views.leaves.values())
-    counts = [n for n in range(1, K + 1) if not K % n]
-    counts += [K * n for n in range(2, N // K + 1) if not (N // K) % n]
+    counts = (n for n in range(1, N + 1) if not N % n and (not K % n or not n % K))
     count = next((n for n in counts if size <= MOST * n), N)
     for i in range(count):
         first, last = i * N // count, (i + 1) * N // count

@@ -114,10 +114,9 @@ def make(
     taken |= {name for layer in layers for name in layer.keys.values()}
     rest = [name for name in file.info if name not in taken]
     if rest and others == "refuse":
-        shown = "; ".join(f"{name} ({why.get(name, 'left as it is')})" for name in rest[:5])
-        more = f" and {len(rest) - 5} more" * (len(rest) > 5)
+        shown = [f"{name} ({why.get(name, 'left as it is')})" for name in rest]
         raise ValueError(
-            f"not understood: {shown}{more}; --others pass carries them over as they are"
+            f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
         )
     planned = []
     for i, block in enumerate(found):
@@ -323,14 +322,14 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
             yield f"blocks of the same shapes have different head counts: {listed(shown)}"
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     """The first names, and how many more there are.
 
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     more = f" and {len(names) - most} more" * (len(names) > most)
-    return ", ".join(names[:most]) + more
+    return separator.join(names[:most]) + more
 
 
 def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
