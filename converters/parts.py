@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ def convert(
             command.append(name)
         elif value not in (None, False):
             command += [name, str(value)]
-    workers = []
-    with _ended_by_terminate():
+    workers: list[subprocess.Popen[bytes]] = []
+    with _ended_by_terminate(lambda: len(workers) == count) as check:
         try:
             for i in range(1, count + 1):
                 workers.append(
@@ -55,6 +55,7 @@ def convert(
                         stderr=subprocess.DEVNULL,
                     )
                 )
+            check()
             codes = {i: worker.wait() for i, worker in enumerate(workers, 1)}
             return {i: code for i, code in codes.items() if code}
         finally:
@@ -64,13 +65,26 @@ def convert(
 
 
 @contextlib.contextmanager
-def _ended_by_terminate() -> Iterator[None]:
-    """SIGTERM ends the process as an exception does, so that it takes its workers with it."""
+def _ended_by_terminate(all_started: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """SIGTERM ends the process as an exception does, so that it takes its workers with it; before
+    all have started, when what it gives is called: none is lost between its start and its name.
+    """
+    asked = threading.Event()
+
+    def check() -> None:
+        if asked.is_set():
+            sys.exit(128 + signal.SIGTERM)
+
+    def terminated(*_: Any) -> None:
+        asked.set()
+        if all_started():
+            check()
+
     if threading.current_thread() is not threading.main_thread():
-        yield  # handlers are the main thread's
+        yield check  # handlers are the main thread's
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, terminated)
     try:
-        yield
+        yield check
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 # A plain loop over k terms, which is what backends make of a small product, has errors that grow
-# with k; blocks joined pairwise have errors that grow with the block and log k. Up to this many
-# multiplications they cost microseconds; beyond it they would cost the speed of the product.
-SMALL = 2**18
-BLOCK = 4
+# with k; parts joined pairwise have errors that grow with a part and the logarithm of how many
+# there are. Up to this many multiplications they cost microseconds; beyond it they would cost the
+# speed of the product.
+SMALL = 2**19
+TERMS, PARTS = 4, 16  # at least of a part, and at most of them
 
 
 def matmul(
@@ -28,23 +29,27 @@ def matmul(
     precision = resolved(precision)
     *lead, m, k = a.shape
     n = b.shape[-1]
-    blocks = -(-k // BLOCK) if isinstance(k, int) else 0
     sizes = (*lead, m, k, n)
     known = all(isinstance(size, int) for size in sizes)  # not so in shape-polymorphic export
-    if not known or blocks < 2 or math.prod(sizes) > SMALL:
+    if not known or k <= TERMS or math.prod(sizes) > SMALL:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
     if dtype is not None:  # backends may lack batched products of half precision
         a, b = a.astype(dtype), b.astype(dtype)
-    extra = blocks * BLOCK - k
+    terms = max(TERMS, -(-k // PARTS))
+    parts = -(-k // terms)
+    extra = parts * terms - k
     a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, extra),))
     b = jnp.pad(b, ((0, 0),) * (b.ndim - 2) + ((0, extra), (0, 0)))
-    parts = jnp.einsum(
-        "...mck,...ckn->...mnc",
-        a.reshape(*lead, m, blocks, BLOCK),
-        b.reshape(*lead, blocks, BLOCK, n),
+    products = jnp.einsum(
+        "...mck,...ckn->c...mn",
+        a.reshape(*lead, m, parts, terms),
+        b.reshape(*lead, parts, terms, n),
         precision=precision,
     )
-    return pairwise_sum(parts)[..., 0]
+    sums = list(products)  # whole matrices, which are added faster than along an axis
+    while len(sums) > 1:
+        sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
+    return sums[0]
 
 
 def resolved(precision: Any) -> Any:
