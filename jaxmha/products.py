@@ -46,9 +46,10 @@ def matmul(
         b.reshape(*lead, parts, terms, n),
         precision=precision,
     )
-    sums = list(products)  # whole matrices, which are added faster than along an axis
+    sums: list[jax.Array] = list(products)  # whole matrices add faster than along an axis
     while len(sums) > 1:
-        sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
+        half, rest = len(sums) // 2, sums[len(sums) // 2 * 2 :]
+        sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=False)] + rest
     return sums[0]
 
 
