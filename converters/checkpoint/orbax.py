@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -184,8 +185,20 @@ def read(folder: Folder, limits: Limits) -> Contents:
 
     def part(name: str, box: tuple[slice, ...]) -> np.ndarray:
         with damage(path, "tensorstore", _AGAIN, name):
-            array = np.asarray(opened(name)[box].read().result())
-        return np.ascontiguousarray(array).reshape(array.shape)
+            array = opened(name)
+            view = array[box]
+            if not view.rank:
+                return np.asarray(view.read().result()).reshape(())
+            found = np.empty(view.shape, budget.info[name].dtype)
+            # tensorstore holds all chunks that it is asked for, as they are stored.
+            row = max(1, math.prod(view.shape[1:]) * found.itemsize)
+            chunk = array.chunk_layout.read_chunk.shape[0]
+            step = max(1, _CHUNK // row // chunk) * chunk
+            first = view.domain[0].inclusive_min
+            for at in range(0, view.shape[0], step):
+                end = min(at + step, view.shape[0])
+                found[at:end] = view[first + at : first + end].read().result()
+        return found
 
     def stream(name: str) -> Iterator[memoryview]:
         info = budget.info[name]
@@ -362,7 +375,8 @@ def _written(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        reason = " ".join(str(e).split())[:300]
+        code = re.search(r"os_error_code='(\d+)'", str(e))  # says more than all calls above it
+        reason = os.strerror(int(code[1])) if code else " ".join(str(e).split())[:100]
         remedy = "check the folder and its free space"
         raise WriteFailed(path, f"tensorstore cannot write it ({reason})", remedy) from e
 

@@ -68,6 +68,10 @@ def read(source: Source, limits: Limits) -> Contents:
             contents = READERS[ending](shard, limits)
             cleanup.callback(contents.close)
             opened.append((shard, contents))
+            # Digests protect the metadata of a shard, and nothing but it that of the index.
+            if contents.digests and dict(contents.metadata) != index.metadata:
+                problem = "its metadata is not that of the index"
+                raise AmbiguousFile(path, problem, _AGAIN, file)
             for name, info in contents.info.items():
                 if index.shards.get(name) != file:
                     listed = index.shards.get(name)

@@ -16,7 +16,8 @@ import numpy as np
 from jaxmha.converters import checkpoint
 from tests.checkpoint import hostile
 
-Found = dict[str, tuple[str, tuple[int, ...], bytes]]
+HEADS = "jaxmha.num_heads"
+Found = tuple[str | None, dict[str, tuple[str, tuple[int, ...], bytes]]]
 
 
 def sample(size: int, suffix: str) -> dict[str, np.ndarray]:
@@ -31,17 +32,25 @@ def sample(size: int, suffix: str) -> dict[str, np.ndarray]:
     }
 
 
+def write(path: Path, size: int) -> None:
+    """A sample, with metadata where the format has a place for them."""
+    suffix = path.name.removeprefix("m")
+    metadata = {HEADS: "12"} if suffix.startswith(".safetensors") else None
+    checkpoint.write(path, sample(size, suffix), metadata=metadata)
+
+
 def found(path: Path) -> Found | None:
     """All that a reader says about a checkpoint; None where it refuses."""
     try:
         with checkpoint.open(path) as file:
             arrays = {name: file[name] for name in file}
             declared = {name: (str(i.dtype), i.shape) for name, i in file.info.items()}
+            heads = file.metadata.get(HEADS)
     except checkpoint.CheckpointError:
         return None
     read = {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
     assert {name: entry[:2] for name, entry in read.items()} == declared
-    return read
+    return heads, read
 
 
 def flipped(path: Path, steps: "slice[int, None, int]") -> int:
@@ -67,7 +76,7 @@ def main(suffix: str) -> None:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         path = Path(folder) / f"m{suffix}"
-        checkpoint.write(path, sample(4000, suffix))
+        write(path, 4000)
         size = sum(file.stat().st_size for file in hostile.files(path))
         assert size >= 4096
         print(f"{suffix}: {size * 8} flips, {flipped(path, slice(0, None, 1))} of them harmless")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxmha.converters import checkpoint
-from tests.checkpoint.flips import flipped, sample
+from tests.checkpoint.flips import flipped, sample, write
 
 # By suffix, every how many bits a flip is tried in every run.
 SUFFIXES = {
@@ -24,7 +24,7 @@ SUFFIXES = {
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_some_bit_flips(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"m{suffix}"
-    checkpoint.write(path, sample(400, suffix))
+    write(path, 400)
     flipped(path, slice(3, None, SUFFIXES[suffix]))
 
 
