@@ -139,7 +139,8 @@ def verify_(
 ) -> None:
     """Compare the attention of two checkpoints: weights bit by bit, outputs against float64.
 
-    Exit code 1 if anything differs.
+    Other tensors are compared where both have one of the same name; how many are not is said. Exit
+    code 1 if anything differs.
     """
     with one_message():
         report = verify.compare(a, b, num_heads=num_heads)
@@ -176,9 +177,14 @@ def _print_report(report: verify.Report) -> None:
         out.print(f"only in the first: {escape(name)}", highlight=False)
     for name in report.only_b:
         out.print(f"only in the second: {escape(name)}", highlight=False)
+    for name in report.outside[:SHOWN]:
+        out.print(f"[red]differs, outside attention:[/red] {escape(name)}", highlight=False)
+    if (more := len(report.outside) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)
     for note in report.notes:
-        out.print(escape(note), highlight=False)
-    out.print("[green]the same[/green]" if report.same else "[red]different[/red]")
+        out.print(f"note: {escape(note)}", highlight=False)
+    compared = ", as far as compared: see the notes" if report.notes else ""
+    out.print(f"[green]the same[/green]{compared}" if report.same else "[red]different[/red]")
 
 
 def _print_layouts(as_json: bool) -> None:

@@ -304,13 +304,13 @@ def convert(
                 notes=done.notes,
                 losses=done.losses,
             )
-        if report_to is not None and checked is not None:
-            text = json.dumps(finite(checked.to_json()), indent=1) + "\n"
-            put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
         if as_json:
             print_json(done.to_json() | {"report": None if checked is None else checked.to_json()})
         else:
             _print_conversion(destination, done, checked)
+        if report_to is not None and checked is not None:
+            text = json.dumps(finite(checked.to_json()), indent=1) + "\n"
+            put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
     if checked is not None and not checked.same:
         raise typer.Exit(1)
 

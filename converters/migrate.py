@@ -81,7 +81,7 @@ def plan(
     """
     with checkpoint.open(source) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
-        named = replace(made, source=str(source), digest=file.digest(DIGEST))
+        named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
         with _naming(file.path):
             return named, resolve(named, file)
 
@@ -185,6 +185,7 @@ def convert(
         cannot hold, with the reason; or a plan that is not for this source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
+    _refuse_beside(Path(source), Path(destination))
     with checkpoint.open(source) as file:
         if plan is None:
             if to is None:
@@ -208,8 +209,17 @@ def convert(
         lost = []
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
             settings["metadata"] = metadata
-        elif own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
-            lost = [f"metadata not carried over, for which the format has no place: {listed(own)}"]
+        else:
+            if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
+                lost = [
+                    f"metadata not carried over, for which the format has no place: {listed(own)}"
+                ]
+            if not target.stores_num_heads:
+                counts = ", ".join(map(str, sorted(set(found.counts.values()))))
+                lost.append(
+                    f"the head count ({counts}) is in no tensor, and the format has no place for it: "
+                    "keep a config.json beside the file"
+                )
         if in_file:
             settings["names"] = found.names
         if resume:
@@ -293,6 +303,16 @@ class _Memory(dict[str, NDArray]):
         self.others: tuple[str, ...] = ()
 
 
+def _refuse_beside(source: Path, destination: Path) -> None:
+    """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
+    inside = destination.absolute().parent.resolve() == source.resolve()
+    if inside and destination.name.endswith(sharded.SUFFIX):
+        raise ValueError(
+            f"{destination}: is in the folder that is the source, whose name would then stand for two "
+            "checkpoints: name the file in it as the source, or write elsewhere"
+        )
+
+
 def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
     """Raises ValueError where a plan is for another source or another kind of destination."""
     if _target(blocks.named(plan.to), in_file).name != plan.to:
@@ -308,6 +328,11 @@ def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
     if plan.dtype is not None and plan.dtype not in DTYPES:
         raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
     for move in plan.moves:
+        if move.kind in ("attention", "other") and move.becomes not in ("", move.kind):
+            raise ValueError(
+                f"module {move.source or '(top)'} of the plan is {move.kind!r} and can become nothing "
+                f"else, got as = {move.becomes!r}"
+            )
         if move.kind != "attention" or move.num_heads is not None:
             continue
         if not blocks.named(move.layout).stores_num_heads:

@@ -104,7 +104,10 @@ def loads(text: str) -> Plan:
         "the plan must have one table [plan] and tables [[module]]",
     )
     found = head.get("version")
-    _demand(found == VERSION, f"the plan has version {found!r}, and this program reads {VERSION}")
+    _demand(
+        type(found) is int and found == VERSION,
+        f"the plan has version {found!r}, and this program reads {VERSION}",
+    )
     known = {"version", "source", "digest", "to", "others", "dtype", "notes"}
     extra = sorted(head.keys() - known)
     _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")

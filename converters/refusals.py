@@ -26,7 +26,11 @@ def leaf_shapes(params: MHAParams) -> list[Named]:
 
 
 def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named]) -> None:
-    """Raises ValueError for sizes that the layout ties together: why, and where they are from."""
+    """Raises ValueError for sizes of 0, and for those that the layout ties together: why, and where
+    they are from."""
+    if empty := [letter for letter, size in sizes.items() if size == 0]:
+        got = ", ".join(f"{name} of shape {shape}" for name, _, shape in named)
+        raise ValueError(f"{', '.join(empty)} = 0: there is no attention in it; got {got}")
     for letter, (tied, reason) in layout.ties.items():
         letters = tied.split()
         if letter not in sizes or not all(a in sizes for a in letters):

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
-from jaxmha.converters import blocks, few_heads, neighbours, plan, sides, stored
+from jaxmha.converters import blocks, few_heads, heads, neighbours, plan, sides, stored
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint import Loss
 from jaxmha.converters.checkpoint.digests import manifest
@@ -172,14 +172,27 @@ def _compare(
     if block and target:
         a, count = stored.attention(old, block, move.num_heads, move.tensors)
         given = None if target.layout.stores_num_heads else count
-        b, _ = stored.attention(new, target, given, made)
+        try:
+            b, _ = stored.attention(new, target, given, made)
+            heads.find(target, sides.shapes(new.whole), count, new.whole.metadata)
+        except ValueError as error:
+            return _unlike(move, made, old, new, error)
     else:
-        a, b = _beside(move, made, done, old, new)
+        try:
+            a, b = _beside(move, made, done, old, new)
+        except ValueError as error:
+            return _unlike(move, made, old, new, error)
     a = a._replace(dtype=done.dtype)
     differences = stored.differences(a, b)
     if differences or not (block and forward):
         return Outputs(differences, {}, [])
     return few_heads.compare(a, b, move.source)
+
+
+def _unlike(move: Move, made: Iterable[str], old: File, new: File, error: ValueError) -> Outputs:
+    """A layer of the destination is none, in whose words."""
+    stored.differences(stored.unread(old, move.tensors), stored.unread(new, made))
+    return Outputs([str(error)], {}, [])
 
 
 def _beside(

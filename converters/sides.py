@@ -1,7 +1,7 @@
 """What can be compared: attention blocks of files, states, parameters and live models."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -41,10 +41,10 @@ class BlockSide(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What one side holds: its attention blocks, and how many other arrays."""
+    """What one side holds: its attention blocks, and the names of other arrays."""
 
     blocks: list[BlockSide]
-    others: int = 0
+    others: tuple[str, ...] = ()
 
 
 FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
@@ -107,7 +107,20 @@ def _read_state(
             raise ValueError(
                 printable(f"{where}block {block.prefix or '(top)'}: {error}")
             ) from error
-    return Side(sides, len(all_shapes) - sum(len(block.keys) for block in found))
+    taken = {name for block in found for name in block.keys.values()}
+    return Side(sides, tuple(name for name in all_shapes if name not in taken))
+
+
+def digests(side: Any, names: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Dtype, shape and digest of some arrays of a path or of a flat dict, one after the other."""
+    if isinstance(side, str | os.PathLike):
+        with checkpoint.open(side) as file:
+            return {name: _digest(file[name]) for name in names}
+    return {name: _digest(to_numpy(side[name])) for name in names}
+
+
+def _digest(array: NDArray) -> tuple[str, tuple[int, ...], str]:
+    return str(array.dtype), array.shape, checkpoint.digest(array)
 
 
 def layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> Iterator[BlockSide]:

@@ -104,17 +104,22 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two sides; true exactly when they are the same."""
+    """The comparison of two sides; true exactly when they are the same.
+
+    `outside`: arrays of both sides outside attention that differ under one name.
+    """
 
     blocks: tuple[BlockReport, ...]
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    outside: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Every block has a counterpart that is the same."""
-        return not self.only_a and not self.only_b and all(block.same for block in self.blocks)
+        """Every block has a counterpart that is the same, and what has one name beside them too."""
+        alike = not self.only_a and not self.only_b and not self.outside
+        return alike and all(block.same for block in self.blocks)
 
     def __bool__(self) -> bool:
         return self.same
@@ -123,6 +128,7 @@ class Report:
         lines = [str(block) for block in self.blocks]
         lines += [f"{printable(name)}: only in the first" for name in self.only_a]
         lines += [f"{printable(name)}: only in the second" for name in self.only_b]
+        lines += [f"{printable(name)}: differs, outside attention" for name in self.outside]
         return "\n".join([*lines, *self.notes])
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +137,7 @@ class Report:
 
 
 def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> Report:
-    """Compares every attention block of two sides.
+    """Compares every attention block of two sides, and other arrays that have one name in both.
 
     A side is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
     torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired
@@ -153,11 +159,14 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     side_a, side_b = read_both(a, b, num_heads)
     pairs, only_a, only_b, notes = pair(side_a.blocks, side_b.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
+    common = [name for name in side_a.others if name in set(side_b.others)]
+    x, y = (sides.digests(side, common) for side in (a, b))
+    outside = tuple(name for name in common if x[name] != y[name])
     for which, side in (("first", side_a), ("second", side_b)):
-        if side.others:
-            count = f"{side.others} {'array' if side.others == 1 else 'arrays'}"
-            notes += (f"not compared: {count} of the {which} outside attention",)
-    return Report(reports, only_a, only_b, notes)
+        if count := len(side.others) - len(common):
+            alone = f"{count} {'array' if count == 1 else 'arrays'}"
+            notes += (f"not compared: {alone} of the {which} outside attention",)
+    return Report(reports, only_a, only_b, notes, outside)
 
 
 def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> None:

@@ -161,6 +161,27 @@ def test_memory(suffix: str, dtype: str, tmp_path: Path) -> None:
     assert int(done.stdout) < 256 + 256, done.stdout
 
 
+_READ = """
+import resource, sys
+from jaxmha.converters import checkpoint
+import tensorstore
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with checkpoint.open(sys.argv[1]) as file:
+    file["large"]
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_reading_many_chunks(tmp_path: Path) -> None:
+    """An array of 192 MiB that does not compress, without all its chunks beside it."""
+    large = np.random.default_rng(0).random((24, 2**20))
+    checkpoint.write(tmp_path / "m.orbax", {"large": large})
+    command = [sys.executable, "-c", _READ, str(tmp_path / "m.orbax")]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert int(done.stdout) < 192 + 96, done.stdout
+
+
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "float8_e5m2", "float8_e4m3fn", "bfloat16", "float64", "complex128"]
 )

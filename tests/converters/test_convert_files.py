@@ -1,6 +1,7 @@
 """Conversion between kinds of checkpoints: shards, folders, archives; and what it reads and holds."""
 
 import json
+import shutil
 import tracemalloc
 import zipfile
 from collections import Counter
@@ -88,6 +89,23 @@ def test_shards_and_their_folder_to_orbax(name: str, source: Path, tmp_path: Pat
     assert digest(target) == digest(source / "flax.npz")
     with checkpoint.open(target) as file:
         assert dict(file.digests) == data["digests"]
+
+
+def test_an_index_beside_its_source_is_refused(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    shutil.copytree(source / "shards", folder)
+    before = sorted(folder.iterdir())
+    done = cli(folder, folder / "flax.safetensors.index.json")
+    assert (done.exit_code, sorted(folder.iterdir())) == (2, before)
+    assert "in the folder that is the source" in done.stderr
+    done = cli(folder / INDEX, folder / "flax.safetensors.index.json")
+    assert done.exit_code == 0, done.output
+
+
+def test_head_counts_without_a_place_are_told(source: Path, tmp_path: Path) -> None:
+    for name, told in (("a.npz", True), ("a.safetensors", False)):
+        done = migrate.convert(source / "flax.npz", tmp_path / name, to="bert")
+        assert any("the head count (" in note for note in done.notes) == told
 
 
 def test_a_folder_of_two_checkpoints_is_ambiguous(tmp_path: Path) -> None:

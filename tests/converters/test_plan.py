@@ -1,6 +1,7 @@
 """Plans: what they say, what a file of one may hold, and that conversion does exactly that."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,14 @@ def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: st
     assert plan_file.loads(plan_file.dumps(made)) == made
 
 
+def test_a_file_whose_name_is_no_text_has_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"n\xff.safetensors")
+    checkpoint.write(path, model())
+    done = cli("plan", path, "--to", "flax", "--num-heads", N, "-o", tmp_path / "p.toml")
+    assert done.exit_code == 0, done.output
+    assert plan_file.read(tmp_path / "p.toml").source.endswith(".safetensors")
+
+
 def test_conversion_by_a_plan_is_conversion(plan: Plan, source: Path, tmp_path: Path) -> None:
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     migrate.convert(source, a, to="flax")
@@ -155,6 +164,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no heads": (lambda p: edited(p, "attention", num_heads=None), r"of the plan lacks num_heads"),
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
+    "attention becomes": (
+        lambda p: edited(p, "attention", becomes="linear"),
+        r"'attention' and can become nothing else, got as = 'linear'",
+    ),
     "digest": (lambda p: replace(p, digest="sha256:0"), r"make a new plan"),
     "no digest": (lambda p: replace(p, digest="md5:0"), r"safetensors: no digest 'md5'"),
     "refuse": (lambda p: replace(p, others="refuse"), r"the plan refuses others"),
@@ -183,6 +196,7 @@ def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: 
         ("[plan]", "[plan", "no TOML"),
         ("[plan]", "[plan]\nx = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("version = 1", "version = 2", "has version 2"),
+        ("version = 1", "version = true", "has version True"),
         ("version = 1", "version = 1\nfast = 1", "unknown key ['fast'] in [plan]"),
         ('to = "flax"\nothers', "others", "lacks `to`"),
         ('others = "pass"', 'others = "drop"', "others must be pass or refuse"),

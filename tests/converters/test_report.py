@@ -12,7 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxmha import params
-from jaxmha.converters import checkpoint, few_heads, migrate, report, sides, slices, stored
+from jaxmha.converters import (
+    checkpoint,
+    cli_convert,
+    few_heads,
+    migrate,
+    report,
+    sides,
+    slices,
+    stored,
+)
 from jaxmha.converters.cli import app
 from jaxmha.params import CANONICAL
 from tests.converters.test_every_layout import N
@@ -240,6 +249,34 @@ def test_missing_and_unexpected_tensors_are_seen(
     assert "mystery.weight: not in the destination" in str(found)
 
 
+def test_a_layer_of_other_shapes_is_a_difference(
+    files: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    def widen(arrays: dict[str, Any]) -> None:
+        name = "encoder/layer/0/intermediate/dense/bias"
+        arrays[name] = np.zeros(11, np.float32)
+
+    found = damaged(files, tmp_path, widen)
+    assert not found.same
+    assert "expected axes (Do), Do=7, got shape (11,)" in str(found)
+
+
+def test_the_kept_head_count_is_compared(tmp_path: Path) -> None:
+    source, target, changed = (tmp_path / f"{x}.safetensors" for x in "abc")
+    checkpoint.write(source, model())
+    done = migrate.convert(source, target, to="bert", num_heads=N)
+    assert done.plan is not None
+    for count, same in ((N, True), (2 * N, False)):
+        with checkpoint.open(target) as file:
+            kept = {**file.metadata, "jaxmha.num_heads": str(count)}
+            checkpoint.write(
+                changed, {name: file[name] for name in file}, metadata=kept, force=True
+            )
+        found = report.check(source, changed, done.plan, forward=False)
+        assert found.same == same
+        assert same or f"says {2 * N}" in str(found)
+
+
 def test_another_dtype_is_seen_and_a_cast_is_checked(
     files: tuple[Path, Path, Any], tmp_path: Path
 ) -> None:
@@ -281,6 +318,14 @@ def test_the_command_line_exits_with_1(
     assert "the files differ" in done.stdout
     assert "dense: linear.bias: 1 of 7 elements differ" in " ".join(done.stderr.split())
     assert not json.loads((tmp_path / "report.json").read_text())["same"]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:  # what was found is said all the same
+        patched.setattr(cli_convert, "put_text", full)
+        done = CliRunner().invoke(app, [*command, "--force"])
+        assert (done.exit_code, "the files differ" in done.stdout) == (2, True)
     monkeypatch.setattr(checkpoint, "write", write)
     done = CliRunner().invoke(app, [*command, "--force"])
     assert done.exit_code == 0, done.output

@@ -331,7 +331,7 @@ def test_comparing_changes_nothing(layer: Any, params: MHAParams) -> None:
 
 def test_what_is_not_compared_is_counted(layer: Any) -> None:
     state = {f"a.{name}": array.numpy() for name, array in layer.state_dict().items()}
-    one, two = ({f"{i}.bias": np.ones(3, np.float32) for i in range(n)} for n in (1, 2))
+    one, two = ({f"{side}{i}": np.ones(3) for i in range(n)} for side, n in (("a", 1), ("b", 2)))
     heads = layer.num_heads
     assert verify.compare(state, state, num_heads=heads).notes == ()
     found = verify.compare({**state, **one}, {**state, **two}, num_heads=heads)
@@ -340,6 +340,25 @@ def test_what_is_not_compared_is_counted(layer: Any) -> None:
         "not compared: 1 array of the first outside attention",
         "not compared: 2 arrays of the second outside attention",
     )
+
+
+@pytest.mark.parametrize("change", ["value", "shape", "dtype"])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_what_has_one_name_outside_attention_is_compared(
+    layer: Any, change: str, tmp_path: Path, as_file: bool
+) -> None:
+    state = {f"a.{name}": array.numpy() for name, array in layer.state_dict().items()}
+    norm = np.ones(3, np.float32)
+    other = {"value": norm + 1, "shape": norm[:, None], "dtype": norm.view(np.int32)}[change]
+    sides: list[Any] = [state | {"norm": norm, "same": norm}, state | {"norm": other, "same": norm}]
+    if as_file:
+        for i, side in enumerate(sides):
+            checkpoint.write(tmp_path / f"{i}.npz", side)
+            sides[i] = tmp_path / f"{i}.npz"
+    assert verify.compare(sides[0], sides[0], num_heads=layer.num_heads).same
+    found = verify.compare(*sides, num_heads=layer.num_heads)
+    assert (found.same, found.outside, found.notes) == (False, ("norm",), ())
+    assert "norm: differs, outside attention" in str(found)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
