@@ -1,7 +1,7 @@
 """What XLA's process-wide flags do to jaxmha on this CPU. The library never sets one.
 
-    python -m experiments.benchmarks.flags
-    python -m experiments.benchmarks.flags --rounds 5 --json > flags.json
+    python -m experiments.profile.flags
+    python -m experiments.profile.flags --rounds 5 --json > flags.json
 
 Every setting runs in processes of its own, in turns; a call is jaxmha's, checked against float64.
 """
@@ -58,25 +58,18 @@ def measured(flags: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def main() -> None:
-    """Prints a table or JSON."""
-    parser = ArgumentParser(
-        prog="python -m experiments.benchmarks.flags",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="processes per setting")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    chosen = parser.parse_args()
+def collect(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians of seconds and errors, by setting and case; says on stderr what it is at.
+
+    Raises:
+      ValueError: a process ended with an error.
+    """
     runs: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in FLAGS}
-    for _ in range(max(chosen.rounds, 1)):
+    for i in range(rounds):
         for name, flags in FLAGS.items():
-            print(name, file=sys.stderr)
-            try:
-                runs[name].append(measured(flags))
-            except ValueError as error:
-                parser.exit(2, f"{error}\n")
-    table = {
+            print(f"flags: {name}, round {i + 1} of {rounds}", file=sys.stderr, flush=True)
+            runs[name].append(measured(flags))
+    return {
         name: {
             case: {
                 "seconds": median(run[case][0] for run in found),
@@ -86,6 +79,22 @@ def main() -> None:
         }
         for name, found in runs.items()
     }
+
+
+def main() -> None:
+    """Prints a table or JSON."""
+    parser = ArgumentParser(
+        prog="python -m experiments.profile.flags",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="processes per setting")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    chosen = parser.parse_args()
+    try:
+        table = collect(max(chosen.rounds, 1))
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     if chosen.json:
         about: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
         date = datetime.now(UTC).date().isoformat()

@@ -1,7 +1,7 @@
 """Where the time of a program goes, by kind of work.
 
-    python -m experiments.benchmarks.profile layer-forward-plain-B1-T2048-E512
-    python -m experiments.benchmarks.profile --peer flax-nnx --json layer-*-causal-B1-T2048-E512
+    python -m experiments.profile.kernels layer-forward-plain-B1-T2048-E512
+    python -m experiments.profile.kernels --peer flax-nnx --json layer-*-causal-B1-T2048-E512
 
 XLA's own trace of each kernel; kinds from what the compiled program computes in it. Kernels of
 one program may run side by side, so their times may add up to more than its own.
@@ -94,7 +94,7 @@ def profile(peer: str, case: cases.Case) -> dict[str, Any]:
 def main() -> None:
     """Prints a table or JSON."""
     parser = ArgumentParser(
-        prog="python -m experiments.benchmarks.profile",
+        prog="python -m experiments.profile.kernels",
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )

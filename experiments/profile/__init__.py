@@ -1,0 +1,1 @@
+"""Where the time of a layer goes on a CPU."""
