@@ -1,7 +1,7 @@
 """Checkpoints larger than one machine: every process reads, and writes, what its devices hold."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.slices import Slices
 
 Specs = Callable[[Any], Any] | Any
+PIECE = 32 << 20  # bytes that go to a device at once
+SHOWN = 8  # names in a message
 
 
 def load_sharded(
@@ -49,9 +51,9 @@ def load_sharded(
 
     Raises:
       CheckpointError: the file cannot be read.
-      ValueError: keys or shapes do not fit the layout, or an axis of the mesh does not divide one
-        of an array.
-      TypeError: float64 without x64 enabled, which JAX would round.
+      ValueError: keys or shapes do not fit the layout, no key has the prefix, or a PartitionSpec
+        does not fit its array and the mesh.
+      TypeError: float64 without x64 enabled, which JAX would round, or a spec of another type.
 
     >>> import tempfile
     >>> import numpy as np
@@ -65,6 +67,8 @@ def load_sharded(
         slices = Slices(file, [name for name in file if name.startswith(prefix)])
         state = slices.views
         if layout is None:
+            if prefix and not state:
+                raise ValueError(f"no tensor's name starts with {prefix!r}: {_starts(file)}")
             return _placed(mesh, state, specs, slices)
         known = layouts()
         if layout not in known:
@@ -75,7 +79,7 @@ def load_sharded(
         return _placed_params(mesh, params, specs, slices), semantics
 
 
-def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, jax.Array]) -> None:
+def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
     """Arrays of all processes as one folder of orbax: each process writes what its devices hold.
 
     Every process calls it with the same names and path, which all of them can reach. The folder
@@ -84,10 +88,11 @@ def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, jax.Array]) 
 
     Args:
       path: of the folder, which must not exist: keep one per step.
-      arrays: by name, as `load_sharded` gives them; "/" makes a tree of names.
+      arrays: of JAX or NumPy, by name as `load_sharded` gives them; "/" makes a tree of names.
 
     Raises:
-      ValueError: the path exists.
+      ValueError: the path exists, there is nothing to save or in an array, or names make no tree.
+      TypeError: not an array, or a dtype that JAX would round (float64 without x64 enabled).
       ImportError: orbax is not installed: `pip install 'jaxmha[orbax]'`.
 
     >>> import tempfile
@@ -99,6 +104,7 @@ def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, jax.Array]) 
     """
     import orbax.checkpoint as ocp
 
+    _refuse_unsaved(arrays)
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
         *outer, last = name.split("/")
@@ -110,51 +116,91 @@ def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, jax.Array]) 
         saver.save(os.path.abspath(path), tree)
 
 
+def _refuse_unsaved(arrays: Mapping[str, Any]) -> None:
+    """What orbax would not save, or `load_sharded` not load, is named before anything is written."""
+    if not arrays:
+        raise ValueError("there are no arrays to save")
+    for name, array in arrays.items():
+        keys = name.split("/")
+        if "" in keys:
+            raise ValueError(f"{name!r}: a name is keys joined by '/', and none of them is empty")
+        outer = ("/".join(keys[:n]) for n in range(1, len(keys)))
+        if clash := next((key for key in outer if key in arrays), None):
+            raise ValueError(f"{clash} is both a tensor and a folder (of {name}): rename one")
+        if not isinstance(array, jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"{name}: expected an array, got {type(array).__name__}")
+        _refuse_rounded(name, array.dtype, "save it in another dtype")
+        if not array.size:
+            raise ValueError(f"{name} has shape {array.shape}: orbax saves no empty arrays")
+
+
+def _refuse_rounded(name: str, dtype: Any, otherwise: str) -> None:
+    if jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True) != dtype:
+        raise TypeError(
+            f"{name} is {dtype}, which JAX would round: enable x64 "
+            f'(jax.config.update("jax_enable_x64", True)) or {otherwise}'
+        )
+
+
+def _starts(names: Iterable[str]) -> str:
+    """The first keys of names, to choose a prefix from."""
+    starts = sorted({name.replace("/", ".").split(".")[0] for name in names})
+    more = f" and {len(starts) - SHOWN} more" if len(starts) > SHOWN else ""
+    return f"they start with {', '.join(starts[:SHOWN])}{more}" if starts else "there are none"
+
+
 def _placed(
     mesh: Mesh, state: Mapping[str, NDArray], specs: Specs, slices: Slices
 ) -> dict[str, jax.Array]:
     found: Mapping[str, Any] = specs(state) if callable(specs) else specs
     if unknown := sorted(found.keys() - state.keys()):
         raise ValueError(f"specs: the checkpoint has no {', '.join(unknown)}")
-    return {
-        name: _spread(name, view, mesh, found.get(name), slices) for name, view in state.items()
-    }
+    places = {name: _place(name, view, mesh, found.get(name)) for name, view in state.items()}
+    return {name: _spread(view, places[name], slices) for name, view in state.items()}
 
 
 def _placed_params(mesh: Mesh, params: MHAParams, specs: Specs, slices: Slices) -> MHAParams:
     found = specs(params) if callable(specs) else specs
     tree: Any
     views, tree = jax.tree_util.tree_flatten_with_path(params)
-    places = tree.flatten_up_to(found)
-    arrays = [
-        _spread(f"params{jax.tree_util.keystr(path)}", view, mesh, spec, slices)
-        for (path, view), spec in zip(views, places, strict=True)
+    places = [
+        _place(f"params{jax.tree_util.keystr(path)}", view, mesh, spec)
+        for (path, view), spec in zip(views, tree.flatten_up_to(found), strict=True)
     ]
+    arrays = [_spread(view, place, slices) for (_, view), place in zip(views, places, strict=True)]
     placed: MHAParams = jax.tree.unflatten(tree, arrays)
     return placed
 
 
-def _spread(
-    name: str, view: NDArray, mesh: Mesh, spec: PartitionSpec | None, slices: Slices
-) -> jax.Array:
-    """The array of a view; every part is read once, however many devices hold it."""
-    if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
-        raise TypeError(
-            f"{name} is {view.dtype}, which JAX would round: enable x64 "
-            '(jax.config.update("jax_enable_x64", True)) or convert the checkpoint'
-        )
+def _place(name: str, view: NDArray, mesh: Mesh, spec: Any) -> NamedSharding:
+    """Where an array lies; nothing has been read when it cannot lie there."""
+    _refuse_rounded(name, view.dtype, "convert the checkpoint")
     empty: Any = PartitionSpec
-    sharding = NamedSharding(mesh, empty() if spec is None else spec)
+    spec = empty() if spec is None else spec
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"{name}: expected a PartitionSpec, got {spec!r}")
+    if len(spec) > view.ndim:
+        raise ValueError(f"{name}: {spec} has {len(spec)} axes, the tensor has shape {view.shape}")
+    axes = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    if twice := {axis for axis in axes if isinstance(axis, str) and axes.count(axis) > 1}:
+        raise ValueError(f"{name}: {spec} names {', '.join(sorted(twice))} twice")
     try:
+        sharding = NamedSharding(mesh, spec)
         sharding.shard_shape(view.shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    return sharding
+
+
+def _spread(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Array:
+    """The array of a view; every part is read once, however many devices hold it."""
     read: dict[tuple[Any, ...], jax.Array] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(view.shape).items():
         place = tuple((axis.start, axis.stop) for axis in index or ())
         if place not in read:
-            read[place] = _on(device, view[index or ()], slices)
+            part: Any = (*(index or ()), ...)  # a view where there are no axes, too
+            read[place] = _on(device, view[part], slices)
         arrays.append(jax.device_put(read[place], device))
     make: Any = jax.make_array_from_single_device_arrays
     found: jax.Array = make(view.shape, sharding, arrays, dtype=view.dtype)
@@ -173,9 +219,6 @@ def _on(device: Any, view: NDArray, slices: Slices) -> jax.Array:
         index = (*(slice(None),) * axis, slice(at, at + rows))
         array = _placed_at(array, jax.device_put(slices.read(view[index]), device), at, axis)
     return array
-
-
-PIECE = 32 << 20  # bytes
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="axis")

@@ -49,7 +49,7 @@ class Slices:
             if held + self._file.info[name].nbytes > HELD:
                 self._whole.clear()  # before the next is read
             self._whole[name] = self._file[name]
-        return self._whole[name][box]
+        return np.asarray(self._whole[name][box])
 
     def _stand(self, name: str) -> NDArray:
         info = self._file.info[name]
@@ -71,6 +71,8 @@ class Slices:
 
     def read(self, part: NDArray) -> NDArray:
         """A fresh array of what a view of `views` covers."""
+        if not isinstance(part, np.ndarray):  # a copy of what has never been read
+            raise TypeError(f"expected a view of an array, got {type(part).__name__}")
         stand = self._stand_of(part)
         if stand is not None:
             return _cut(self._part, stand, part)

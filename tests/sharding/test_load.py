@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -14,7 +15,7 @@ from jaxmha import sharding
 from jaxmha.converters import checkpoint, sharded, torch
 from jaxmha.converters.slices import Slices
 from tests import tolerance
-from tests.sharding.devices import mesh
+from tests.sharding.devices import mesh, put
 
 N, H = 4, 5
 P: Any = PartitionSpec
@@ -81,25 +82,54 @@ TENSORS: dict[str, Any] = {
     "a": RNG.standard_normal((7, 5, 6)).astype(np.float32),
     "b": np.asfortranarray(RNG.standard_normal((12, 8)).astype(np.float16)),
     "c": RNG.random((3, 5)) < 0.5,
+    "step": np.asarray(41, np.int32),
+    "flag": np.asarray(True),
 }
+FORMATS = ["safetensors", "safetensors.index.json", "npz", "pt", "weights.h5", "orbax", "zip"]
 
 
-@pytest.mark.parametrize(
-    "suffix", ["safetensors", "safetensors.index.json", "npz", "pt", "weights.h5", "orbax", "zip"]
-)
+def written(folder: Path, suffix: str) -> Path:
+    """TENSORS in a file; "zip": an .npz file that is compressed."""
+    if suffix != "zip":
+        path = folder / f"model.{suffix}"
+        checkpoint.write(path, TENSORS)
+        return path
+    path = folder / "compressed.npz"
+    np.savez_compressed(path, allow_pickle=False, **TENSORS)
+    return path
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_every_tensor_of_every_format(tmp_path: Path, suffix: str) -> None:
+    """Scalars too."""
+    path = written(tmp_path, suffix)
+    found = sharded.load_sharded(path, mesh(data=4, tensor=2), {"b": P("data", "tensor")})
+    assert found.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        assert isinstance(found[name], jax.Array)
+        tolerance.assert_same(found[name], expected, name)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    devices = mesh(data=8)
+    weight = put(devices, np.arange(16, dtype=np.float32).reshape(8, 2), "data")
+    scalars = {"n": jnp.int32(41), "flag": jnp.array(True), "loss": np.float32(7)}
+    saved = {"block/weight": weight, **scalars}
+    sharded.save_sharded(tmp_path / "step", saved)
+    found = sharded.load_sharded(tmp_path / "step", devices, {"block/weight": P("data")})
+    assert found.keys() == saved.keys()
+    for name, expected in saved.items():
+        tolerance.assert_same(found[name], np.asarray(expected), name)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_views_are_read_as_they_lie(tmp_path: Path, suffix: str) -> None:
     """Cut, transposed and split axes, by the map and by boxes; also across the end of a row."""
-    path = tmp_path / f"model.{suffix}"
-    if suffix == "zip":
-        path = tmp_path / "compressed.npz"
-        np.savez_compressed(path, allow_pickle=False, **TENSORS)
-    else:
-        checkpoint.write(path, TENSORS)
-    with checkpoint.open(path, mmap=True) as file:
+    with checkpoint.open(written(tmp_path, suffix), mmap=True) as file:
         slices = Slices(file, list(TENSORS))
-        a, b, c = (slices.views[name] for name in TENSORS)
+        a, b, c, step, flag = (slices.views[name] for name in TENSORS)
         assert slices.is_mapped(a) == (suffix not in ("orbax", "zip"))
-        x, y, z = TENSORS.values()
+        x, y, z, number, truth = TENSORS.values()
         for ours, theirs in (
             (a, x),
             (a[2:5, :, 1:3], x[2:5, :, 1:3]),
@@ -110,8 +140,13 @@ def test_views_are_read_as_they_lie(tmp_path: Path, suffix: str) -> None:
             (b[:, 3:5].T, y[:, 3:5].T),
             (c[1:], z[1:]),
             (a[:0], x[:0]),
+            (step, number),
+            (flag[...], truth),
+            (a[1, 2, 3, ...], x[1, 2, 3, ...]),
         ):
             tolerance.assert_same(slices.read(ours), theirs)
+        with pytest.raises(TypeError, match="int32"):
+            slices.read(step[()])
 
 
 def test_large_parts_go_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +171,51 @@ def test_refusals(tmp_path: Path) -> None:
         sharded.load_sharded(path, devices, {}, layout="pytorch")
     path = tmp_path / "model.safetensors"
     checkpoint.write(path, {"a": np.ones((7, 3), np.float32)})
-    with pytest.raises(ValueError, match="a: "):
-        sharded.load_sharded(path, devices, {"a": P("data")})
+    sharded.load_sharded(path, devices, {}, prefix="a")
+    with pytest.raises(ValueError, match=r"no tensor's name starts with 'zzz': they start with a$"):
+        sharded.load_sharded(path, devices, {}, prefix="zzz")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("data"), r"^a: .*7"),
+        (P(None, None, "data"), r"^a: P\(None, None, 'data'\) has 3 axes, .* shape \(7, 3\)"),
+        (P("dat"), r"^a: .*dat .*not found in mesh: \('data',\)"),
+        (P("data", "data"), r"^a: P\('data', 'data'\) names data twice"),
+        ("data", r"^a: expected a PartitionSpec, got 'data'"),
+    ],
+    ids=["indivisible", "rank", "unknown", "twice", "type"],
+)
+def test_specs_that_do_not_fit(
+    tmp_path: Path, spec: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are named by their tensor, and nothing has been read."""
+    path = tmp_path / "model.safetensors"
+    checkpoint.write(path, {"A": np.ones(3, np.float32), "a": np.ones((7, 3), np.float32)})
+    monkeypatch.setattr(Slices, "read", None)
+    with pytest.raises(TypeError if isinstance(spec, str) else ValueError, match=message):
+        sharded.load_sharded(path, mesh(data=8), {"a": spec})
+
+
+ONES = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, "there are no arrays to save"),
+        ({"a/b": ONES, "a": ONES}, r"a is both a tensor and a folder \(of a/b\)"),
+        ({"a//b": ONES}, "'a//b': a name is keys"),
+        ({"a": ONES, "b": np.ones(3)}, "b is float64, which JAX would round"),
+        ({"a": 3}, "a: expected an array, got int"),
+        ({"a": ONES[:0]}, r"a has shape \(0,\): orbax saves no empty arrays"),
+    ],
+    ids=["nothing", "clash", "name", "float64", "number", "empty"],
+)
+def test_nothing_is_saved_that_could_not_be_loaded(
+    tmp_path: Path, arrays: Any, message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        sharded.save_sharded(tmp_path / "step", arrays)
+    assert not list(tmp_path.iterdir())
