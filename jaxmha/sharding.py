@@ -141,7 +141,7 @@ def specs(
         above 1 is taken to be a multiple.
 
     Raises:
-      ValueError: `tensor` does not divide N.
+      ValueError: `tensor` does not divide N, or as `use` does.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=4, num_kv_heads=1, features=8)
@@ -149,12 +149,14 @@ def specs(
     >>> found.query.kernel, found.key.kernel
     (P('fsdp', 'tensor', None), P('fsdp', None, None))
     """
-    del data
     shapes = {name: tuple(x.shape) for name, x in leaves(params).items()}
     leading = len(shapes["query.kernel"]) - 3
     sizes = check(params, leading)
     mesh = mesh or _mesh()
     heads, features = _names(tensor), _names(fsdp)
+    asked = {*_names(data), *features, *heads}
+    # What cannot be used has no specs either.
+    use(mesh or AbstractMesh((1,) * len(asked), tuple(asked)), data=data, fsdp=fsdp, tensor=tensor)
 
     def divides(names: tuple[str, ...], size: int) -> bool:
         if mesh is None:

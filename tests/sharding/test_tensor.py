@@ -297,6 +297,11 @@ def test_specs() -> None:
     assert found.out.kernel == P(None, "tensor", None, None)
     with pytest.raises(ValueError, match="N=8 query heads are not a multiple"):
         sharding.specs(grouped, mesh=sizes, tensor=("fsdp", "tensor"))
+    with pytest.raises(ValueError, match=r"the mesh has axes .*, not 'heads'"):
+        sharding.specs(grouped, mesh=sizes, tensor="heads")
+    for known in (sizes, None):
+        with pytest.raises(ValueError, match="every axis of the mesh has one purpose"):
+            sharding.specs(grouped, mesh=known, fsdp="fsdp", tensor="fsdp")
 
 
 @pytest.mark.parametrize(
