@@ -38,11 +38,13 @@ def table(conditions: Pairs, plan: Plan) -> Reach | None:
         )
         some, every = some.any(1), every.all(1)
     kind = 2 - some.astype(np.int32) - every.astype(np.int32)
-    order = (
-        np.argsort(kind, axis=-1, kind="stable")
-        if isinstance(kind, np.ndarray)
-        else jnp.argsort(kind, axis=-1, stable=True)
-    )
+    if isinstance(kind, np.ndarray):
+        order: Any = np.argsort(kind, axis=-1, kind="stable")
+    else:
+        # XLA takes seconds to sort, while it compiles, what turns out to be a constant.
+        unknown: Any = jax.lax.optimization_barrier
+        kind = unknown(kind)
+        order = jnp.argsort(kind, axis=-1, stable=True)
     return Reach(order.astype(np.int32), (kind == 0).sum(-1), (kind < 2).sum(-1))
 
 
