@@ -12,17 +12,21 @@ class Machine(NamedTuple):
     Attributes:
       flops: per second, dense bfloat16.
       memory: bytes per second.
-      links: (devices, bytes per second each way of one of them) up to so many devices together.
+      room: bytes of memory.
+      links: (devices, bytes per second that one of them sends in a ring) up to so many together.
+      directions: of a ring, that share this speed.
       source: of the figures.
     """
 
     flops: float
     memory: float
+    room: float
     links: tuple[tuple[float, float], ...]
+    directions: int
     source: str
 
     def link(self, devices: int) -> float:
-        """Bytes per second each way between neighbours of so many devices."""
+        """Bytes per second that a device sends in a ring of so many."""
         return next(speed for most, speed in self.links if devices <= most)
 
 
@@ -30,14 +34,20 @@ MACHINES = {
     "H200": Machine(
         989e12,
         4.8e12,
+        141e9,
         ((8, 450e9), (float("inf"), 50e9)),
-        "NVIDIA H200 data sheet: NVLink 900 GB/s both ways within 8; one 400 Gb/s port beyond",
+        1,
+        "NVIDIA H200 data sheet: 141 GB; NVLink 900 GB/s both ways, through switches, within 8; one "
+        "400 Gb/s port beyond",
     ),
     "TPU v5p": Machine(
         459e12,
         2.765e12,
-        ((float("inf"), 300e9),),
-        "Google Cloud TPU v5p documentation: 4800 Gb/s per chip, both ways",
+        95 * 2**30,
+        ((float("inf"), 200e9),),
+        2,
+        "Google Cloud TPU v5p documentation: 95 GiB; 1200 GB/s per chip both ways over the six links "
+        "of a 3D torus, so 100 GB/s each way of one link",
     ),
 }
 
@@ -48,20 +58,23 @@ class Work(NamedTuple):
     Attributes:
       flops, bytes: of products, and of operands and results that memory has to give and take.
       hidden: bytes sent while products run. exposed: bytes sent while they wait.
+      moves: bytes sent one way round the ring, while they wait.
     """
 
     flops: float
     bytes: float
     hidden: float
     exposed: float
+    moves: float = 0.0
 
 
 def seconds(work: Work, machine: Machine, devices: int) -> float:
-    """The slowest of products, memory and hidden messages, and then the exposed ones.
+    """The slowest of products, memory and hidden messages, and then the messages that all wait for.
 
     >>> round(seconds(Work(989e12 * 0.6, 0, 0, 450e9), MACHINES["H200"], 8), 6)
     2.0
     """
     link = machine.link(devices)
     busy = work.flops / (machine.flops * EFFICIENCY), work.bytes / machine.memory
-    return max(*busy, work.hidden / link) + work.exposed / link
+    waited = work.exposed + work.moves * machine.directions
+    return max(*busy, work.hidden / link) + waited / link

@@ -3,11 +3,11 @@
 from typing import Any
 
 from experiments.benchmarks.report import table
+from experiments.scaling.layer import LAYOUTS
 
 QUESTION = "Where does each layout of one layer stop scaling?"
 COMMAND = "python -m experiments.scaling --write"
 ENOUGH = 0.9
-LAYOUTS = ("data", "tensor", "ring", "allgather")
 
 
 def conclusion(found: dict[str, Any]) -> str:
@@ -22,9 +22,12 @@ def conclusion(found: dict[str, Any]) -> str:
         + ", ".join(f"{layout} {last[layout, machine] or 'nowhere'}" for layout in LAYOUTS)
         for machine in found["machines"]
     )
+    first = {layout: fewest(found, layout) for layout in LAYOUTS}
+    needs = ", ".join(f"{name} from {n}" if n else f"{name} nowhere" for name, n in first.items())
     return (
-        "Predicted from compiled programs and published bandwidths, not measured: devices up to "
-        f"which {ENOUGH:.0%} of ideal are kept: {parts}."
+        "Predicted from messages of compiled programs, formulas of products and published "
+        f"bandwidths, not measured: devices up to which {ENOUGH:.0%} of ideal are kept: {parts}. "
+        f"As compiled for CPU there is room for it on either machine: {needs}."
     )
 
 
@@ -35,20 +38,35 @@ def most(found: dict[str, Any], layout: str, machine: str) -> int:
     return max(enough, default=0)
 
 
+def fewest(found: dict[str, Any], layout: str) -> int:
+    """Devices from which a layout has room on every machine; 0: not even on the most."""
+    room = min(found["room"].values())
+    rows = [row for row in found["rows"] if row["layout"] == layout]
+    return min((row["devices"] for row in rows if row["memory"] <= room), default=0)
+
+
+def rows_of(rows: list[dict[str, Any]], machines: list[str]) -> str:
+    """The table, in Markdown; efficiency: speed-up over a device alone by the number of devices."""
+    head = ["layout", "devices", "TFLOP", "GB sent", "GB arguments", "GB in all"]
+    head += [f"{m}: ms, efficiency" for m in machines]
+    return table(
+        head,
+        [
+            [
+                row["layout"],
+                str(row["devices"]),
+                f"{row['flops'] / 1e12:.1f}",
+                *(f"{row[name] / 1e9:.2f}" for name in ("sent", "arguments", "memory")),
+                *(f"{1e3 * row[m]:.1f}, {row['efficiency'][m]:.0%}" for m in machines),
+            ]
+            for row in rows
+        ],
+    )
+
+
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
     machines = found["machines"]
-    head = ["layout", "devices", "TFLOP", "GB sent", *(f"{m}: ms, efficiency" for m in machines)]
-    rows = [
-        [
-            row["layout"],
-            str(row["devices"]),
-            f"{row['flops'] / 1e12:.1f}",
-            f"{row['sent'] / 1e9:.2f}",
-            *(f"{1e3 * row[m]:.1f}, {row['efficiency'][m]:.0%}" for m in machines),
-        ]
-        for row in found["rows"]
-    ]
     sources = "\n".join(f"- {name}: {source}." for name, source in machines.items())
     return f"""![Predicted efficiency of every layout by the number of devices](scaling.png)
 
@@ -60,5 +78,8 @@ def text(found: dict[str, Any]) -> str:
 
 {sources}
 
-{table(head, rows)}
+{rows_of(found["rows"], list(machines))}
+
+In all: arguments, results and what is between, as the compiler for CPU allots them; another may
+need less, and none less than the arguments.
 """
