@@ -52,6 +52,8 @@ def assert_same(path: Path, expected: Mapping[str, np.ndarray]) -> None:
             assert (got.shape, got.dtype) == (array.shape, array.dtype.newbyteorder("="))
             assert got.tobytes() == array.astype(got.dtype).tobytes()
             assert not np.shares_memory(got, file[name])
+            part = file.part(name, ())
+            assert (part.shape, part.dtype, part.tobytes()) == (got.shape, got.dtype, got.tobytes())
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
