@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxmha import checks, extra_positions
+from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import as_mask, attend
 from jaxmha.axes import bind
@@ -97,7 +97,8 @@ def prefill(
       `(out, cache)`; out is `(B, T, Do)`.
 
     Raises:
-      ValueError: T is more than the cache has room for, or a shape does not fit.
+      ValueError: T is more than the cache has room for, a shape does not fit, or tokens are in
+        zig-zag order.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -175,7 +176,8 @@ def decode_step(
       `(out, cache)`; out is `(B, T, Do)`.
 
     Raises:
-      ValueError: a shape does not fit, or the mask has what a cache cannot have.
+      ValueError: a shape does not fit, the mask has what a cache cannot have, or tokens are in
+        zig-zag order.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -239,6 +241,12 @@ def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
     """B, T and S of a call, with every shape checked."""
     sizes = check(params)
     bind("x", x.shape, "B T Dq", sizes)
+    axes = sharding.current()
+    if sizes["T"] > 1 and axes is not None and axes.zigzag:
+        raise ValueError(
+            f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
+            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
+        )
     for name, axes in (("key", "B K S H"), ("value", "B K S h"), ("lengths", "B")):
         bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)
     if not sizes["Dq"] == sizes["Dk"] == sizes["Dv"]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha import checks, extra_positions
+from jaxmha import checks, extra_positions, sharding
 from jaxmha.attention import attend, hashable
 from jaxmha.cache import Rotate
 from jaxmha.implementations import forward_mode
@@ -256,7 +256,9 @@ def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) 
 
 
 def _positions(batch: Sequence[int], size: int) -> Any:
-    return jnp.broadcast_to(jnp.arange(size, dtype=np.int32), (*batch, size))
+    """0, 1, ... of what comes in zig-zag order as much as of any other: true positions."""
+    places = sharding.in_order(np.arange(size, dtype=np.int32).reshape(1, size), 1)
+    return jnp.broadcast_to(places, (*batch, size))
 
 
 def _sizes(query: Any, key: Any) -> dict[str, int]:
