@@ -28,7 +28,10 @@ def supports(request: Request) -> str | None:
     """None, or why not."""
     reason = context.declined(request)
     if reason is None and is_dense(request):
-        return "biases and dense masks have all pairs of positions, which no device should hold"
+        return (
+            "the ring takes no bias, and no dense mask but one of queries or of keys alone; "
+            "allgather does"
+        )
     return reason
 
 

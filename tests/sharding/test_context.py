@@ -22,6 +22,8 @@ HEADS = [
     for shape in ((B, T, N, H), (B, T, K, H), (B, T, K, h), (B, T, N, h))
 ]
 IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), 1))
+# A dense mask of one row or of one key is a condition, which every order and implementation has.
+ONE = {"BS": (B, 1, 1, T), "1S": (1, 1, 1, T), "S": (T,), "BT": (B, 1, T, 1), "1T": (1, 1, T, 1)}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -49,18 +51,26 @@ CASES: dict[str, dict[str, Any]] = {
         "key_value_seq_lengths": jnp.asarray([0, T]),
         "query_seq_lengths": jnp.asarray([T, 50]),
     },
+    **{f"mask {axes}": {"mask": jnp.asarray(RNG.random(s) < 0.6)} for axes, s in ONE.items()},
+    "mask mean": {"mask": jnp.zeros((B, 1, 1, T), bool).at[0].set(True), "fully_masked": "mean"},
+    "mask nan": {"mask": jnp.asarray(RNG.random((B, 1, T, 1)) < 0.6), "fully_masked": "nan"},
+    "bias of keys": {"bias": jnp.asarray(RNG.standard_normal((B, 1, 1, T)), jnp.float32)},
+    "bias of heads": {"bias": jnp.asarray(RNG.standard_normal((N, 1, T)), jnp.float32)},
+    "mask of heads": {"mask": jnp.asarray(RNG.random((B, N, 1, T)) < 0.6)},
     "bias": {"bias": jnp.asarray(RNG.standard_normal((1, N, T, T)), jnp.float32)},
     "dense": {"mask": jnp.asarray(RNG.random((B, 1, T, T)) < 0.6)},
 }
 DENSE = ("bias", "dense")
+GATHERED = (*DENSE, "bias of keys", "bias of heads", "mask of heads")
 ORDERS = {"natural": False, "zigzag": True}
-EVERYDAY = ("ring-zigzag-segments", "allgather-natural-padded")
+EVERYDAY = ("ring-zigzag-mask BS", "allgather-natural-padded", "allgather-zigzag-mask 1T")
 VARIANTS = [
     f"{implementation}-{order}-{case}"
     for implementation in ("ring", "allgather")
     for order in ORDERS
     for case in CASES
-    if case not in DENSE or (implementation == "allgather" and order == "natural")
+    if (implementation == "allgather" or case not in GATHERED)
+    and (order == "natural" or case not in DENSE)
 ]
 
 
@@ -88,14 +98,16 @@ def spread(devices: int, zigzag: bool, arrays: Any, m: Any, *names: Any) -> list
     return [put(m, x, *names) for x in ordered]
 
 
-def true_order(devices: int, found: Any) -> Any:
-    """Every array with an axis of positions, by true position."""
+def true_order(devices: int, got: Any) -> Any:
+    """Every array with an axis of positions, by true position, in which that of a bias is."""
+    found, (dq, dk, dv, *d_bias) = got
 
     def turned(x: Any) -> Any:
         axis = x.shape.index(T) if T in x.shape else None
         return x if axis is None else sharding.unzigzag(x, devices, axis)
 
-    return jax.tree.map(turned, found)
+    found, slopes = jax.tree.map(turned, (found, (dq, dk, dv)))
+    return found, (*slopes, *d_bias)
 
 
 @pytest.mark.parametrize("variant", everyday(VARIANTS, *EVERYDAY))
@@ -186,6 +198,7 @@ def test_explain() -> None:
     with sharding.use(mesh(data=2, context=4), data="data", context="context"):
         assert jaxmha.explain(q, k, v, is_causal=True).chosen == "ring"
         assert jaxmha.explain(q, k, v, **CASES["bias"]).chosen == "allgather"
+        assert "allgather does" in str(jaxmha.explain(q, k, v, **CASES["bias of heads"]))
         odd = jaxmha.explain(*(x[:, 1:] for x in (q, k, v)))
         assert odd.chosen == "blocked"
         assert "T=55" in str(odd)

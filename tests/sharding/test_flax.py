@@ -14,7 +14,7 @@ from jaxmha import sharding
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as own_linen
 from jaxmha.flax import nnx as own_nnx
-from tests.sharding.devices import assert_alike, mesh, put
+from tests.sharding.devices import assert_alike, mesh
 
 B, T, D, N, K, H = 2, 12, 20, 4, 2, 6
 RNG = np.random.default_rng(2)
