@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from jaxmha import sharding
 from jaxmha.arrays import Array
 from jaxmha.checks import flatten_bias, flatten_mask
 from jaxmha.mask import Mask
@@ -17,8 +18,20 @@ from jaxmha.semantics import Semantics
 
 
 def count(params: MHAParams, semantics: Semantics) -> int:
-    """How many there are."""
-    return (params.bias_k is not None) + semantics.add_zero_attn
+    """How many there are.
+
+    Raises:
+      ValueError: there are some, and positions are in zig-zag order, where they have no place.
+    """
+    found = (params.bias_k is not None) + semantics.add_zero_attn
+    axes = sharding.current()
+    if found and axes is not None and axes.zigzag:
+        raise ValueError(
+            "extra positions (params.bias_k, semantics.add_zero_attn) follow the S given ones and "
+            "cannot be in zig-zag order: leave zigzag out of jaxmha.sharding.use and give features "
+            "in their natural order"
+        )
+    return found
 
 
 def append(heads: jax.Array, learned: Array | None, semantics: Semantics) -> jax.Array:

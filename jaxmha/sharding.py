@@ -72,7 +72,7 @@ def use(
     see one device's arrays instead of being replicated.
 
     Args:
-      mesh: of the arrays.
+      mesh: of the arrays; where `jax.set_mesh` sets one, the same.
       data: mesh axes of the batch.
       fsdp: mesh axes of the batch along which features of parameters are split too.
       tensor: mesh axes of the heads.
@@ -104,13 +104,24 @@ def use(
 
 
 def current() -> Axes | None:
-    """What `use` or explicit types said, without axes that are manual already (`shard_map`)."""
+    """What `use` or explicit types said, without axes that are manual already (`shard_map`).
+
+    Raises:
+      ValueError: `jax.set_mesh` has set another mesh.
+    """
     axes: Axes | None = _AXES.value
     if axes is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return axes
+    for name in (*axes.batch, *axes.heads, *_names(axes.context)):
+        if mesh.shape.get(name) != axes.mesh.shape[name]:
+            raise ValueError(
+                f"sharding.use names axis {name!r} of a mesh {dict(axes.mesh.shape)}, and the mesh "
+                f"that is set is {dict(mesh.shape)}: give one mesh to both jax.set_mesh and "
+                "sharding.use"
+            )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = {name for name, kind in types.items() if kind != AxisType.Manual}
     batch, heads = (tuple(n for n in x if n in free) for x in (axes.batch, axes.heads))
@@ -130,8 +141,8 @@ def specs(
 ) -> MHAParams:
     """A PartitionSpec for every parameter, in their places.
 
-    Heads lie on `tensor`, features (Dq, Dk, Dv, Do of kernels) on `fsdp`; along `data`
-    parameters are replicated. What an axis does not divide stays whole: grouped and multi-query
+    Heads lie on `tensor`, features (Dq, Dk, Dv, Do of kernels) on `fsdp`; along `data`, taken so
+    that the names of `use` fit here, parameters are replicated: it changes nothing. What an axis does not divide stays whole: grouped and multi-query
     keys and values where K is not a multiple of `tensor`, and odd features.
 
     Args:
@@ -187,7 +198,10 @@ def specs(
 def activations(
     *, data: Names = None, fsdp: Names = None, tensor: Names = None, context: Names = None
 ) -> PartitionSpec:
-    """The spec of features `(B, T, D)`; features of activations are never split.
+    """The spec of features `(B, T, D)`.
+
+    Features of activations are never split, so that `tensor` changes nothing; it is taken so that
+    the names of `use` fit here.
 
     >>> activations(data="data", fsdp="fsdp", tensor="tensor")
     P(('data', 'fsdp'), None, None)

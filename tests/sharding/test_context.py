@@ -209,6 +209,21 @@ def test_explain() -> None:
         jaxmha.dot_product_attention(q, k, v, return_weights=True)
 
 
+@pytest.mark.parametrize("kind", ["learned", "zero"])
+def test_extra_positions_have_no_place_in_zigzag_order(kind: str) -> None:
+    params = jaxmha.init_params(
+        jax.random.key(0), num_heads=2, features=6, use_bias_kv=kind == "learned"
+    )
+    semantics = Semantics(add_zero_attn=kind == "zero")
+    with (
+        sharding.use(mesh(context=2), context="context", zigzag=True),
+        pytest.raises(ValueError, match="cannot be in zig-zag order: leave zigzag out"),
+    ):
+        jaxmha.multi_head_attention(
+            params, jnp.ones((2, 8, 6)), is_causal=True, semantics=semantics
+        )
+
+
 @pytest.mark.slow
 def test_long_contexts_hold_no_scores() -> None:
     """131072 positions on 8 devices; memory of a device falls as devices are added."""

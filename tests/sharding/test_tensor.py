@@ -317,6 +317,17 @@ def test_names_that_do_not_fit(names: Any, message: str) -> None:
         sharding.use(mesh(data=2, tensor=4), **names)
 
 
+@pytest.mark.parametrize("other", [{"rows": 2}, {"data": 4}])
+def test_two_meshes(other: dict[str, int]) -> None:
+    """Axes that the mesh in force lacks, or has in another size, are not left out silently."""
+    with (
+        jax.set_mesh(mesh(**other)),
+        sharding.use(mesh(data=2), data="data"),
+        pytest.raises(ValueError, match="one mesh to both"),
+    ):
+        jaxmha.multi_head_attention(params(), X)
+
+
 @pytest.mark.slow
 def test_nothing_is_declared_and_all_is_right() -> None:
     """Without `use` the compiler decides what travels; answers are the same."""
