@@ -132,7 +132,16 @@ _KEYWORDS = {
 }
 
 
+def _places(query: Any, *_: Any, return_weights: Any, return_lse: bool, **__: Any) -> Any:
+    spread = sharding.of_heads(query)
+    if spread is None:
+        return None
+    more = [spread.pairs] * (bool(return_weights) + return_lse)
+    return spread.axes, (spread.heads, *more) if more else spread.heads
+
+
 @partial(jax.jit, static_argnames=("return_weights", "return_lse", "implementation"))
+@sharding.by_types(_places)
 def _dot_product_attention(
     query: Any,
     key: Any,
@@ -147,19 +156,6 @@ def _dot_product_attention(
     return_lse: bool,
     implementation: str | tuple[str, ...] | None,
 ) -> Any:
-    axes = sharding.explicit(query, -3, heads=-2)
-    if axes is not None:
-        again = partial(
-            _dot_product_attention,
-            return_weights=return_weights,
-            return_lse=return_lse,
-            implementation=implementation,
-        )
-        arrays = (query, key, value, bias, mask, keywords, dropout_key, semantics)
-        *batch, t, n, _ = sharding.spec_of(query)
-        over_heads = sharding.spec(*batch, n, t)
-        out = [sharding.spec(*batch, t, n), *[over_heads] * (bool(return_weights) + return_lse)]
-        return sharding.automatic(axes, again, arrays, tuple(out) if len(out) > 1 else out[0])
     if query.ndim not in (3, 4):
         raise ValueError(f"query: expected axes (B, T, N, H) or (T, N, H), got {query.shape}")
     lead = "B " * (query.ndim - 3)

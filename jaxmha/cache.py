@@ -108,13 +108,21 @@ def prefill(
     """
     checks.are_arrays(x=x)
     mask = as_mask(mask)
-    out, kept = _prefill(params, x, cache, mask, semantics, rotate)
+    out, kept = _prefill(params, x, cache, mask, semantics, rotate=rotate)
     return out, kept
 
 
+def _places(params: MHAParams, x: Any, cache: KVCache, *_: Any, **__: Any) -> Any:
+    """A cache stays where it lies."""
+    spread = sharding.of_features(x, params.query.kernel)
+    kept: Any = KVCache(*(sharding.spec(*sharding.spec_of(part)) for part in cache))  # type: ignore[arg-type]
+    return spread and (spread.axes, (spread.features, kept))
+
+
 @partial(jax.jit, static_argnames="rotate")
+@sharding.by_types(_places)
 def _prefill(
-    params: MHAParams, x: Any, cache: KVCache, mask: Mask, semantics: Semantics, rotate: Any
+    params: MHAParams, x: Any, cache: KVCache, mask: Mask, semantics: Semantics, *, rotate: Any
 ) -> Any:
     B, T, S = _sizes(params, x, cache)
     left = None if mask.window_size is None else mask.window_size[0]
@@ -203,17 +211,19 @@ def decode_step(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
             "use 'zero' or 'nan'"
         )
-    out, longer = _decode_step(params, x, cache, mask, semantics, rotate, BLOCK)
+    out, longer = _decode_step(params, x, cache, mask, semantics, rotate=rotate, block=BLOCK)
     return out, longer
 
 
 @partial(jax.jit, static_argnames=("rotate", "block"))
+@sharding.by_types(_places)
 def _decode_step(
     params: MHAParams,
     x: Any,
     cache: KVCache,
     mask: Mask,
     semantics: Semantics,
+    *,
     rotate: Any,
     block: int,
 ) -> Any:
@@ -241,8 +251,8 @@ def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
     """B, T and S of a call, with every shape checked."""
     sizes = check(params)
     bind("x", x.shape, "B T Dq", sizes)
-    axes = sharding.current()
-    if sizes["T"] > 1 and axes is not None and axes.zigzag:
+    spread = sharding.current()
+    if sizes["T"] > 1 and spread is not None and spread.zigzag:
         raise ValueError(
             f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
             "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"

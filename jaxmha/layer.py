@@ -91,7 +91,15 @@ def multi_head_attention(
         )
 
 
+def _places(params: Any, query: Any, *_: Any, return_weights: Any, **__: Any) -> Any:
+    spread = sharding.of_features(query, params.query.kernel)
+    if spread is None:
+        return None
+    return spread.axes, (spread.features, spread.pairs) if return_weights else spread.features
+
+
 @partial(jax.jit, static_argnames=("is_causal", "return_weights", "implementation"))
+@sharding.by_types(_places)
 def _multi_head_attention(
     params: MHAParams,
     query: Any,
@@ -106,19 +114,6 @@ def _multi_head_attention(
     return_weights: ReturnWeights,
     implementation: str | tuple[str, ...] | None,
 ) -> Any:
-    heads = sharding.spec_of(params.query.kernel)[1]
-    spread = sharding.explicit(query, -2, heads)
-    if spread is not None:
-        again = partial(
-            _multi_head_attention,
-            is_causal=is_causal,
-            return_weights=return_weights,
-            implementation=implementation,
-        )
-        arrays = (params, query, key, value, bias, mask, dropout_key, semantics)
-        *rows, t, _ = sharding.spec_of(query)
-        specs = sharding.spec(*rows, t), sharding.spec(*rows, heads, t)
-        return sharding.automatic(spread, again, arrays, specs if return_weights else specs[0])
     sizes = check(params)
     query, key, value = _all_three(query, key, value)
     for name, x, axes in (("query", query, "T Dq"), ("key", key, "S Dk"), ("value", value, "S Dv")):
@@ -195,7 +190,18 @@ def _all_three(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     return query, key, key if value is None else value
 
 
+def _places_of_heads(params: MHAParams, query: Any, key: Any, value: Any, *_: Any) -> Any:
+    found = [
+        sharding.of_features(x, projection.kernel)
+        for projection, x in zip(params[:3], _all_three(query, key, value), strict=True)
+    ]
+    if found[0] is None:
+        return None
+    return found[0].axes, tuple(sharding.spec() if x is None else x.heads for x in found)
+
+
 @jax.jit
+@sharding.by_types(_places_of_heads)
 def project_live(
     params: MHAParams,
     query: Any,
@@ -208,17 +214,6 @@ def project_live(
     and `b S`, None: all.
     """
     query, key, value = _all_three(query, key, value)
-    of_heads = [sharding.spec_of(projection.kernel)[1] for projection in params[:3]]
-    spread = sharding.explicit(query, -2, of_heads[0])
-    if spread is not None:
-        specs = tuple(
-            sharding.spec(*sharding.spec_of(x)[:-1], heads)
-            for x, heads in zip((query, key, value), of_heads, strict=True)
-        )
-        found: tuple[jax.Array, ...] = sharding.automatic(
-            spread, project_live, (params, *_distinct(query, key, value), semantics, live), specs
-        )
-        return found
     sizes = check(params)
     for name, x, width in (("query", query, "Dq"), ("key", key, "Dk"), ("value", value, "Dv")):
         bind(name, x.shape, f"*B {'T' if name == 'query' else 'S'} {width}", sizes)
@@ -258,13 +253,14 @@ def combine(
     return out
 
 
+def _places_of_features(_: MHAParams, heads: Any, *__: Any) -> Any:
+    spread = sharding.of_heads(heads)
+    return spread and (spread.axes, spread.features)
+
+
 @jax.jit
+@sharding.by_types(_places_of_features)
 def _combine(params: MHAParams, heads: Any, semantics: Semantics) -> jax.Array:
-    spread = sharding.explicit(heads, -3, heads=-2)
-    if spread is not None:
-        spec = sharding.spec(*sharding.spec_of(heads)[:-2])
-        found: jax.Array = sharding.automatic(spread, _combine, (params, heads, semantics), spec)
-        return found
     sizes = check(params)
     bind("heads", heads.shape, "*B T N h", sizes)
     dtype = _compute_dtype(params, heads=heads)

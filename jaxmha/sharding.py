@@ -14,10 +14,11 @@ Where the axes of a mesh are explicit (`jax.sharding.AxisType.Explicit`), types 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -269,26 +270,93 @@ def in_order(x: Any, axis: int) -> Any:
     return jnp.take(x, zigzag_order(x.shape[axis], axes.size((axes.context,))), axis)
 
 
-def explicit(x: Any, position: int, heads: Any = None) -> Axes | None:
-    """Axes that types of arrays say, where axes of the mesh are explicit; None: they are not.
+class Spread(NamedTuple):
+    """What types of arrays say where axes of the mesh are explicit.
 
-    Args:
-      x: `(*B, T, ...)`; the first batch axis counts.
-      position: its axis T, from the end.
-      heads: its axis of heads, or the entry that heads have in a spec.
+    Attributes:
+      axes: of the mesh; of *B the first counts.
+      features: spec of `(*B, T, D)`.
+      heads: spec of `(*B, T, N, H)`.
+      pairs: spec of `(*B, N, T, S)`, and of `(*B, N, T)`.
     """
-    if not _is_explicit(x):
+
+    axes: Axes
+    features: PartitionSpec
+    heads: PartitionSpec
+    pairs: PartitionSpec
+
+
+def of_features(x: Any, kernel: Any) -> Spread | None:
+    """Of features `(*B, T, D)` and the heads that a kernel `(D, N, H)` makes of them; None: types
+    say nothing.
+
+    Raises:
+      ValueError: an axis of the mesh has two purposes.
+    """
+    if not _is_explicit(x) or x.ndim < 2 or kernel.ndim != 3:
+        return None  # wrong shapes are told where shapes are checked
+    *rows, _ = spec_of(x)
+    return _spread(x, rows, spec_of(kernel)[1])
+
+
+def of_heads(x: Any) -> Spread | None:
+    """Of heads `(*B, T, N, H)`; None: types say nothing."""
+    if not _is_explicit(x) or x.ndim < 3:
         return None
-    spec = spec_of(x)
-    batch, along = spec[:position], _names(spec[position])
+    *rows, heads, _ = spec_of(x)
+    return _spread(x, rows, heads)
+
+
+def _spread(x: Any, rows: Sequence[Names], heads: Names) -> Spread:
+    *batch, t = rows
+    for letter, names in (*(("B", b) for b in batch), ("T", t)):
+        for name in {*_names(names)} & {*_names(heads)}:
+            raise ValueError(
+                f"{letter} and heads both lie on axis {name!r} of the mesh: make {letter} of the "
+                "features whole with jax.sharding.reshard, or lay heads of the parameters on "
+                "another axis"
+            )
     chosen: Axes | None = _AXES.value
-    return Axes(
+    along = _names(t)
+    axes = Axes(
         jax.typeof(x).sharding.mesh,
         _names(batch[0]) if batch else (),
-        _names(spec[heads] if isinstance(heads, int) else heads),
+        _names(heads),
         along[0] if len(along) == 1 else None,
         chosen is not None and chosen.zigzag,
     )
+    return Spread(axes, spec(*rows), spec(*rows, heads), spec(*batch, heads, t))
+
+
+def by_types(
+    specs: Callable[..., tuple[Axes, Any] | None],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function of arrays: where types are explicit, the compiler spreads in it what is
+    not attention.
+
+    Args:
+      specs: of the same arguments, the axes and the specs of what the function answers; None:
+        types say nothing. Arguments by keyword are static.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def spread(*arguments: Any, **static: Any) -> Any:
+            found = specs(*arguments, **static)
+            if found is None:
+                return function(*arguments, **static)
+            axes, out = found
+            arrays, tree = jax.tree.flatten(arguments)
+
+            def inside(*arrays: Any) -> Any:
+                with _AXES(axes):
+                    return function(*jax.tree.unflatten(tree, arrays), **static)
+
+            return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arrays)
+
+        return spread
+
+    return decorate
 
 
 def spec(*axes: Names) -> PartitionSpec:
@@ -307,20 +375,6 @@ def spec_of(x: Any) -> tuple[Any, ...]:
     """The explicit spec of an array, one entry per axis; None where nothing is explicit."""
     spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
     return (*spec, *(None,) * (x.ndim - len(spec)))
-
-
-def automatic(
-    axes: Axes, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any
-) -> Any:
-    """`function(*arguments)` where the compiler spreads what is not attention; `out`: its specs."""
-
-    arrays, tree = jax.tree.flatten(arguments)
-
-    def inside(*arrays: Any) -> Any:
-        with _AXES(axes):
-            return function(*jax.tree.unflatten(tree, arrays))
-
-    return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arrays)
 
 
 def _is_explicit(x: Any) -> bool:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,13 @@ from jaxmha.semantics import ReturnWeights, Semantics
 Implementation: TypeAlias = str | Sequence[str] | None
 
 
-class How(NamedTuple):
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["semantics", "dropout_key"],
+    meta_fields=["return_weights", "implementation"],
+)
+@dataclass(frozen=True)
+class How:
     """What every call says beside its arrays; `dropout_key` None: no dropout."""
 
     semantics: Semantics
@@ -36,7 +42,7 @@ def attend_heads(
 ) -> tuple[Any, Any]:
     """`*B T N H`, `*B S K H`, `*B S K h` with any batch axes: out `*B T N h`, and the weights."""
     with forward_mode():
-        out, weights = _attend_heads(query, key, value, bias, mask, *_split(how))
+        out, weights = _attend_heads(query, key, value, bias, mask, _hashable(how))
     return out, weights
 
 
@@ -55,22 +61,21 @@ def attend_layer(
     """
     _check_positions(positions, rotate, *inputs[:2])
     if rotate is None:
-        semantics, dropout_key, kind, implementation = how
         result = multi_head_attention(
             params,
             *inputs,
             bias=bias,
             mask=mask,
-            semantics=semantics,
-            dropout_key=dropout_key,
-            return_weights=kind,
-            implementation=implementation,
+            semantics=how.semantics,
+            dropout_key=how.dropout_key,
+            return_weights=how.return_weights,
+            implementation=how.implementation,
         )
-        return result if kind else (result, None)
+        return result if how.return_weights else (result, None)
     _checked(params, inputs, bias)
     with forward_mode():
         out, weights = _attend_layer(
-            params, inputs, bias, mask, *_split(how), positions, rotate=rotate
+            params, inputs, bias, mask, _hashable(how), positions, rotate=rotate
         )
     return out, weights
 
@@ -110,13 +115,13 @@ def attend_cached(
     _checked(params, inputs, bias)
     with forward_mode():
         out, weights, cached = _attend_cached(
-            params, inputs, cached, bias, mask, *_split(how), positions, rotate=rotate
+            params, inputs, cached, bias, mask, _hashable(how), positions, rotate=rotate
         )
     return out, weights, cached
 
 
-def _split(how: How) -> tuple[Semantics, Any, bool, Any]:
-    return how._replace(implementation=hashable(how.implementation))
+def _hashable(how: How) -> How:
+    return replace(how, implementation=hashable(how.implementation))
 
 
 def _checked(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
@@ -125,34 +130,39 @@ def _checked(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None
     checks.no_silent_rounding(params=params, bias=bias, **names)
 
 
-@partial(jax.jit, static_argnums=(7, 8))
+def _places_of_heads(query: Any, *_: Any) -> Any:
+    spread = sharding.of_heads(query)
+    return spread and (spread.axes, (spread.heads, spread.pairs))
+
+
+@jax.jit
+@sharding.by_types(_places_of_heads)
 def _attend_heads(
     query: Any,
     key: Any,
     value: Any,
     bias: Any,
     mask: Mask,
-    semantics: Semantics,
-    dropout_key: Any,
-    return_weights: bool,
-    implementation: Any,
+    how: How,
 ) -> tuple[Any, Any]:
-    how = How(semantics, dropout_key, return_weights, implementation)
     batch, sizes = query.shape[:-3], _sizes(query, key)
-    wide = _widen(None, bias, mask, batch, sizes, semantics)
+    wide = _widen(None, bias, mask, batch, sizes, how.semantics)
     return _between(None, query, key, value, wide, how)
 
 
-@partial(jax.jit, static_argnums=(6, 7), static_argnames="rotate")
+def _places(params: MHAParams, inputs: Any, *_: Any, **__: Any) -> Any:
+    spread = sharding.of_features(inputs[0], params.query.kernel)
+    return spread and (spread.axes, (spread.features, spread.pairs))
+
+
+@partial(jax.jit, static_argnames="rotate")
+@sharding.by_types(_places)
 def _attend_layer(
     params: MHAParams,
     inputs: tuple[Any, Any, Any],
     bias: Any,
     mask: Mask,
-    semantics: Semantics,
-    dropout_key: Any,
-    return_weights: bool,
-    implementation: Any,
+    how: How,
     positions: Any,
     *,
     rotate: Rotate,
@@ -160,33 +170,37 @@ def _attend_layer(
     batch = inputs[0].shape[:-2]
     T, S = inputs[0].shape[-2], inputs[1].shape[-2]
     sizes = {**check(params), "T": T, "S": S}
-    wide = _widen(params, bias, mask, batch, sizes, semantics)
-    extra = extra_positions.count(params, semantics)
-    live = live_features(math.prod(batch), *wide, sizes, extra, semantics.fully_masked)
-    query, key, value = project_live(params, *inputs, semantics, live)
+    wide = _widen(params, bias, mask, batch, sizes, how.semantics)
+    extra = extra_positions.count(params, how.semantics)
+    live = live_features(math.prod(batch), *wide, sizes, extra, how.semantics.fully_masked)
+    query, key, value = project_live(params, *inputs, how.semantics, live)
     query = rotate(query, _positions(batch, T) if positions is None else positions)
     key = rotate(key, _positions(batch, S) if positions is None else positions)
-    how = How(semantics, dropout_key, return_weights, implementation)
     out, weights = _between(params, query, key, value, wide, how)
-    return combine(params, out, semantics=semantics), weights
+    return combine(params, out, semantics=how.semantics), weights
 
 
-@partial(jax.jit, static_argnums=(7, 8), static_argnames="rotate")
+def _places_cached(params: MHAParams, inputs: Any, cached: Any, *_: Any, **__: Any) -> Any:
+    """A cache stays where it lies."""
+    spread = sharding.of_features(inputs[0], params.query.kernel)
+    specs = tuple(sharding.spec(*sharding.spec_of(x)) for x in cached)
+    return spread and (spread.axes, (spread.features, spread.pairs, specs))
+
+
+@partial(jax.jit, static_argnames="rotate")
+@sharding.by_types(_places_cached)
 def _attend_cached(
     params: MHAParams,
     inputs: tuple[Any, Any, Any],
     cached: tuple[Any, Any, Any],
     bias: Any,
     mask: Mask,
-    semantics: Semantics,
-    dropout_key: Any,
-    return_weights: bool,
-    implementation: Any,
+    how: How,
     positions: Any,
     *,
     rotate: Rotate | None,
 ) -> tuple[Any, Any, tuple[Any, Any, Any]]:
-    query, key, value = project(params, *inputs, semantics=semantics)
+    query, key, value = project(params, *inputs, semantics=how.semantics)
     keys, values, index = cached
     *batch, T, _, _ = query.shape
     S = keys.shape[-3]
@@ -214,12 +228,11 @@ def _attend_cached(
     if left is not None:
         there &= slots >= rows - left
     mask = replace(mask, window_size=None, causal_offset=None) & Mask(array=there)
-    how = How(semantics, dropout_key, return_weights, implementation)
-    wide = _widen(params, bias, mask, batch, _sizes(query, keys), semantics)
+    wide = _widen(params, bias, mask, batch, _sizes(query, keys), how.semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
     out, weights = _between(params, query, *heads, wide, how)
     out = jnp.where(index + T > S, jnp.nan, out)
-    return combine(params, out, semantics=semantics), weights, (keys, values, index + T)
+    return combine(params, out, semantics=how.semantics), weights, (keys, values, index + T)
 
 
 def _check_positions(
@@ -293,9 +306,10 @@ def _between(
     if params is not None:
         key = extra_positions.append(key, params.bias_k, how.semantics)
         value = extra_positions.append(value, params.bias_v, how.semantics)
-    semantics, dropout_key, wanted, implementation = how
-    kind: ReturnWeights = "before_dropout" if wanted else False
-    result = attend(query, key, value, *wide, semantics, dropout_key, kind, implementation)
+    kind: ReturnWeights = "before_dropout" if how.return_weights else False
+    result = attend(
+        query, key, value, *wide, how.semantics, how.dropout_key, kind, how.implementation
+    )
     out, weights = result.out, result.weights
     if weights is not None:
         weights = weights.reshape(*batch, *weights.shape[1:])

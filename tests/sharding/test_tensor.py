@@ -318,7 +318,7 @@ def test_names_that_do_not_fit(names: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("other", [{"rows": 2}, {"data": 4}])
-def test_two_meshes(other: dict[str, int]) -> None:
+def test_two_meshes(other: Any) -> None:
     """Axes that the mesh in force lacks, or has in another size, are not left out silently."""
     with (
         jax.set_mesh(mesh(**other)),
@@ -326,6 +326,20 @@ def test_two_meshes(other: dict[str, int]) -> None:
         pytest.raises(ValueError, match="one mesh to both"),
     ):
         jaxmha.multi_head_attention(params(), X)
+
+
+@pytest.mark.parametrize(("letter", "spec"), [("B", P("tensor")), ("T", P(None, "tensor"))])
+def test_an_axis_of_two_purposes(letter: str, spec: Any) -> None:
+    devices = mesh(True, tensor=4)
+    weights, _, _ = placed(devices, params(), tensor="tensor")
+    message = f"{letter} and heads both lie on axis 'tensor' of the mesh: make {letter} of the"
+    with jax.set_mesh(devices):
+        x = put(devices, X[:, :44], *spec)
+        for run in (jaxmha.multi_head_attention, jaxmha.project):
+            with pytest.raises(ValueError, match=message):
+                run(weights, x)
+        with pytest.raises(ValueError, match=message):
+            jaxmha.project(weights, put(devices, X), x)
 
 
 @pytest.mark.slow
