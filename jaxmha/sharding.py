@@ -318,6 +318,11 @@ def _spread(x: Any, rows: Sequence[Names], heads: Names) -> Spread:
             )
     chosen: Axes | None = _AXES.value
     along = _names(t)
+    if chosen is not None and chosen.zigzag and len(along) != 1 and x.shape[len(batch)] > 1:
+        raise ValueError(
+            f"T={x.shape[len(batch)]} positions in zig-zag order lie on {along} by their types: "
+            f"put them on the axis {chosen.context!r}"
+        )
     axes = Axes(
         jax.typeof(x).sharding.mesh,
         _names(batch[0]) if batch else (),

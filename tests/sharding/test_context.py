@@ -224,6 +224,14 @@ def test_extra_positions_have_no_place_in_zigzag_order(kind: str) -> None:
         )
 
 
+def test_types_without_an_axis_of_zigzag_order() -> None:
+    devices = mesh(True, context=2)
+    with jax.set_mesh(devices), sharding.use(devices, context="context", zigzag=True):
+        q = put(devices, jnp.ones((2, 8, 2, 6)))
+        with pytest.raises(ValueError, match="T=8 positions in zig-zag order lie on"):
+            jaxmha.dot_product_attention(q, q, q, is_causal=True)
+
+
 @pytest.mark.slow
 def test_long_contexts_hold_no_scores() -> None:
     """131072 positions on 8 devices; memory of a device falls as devices are added."""
