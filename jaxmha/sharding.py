@@ -143,8 +143,9 @@ def specs(
     """A PartitionSpec for every parameter, in their places.
 
     Heads lie on `tensor`, features (Dq, Dk, Dv, Do of kernels) on `fsdp`; along `data`, taken so
-    that the names of `use` fit here, parameters are replicated: it changes nothing. What an axis does not divide stays whole: grouped and multi-query
-    keys and values where K is not a multiple of `tensor`, and odd features.
+    that the names of `use` fit here, parameters are replicated: it changes nothing. What an axis
+    does not divide stays whole: grouped and multi-query keys and values where K is not a multiple
+    of `tensor`, and odd features.
 
     Args:
       params: arrays, or anything with shapes; leading axes (stacked layers) stay whole.
