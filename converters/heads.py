@@ -1,29 +1,72 @@
 """The head count of a block: read from a shape, given, or found beside the weights; never guessed."""
 
-import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from jaxmha.axes import bind, parse
+from jaxmha.converters import configuration
 from jaxmha.converters.blocks import Block
-from jaxmha.converters.checkpoint.errors import UnreadableFile
-from jaxmha.converters.checkpoint.limits import Budget, Limits
-from jaxmha.converters.checkpoint.source import Source
+from jaxmha.converters.configuration import CONFIG
 
-CONFIG = "config.json"
-_LARGEST = 16 << 20  # of a config.json
-# Where configurations keep the head count.
-CONFIG_KEYS = (
-    *("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
-)
+# Where configurations keep the head count, and of which part of the model.
+CONFIG_KEYS = {
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"), ()),
+    "encoder_attention_heads": ("encoder",),
+    "decoder_attention_heads": ("decoder",),
+}
+# Parts that tensors call otherwise than configurations do.
+_CALLED = {"text": "text|language", "vision": "vision|visual"}
 # Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
 METADATA = "jaxmha.num_heads"
+_SINGLY = (
+    "write a plan and set num_heads for each module (jaxmha plan ... --num-heads N -o plan.toml, N one "
+    "of them; jaxmha convert ... --plan plan.toml)"
+)
 
 
 class UnusableConfigError(ValueError):
     """The head count is needed, and the config.json beside the file does not give one."""
+
+
+class Count(NamedTuple):
+    """A head count, where it stands, and the parts of the model that it is of, from outside in."""
+
+    heads: int
+    where: str
+    parts: tuple[str, ...] = ()
+
+
+class Configured(NamedTuple):
+    """What a configuration says of head counts; `wrong`: why none of it can be taken."""
+
+    path: Path
+    counts: tuple[Count, ...]
+    wrong: str = ""
+
+    @property
+    def several(self) -> bool:
+        """Whether parts of the model have different counts."""
+        return len({count.heads for count in self.counts}) > 1
+
+    def of(self, prefix: str) -> tuple[int | None, str]:
+        """The count of a block and where it stands; None where there is none, and why.
+
+        Of several, that of the outermost part which the prefix names. The last component is the
+        block's own name: `encoder_attn` is in the decoder.
+        """
+        if self.wrong:
+            return None, self.wrong
+        if not self.several:
+            return self.counts[0][:2]
+        path = re.split("[./]", prefix)[:-1]
+        placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
+        best = [c for place, c in placed if place == min(place for place, _ in placed)]
+        if len({c.heads for c in best}) == 1:
+            return best[0][:2]
+        shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts)
+        return None, f"{self.path} has several head counts ({shown})"
 
 
 def find(
@@ -31,7 +74,7 @@ def find(
     shapes: Mapping[str, Sequence[int]],
     given: int | None = None,
     metadata: Mapping[str, str] | None = None,
-    configured: tuple[int | None, str] | None = None,
+    configured: Configured | None = None,
 ) -> tuple[int | None, str]:
     """The head count of a block and where it is from: stored, asked for, or configured.
 
@@ -44,24 +87,50 @@ def find(
     stored = in_shapes(block, shapes)
     if stored is not None and given in (None, stored):
         return stored, "shape"
-    kept = next(
+    kept: tuple[int | None, str] | None = next(
         (
             (int(text), "metadata")
             for key in (f"{METADATA}.{block.prefix}", METADATA)
             if (text := (metadata or {}).get(key, "")).isascii() and text.isdigit()
         ),
-        configured,
+        None,
     )
+    several: set[int] = set()  # what a configuration says that says it of parts of the model
+    if kept is None and configured is not None:
+        kept = configured.of(block.prefix)
+        several = {count.heads for count in configured.counts} if configured.several else set()
     if given is None and kept is not None and kept[0] is None:
-        raise UnusableConfigError(f"{kept[1]}: correct it, or pass num_heads= or --num-heads")
+        remedy = (
+            f"none of them is said to be that of {block.prefix or '(top)'}; {_SINGLY}"
+            if several
+            else "correct it, or pass num_heads= or --num-heads"
+        )
+        raise UnusableConfigError(f"{kept[1]}: {remedy}")
     if given is None:
         return kept or (None, "not stored: pass --num-heads")
-    if kept is not None and kept[0] not in (None, given) and stored is None:
+    if stored is None and kept is not None and kept[0] not in (None, given):
+        remedy = (
+            f"leave it out, or {_SINGLY}"
+            if several
+            else "leave it out, or correct the one that is wrong"
+        )
         raise ValueError(
-            f"num_heads={given} is given, and {kept[1]} says {kept[0]}: leave it out, or correct the "
-            "one that is wrong"
+            f"num_heads={given} is given, and {kept[1]} says {kept[0]}"
+            + f" for {block.prefix or '(top)'}" * bool(several)
+            + f": {remedy}"
+        )
+    if stored is None and kept is not None and several and given not in several:
+        raise ValueError(
+            f"num_heads={given} is given for {block.prefix or '(top)'}, and {kept[1]}: {_SINGLY}"
         )
     return given, "given"
+
+
+def by_default(block: Block, given: int | None, configured: Configured | None = None) -> int | None:
+    """What to pass to `find` in a plan that is still to be edited: one count given is for the
+    blocks of which a configuration with several does not say which is theirs."""
+    told = configured is not None and configured.several and configured.of(block.prefix)[0]
+    return None if told else given
 
 
 def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
@@ -78,66 +147,23 @@ def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
     return {f"{METADATA}.{prefix}": str(count) for prefix, count in heads.items()}
 
 
-def in_config(path: Path) -> tuple[int | None, str] | None:
-    """The head count in the config.json beside a checkpoint, with where it stands.
-
-    None where there is no such file or key; a count of None comes with what is wrong.
-    """
+def in_config(path: Path) -> Configured | None:
+    """The head counts in the config.json beside a checkpoint; None: no such file or key."""
     config = path.parent / CONFIG
     try:
-        content = _config(path)
+        content = configuration.read(path)
     except (ValueError, RecursionError) as error:
-        return None, f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
-    found = [
-        (f"{where}: {key}", value)
-        for where, key, value in _search(content, CONFIG, CONFIG_KEYS)
-        if type(value) is int
-    ]
-    shown = ", ".join(f"{where} is {heads}" for where, heads in found)
-    if len({heads for _, heads in found}) > 1:
-        return None, f"{config} has several head counts ({shown})"
-    if found and found[0][1] < 1:
-        return None, f"{config} has an impossible head count ({shown})"
-    return (found[0][1], found[0][0]) if found else None
-
-
-# What a configuration says of attention that no tensor holds, and the value that changes nothing.
-BEHAVIOUR: dict[str, Any] = {
-    "attention_multiplier": None,
-    "query_pre_attn_scalar": None,
-    "attn_logit_softcapping": None,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-}
-
-
-def refuse_behaviour(path: Path) -> None:
-    """Raises ValueError where the config.json beside a checkpoint changes attention itself.
-
-    Weights alone would be read as another function.
-    """
-    try:
-        content = _config(path)
-    except (ValueError, RecursionError):
-        return  # `in_config` says so where it is needed
-    for _, key, value in _search(content, "", BEHAVIOUR):
-        if value not in (BEHAVIOUR[key], None):
-            raise ValueError(
-                f"{path.parent / CONFIG} has {key}={value!r}: it changes the logits and is in no tensor, so "
-                "that a file of another layout would lose it; read the blocks by import_params "
-                "and set Semantics(scale=..., logits_soft_cap=...)"
-            )
-
-
-def epsilons(path: Path) -> dict[str, float]:
-    """What the config.json beside a checkpoint says of the epsilon of norms, by key."""
-    try:
-        content = _config(path)
-    except (ValueError, RecursionError):
-        return {}
-    keys = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
-    found = _search(content, "", keys)
-    return {key: float(value) for _, key, value in found if type(value) in (int, float)}
+        wrong = f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
+        return Configured(config, (), wrong)
+    counts = tuple(
+        Count(heads, ": ".join((CONFIG, *way)), (*map(_part, way[:-1]), *CONFIG_KEYS[way[-1]]))
+        for way, heads in configuration.search(content, CONFIG_KEYS)
+        if type(heads) is int
+    )
+    if impossible := [f"{count.where} is {count.heads}" for count in counts if count.heads < 1]:
+        wrong = f"{config} has an impossible head count ({', '.join(impossible)})"
+        return Configured(config, (), wrong)
+    return Configured(config, counts) if counts else None
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
@@ -151,34 +177,20 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
     return None
 
 
-def _config(path: Path) -> Any:
-    """What the config.json beside a checkpoint holds; nothing where there is none.
-
-    Raises ValueError or RecursionError where it cannot be read; a FIFO or device is not opened.
-    """
-    try:
-        source = Source(path.parent / CONFIG)
-    except UnreadableFile as error:
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            return {}
-        raise
-    try:
-        Budget(source.path, 0, Limits()).spend("its size", source.size, _LARGEST)
-        return json.loads(source.read(0, source.size))
-    finally:
-        source.close()
+def _part(key: str) -> str:
+    """The part of a model that a nested configuration is of."""
+    return key.removesuffix("_config").removesuffix("_cfg")
 
 
-def _search(content: Any, where: str, keys: Container[str]) -> Iterable[tuple[str, str, Any]]:
-    """Every value under one of the keys, with its key and where it stands."""
-    todo: list[tuple[str, str | None, Any]] = [(where, None, content)]
-    while todo:
-        where, key, value = todo.pop()
-        if key is not None:
-            if key in keys:
-                yield where, key, value
-            where = f"{where}: {key}"
-        if isinstance(value, dict):
-            todo += [(where, *item) for item in reversed(value.items())]
-        elif isinstance(value, list):
-            todo += [(where, None, item) for item in reversed(value)]
+def _place(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
+    """Where a path names the parts, in order; inner ones last, so that the least place is of the
+    outermost part, and then of most parts. Empty: it does not name them, or there are none."""
+    places: list[int] = []
+    for part in parts:
+        start = places[-1] + 1 if places else 0
+        named = re.compile(rf"({_CALLED.get(part, re.escape(part))})(?![a-z])")
+        at = next((i for i in range(start, len(path)) if named.match(path[i])), None)
+        if at is None:
+            return ()
+        places.append(at)
+    return (*places, len(path)) if places else ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxmha.converters import blocks, checkpoint, heads, modules
+from jaxmha.converters import blocks, checkpoint, configuration, heads, modules
 from jaxmha.converters import plan as planning
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
@@ -117,7 +117,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             )
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
-        beside, unknown = modules.find(file.info, found)
+        beside, unknown = modules.find(file.info, found, configuration.offset_norms(file.path))
         layers = tuple(
             LayerInfo(
                 layer.kind,
@@ -142,7 +142,7 @@ def _heads(
     block: Block,
     all_shapes: Mapping[str, tuple[int, ...]],
     given: int | None,
-    configured: tuple[int | None, str] | None,
+    configured: heads.Configured | None,
 ) -> tuple[int | None, str]:
     """The head count of a block where it fits the shapes, and where it is from or what is wrong."""
     try:

@@ -28,6 +28,11 @@ _VIT_KINDS = {
     "linear": "intermediate.dense output.dense pooler.dense classifier mlp.fc1 mlp.fc2",
 }
 _VIT_BARE = "embeddings.cls_token embeddings.position_embeddings embeddings.mask_token"
+_SEQUENCE_KINDS = {
+    "embedding": "shared embed_tokens embed_positions",
+    "norm": "layers.{i}.self_attn_layer_norm layers.{i}.encoder_attn_layer_norm "
+    "final_layer_norm layer_norm layernorm_embedding",
+}
 
 KEYMAPS: tuple[KeyMap, ...] = (
     KeyMap(
@@ -87,6 +92,41 @@ KEYMAPS: tuple[KeyMap, ...] = (
         },
         "layer_norm_epsilon",
         "relative_attention_bias.weight",
+    ),
+    KeyMap(
+        "GPT-NeoX",
+        {
+            "embedding": "embed_in",
+            "norm": "layers.{i}.input_layernorm layers.{i}.post_attention_layernorm final_layer_norm",
+            "linear": "mlp.dense_h_to_4h mlp.dense_4h_to_h embed_out lm_head score classifier "
+            "qa_outputs",
+        },
+        bare="attention.bias attention.masked_bias rotary_emb.inv_freq",
+    ),
+    KeyMap(
+        "BLOOM",
+        {
+            "embedding": "word_embeddings",
+            "norm": "word_embeddings_layernorm h.{i}.input_layernorm "
+            "h.{i}.post_attention_layernorm ln_f",
+            "linear": "mlp.dense_h_to_4h mlp.dense_4h_to_h lm_head score classifier qa_outputs",
+        },
+        "layer_norm_epsilon",
+    ),
+    KeyMap(
+        "Whisper",
+        _SEQUENCE_KINDS | {"linear": "layers.{i}.fc1 layers.{i}.fc2 proj_out projector classifier"},
+        "",
+    ),
+    KeyMap(
+        "BART, OPT",
+        _SEQUENCE_KINDS
+        | {
+            "linear": "layers.{i}.fc1 layers.{i}.fc2 lm_head project_in project_out "
+            "classification_head.dense classification_head.out_proj qa_outputs score",
+        },
+        "",
+        "final_logits_bias",
     ),
     KeyMap(
         "nn.Transformer",

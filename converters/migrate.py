@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmha import __version__
-from jaxmha.converters import blocks, checkpoint, heads, keras, moves
+from jaxmha.converters import blocks, checkpoint, configuration, heads, keras, moves
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
@@ -22,7 +22,8 @@ from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
 from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.moves import Made
-from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, listed, resolve
+from jaxmha.converters.notes import listed
+from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
@@ -80,7 +81,7 @@ def plan(
     `in_file`: for a .weights.h5 file. Else as `convert`, and raises as it does.
     """
     with checkpoint.open(source) as file:
-        made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
+        made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
         with _naming(file.path):
             return named, resolve(named, file)
@@ -95,13 +96,14 @@ def _make(
     others: str,
     attention_only: bool,
     in_file: bool,
+    draft: bool = False,
 ) -> Plan:
     target = _target(blocks.named(to), in_file)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     if others not in OTHERS:
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
-    heads.refuse_behaviour(file.path)
+    configuration.refuse_behaviour(file.path)
     with _naming(file.path):
         made = planning.make(
             file,
@@ -111,7 +113,9 @@ def _make(
             others=others,
             attention_only=attention_only,
             configured=heads.in_config(file.path),
-            epsilon=heads.epsilons(file.path),
+            epsilon=configuration.epsilons(file.path),
+            unlike=configuration.offset_norms(file.path),
+            draft=draft,
         )
     if not any(move.kind != "other" for move in made.moves):
         wanted = f" of layout {from_}" if from_ else ""
@@ -319,7 +323,7 @@ def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
         raise ValueError(
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
         )
-    heads.refuse_behaviour(file.path)
+    configuration.refuse_behaviour(file.path)
     if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
             f"{file.path}: its contents are {found}, and the plan is for {plan.source or 'a file'} of "

@@ -5,20 +5,27 @@ then the name. What none of these decides is not understood, and never guessed.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxmha.axes import parse
 from jaxmha.converters import keymaps, neighbours
 from jaxmha.converters.blocks import Block, natural
 from jaxmha.converters.layout import Entry
-from jaxmha.converters.neighbours import CONVENTIONS, KERAS_FILE, TORCH, Convention
+from jaxmha.converters.neighbours import CONVENTIONS, KERAS_FILE, Convention
 
 # Names of layers without a bias, whose arrays could be a linear layer's or an embedding's.
 _NAMES = (
-    ("linear", r"proj|projector|projection|linear\d*|dense|fc\d*|head|classifier|gate|up|down|mlp"),
+    (
+        "linear",
+        r"proj|projector|projection|linear\d*|dense|fc\d*|head|classifier|gate|up|down|mlp"
+        + r"|embed_out|unembed|unembedding",
+    ),
     ("embedding", r"emb|embed|embedding|embeddings|wte|wpe|embed_tokens|embedder"),
 )
+# Names of convolutions whose arrays look like an ordinary one's.
+_OTHER_CONVOLUTIONS = r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw"
 
 
 class Module(NamedTuple):
@@ -28,8 +35,8 @@ class Module(NamedTuple):
       kind, convention: as in `neighbours`.
       keys: key of the convention -> name in the file.
       sizes: of every letter of the axes.
-      confidence: "certain": a known family has it there; "likely": keys and shapes leave one
-        reading; "by name": only the name decides.
+      confidence: "certain": a known family has it there; "likely": keys and shapes, in the
+        framework of the attention beside it, leave one reading; "by name": only the name decides.
       why: this in words.
     """
 
@@ -48,10 +55,15 @@ class Module(NamedTuple):
         return {entry.leaves[0]: entry for entry in of_kind if entry.key in self.keys}
 
 
-def find(info: Mapping[str, Any], blocks: Sequence[Block]) -> tuple[list[Module], dict[str, str]]:
+def find(
+    info: Mapping[str, Any],
+    blocks: Sequence[Block],
+    unlike: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[Module], dict[str, str]]:
     """Every neighbour, and what is left over: name -> why nothing is known of it.
 
-    `info` gives shape and dtype of every tensor; those of `blocks` are left out.
+    `info` gives shape and dtype of every tensor; those of `blocks` are left out. `unlike` names
+    kinds that compute something else in this model, with the reason (`configuration.offset_norms`).
 
     >>> import numpy as np
     >>> found, others = find({"a.weight": np.zeros((3, 5)), "a.bias": np.zeros(3)}, [])
@@ -66,16 +78,24 @@ def find(info: Mapping[str, Any], blocks: Sequence[Block]) -> tuple[list[Module]
             groups.setdefault((prefix, separator), {})[key] = name
     families = {block.family[0] for block in blocks if block.family}
     preferred = [c for block in blocks if (c := neighbours.beside(block.layout.name))]
-    order = list(dict.fromkeys([*preferred, *CONVENTIONS]))
+    own = list(dict.fromkeys(preferred)) or list(CONVENTIONS)
     found: list[Module] = []
     others: dict[str, str] = {}
     for (prefix, _), keys in groups.items():
-        module = _decide(prefix, keys, info, families, order)
+        module = _decide(prefix, keys, info, families, own)
+        if isinstance(module, Module):
+            module = unlike.get(_computes(module), module)
         if isinstance(module, Module):
             found.append(module)
         else:
             others |= dict.fromkeys(keys.values(), module)
     return sorted(found, key=lambda module: natural(module.prefix)), others
+
+
+def _computes(module: Module) -> str:
+    """The kind; a norm without a bias may be either of two, and counts as rmsnorm."""
+    biased = "norm.bias" in module.entries
+    return "rmsnorm" if module.kind == "norm" and not biased else module.kind
 
 
 def split(name: str) -> tuple[str, str, str]:
@@ -127,11 +147,11 @@ def _decide(
     keys: Mapping[str, str],
     info: Mapping[str, Any],
     families: set[str],
-    order: Iterable[Convention],
+    own: Sequence[Convention],
 ) -> Module | str:
-    """The module, or why there is none."""
+    """The module, or why there is none. `own`: the conventions that shapes are judged by."""
     candidates: dict[str, Module] = {}
-    for convention in order:
+    for convention in dict.fromkeys([*own, *CONVENTIONS]):
         for kind, entries in convention.kinds.items():
             required = {entry.key for entry in entries if not entry.group}
             if kind in candidates or not required <= keys.keys() or len(keys) > len(entries):
@@ -153,11 +173,17 @@ def _decide(
         if kind not in candidates:
             return f"{place} has a {kind}, which these keys and shapes are not"
         return candidates[kind]._replace(why=f"the place of {place}")
-    return _by_shape(prefix, candidates, families)
+    if not prefix:
+        return "a parameter or buffer at the top, which is no layer's"
+    return _by_shape(prefix, {k: m for k, m in candidates.items() if m.convention in own}, families)
 
 
 def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) -> Module | str:
     kinds = set(candidates)
+    if not kinds:
+        return "only layers of other frameworks have such keys and shapes"
+    if kinds <= {"norm", "rmsnorm"} and next(iter(candidates.values())).sizes["D"] == 1:
+        return "a single number, which is no norm's"
     if kinds == {"norm", "rmsnorm"}:  # the same array
         rms = "rms" in prefix.rpartition("/")[2].rpartition(".")[2].lower()
         first = next(iter(candidates.values()))
@@ -170,15 +196,37 @@ def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) ->
         )
     if len(kinds) == 1:
         (module,) = candidates.values()
-        if module.kind == "convolution" and module.convention is TORCH and len(module.keys) == 1:
-            return "a convolution of torch, or a transposed one: the shapes do not tell"
+        if module.kind == "convolution":
+            return _convolution(module)
         return module._replace(confidence="likely", why="its keys and shapes")
     last = re.split("[./]", prefix)[-1].lower()
     for kind, names in _NAMES:
         if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
+            sizes = candidates[kind].sizes
+            if kind == "embedding" and sizes["V"] == sizes["D"]:
+                break  # a kernel would be transposed unseen
             why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
             return candidates[kind]._replace(confidence="by name", why=why)
     return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
+
+
+def _convolution(module: Module) -> Module | str:
+    """The convolution, where it is an ordinary one.
+
+    Only a bias of another size than the input tells which axis is the output.
+    """
+    name = module.prefix.lower()
+    other = re.search(_OTHER_CONVOLUTIONS, name)
+    told = "convolution.bias" in module.entries and module.sizes["Di"] != module.sizes["Do"]
+    if told and not other:
+        return module._replace(confidence="likely", why="its keys and shapes")
+    if not other and (patches := re.search(r"(?<![a-z])patch_embed", name)):
+        why = f"its name {patches[0]!r} (a transposed convolution could have its shapes)"
+        return module._replace(confidence="by name", why=why)
+    return (
+        "a convolution that could be transposed or depthwise: where it is neither, name the kind in a "
+        "plan"
+    )
 
 
 def _keras_group(prefix: str, candidates: Mapping[str, Module]) -> tuple[str, str] | None:

@@ -94,6 +94,7 @@ FLAX = Convention(
     {
         "linear": _linear("kernel", "Di Do", "bias"),
         "norm": _norm("scale", "bias"),
+        "rmsnorm": _rmsnorm("scale"),
         "embedding": _embedding("embedding"),
         "convolution": _convolution("kernel", "y x Di Do", "bias"),
     },
@@ -140,6 +141,7 @@ HAIKU = Convention(
     {
         "linear": _linear("w", "Di Do", "b"),
         "norm": _norm("scale", "offset"),
+        "rmsnorm": _rmsnorm("scale"),
         "embedding": _embedding("embeddings"),
         "convolution": _convolution("w", "y x Di Do", "b"),
     },

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import checkpoint, heads
+from jaxmha.converters import checkpoint, configuration, heads
 from jaxmha.converters.blocks import find
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.sides import layers, shapes
@@ -29,7 +29,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
       ValueError: there is none of that name, with those there are; or it cannot be read.
     """
     with checkpoint.open(path) as file:
-        heads.refuse_behaviour(file.path)
+        configuration.refuse_behaviour(file.path)
         there = shapes(file)
         found = find(there)
         if not found:

@@ -1,19 +1,31 @@
 """What a conversion will do to every tensor: a plan, which is data until `resolve` checks it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmha.converters import blocks, families, heads, keras, keymaps, modules, moves, neighbours
+from jaxmha.converters import (
+    blocks,
+    families,
+    heads,
+    keras,
+    keymaps,
+    modules,
+    moves,
+    neighbours,
+    notes,
+    order,
+)
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.modules import Module
 from jaxmha.converters.moves import Made, Tensors
 from jaxmha.converters.neighbours import Convention
+from jaxmha.converters.notes import listed
 from jaxmha.converters.refusals import several_dtypes
 
 OTHERS = ("pass", "refuse")
@@ -90,10 +102,15 @@ def make(
     num_heads: int | None = None,
     others: str = "pass",
     attention_only: bool = False,
-    configured: tuple[int | None, str] | None = None,
+    configured: heads.Configured | None = None,
     epsilon: Mapping[str, float] | None = None,
+    unlike: Mapping[str, str] | None = None,
+    draft: bool = False,
 ) -> Plan:
     """The plan for a source, with everything that is found in it.
+
+    `configured`, `epsilon` and `unlike` are what the configuration says (`heads`, `configuration`).
+    `draft`: it is to be edited, so that `num_heads` is for blocks that nothing else tells it of.
 
     Raises:
       ValueError: a damaged block, a head count that is not known, or, with `others="refuse"`,
@@ -107,7 +124,7 @@ def make(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
         )
     convention = neighbours.beside(to.name)
-    layers, why = modules.find(file.info, found)
+    layers, why = modules.find(file.info, found, unlike or {})
     if from_ is not None or attention_only or convention is None:
         layers = []
     taken = {name for block in found for name in block.keys.values()}
@@ -118,9 +135,14 @@ def make(
         raise ValueError(
             f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
         )
+    if _in_file(to):  # which Keras numbers
+        place = order.of_source(file.info)
+        found = sorted(found, key=lambda block: place(block.prefix))
+        layers = sorted(layers, key=lambda layer: place(layer.prefix))
     planned = []
     for i, block in enumerate(found):
-        count, _ = heads.find(block, shapes, num_heads, file.metadata, configured)
+        given = heads.by_default(block, num_heads, configured) if draft else num_heads
+        count, _ = heads.find(block, shapes, given, file.metadata, configured)
         planned.append(
             Move(
                 "attention",
@@ -149,7 +171,13 @@ def make(
         to.name,
         tuple(planned),
         others,
-        notes=tuple(_epsilons(layers, convention, found, epsilon or {})),
+        notes=(
+            *notes.epsilons(layers, convention, found, epsilon or {}),
+            *notes.told_by_name(layers),
+            *notes.carried_norms(
+                {name: why.get(name, "") for name in rest}, (unlike or {}).values()
+            ),
+        ),
     )
 
 
@@ -231,32 +259,6 @@ def _target(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) 
     return name.translate(_SWAP) if wanted == "/" else name
 
 
-def _epsilons(
-    layers: Sequence[Module],
-    convention: Convention | None,
-    found: Sequence[Block],
-    configured: Mapping[str, float],
-) -> list[str]:
-    """What norms add to the variance, where the target's own default is another."""
-    notes = []
-    families_there = {block.family[0] for block in found if block.family}
-    keys = {k.epsilon for k in keymaps.KEYMAPS if k.family in families_there and k.epsilon}
-    said = {key: value for key, value in configured.items() if key in keys or not keys}
-    counts = Counter((x.kind, x.convention) for x in layers if x.kind in ("norm", "rmsnorm"))
-    for (kind, source), count in counts.items():
-        if convention is None:
-            continue
-        theirs = convention.epsilon[kind if kind in convention.kinds else "norm"]
-        key, ours = next(iter(said.items()), ("", source.epsilon.get(kind, theirs)))
-        if ours != theirs:
-            where = f"config.json: {key}" if key else f"the default of {source.name}"
-            notes.append(
-                f"{count} x {kind}: epsilon is {ours:.3g} ({where}), and {theirs:.3g} by default in "
-                f"{convention.name}: no tensor holds it, so give it to the layers"
-            )
-    return notes
-
-
 def resolve(plan: Plan, file: Tensors) -> Resolved:
     """Every tensor of the destination, after every path of the plan has been checked.
 
@@ -300,6 +302,9 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
     if plan.dtype is not None:
         found.notes.clear()  # of several dtypes, which a cast makes one
     found.notes.extend(_of_heads(found, file))
+    if _in_file(to):
+        layers = [(move.source, move.target) for move in plan.moves if move.kind != "other"]
+        found.notes.extend(notes.order_of_creation(layers))
     if file.others:
         if plan.others == "refuse":
             raise ValueError(
@@ -320,16 +325,6 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
         if len(set(counts.values())) > 1:
             shown = [f"{name} {count}" for name, count in counts.items()]
             yield f"blocks of the same shapes have different head counts: {listed(shown)}"
-
-
-def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """The first names, and how many more there are.
-
-    >>> listed(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    more = f" and {len(names) - most} more" * (len(names) > most)
-    return separator.join(names[:most]) + more
 
 
 def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import blocks, checkpoint, flax, heads, keras, torch
+from jaxmha.converters import blocks, checkpoint, configuration, flax, heads, keras, torch
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.params import check, from_leaves, leaves
@@ -89,7 +89,7 @@ def _read_state(
     """
     configured = None
     if path is not None:
-        heads.refuse_behaviour(path)
+        configuration.refuse_behaviour(path)
         configured = heads.in_config(path)
     found = blocks.find(all_shapes)
     if broken := blocks.damaged(all_shapes, found):

@@ -156,7 +156,8 @@ class Checkpoint(Lazy):
         box += (slice(None),) * (len(shape) - len(box))
         box = tuple(slice(*one.indices(n)[:2]) for one, n in zip(box, shape, strict=True))
         if self._part is None:
-            array = self[name][(*box, ...)]  # of no axes: an array still
+            whole: tuple[Any, ...] = (*box, ...)  # of no axes: an array still
+            array = self[name][whole]
             return np.ascontiguousarray(array).reshape(array.shape)
         try:
             return self._part(name, box)

@@ -16,6 +16,7 @@ from jaxmha.converters import (
     blocks,
     checkpoint,
     cli,
+    configuration,
     engine,
     families,
     heads,
@@ -283,13 +284,13 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
     a, b = blocks.find(shapes_of(huggingface.GPT2, "a", "b"))
     shapes = shapes_of(huggingface.GPT2, "a", "b")
     metadata = {heads.METADATA: "3", f"{heads.METADATA}.b": "2"}
-    config = (6, "config.json: n_head")
+    config = heads.Configured(Path("config.json"), (heads.Count(6, "config.json: n_head"),))
     assert heads.find(a, shapes, None, metadata, config) == (3, "metadata")
     assert heads.find(b, shapes, None, metadata, config) == (2, "metadata")
     assert heads.find(b, shapes, 2, metadata, config) == (2, "given")
     with pytest.raises(ValueError, match="num_heads=4 is given, and metadata says 2"):
         heads.find(b, shapes, 4, metadata, config)
-    assert heads.find(b, shapes, None, {heads.METADATA: "x"}, config) == config
+    assert heads.find(b, shapes, None, {heads.METADATA: "x"}, config) == config.counts[0][:2]
     assert heads.find(b, shapes)[0] is None
 
 
@@ -307,7 +308,8 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
 )
 def test_config_beside_the_file(content: Any, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert heads.in_config(tmp_path / "model.pt") == expected
+    found = heads.in_config(tmp_path / "model.pt")
+    assert (found and found.of("h.0.attn")) == expected
     assert heads.in_config(tmp_path / "elsewhere" / "model.pt") is None
 
 
@@ -318,14 +320,14 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
     os.truncate(config, 2**40)
     found = heads.in_config(model)
     assert found is not None
-    assert "1,099,511,627,776" in found[1]
+    assert "1,099,511,627,776" in found.wrong
     config.unlink()
     os.mkfifo(config)
     found = heads.in_config(model)
     assert found is not None
-    assert "a FIFO" in found[1]
-    heads.refuse_behaviour(model)
-    assert heads.epsilons(model) == {}
+    assert "a FIFO" in found.wrong
+    configuration.refuse_behaviour(model)
+    assert configuration.epsilons(model) == {}
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,6 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
         ("{", "cannot be read as JSON (JSONDecodeError: "),
         ("\udc80", "cannot be read as JSON (UnicodeDecodeError: "),
         ("[" * 100_000, "cannot be read as JSON (RecursionError: "),
-        ('{"a": {"n_head": 3}, "num_heads": 5}', "has several head counts (config.json: a: n_head"),
         ('{"num_heads": 0}', "has an impossible head count (config.json: num_heads is 0)"),
         ('{"num_heads": -3}', "has an impossible head count (config.json: num_heads is -3)"),
     ],
@@ -387,7 +388,7 @@ def test_config_is_read_once_per_file(tmp_path: Path, monkeypatch: pytest.Monkey
     calls = []
     real = heads.in_config
 
-    def counted(path: Path) -> tuple[int | None, str] | None:
+    def counted(path: Path) -> heads.Configured | None:
         calls.append(path)
         return real(path)
 

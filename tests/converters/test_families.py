@@ -43,7 +43,27 @@ def hugging_face(name: str) -> dict[str, NDArray]:
     text = {**sizes, "vocab_size": 31}
     gpt2 = {"n_embd": D, "n_head": N, "n_layer": 1, "vocab_size": 31, "n_positions": 10}
     tokens = {"bos_token_id": 1, "eos_token_id": 2}
+    special = {"pad_token_id": 0, **tokens, "decoder_start_token_id": 1}
+    both = {
+        f"{side}_{key}": value
+        for side in ("encoder", "decoder")
+        for key, value in (("layers", 1), ("attention_heads", N), ("ffn_dim", 22))
+    } | {"vocab_size": 31, "max_position_embeddings": 10}
     models: dict[str, Any] = {
+        "GPT-NeoX": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**text)),
+        "BLOOM": lambda: t.BloomForCausalLM(
+            t.BloomConfig(hidden_size=D, n_head=N, n_layer=1, vocab_size=31)
+        ),
+        # its positions are sines and cosines, so that the width is even
+        "Whisper": lambda: t.WhisperForConditionalGeneration(
+            t.WhisperConfig(d_model=18, num_mel_bins=7, **both, **special)
+        ),
+        "BART": lambda: t.BartForConditionalGeneration(t.BartConfig(d_model=D, **both, **special)),
+        "OPT": lambda: t.OPTForCausalLM(
+            t.OPTConfig(
+                **text, ffn_dim=22, max_position_embeddings=10, word_embed_proj_dim=7, **special
+            )
+        ),
         "BERT": lambda: t.BertForPreTraining(t.BertConfig(**text)),
         "RoBERTa": lambda: t.RobertaForMaskedLM(t.RobertaConfig(**text)),
         "GPT-2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2, **tokens)),
@@ -99,6 +119,12 @@ MODELS: dict[str, tuple[Any, str, int, dict[str, int], set[str]]] = {
         {"linear": 6, "norm": 7, "embedding": 3, "convolution": 1},
         {"logit_scale", "vision_model.embeddings.class_embedding"},
     ),
+    "GPT-NeoX": (hugging_face, "gpt-neox", 1, {"linear": 3, "norm": 3, "embedding": 1}, set()),
+    "BLOOM": (hugging_face, "gpt-neox", 1, {"linear": 3, "norm": 4, "embedding": 1}, set()),
+    "BART": (
+        hugging_face, "linear", 3, {"linear": 5, "norm": 7, "embedding": 5}, {"final_logits_bias"}
+    ),
+    "OPT": (hugging_face, "linear", 1, {"linear": 5, "norm": 3, "embedding": 2}, set()),
     "TransformerEncoderLayer": (torch_model, "torch", 1, {"linear": 2, "norm": 2}, set()),
     "TransformerDecoderLayer": (torch_model, "torch", 2, {"linear": 2, "norm": 3}, set()),
     "TransformerEncoder": (torch_model, "torch", 2, {"linear": 4, "norm": 5}, set()),
@@ -141,6 +167,24 @@ def test_conv1d_is_not_transposed_and_linear_is() -> None:
     # as a file of plain linear layers, where nothing is a Conv1D
     plain = migrate.convert_state(state, to="linear", num_heads=N)
     np.testing.assert_array_equal(plain[f"{mlp}.weight"], state[f"{mlp}.weight"].T)
+
+
+def test_the_head_of_gpt_neox_is_no_embedding() -> None:
+    """Older files call it embed_out."""
+    state = hugging_face("GPT-NeoX")
+    state = {name.replace("lm_head", "embed_out"): array for name, array in state.items()}
+    moved = migrate.convert_state(state, to="flax", num_heads=N)
+    np.testing.assert_array_equal(moved["embed_out/kernel"], state["embed_out.weight"].T)
+
+
+def test_all_of_whisper_but_its_convolutions_over_time() -> None:
+    state = hugging_face("Whisper")
+    found = blocks.find({key: array.shape for key, array in state.items()})
+    beside, others = modules.find(state, found)
+    assert {module.confidence for module in beside} == {"certain"}
+    assert Counter(module.kind for module in beside) == {"linear": 5, "norm": 7, "embedding": 3}
+    convolutions = {f"model.encoder.conv{i}.{key}" for i in (1, 2) for key in ("weight", "bias")}
+    assert others.keys() == convolutions
 
 
 def test_every_map_is_of_a_known_family() -> None:

@@ -1,11 +1,12 @@
 """Layers beside attention: the tables against live layers, and how each kind is told."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxmha.converters import migrate, modules, neighbours
+from jaxmha.converters import checkpoint, migrate, modules, neighbours
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.neighbours import CANONICAL, CONVENTIONS, Convention
 
@@ -57,10 +58,10 @@ def flax_layers() -> dict[str, Any]:
     made = {
         "linear": nnx.Linear(I, O, rngs=rngs),
         "norm": nnx.LayerNorm(D, rngs=rngs),
+        "rmsnorm": nnx.RMSNorm(D, rngs=rngs),
         "embedding": nnx.Embed(V, D, rngs=rngs),
         "convolution": nnx.Conv(I, O, (2, 13), rngs=rngs),
     }
-    assert nnx.state(nnx.RMSNorm(D, rngs=rngs)).keys() == {"scale"}  # a norm without a bias
     assert (nnx.LayerNorm(D, rngs=rngs).epsilon, nnx.RMSNorm(D, rngs=rngs).epsilon) == (1e-6, 1e-6)
     return {k: dict(nnx.to_pure_dict(nnx.state(m))) for k, m in made.items()}
 
@@ -88,13 +89,14 @@ def haiku_layers() -> dict[str, Any]:
     def every(x: Any, y: Any) -> None:
         haiku.Linear(O)(x)
         haiku.LayerNorm(-1, True, True)(y)
+        haiku.RMSNorm(-1)(y)
         haiku.Embed(V, D)(np.zeros(2, np.int32))
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         made = jax.eval_shape(
             haiku.transform(every).init, jax.random.key(0), np.zeros((2, I)), np.zeros((2, D))
         )
-    names = {"linear": "linear", "norm": "layer_norm", "embedding": "embed"}
+    names = {"linear": "linear", "norm": "layer_norm", "rmsnorm": "rms_norm", "embedding": "embed"}
     return {kind: made[name] for kind, name in names.items()}
 
 
@@ -225,3 +227,140 @@ def test_names_decide_where_shapes_cannot_and_nothing_else_is_guessed() -> None:
 def test_integers_are_no_layers() -> None:
     state = {"a.weight": np.zeros((5, 3), np.int8), "a.bias": np.zeros(5, np.float32)}
     assert modules.find(state, [])[0] == []
+
+
+def live_convolutions() -> dict[str, dict[str, NDArray]]:
+    """Layers whose arrays an ordinary convolution could have, under the names of a framework."""
+    import keras
+    import torch
+    from flax import nnx
+
+    rngs = nnx.Rngs(0)
+    depthwise = keras.layers.DepthwiseConv2D(3, use_bias=False)
+    depthwise.build((None, 5, 5, D))
+    swapped = keras.layers.Conv2DTranspose(D, 3)
+    swapped.build((None, 5, 5, D))
+    torch_made = {
+        "transposed": torch.nn.ConvTranspose2d(D, D, 3),
+        "without": torch.nn.ConvTranspose2d(I, O, 3, bias=False),
+        "deconv": torch.nn.Conv2d(I, O, 3),
+    }
+    made = {
+        f"torch {k}": {f"{k}.{n}": to_numpy(p) for n, p in m.named_parameters()}
+        for k, m in torch_made.items()
+    }
+    for name, layer in (("depthwise", depthwise), ("swapped", swapped)):
+        made[f"keras {name}"] = {f"x/{w.name}": to_numpy(w) for w in layer.weights}
+    named = nnx.to_pure_dict(nnx.state(nnx.ConvTranspose(I, O, (3, 3), rngs=rngs)))
+    made["flax"] = {f"ConvTranspose_0/{key}": to_numpy(x) for key, x in named.items()}
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize(
+    "which",
+    [
+        *("torch transposed", "torch without", "torch deconv"),
+        *("keras depthwise", "keras swapped", "flax"),
+    ],
+)
+def test_other_convolutions_are_not_taken_for_ordinary_ones(which: str) -> None:
+    state = live_convolutions()[which]
+    found, others = modules.find(state, [])
+    assert found == []
+    assert others.keys() == state.keys()
+    assert all("could be transposed or depthwise" in why for why in others.values())
+
+
+def test_patches_are_told_by_name() -> None:
+    found, _ = told(
+        {"patch_embed.proj.weight": (5, 3, 2, 2), "patch_embedding.weight": (5, 3, 2, 2)}
+    )
+    assert set(found.values()) == {("convolution", "by name")}
+    found, others = told(
+        {"patch_embed.deconv.weight": (5, 3, 2, 2), "dispatch.weight": (5, 3, 2, 2)}
+    )
+    assert (found, len(others)) == ({}, 2)
+
+
+def test_what_only_a_name_calls_an_embedding() -> None:
+    found, others = told(
+        {
+            "embed_out.weight": (7, 5),
+            "unembed.weight": (7, 5),
+            "embed_in.weight": (7, 5),
+            "time_embed.weight": (5, 5),
+            "rel_pos_emb.weight": (5, 5),
+        }
+    )
+    assert found == {
+        "embed_out": ("linear", "by name"),
+        "unembed": ("linear", "by name"),
+        "embed_in": ("embedding", "by name"),
+    }
+    assert others.keys() == {"time_embed.weight", "rel_pos_emb.weight"}
+
+
+def torch_block() -> dict[str, NDArray]:
+    import torch
+
+    layer = torch.nn.MultiheadAttention(6, 2)
+    return {f"blocks.0.attn.{name}": to_numpy(x) for name, x in layer.state_dict().items()}
+
+
+def test_layers_are_judged_by_the_framework_of_the_attention_beside_them() -> None:
+    """A PReLU, a LayerScale and bare parameters beside attention of torch."""
+    parameters = {
+        "act.weight": np.full(1, 0.25),
+        "blocks.0.ls1.gamma": np.ones(6),
+        "w": np.eye(6),
+        "scale": np.ones(6),
+        "weight": np.ones(6),
+        "blocks.0.norm.weight": np.ones(6),
+    }
+    state = torch_block() | {name: x.astype(np.float32) for name, x in parameters.items()}
+    moved = migrate.convert_state(state, to="flax", num_heads=2)
+    expected = {*parameters} - {"blocks.0.norm.weight"} | {"blocks/0/norm/scale"}
+    assert {name for name in moved if "attn" not in name} == expected
+
+
+def test_a_key_map_reads_what_another_framework_wrote() -> None:
+    """Old files of BERT have norms as TensorFlow named them."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 6,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 11,
+    }
+    model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=7))
+    state = {name: to_numpy(x) for name, x in model.state_dict().items()}
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): x
+        for name, x in state.items()
+    }
+    new = migrate.convert_state(state, to="flax", num_heads=2)
+    again = migrate.convert_state(old, to="flax", num_heads=2)
+    assert new.keys() == again.keys()
+    assert all(new[name].tobytes() == again[name].tobytes() for name in new)
+
+
+def test_an_rms_norm_comes_back_through_flax_and_haiku() -> None:
+    state = torch_block() | {"rms_norm.weight": np.ones(6, np.float32)}
+    for to in ("flax", "haiku"):
+        moved = migrate.convert_state(state, to=to, num_heads=2)
+        stored: dict[str, Any] = {} if to == "flax" else {"num_heads": 2}
+        assert "rms_norm/scale" in migrate.convert_state(moved, to="keras", **stored)
+
+
+def test_what_only_a_name_tells_is_noted(tmp_path: Path) -> None:
+    state = torch_block() | {"embed_in.weight": np.ones((7, 5), np.float32)}
+    checkpoint.write(tmp_path / "a.npz", state)
+    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=2)
+    (note,) = [note for note in done.notes if "only the name tells" in note]
+    assert "embed_in (embedding)" in note
+    done = migrate.convert(
+        tmp_path / "a.npz", tmp_path / "c.npz", to="flax", num_heads=2, attention_only=True
+    )
+    assert not any("only the name tells" in note for note in done.notes)

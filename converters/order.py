@@ -1,0 +1,36 @@
+"""The order of layers in a file, where Keras numbers them by it."""
+
+import re
+from collections.abc import Callable, Iterable
+
+Key = list[tuple[int, int]]
+
+
+def of_source(names: Iterable[str]) -> Callable[[str], Key]:
+    """A key that sorts prefixes as the file has them: what stands beside each other by its first
+    appearance, and numbers as numbers, since headers may be alphabetical.
+
+    >>> key = of_source(["l.10.self.w", "l.10.cross.w", "l.2.self.w", "l.2.cross.w"])
+    >>> sorted(["l.10.self", "l.10.cross", "l.2.cross", "l.2.self"], key=key)
+    ['l.2.self', 'l.2.cross', 'l.10.self', 'l.10.cross']
+    """
+    beside: dict[tuple[str, ...], dict[str, int]] = {}
+    for name in names:
+        tokens = _tokens(name)
+        for i, token in enumerate(tokens):
+            ranks = beside.setdefault(tokens[:i], {})
+            ranks.setdefault(token, len(ranks))
+
+    def key(prefix: str) -> Key:
+        tokens = _tokens(prefix)
+        return [
+            (0, int(token)) if token[0] in "0123456789" else (1, beside[tokens[:i]][token])
+            for i, token in enumerate(tokens)
+        ]
+
+    return key
+
+
+def _tokens(name: str) -> tuple[str, ...]:
+    """Words, numbers and separators."""
+    return tuple(re.findall(r"[./]|[0-9]+|[^0-9./]+", name))
