@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 import numpy as np
 
