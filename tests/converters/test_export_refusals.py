@@ -232,6 +232,11 @@ IMPORTS = {
         r"^a\.bias_k: expected leading axes \(\) as in a\.in_proj_weight, then \(1 1 \(N H\)\), "
         r"got shape \(2, 1, 1, 24\)$",
     ),
+    "nothing": Import(
+        "torch",
+        {"in_proj_weight": np.ones((0, 0), "f"), "out_proj.weight": np.ones((0, 0), "f")}, 6,
+        r"^H, Dq, Do, h = 0: there is no attention in it; got a\.in_proj_weight of shape \(0, 0\)",
+    ),
     "sizes": Import(
         "torch",
         TORCH | {"out_proj.weight": np.ones((23, 24), "f"), "out_proj.bias": np.ones(23, "f")}, 6,

@@ -537,12 +537,3 @@ def test_to_module_refuses_stacked_layers(converter: Any) -> None:
     stacked = jax.tree.map(lambda x: np.stack([x, x]), P)
     with pytest.raises(ValueError, match=r"params.query.kernel: expected axes \(Dq, N, H\)"):
         converter.to_module(stacked)
-
-
-def test_attention_of_size_0_is_refused() -> None:
-    empty = {
-        "in_proj_weight": np.zeros((0, 0), np.float32),
-        "out_proj.weight": np.zeros((0, 0), np.float32),
-    }
-    with pytest.raises(ValueError, match="= 0: there is no attention in it; got in_proj_weight"):
-        torch.import_params(empty, num_heads=2)
