@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmha import checks, implementations, sharding
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.axes import bind
-from jaxmha.implementations.request import Request, Result
+from jaxmha.implementations.request import Request, Result, simplified
 from jaxmha.mask import Mask
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
 
@@ -215,7 +215,15 @@ def attend(
     if query.shape[3] == 0:
         raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
     request = Request(
-        query, key, value, bias, mask, semantics, dropout_key, return_weights, return_lse
+        query,
+        key,
+        value,
+        bias,
+        simplified(mask),
+        semantics,
+        dropout_key,
+        return_weights,
+        return_lse,
     )
     out, weights, lse = implementations.attend(request, implementation)
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]

@@ -334,3 +334,27 @@ def test_command_with_wrong_arguments(arguments: tuple[str, ...], message: str) 
 def test_command_says_by_its_code_that_none_can() -> None:
     done = run("-T", "5", "-N", "4", "-H", "8", "--weights", "--implementation", "cudnn")
     assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [((7,), "key_value_padding"), ((2, 1, 1, 7), "key_value_padding"),
+     ((2, 1, 5, 1), "query_padding"), ((1, 1, 5, 7), "array")],
+)  # fmt: skip
+def test_dense_masks_of_keys_or_of_rows_alone_are_padding(
+    shape: tuple[int, ...], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    run = implementations.attend
+
+    def attend(request: Any, name: Any) -> Any:
+        seen.append(request.mask)
+        return run(request, name)
+
+    monkeypatch.setattr(implementations, "attend", attend)
+    heads = (np.ones((2, size, 3, 4), np.float32) for size in (5, 7, 7))
+    with jax.disable_jit():
+        jaxmha.dot_product_attention(*map(jnp.asarray, heads), mask=np.ones(shape, bool))
+    (mask,) = seen
+    arrays = ("array", "query_padding", "key_value_padding")
+    assert [name for name in arrays if getattr(mask, name) is not None] == [field]

@@ -27,10 +27,13 @@ def _heads(request: Request) -> Request:
 
 
 def _inverted(request: Request) -> Request:
-    array = request.mask.array
-    if array is None:
-        return request
-    return request._replace(mask=replace(request.mask, array=~jnp.asarray(array)))
+    """Of arrays `B N T S`, and of what they say of rows or of keys alone."""
+    changed: dict[str, Any] = {
+        name: ~jnp.asarray(array)
+        for name in ("array", "query_padding", "key_value_padding")
+        if (array := getattr(request.mask, name)) is not None
+    }
+    return request._replace(mask=replace(request.mask, **changed)) if changed else request
 
 
 def _bottom_right(request: Request) -> Request:

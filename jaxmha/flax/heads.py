@@ -271,7 +271,7 @@ def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) 
 def _positions(batch: Sequence[int], size: int) -> Any:
     """0, 1, ... of what comes in zig-zag order as much as of any other: true positions."""
     places = sharding.in_order(np.arange(size, dtype=np.int32).reshape(1, size), 1)
-    return jnp.broadcast_to(places, (*batch, size))
+    return jnp.broadcast_to(places[0], (*batch, size))
 
 
 def _sizes(query: Any, key: Any) -> dict[str, int]:

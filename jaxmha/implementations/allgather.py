@@ -14,7 +14,6 @@ import numpy as np
 from jaxmha import sharding
 from jaxmha.implementations import blocked, context
 from jaxmha.implementations.context import Static
-from jaxmha.implementations.kernels import simplified
 from jaxmha.implementations.pairs import Pairs
 from jaxmha.implementations.request import Request, Result
 
@@ -25,7 +24,7 @@ def supports(request: Request) -> str | None:
     if reason is not None:
         return reason
     axes = sharding.current()
-    dense = request.bias, simplified(request.mask).array
+    dense = request.bias, request.mask.array
     if axes is not None and axes.zigzag and any(x is not None and x.shape[2] > 1 for x in dense):
         return "rows of biases and dense masks are not in zig-zag order: leave zigzag out"
     return None

@@ -13,7 +13,6 @@ from jaxmha import sharding
 from jaxmha.implementations import blocked, shards
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
-from jaxmha.implementations.kernels import simplified
 from jaxmha.implementations.one_block import Rules
 from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request
@@ -212,9 +211,5 @@ def join_parts(x: jax.Array) -> jax.Array:
 
 
 def attend(request: Request, local: Callable[..., Any]) -> Any:
-    """The request by `local`, everything else as `blocked` has it.
-
-    Every device holds conditions on keys whole: what a dense mask says of keys alone is one.
-    """
-    request = request._replace(mask=simplified(request.mask))
+    """The request by `local`, everything else as `blocked` has it."""
     return blocked.attend(request, partial(spread, local, np.dtype(request.query.dtype)))

@@ -40,7 +40,7 @@ def supports(request: Request) -> str | None:
         return (
             f"cuDNN's fused attention needs a GPU of compute capability 8.0, not {platform.device}"
         )
-    mask, semantics = kernels.simplified(request.mask), request.semantics
+    mask, semantics = request.mask, request.semantics
     (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     most = 256 if platform.capability >= (9, 0) else 128

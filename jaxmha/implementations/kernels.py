@@ -5,7 +5,6 @@ Here requests become such problems, and answers become what the contract says.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,26 +63,7 @@ def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | N
 
 def is_dense(request: Request) -> bool:
     """Whether there is a bias, or a mask that is not made of conditions on rows and on keys."""
-    return request.bias is not None or simplified(request.mask).array is not None
-
-
-def simplified(mask: Mask) -> Mask:
-    """A dense array that is the same for all heads and queries, or all heads and keys, as padding.
-
-    >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
-    (2, 7)
-    """
-    array: Any = mask.array
-    if array is None:
-        return mask
-    array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
-    rest = replace(mask, array=None)
-    match [size == 1 for size in array.shape[1:]]:
-        case [True, True, False]:
-            return rest & Mask.padding(key_value=array[:, 0, 0])
-        case [True, False, True]:
-            return rest & Mask.padding(query=array[:, 0, :, 0])
-    return replace(mask, array=array)
+    return request.bias is not None or request.mask.array is not None
 
 
 def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array | None]]) -> Result:
@@ -94,7 +74,7 @@ def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array |
     """
     semantics = request.semantics
     (B, T, N, H), (_, S, K, _) = request.query.shape, request.value.shape
-    mask = simplified(request.mask)
+    mask = request.mask
     conditions = pairs.of_mask(mask, T, S)
     rows, keys = pairs.live(conditions, request.bias, B, N, T, S)
     query, key, value = request.query, request.key, request.value

@@ -1,5 +1,6 @@
 """What every implementation is asked, and what it answers."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ class Request(NamedTuple):
     Attributes:
       query: `B T N H`. key: `B S K H`. value: `B S K h`. All of one floating dtype.
       bias: broadcastable to `B N T S`, four axes; -inf excludes.
-      mask: what may attend; arrays in it have a batch axis.
+      mask: what may attend, `simplified`; arrays in it have a batch axis.
       semantics: scale, soft cap, policy, dtypes, dropout.
       dropout_key: None: no dropout.
       return_weights: False, "before_dropout" or "after_dropout".
@@ -75,3 +76,23 @@ def allowed_pairs(mask: Mask, bias: Array | None, T: int, S: int) -> jax.Array |
         finite = jnp.broadcast_to(jnp.asarray(bias) != -jnp.inf, (*bias.shape[:2], T, S))
         allowed = finite if allowed is None else allowed & finite
     return allowed
+
+
+def simplified(mask: Mask) -> Mask:
+    """A dense array that is the same for all heads and queries, or all heads and keys, as padding:
+    conditions on keys or on rows alone take no room, and leave out what nothing looks at.
+
+    >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
+    (2, 7)
+    """
+    array: Any = mask.array
+    if array is None:
+        return mask
+    array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
+    rest = replace(mask, array=None)
+    match [size == 1 for size in array.shape[1:]]:
+        case [True, True, False]:
+            return rest & Mask.padding(key_value=array[:, 0, 0])
+        case [True, False, True]:
+            return rest & Mask.padding(query=array[:, 0, :, 0])
+    return replace(mask, array=array)

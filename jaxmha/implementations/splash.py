@@ -36,7 +36,7 @@ def supports(request: Request) -> str | None:
     reason = kernels.declined(request, name="splash attention", dtypes=DTYPES)
     if reason:
         return reason
-    platform, mask = platforms.current(), kernels.simplified(request.mask)
+    platform, mask = platforms.current(), request.mask
     if platform.name != "tpu" and not INTERPRET:
         return f"splash attention runs on TPU, not on {platform.device}"
     if kernels.is_dense(request):

@@ -31,7 +31,7 @@ def supports(request: Request) -> str | None:
     platform = platforms.current()
     if platform.capability is None or platform.capability < (8, 0):
         return f"tokamax needs a GPU of compute capability 8.0, not {platform.device}"
-    mask, semantics = kernels.simplified(request.mask), request.semantics
+    mask, semantics = request.mask, request.semantics
     if jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
         return "tokamax relies on the promotion of dtypes, which jax_numpy_dtype_promotion forbids"
     if request.return_lse:
