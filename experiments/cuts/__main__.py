@@ -95,7 +95,7 @@ QUESTIONS = (
     Question(
         "rows and keys of a block within a window of 256 keys", "windowed", True,
         ((1, 1024), (1, 2048), (1, 4096)),
-        _sides("SIDE_OF_WINDOW", (128, 4), (256, 2), (256, 4), (512, 4)), "256, 4 MiB",
+        _sides("SIDE_OF_WINDOW", (64, 2), (64, 4), (128, 4), (256, 4)), "64, 4 MiB",
     ),
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ class Reach(NamedTuple):
 
     Attributes:
       order: `g blocks chunks`; chunks of which every pair is allowed, then those with some pairs,
-        then those without any.
+        then those without any, which are left out where that is known.
       clear: `g blocks`, how many there are of the first kind.
       needed: `g blocks`, how many of the first and second kind.
     """
@@ -39,7 +39,8 @@ def table(conditions: Pairs, plan: Plan) -> Reach | None:
         some, every = some.any(1), every.all(1)
     kind = 2 - some.astype(np.int32) - every.astype(np.int32)
     if isinstance(kind, np.ndarray):
-        order: Any = np.argsort(kind, axis=-1, kind="stable")
+        most = max((kind < 2).sum(-1).max(), 1)
+        order: Any = np.argsort(kind, axis=-1, kind="stable")[..., :most]
     else:
         # XLA takes seconds to sort, while it compiles, what turns out to be a constant.
         unknown: Any = jax.lax.optimization_barrier
