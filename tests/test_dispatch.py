@@ -352,9 +352,9 @@ def test_dense_masks_of_keys_or_of_rows_alone_are_padding(
         return run(request, name)
 
     monkeypatch.setattr(implementations, "attend", attend)
-    heads = (np.ones((2, size, 3, 4), np.float32) for size in (5, 7, 7))
+    query, key = (jnp.ones((2, size, 3, 4)) for size in (5, 7))
     with jax.disable_jit():
-        jaxmha.dot_product_attention(*map(jnp.asarray, heads), mask=np.ones(shape, bool))
+        jaxmha.dot_product_attention(query, key, key, mask=np.ones(shape, bool))
     (mask,) = seen
     arrays = ("array", "query_padding", "key_value_padding")
     assert [name for name in arrays if getattr(mask, name) is not None] == [field]

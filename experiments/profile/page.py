@@ -8,7 +8,7 @@ from experiments.profile.parts import COUNTS, WHOLE, split
 QUESTION = "Where does the time of a layer go on a CPU, and what keeps it from torch's?"
 COMMAND = "python -m experiments.profile --write"
 PRODUCTS = ("projections", "scores", "weighted sums")
-# What is no option of the library, with what one measurement of it showed.
+# What was measured once, and is in the library or not.
 TRIED = (
     ("smaller and larger blocks, more and fewer bands", "see cuts: few large kernels win"),
     ("more than two heads of T = 512 in one kernel", "4 as fast, 8 and 16 slower by a third"),
