@@ -15,7 +15,10 @@ CONFIG_KEYS = {
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"), ()),
     "encoder_attention_heads": ("encoder",),
     "decoder_attention_heads": ("decoder",),
+    "decoder_num_attention_heads": ("decoder",),
 }
+# What a configuration is within another of, beside those that say it (`text_config`).
+_PARTS = ("encoder", "decoder")
 # Parts that tensors call otherwise than configurations do.
 _CALLED = {"text": "text|language", "vision": "vision|visual"}
 # Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
@@ -31,11 +34,15 @@ class UnusableConfigError(ValueError):
 
 
 class Count(NamedTuple):
-    """A head count, where it stands, and the parts of the model that it is of, from outside in."""
+    """A head count, where it stands, and the parts of the model that it is of, from outside in.
+
+    `alone`: of these and of no others.
+    """
 
     heads: int
     where: str
     parts: tuple[str, ...] = ()
+    alone: bool = False
 
 
 class Configured(NamedTuple):
@@ -50,6 +57,14 @@ class Configured(NamedTuple):
         """Whether parts of the model have different counts."""
         return len({count.heads for count in self.counts}) > 1
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether what is said is not said of the whole model: other parts may have other counts."""
+        whole = len({count.parts for count in self.counts}) > 1 or not any(
+            count.alone for count in self.counts
+        )
+        return self.several or not whole
+
     def of(self, prefix: str) -> tuple[int | None, str]:
         """The count of a block and where it stands; None where there is none, and why.
 
@@ -58,9 +73,12 @@ class Configured(NamedTuple):
         """
         if self.wrong:
             return None, self.wrong
-        if not self.several:
-            return self.counts[0][:2]
         path = re.split("[./]", prefix)[:-1]
+        if not self.several:
+            count = self.counts[0]
+            if self.in_parts and not _place(count.parts, path):
+                return None, f"{count.where} is of its part of the model"
+            return count[:2]
         placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
         best = [c for place, c in placed if place == min(place for place, _ in placed)]
         if len({c.heads for c in best}) == 1:
@@ -96,13 +114,14 @@ def find(
         None,
     )
     several: set[int] = set()  # what a configuration says that says it of parts of the model
+    in_parts = False
     if kept is None and configured is not None:
-        kept = configured.of(block.prefix)
+        kept, in_parts = configured.of(block.prefix), configured.in_parts
         several = {count.heads for count in configured.counts} if configured.several else set()
     if given is None and kept is not None and kept[0] is None:
         remedy = (
             f"none of them is said to be that of {block.prefix or '(top)'}; {_SINGLY}"
-            if several
+            if in_parts
             else "correct it, or pass num_heads= or --num-heads"
         )
         raise UnusableConfigError(f"{kept[1]}: {remedy}")
@@ -111,12 +130,12 @@ def find(
     if stored is None and kept is not None and kept[0] not in (None, given):
         remedy = (
             f"leave it out, or {_SINGLY}"
-            if several
+            if in_parts
             else "leave it out, or correct the one that is wrong"
         )
         raise ValueError(
             f"num_heads={given} is given, and {kept[1]} says {kept[0]}"
-            + f" for {block.prefix or '(top)'}" * bool(several)
+            + f" for {block.prefix or '(top)'}" * in_parts
             + f": {remedy}"
         )
     if stored is None and kept is not None and several and given not in several:
@@ -128,8 +147,8 @@ def find(
 
 def by_default(block: Block, given: int | None, configured: Configured | None = None) -> int | None:
     """What to pass to `find` in a plan that is still to be edited: one count given is for the
-    blocks of which a configuration with several does not say which is theirs."""
-    told = configured is not None and configured.several and configured.of(block.prefix)[0]
+    blocks of which a configuration that says it of parts does not say theirs."""
+    told = configured is not None and configured.in_parts and configured.of(block.prefix)[0]
     return None if told else given
 
 
@@ -155,15 +174,20 @@ def in_config(path: Path) -> Configured | None:
     except (ValueError, RecursionError) as error:
         wrong = f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
         return Configured(config, (), wrong)
-    counts = tuple(
-        Count(heads, ": ".join((CONFIG, *way)), (*map(_part, way[:-1]), *CONFIG_KEYS[way[-1]]))
-        for way, heads in configuration.search(content, CONFIG_KEYS)
-        if type(heads) is int
-    )
-    if impossible := [f"{count.where} is {count.heads}" for count in counts if count.heads < 1]:
-        wrong = f"{config} has an impossible head count ({', '.join(impossible)})"
+    found = [x for x in configuration.search(content, CONFIG_KEYS) if x[1] is not None]
+    if impossible := [(way, x) for way, x in found if type(x) is not int or x < 1]:
+        shown = ", ".join(f"{': '.join((CONFIG, *way))} is {x!r}" for way, x in impossible)
+        wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
+    counts = tuple(_count(way, heads) for way, heads in found)
     return Configured(config, counts) if counts else None
+
+
+def _count(way: Sequence[str], heads: int) -> Count:
+    own = CONFIG_KEYS[way[-1]]
+    parts = (*map(_part, way[:-1]), *own)
+    alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
+    return Count(heads, ": ".join((CONFIG, *way)), parts, alone)
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

@@ -111,15 +111,28 @@ def _read_state(
     return Side(sides, tuple(name for name in all_shapes if name not in taken))
 
 
-def digests(side: Any, names: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Dtype, shape and digest of some arrays of a path or of a flat dict, one after the other."""
+Digest = tuple[str, tuple[int, ...], str]
+
+
+def digests(
+    side: Any, names: Iterable[str], *, transposed: bool = False
+) -> dict[str, Digest | None]:
+    """Dtype, shape and digest of some arrays of a path or of a flat dict, one after the other; None:
+    it is no dense array of numbers."""
     if isinstance(side, str | os.PathLike):
         with checkpoint.open(side) as file:
-            return {name: _digest(file[name]) for name in names}
-    return {name: _digest(to_numpy(side[name])) for name in names}
+            return {name: _digest(file[name], transposed) for name in names}
+    return {name: _digest(side[name], transposed) for name in names}
 
 
-def _digest(array: NDArray) -> tuple[str, tuple[int, ...], str]:
+def _digest(value: Any, transposed: bool) -> Digest | None:
+    try:
+        array = to_numpy(value)
+    except (TypeError, ValueError, RuntimeError):  # a sparse tensor among them
+        return None
+    if array.dtype == object:
+        return None
+    array = array.T if transposed else array
     return str(array.dtype), array.shape, checkpoint.digest(array)
 
 

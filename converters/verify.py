@@ -17,6 +17,7 @@ from jaxmha.converters import forward, mistakes, oracle, sides
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.notes import listed
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check, leaves
 
@@ -159,14 +160,31 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     side_a, side_b = read_both(a, b, num_heads)
     pairs, only_a, only_b, notes = pair(side_a.blocks, side_b.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
-    common = [name for name in side_a.others if name in set(side_b.others)]
-    x, y = (sides.digests(side, common) for side in (a, b))
-    outside = tuple(name for name in common if x[name] != y[name])
+    common, outside, turned = _outside(a, b, side_a, side_b)
+    if turned and all(x.layout == y.layout for x, y in pairs):
+        outside, turned = (*outside, *turned), ()
+    if turned:
+        notes += (f"stored transposed, and else the same: {listed(turned)}",)
     for which, side in (("first", side_a), ("second", side_b)):
-        if count := len(side.others) - len(common):
+        if count := len(side.others) - common:
             alone = f"{count} {'array' if count == 1 else 'arrays'}"
             notes += (f"not compared: {alone} of the {which} outside attention",)
     return Report(reports, only_a, only_b, notes, outside)
+
+
+def _outside(
+    a: Any, b: Any, side_a: sides.Side, side_b: sides.Side
+) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    """Of arrays outside attention that have one name on both sides, whatever the separator: how many
+    there are, those that differ, and those of which one side is the other's transpose."""
+    theirs = {name.replace("/", "."): name for name in side_b.others}
+    common = {name: x for name in side_a.others if (x := theirs.get(name.replace("/", ".")))}
+    ours, others = sides.digests(a, common), sides.digests(b, common.values())
+    common = {name: x for name, x in common.items() if ours[name] and others[x]}
+    unlike = {name: x for name, x in common.items() if ours[name] != others[x]}
+    turned = sides.digests(a, unlike, transposed=True)
+    equal = tuple(name for name, x in unlike.items() if turned[name] == others[x])
+    return len(common), tuple(name for name in unlike if name not in equal), equal
 
 
 def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> None:

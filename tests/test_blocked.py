@@ -120,14 +120,19 @@ def test_more_than_33_thousand_rows() -> None:
     tolerance.assert_close(out, want)
 
 
-def test_traced_offsets() -> None:
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_traced_offsets(batch: int) -> None:
+    """Beside keys of one or of every batch row; 0: all of them."""
     arrays = cases.arrays(BY_NAME["plain"], "float32")
     offset = np.asarray([-2, 3], np.int32)
-    out = jaxmha.dot_product_attention(**arrays, mask=Mask.causal(offset), implementation="blocked")
+    there = np.ones((max(batch, 1), 1, 1, 7), bool)
+    there[:, ..., 2 : 2 + batch] = False
+    mask = Mask.causal(offset) & (Mask.dense(there) if batch else Mask())
+    out = jaxmha.dot_product_attention(**arrays, mask=mask, implementation="blocked")
     places = np.arange(7).reshape(1, 1, 1, 7) <= np.arange(5).reshape(5, 1) + offset.reshape(
         2, 1, 1, 1
     )
-    want = reference.dot_product_attention(**arrays, mask=places)
+    want = reference.dot_product_attention(**arrays, mask=places & there)
     tolerance.assert_close(out, want.out)
 
 

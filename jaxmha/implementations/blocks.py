@@ -21,10 +21,11 @@ TARGET_OF_SMALL_HEADS = 2**24
 LEAST_ROWS = 64
 # Rows and keys of a block where some blocks need not be computed: small enough to leave out much,
 # large enough to be products of matrices. A window of at most so many small blocks leaves out more
-# with them; of a sequence at most so many, since what is left out is known of every two blocks.
+# with them; they have at least so many rows of every query head of a group, and of a sequence there
+# are at most so many, since what is left out is known of every two blocks.
 SIDE: dict[str, int] = {"cpu": 512}
 SIDE_OF_WINDOW: dict[str, int] = {"cpu": 64}
-BLOCKS_OF_WINDOW, MOST_BLOCKS = 4, 1024
+BLOCKS_OF_WINDOW, LEAST_OF_GROUP, MOST_BLOCKS = 4, 16, 1024
 SIDE_ELSEWHERE = 2048
 # Bytes of scores of such blocks, of many heads at once.
 TARGET_OF_SIDES: dict[str, int] = {"cpu": 2**22}
@@ -117,7 +118,7 @@ def plan(
         side = SIDE.get(platform, SIDE_ELSEWHERE)
         narrow = SIDE_OF_WINDOW.get(platform, side)
         if window is not None and window <= BLOCKS_OF_WINDOW * narrow:
-            side = min(max(narrow, -(-max(T, S) // MOST_BLOCKS)), side)
+            side = min(max(narrow, LEAST_OF_GROUP * G, -(-max(T, S) // MOST_BLOCKS)), side)
     keys = _even(S, side) if skips else S
     if target is None:
         target = (TARGET_OF_SIDES if keys < S else TARGET).get(platform, TARGET_ELSEWHERE)

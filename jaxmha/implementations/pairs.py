@@ -129,7 +129,7 @@ def _any_between(there: jax.Array | None, start: Any, stop: Any, size: int) -> A
         return stop > start
     start, stop = jnp.asarray(start), jnp.asarray(stop)
     counts = jnp.pad(jnp.cumsum(there.astype(start.dtype), 1), ((0, 0), (1, 0)))
-    b = max(counts.shape[0], start.shape[0])
+    b = max(counts.shape[0], start.shape[0], stop.shape[0])
     counts, start, stop = (jnp.broadcast_to(x, (b, x.shape[1])) for x in (counts, start, stop))
     return jnp.take_along_axis(counts, stop, 1) > jnp.take_along_axis(counts, start, 1)
 

@@ -299,8 +299,7 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
     [
         ({"num_heads": 3}, (3, "config.json: num_heads")),
         ([{"num_heads": 3}, {"x": [{"n_head": 3}]}], (3, "config.json: num_heads")),
-        ({"num_heads": True}, None),
-        ({"num_heads": "3"}, None),
+        ({"num_heads": None}, None),
         ([], None),
         (3, None),
         (json.loads('{"a": [' * 250 + "3" + "]}" * 250), None),
@@ -337,6 +336,12 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
         ("\udc80", "cannot be read as JSON (UnicodeDecodeError: "),
         ("[" * 100_000, "cannot be read as JSON (RecursionError: "),
         ('{"num_heads": 0}', "has an impossible head count (config.json: num_heads is 0)"),
+        ('{"num_heads": true}', "has an impossible head count (config.json: num_heads is True)"),
+        ('{"num_heads": "3"}', "has an impossible head count (config.json: num_heads is '3')"),
+        (
+            '{"a": {"num_heads": [2, 4]}}',
+            "has an impossible head count (config.json: a: num_heads is [2, 4])",
+        ),
         ('{"num_heads": -3}', "has an impossible head count (config.json: num_heads is -3)"),
     ],
 )

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
         ({"encoder": SIDES, "decoder": {"n_head": 6}}, "encoder.model.decoder.layers.3.attn", 12),
         ({"n_head": 3, "num_heads": 4}, "h.3.attn", None),
         ({"a": {"n_head": 3}, "b": {"n_head": 3}}, "h.3.attn", 3),
+        # Said of one part alone: others may rely on a default.
+        ({"vision_config": {"n_head": 3}}, "vision_tower.encoder.layers.3.attn", 3),
+        ({"vision_config": {"n_head": 3}, "text_config": {}}, "language_model.layers.3.attn", None),
+        ({"decoder": {"n_head": 3}}, "encoder.layers.3.attn", None),
+        ({"decoder_attention_heads": 3}, "encoder.layers.3.attn", None),
+        ({"n_head": 3, "decoder_num_attention_heads": 4}, "vit.decoder.layers.3.attn", 4),
+        ({"model": {"n_head": 3}}, "h.3.attn", 3),
+        (TOWERS | {"vision_config": {"n_head": 8}}, "layers.3.self_attn", 8),
     ],
 )  # fmt: skip
 def test_parts_of_a_model(
@@ -119,6 +128,21 @@ def test_parts_of_a_model(
     found = heads.in_config(tmp_path / "model.pt")
     assert found is not None
     assert found.of(prefix)[0] == expected
+
+
+def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: Path) -> None:
+    source, plan = tmp_path / "model.safetensors", tmp_path / "plan.toml"
+    shutil.copy(clip, source)
+    config = {"vision_config": {"num_attention_heads": VISION}, "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
+    assert (done.exit_code, "write a plan" in said(done)) == (2, True)
+    assert run("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
+    done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
+    assert done.exit_code == 0, done.output
+    with checkpoint.open(tmp_path / "a.npz") as file:
+        for tower, N in (("text_model", TEXT), ("vision_model", VISION)):
+            assert file[f"{tower}/encoder/layers/0/self_attn/query/kernel"].shape[-2] == N
 
 
 def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:

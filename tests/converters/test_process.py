@@ -140,7 +140,7 @@ def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
     arguments = [
         "convert",
         str(tmp_path / "mixed.npz"),
-        str(tmp_path / "x.npz"),
+        str(tmp_path / "x.safetensors"),
         "--to",
         "dense",
         "--num-heads=6",

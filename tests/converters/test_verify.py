@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import checkpoint, flax, keras, torch, verify
+from jaxmha.converters import blocks, checkpoint, engine, flax, keras, torch, verify
 from jaxmha.params import leaves
 from tests.converters import layers
 from tests.converters.layers import Config
+from tests.converters.test_every_layout import N, params_of
 from tests.everyday import everyday
 
 torch_config, keras_config, linen_config, nnx_config = (
@@ -340,6 +341,40 @@ def test_what_is_not_compared_is_counted(layer: Any) -> None:
         "not compared: 1 array of the first outside attention",
         "not compared: 2 arrays of the second outside attention",
     )
+
+
+def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
+    import torch as framework
+
+    state = {f"a.{name}": array for name, array in layer.state_dict().items()}
+    state |= {"extra": None, "sparse": framework.eye(3).to_sparse()}
+    found = verify.compare(state, state, num_heads=layer.num_heads)
+    assert found.same
+    assert "not compared: 2 arrays of the first outside attention" in found.notes
+
+
+def test_names_pair_whatever_the_separator_outside_attention() -> None:
+    layout, plain = blocks.named("dense"), np.arange(6.0)
+    exported = engine.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    state = exported | {"x/norm/scale": plain}
+    dotted: dict[str, Any] = {name.replace("/", "."): array for name, array in state.items()}
+    assert verify.compare(state, dotted, num_heads=N).notes == ()
+    dotted["x.norm.scale"] = plain + 1
+    assert verify.compare(state, dotted, num_heads=N).outside == ("x/norm/scale",)
+
+
+def test_a_transpose_is_the_same_only_between_layouts() -> None:
+    """GPT-2 stores the kernels of its layers transposed."""
+    conv, linear = blocks.named("gpt2"), blocks.named("bert")
+    params, kernel = params_of(conv), np.arange(35.0).reshape(5, 7)
+    one = engine.export_params(conv, params, prefix="a") | {"mlp.weight": kernel}
+    other = {"mlp.weight": kernel.T}
+    same = engine.export_params(conv, params, prefix="a") | other
+    moved = engine.export_params(linear, params, prefix="a") | other
+    assert verify.compare(one, same, num_heads=N).outside == ("mlp.weight",)
+    found = verify.compare(one, moved, num_heads=N)
+    assert found.same
+    assert "stored transposed, and else the same: mlp.weight" in found.notes
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])
