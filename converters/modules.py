@@ -25,7 +25,11 @@ _NAMES = (
     ("embedding", r"emb|embed|embedding|embeddings|wte|wpe|embed_tokens|embedder"),
 )
 # Names of convolutions whose arrays look like an ordinary one's.
-_OTHER_CONVOLUTIONS = r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw"
+_OTHER_CONVOLUTIONS = (
+    r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw|(^|[./])dw\d*($|[./])"
+)
+# Names of what has the arrays of a norm of features and is none.
+_OTHER_NORMS = r"group|instance|prelu|(^|_)(gn|act|activation)\d*($|_)"
 
 
 class Module(NamedTuple):
@@ -182,8 +186,11 @@ def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) ->
     kinds = set(candidates)
     if not kinds:
         return "only layers of other frameworks have such keys and shapes"
-    if kinds <= {"norm", "rmsnorm"} and next(iter(candidates.values())).sizes["D"] == 1:
-        return "a single number, which is no norm's"
+    if kinds <= {"norm", "rmsnorm"}:
+        if next(iter(candidates.values())).sizes["D"] == 1:
+            return "a single number, which is no norm's"
+        if re.search(_OTHER_NORMS, re.split("[./]", prefix)[-1].lower()):
+            return "a norm of groups or an activation by its name; else name the kind in a plan"
     if kinds == {"norm", "rmsnorm"}:  # the same array
         rms = "rms" in prefix.rpartition("/")[2].rpartition(".")[2].lower()
         first = next(iter(candidates.values()))

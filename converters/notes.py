@@ -9,6 +9,8 @@ from jaxmha.converters.blocks import Block, natural
 from jaxmha.converters.modules import Module
 from jaxmha.converters.neighbours import Convention
 
+NO_ATTENTION = "no block of attention was found: what is converted are the layers beside it"
+
 
 def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     """The first names, and how many more there are.

@@ -172,6 +172,7 @@ def make(
         tuple(planned),
         others,
         notes=(
+            *[notes.NO_ATTENTION] * (not found),
             *notes.epsilons(layers, convention, found, epsilon or {}),
             *notes.told_by_name(layers),
             *notes.carried_norms(

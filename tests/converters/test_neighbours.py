@@ -309,10 +309,16 @@ def torch_block() -> dict[str, NDArray]:
 
 
 def test_layers_are_judged_by_the_framework_of_the_attention_beside_them() -> None:
-    """A PReLU, a LayerScale and bare parameters beside attention of torch."""
+    """PReLUs, a LayerScale, a GroupNorm, a depthwise convolution and bare parameters beside attention of
+    torch."""
     parameters = {
         "act.weight": np.full(1, 0.25),
         "blocks.0.ls1.gamma": np.ones(6),
+        "act1.weight": np.ones(6),
+        "group_norm.weight": np.ones(6),
+        "group_norm.bias": np.ones(6),
+        "blocks.0.dw.weight": np.ones((6, 1, 3, 3)),
+        "blocks.0.dw.bias": np.ones(6),
         "w": np.eye(6),
         "scale": np.ones(6),
         "weight": np.ones(6),

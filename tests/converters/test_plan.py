@@ -98,6 +98,12 @@ def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: st
     assert plan_file.loads(plan_file.dumps(made)) == made
 
 
+def test_a_file_without_attention_is_noted(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "a.npz", {"fc.weight": np.ones((3, 5)), "fc.bias": np.ones(3)})
+    made, _ = migrate.plan(tmp_path / "a.npz", to="flax")
+    assert "no block of attention was found" in made.notes[0]
+
+
 def test_a_file_whose_name_is_no_text_has_a_plan(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"n\xff.safetensors")
     checkpoint.write(path, model())
