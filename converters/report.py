@@ -169,30 +169,23 @@ def _compare(
         stored.differences(stored.unread(old, move.tensors), stored.unread(new, here))
         absent = [f"no block of layout {done.to} is there"] if len(here) == len(made) else []
         return Outputs(absent, {}, [])
-    if block and target:
-        a, count = stored.attention(old, block, move.num_heads, move.tensors)
-        given = None if target.layout.stores_num_heads else count
-        try:
+    try:
+        if block and target:
+            a, count = stored.attention(old, block, move.num_heads, move.tensors)
+            given = None if target.layout.stores_num_heads else count
             b, _ = stored.attention(new, target, given, made)
-            heads.find(target, sides.shapes(new.whole), count, new.whole.metadata)
-        except ValueError as error:
-            return _unlike(move, made, old, new, error)
-    else:
-        try:
+            own = {name: new.whole.info[name].shape for name in target.keys.values()}
+            heads.find(target, own, count, new.whole.metadata)
+        else:
             a, b = _beside(move, made, done, old, new)
-        except ValueError as error:
-            return _unlike(move, made, old, new, error)
+    except ValueError as error:  # of the destination: the plan has been resolved for the source
+        stored.differences(stored.unread(old, move.tensors), stored.unread(new, made))
+        return Outputs([str(error)], {}, [])
     a = a._replace(dtype=done.dtype)
     differences = stored.differences(a, b)
     if differences or not (block and forward):
         return Outputs(differences, {}, [])
     return few_heads.compare(a, b, move.source)
-
-
-def _unlike(move: Move, made: Iterable[str], old: File, new: File, error: ValueError) -> Outputs:
-    """A layer of the destination is none, in whose words."""
-    stored.differences(stored.unread(old, move.tensors), stored.unread(new, made))
-    return Outputs([str(error)], {}, [])
 
 
 def _beside(

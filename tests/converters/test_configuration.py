@@ -73,6 +73,17 @@ def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def assert_planned(source: Path, folder: Path, towers: dict[str, int]) -> None:
+    """Asserts that a plan drafted with the count of text converts each tower with its own."""
+    plan = folder / "plan.toml"
+    assert run("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
+    done = run("convert", source, folder / "a.npz", "--plan", plan)
+    assert done.exit_code == 0, done.output
+    with checkpoint.open(folder / "a.npz") as file:
+        for tower, N in towers.items():
+            assert file[f"{tower}/encoder/layers/0/self_attn/query/kernel"].shape[-2] == N
+
+
 def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
     """The names of the towers say nothing, so that a conversion cannot know."""
     with checkpoint.open(clip) as file:
@@ -87,12 +98,7 @@ def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
     assert "write a plan and set num_heads for each module" in said(done)
     refused = run("plan", source, "--to", "flax", "--num-heads", 1, "-o", plan)
     assert refused.exit_code == 2
-    assert run("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
-    done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
-    assert done.exit_code == 0, done.output
-    with checkpoint.open(tmp_path / "a.npz") as file:
-        for tower, N in (("left", TEXT), ("vision_model", VISION)):
-            assert file[f"{tower}/encoder/layers/0/self_attn/query/kernel"].shape[-2] == N
+    assert_planned(source, tmp_path, {"left": TEXT, "vision_model": VISION})
 
 
 @pytest.mark.parametrize(
@@ -131,18 +137,13 @@ def test_parts_of_a_model(
 
 
 def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: Path) -> None:
-    source, plan = tmp_path / "model.safetensors", tmp_path / "plan.toml"
+    source = tmp_path / "model.safetensors"
     shutil.copy(clip, source)
     config = {"vision_config": {"num_attention_heads": VISION}, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
     assert (done.exit_code, "write a plan" in said(done)) == (2, True)
-    assert run("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
-    done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
-    assert done.exit_code == 0, done.output
-    with checkpoint.open(tmp_path / "a.npz") as file:
-        for tower, N in (("text_model", TEXT), ("vision_model", VISION)):
-            assert file[f"{tower}/encoder/layers/0/self_attn/query/kernel"].shape[-2] == N
+    assert_planned(source, tmp_path, {"text_model": TEXT, "vision_model": VISION})
 
 
 def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
