@@ -66,8 +66,8 @@ def measure(
 
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
     `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
-    measured. No case is begun when it is `late`. `say` hears what is going on, `done` is called
-    after each case with all that was found.
+    measured, those of least work first. No case is begun when it is `late`. `say` hears what is
+    going on, `done` is called after each case with all that was found.
     """
     measured = {entry["name"]: entry for entry in known["cases"]}
 
@@ -81,7 +81,7 @@ def measure(
         probe = Probe(fleet, backends, known)
         say("machine")
         probe.rates(sgemm.SQUARE)
-        for case in cases:
+        for case in sorted(cases, key=lambda case: case.flop):
             before = measured.get(case.name)
             if late() or (before and _worst(probe, before) <= DISTURBED):
                 done(found())

@@ -4,7 +4,6 @@ The same attention, compiled under other sizes of blocks and other numbers of ba
 rounds.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 import jaxmha
-from experiments import command, records
+from experiments import command
 from jaxmha import Mask
 from jaxmha.implementations import bands, blocks
 
@@ -72,11 +71,15 @@ def _sides(name: str, *sides: tuple[int, int]) -> tuple[Setting, ...]:
 
 QUESTIONS = (
     Question(
-        "bytes of one kernel's scores", "plain", False, ((1, 1024), (1, 2048), (1, 4096)),
-        _bytes("TARGET_OF_KERNEL", 1, 2, 4, 8, 16), "8 MiB",
+        "bytes of a block without conditions", "plain", False, ((1, 1024), (1, 2048), (1, 4096)),
+        _bytes("TARGET_OF_KERNEL", 2, 4, 8, 16, 32), "16 MiB",
     ),
     Question(
-        "bytes of a block of the gradient", "plain", True, ((1, 1024), (1, 2048)),
+        "bytes of a block without conditions, in the gradient", "plain", True,
+        ((1, 1024), (1, 2048), (1, 4096)), _bytes("TARGET_OF_KERNEL", 2, 4, 8, 16, 32), "16 MiB",
+    ),
+    Question(
+        "bytes of a block with a bias, in the gradient", "biased", True, ((1, 1024), (1, 2048)),
         _bytes("TARGET", 1, 2, 4, 8), "2 MiB",
     ),
     Question(
@@ -108,10 +111,12 @@ def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tup
 
     masks = {"padded": Mask.lengths(key_value=lengths), "windowed": Mask.window(255, 0)}
 
+    bias = rng.standard_normal((N, T, T)).astype(np.float32) if question.kind == "biased" else None
+
     def out(query: Any, key: Any, value: Any) -> Any:
         mask = masks.get(question.kind)
         return jaxmha.dot_product_attention(
-            query, key, value, mask=mask, is_causal=question.kind == "causal"
+            query, key, value, bias, mask=mask, is_causal=question.kind == "causal"
         )
 
     def slopes(query: Any, key: Any, value: Any) -> Any:
@@ -164,20 +169,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints, and writes where asked."""
-    parser = command.parser("cuts", __doc__, EXAMPLES)
-    parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    chosen = parser.parse_args(arguments)
-    if chosen.rounds < 1:
-        parser.exit(2, f"--rounds must be at least 1, got {chosen.rounds}\n")
-    found = collect(chosen.rounds)
-    print(json.dumps(found, indent=1)) if chosen.json else show(found)
-    if chosen.write:
-        records.save(
-            HERE / "results.json",
-            found,
-            command="python -m experiments.cuts --write",
-            seed="T of the case",
-        )
+    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=7)
 
 
 def collect(rounds: int) -> dict[str, Any]:

@@ -27,23 +27,7 @@ EXAMPLES = """examples:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints, and writes where asked."""
-    parser = command.parser("profile", __doc__, EXAMPLES)
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    chosen = parser.parse_args(arguments)
-    if chosen.rounds < 1:
-        parser.exit(2, f"--rounds must be at least 1, got {chosen.rounds}\n")
-    try:
-        found = collect(chosen.rounds)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    print(json.dumps(found, indent=1)) if chosen.json else show(found)
-    if chosen.write:
-        records.save(
-            HERE / "results.json",
-            found,
-            command="python -m experiments.profile --write",
-            seed="T of the case",
-        )
+    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=5)
 
 
 def collect(rounds: int) -> dict[str, Any]:

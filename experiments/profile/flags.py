@@ -81,6 +81,23 @@ def collect(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
+def relative(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, list[str]]:
+    """Time and error of every setting relative to none, by case, as cells of a table.
+
+    >>> one, two = {"x": {"seconds": 2.0, "error": 1.0}}, {"x": {"seconds": 1.0, "error": 3.0}}
+    >>> relative({"none": one, "fast": two})
+    {'none': ['1.00 / 1.00'], 'fast': ['0.50 / 3.00']}
+    """
+    none = results["none"]
+    return {
+        name: [
+            " / ".join(f"{found[key] / none[case][key]:.2f}" for key in ("seconds", "error"))
+            for case, found in by_case.items()
+        ]
+        for name, by_case in results.items()
+    }
+
+
 def main() -> None:
     """Prints a table or JSON."""
     parser = ArgumentParser(
@@ -104,12 +121,7 @@ def main() -> None:
     from rich.table import Table
 
     shown = Table("flags", *CASES, caption="time relative to none / error relative to none")
-    for name, by_case in table.items():
-        cells = []
-        for case in CASES:
-            base = table["none"][case]
-            time, wrong = (by_case[case][key] / base[key] for key in ("seconds", "error"))
-            cells.append(f"{time:.2f} / {wrong:.2f}")
+    for name, cells in relative(table).items():
         shown.add_row(name, *cells)
     Console(width=160).print(shown)
 

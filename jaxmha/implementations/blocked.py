@@ -210,7 +210,8 @@ def core_forward(
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
-    plan = cut(query, key, skips=plan.chunks > 1, window=rules.window)  # never one kernel
+    fused = bias is None and words is None
+    plan = cut(query, key, skips=plan.chunks > 1, fused=fused, window=rules.window)
     per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)

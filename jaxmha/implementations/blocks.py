@@ -11,8 +11,9 @@ from dataclasses import dataclass
 # measurement; elsewhere enough to keep the device busy.
 TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
-# Of one head with all its keys, which XLA makes one kernel of: fewer kernels start less often.
-TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
+# Of one head with all its keys, and nothing but a softmax between the products: XLA makes one kernel
+# of them forward, and rows enough in the gradient are worth more than caches.
+TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**24}
 # Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
 # kernel of them, which keeps to one head at a time itself.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
@@ -100,8 +101,8 @@ def plan(
       B, K, G, T, S: sizes, all at least 1.
       skips: whether conditions may leave whole blocks out; then a block has at most about `side`
         rows and keys, else all keys.
-      fused: whether XLA makes one kernel of a block with all keys, as it does where nothing comes
-        between the products but a softmax; that is cut less.
+      fused: whether nothing comes between the products but a softmax; with all keys in it, such a
+        block is cut less.
       window: how many keys a row may look at, where a window says so.
       itemsize: bytes of a score.
       platform: chooses target and side where none is given.
@@ -109,7 +110,7 @@ def plan(
       least_rows: of a block, also where that takes more bytes.
       side: rows, over all query heads of a group, and keys of a block.
 
-    >>> plan(1, 8, 1, 2048, 2048, fused=True).rows, plan(1, 8, 1, 2048, 2048, skips=True).keys
+    >>> plan(1, 8, 1, 4096, 4096, fused=True).rows, plan(1, 8, 1, 4096, 4096, skips=True).keys
     (1024, 512)
     """
     kernel = (TARGET_OF_KERNEL if fused else TARGET).get(platform, TARGET_ELSEWHERE)
