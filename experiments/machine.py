@@ -39,6 +39,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def settings() -> dict[str, str]:
+    """Variables of the environment that frameworks and the allocator listen to.
+
+    >>> "PATH" in settings()
+    False
+    """
+    listened = ("XLA_FLAGS", "TF_", "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_")
+    return {name: x for name, x in sorted(os.environ.items()) if name.startswith(listened)}
+
+
 def _cpuinfo(field: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import cases, data, exact, fleet, measure, programs, report, unfinished
+from experiments.benchmarks import (
+    cases,
+    data,
+    decode_peers,
+    exact,
+    fleet,
+    measure,
+    programs,
+    report,
+    unfinished,
+)
 from experiments.benchmarks.cases import CASES, Case, select
 from experiments.benchmarks.peers import OURS, PEERS, SWAPPED
 from experiments.benchmarks.program import UnsupportedError
@@ -64,7 +74,8 @@ def test_cases_cover_what_is_promised() -> None:
     assert (min(sizes), max(sizes)) == (64, 16384)
     for direction in ("forward", "backward"):
         there = [case for case in layers if case.direction == direction]
-        assert {case.kind for case in there} == {"plain", "causal", "padded", "gqa", "cross"}
+        kinds = {"plain", "causal", "padded", "gqa", "cross"}
+        assert {case.kind for case in there} - {"decode"} == kinds
         assert {case.E for case in there} >= {256, 512, 1024}
         assert {case.T for case in there} >= {77, 197, 333, 1023, 512, 2048, 4096, 16384}
         assert {case.H for case in there} == {64, 80, 96}
@@ -106,7 +117,8 @@ def test_work_is_counted_pair_by_pair(kind: str) -> None:
     core = 4 * case.N * case.H * pairs
     assert replace(case, scope="core").flop == core
     assert replace(case, scope="core", direction="backward").flop == 3.5 * core
-    rows = case.B * (case.T * 2 * case.N + case.S * 2 * case.K)  # through four kernels
+    new = case.T if kind == "decode" else case.S  # what is in a cache is not projected again
+    rows = case.B * (case.T * 2 * case.N + new * 2 * case.K)  # through four kernels
     layer = replace(case, scope="layer")
     assert layer.flop == core + 2 * rows * case.E * case.H
     assert replace(layer, direction="backward").flop == 3.5 * core + 6 * rows * case.E * case.H
@@ -141,9 +153,19 @@ def test_every_peer_computes_the_same(peer: str, kind: str, tmp_path: Path, defa
     assert max(errors(peer, case, tmp_path / "expected.npz").values()) < 1e-5
 
 
+@pytest.mark.parametrize("peer", decode_peers.PROGRAMS)
+def test_a_decode_step_of_a_layer_can_be_repeated(
+    peer: str, tmp_path: Path, defaults: None
+) -> None:
+    """`errors` calls it twice; the cache is written in place, and the token stays the last."""
+    case = replace(TINY["decode"], scope="layer", N=2, K=2)
+    assert errors(peer, case, tmp_path / "expected.npz")["error"] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("peer", "case", "reason"),
     [
+        ("torch-sdpa", replace(TINY["decode"], scope="layer"), "no cache"),
         ("torch-native", replace(TINY["plain"], direction="backward"), "no gradient"),
         ("torch-native", TINY["cross"], "does not take its native fast path"),
         ("torch-weights", TINY["decode"], "see torch-sdpa"),
@@ -298,7 +320,8 @@ def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = ["a", "broken", "b", "dying", "slow"]
     script, entry = run_script(monkeypatch, peers, [100.0], case)
     turns = [peer for peer, do in script.asked if do == "round"]
-    assert turns == ["a", "b", "dying", "slow", *["a", "b", "slow"] * 2, "a", "b"]
+    rounds = ["a", "b", "dying", "slow"], ["b", "slow", "a"], ["slow", "a", "b"], ["a", "b"]
+    assert turns == [peer for turn in rounds for peer in turn]
     assert entry["peers"]["broken"] == {"failed": "cannot"}
     assert entry["peers"]["dying"]["failed"] == "ended"
     assert entry["peers"]["a"] == {"error": 1e-7, "compile": 0.5, "seconds": [1.0] * 4}
@@ -377,6 +400,7 @@ def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None
     unfinished.keep(tmp_path / "full.json", key, found, 60.0)
     assert unfinished.resume(tmp_path / "full.json", key) == (found, 60.0)
     others: list[dict[str, Any]] = [{"rounds": 5}, {"sources": "changed"}, {"machine": {}}]
+    others.append({"settings": {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}})
     for other in others:
         with pytest.raises(ValueError, match=f"other {next(iter(other))}: leave --resume out"):
             unfinished.resume(tmp_path / "full.json", key | other)

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from experiments.benchmarks import cases
-from experiments.profile import kernels, parts
+from experiments.profile import dispatch, flags, kernels, parts
 
 
 def test_examples() -> None:
-    for module in (kernels, parts):
+    for module in (flags, kernels, parts):
         assert doctest.testmod(module).attempted
         assert not doctest.testmod(module).failed
 
@@ -35,6 +35,13 @@ def test_the_parts_are_all_products_of_a_layer() -> None:
     core = len(x.steps) * 4 * x.scores.size * case.H
     projections = 2 * x.x.shape[0] * (x.into.size + x.out_of.size)
     assert core + projections == case.flop
+
+
+def test_calls_are_timed_eager_and_under_jit() -> None:
+    found = dispatch.collect(calls=3)
+    assert len(found) == 3
+    assert all(0 < x < 1e6 for by_way in found.values() for x in by_way.values())
+    assert {tuple(by_way) for by_way in found.values()} == {("eager", "under jit")}
 
 
 def test_products_are_found_in_the_trace() -> None:

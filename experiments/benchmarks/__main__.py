@@ -24,8 +24,8 @@ EXAMPLES = """examples:
   python -m experiments.benchmarks --case layer-*-causal --peer jaxmha --peer torch-sdpa
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
-ROUNDS = {"quick": 5, "full": 7, "chosen": 7}
-BUDGET = {"quick": 4.0, "full": 60.0, "chosen": 60.0}
+ROUNDS = 7
+BUDGET = {"quick": 3.0, "full": 60.0, "chosen": 60.0}
 
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
@@ -41,9 +41,7 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
         "--case", action="append", default=[], help="part of a name; * is a wildcard"
     )
     parser.add_argument("--peer", action="append", default=[], help=f"of {', '.join(PEERS)}")
-    parser.add_argument(
-        "--rounds", type=int, help=f"default {ROUNDS['quick']}, full {ROUNDS['full']}"
-    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     parser.add_argument("--threads", type=int, help="of every peer, default all cores")
     parser.add_argument(
         "--resume", action="store_true", help="measure only what is missing or was disturbed"
@@ -88,7 +86,6 @@ def settle(chosen: Namespace) -> None:
     chosen.selection = (
         "chosen" if chosen.case or chosen.peer else "full" if chosen.full else "quick"
     )
-    chosen.rounds = chosen.rounds or ROUNDS[chosen.selection]
     chosen.threads = chosen.threads or machine.threads()
     chosen.peers = [peer for peer in PEERS if not chosen.peer or peer in chosen.peer]
     chosen.kept = unfinished.BUILD / f"{chosen.selection}.json"
@@ -157,6 +154,7 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
         "asked": len(chosen.cases),
         "machine": machine.describe(),
         "versions": machine.versions(),
+        "settings": machine.settings(),
         "threads": chosen.threads,
         "rounds": chosen.rounds,
         "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in chosen.peers},

@@ -17,7 +17,8 @@ BATCHES, ROWS = 2, 32
 class Data(NamedTuple):
     """Inputs of one case.
 
-    Of a layer: `params`, and query `B T E`, key = value `B S E` (self-attention: the same object).
+    Of a layer: `params`, and query `B T E`, key = value `B S E` (self-attention: the same object;
+    decoding: all tokens so far, the query's own the last of them).
     Of the core: params is None, query `B T N H`, key and value `B S K H`. `cotangent` has the
     shape of the output.
     """
@@ -54,7 +55,9 @@ def make(case: Case) -> Data:
         out=Projection(draw(N, H, E, scale=E**-0.5), draw(E, scale=0.3)),
     )
     query = draw(B, T, E)
-    key = draw(B, S, E) if case.kind == "cross" else query
+    key = draw(B, S, E) if case.kind in ("cross", "decode") else query
+    if case.kind == "decode" and case.lengths is not None:  # the token is the last of them
+        key[:, case.lengths[0] - 1] = query[:, 0]
     return Data(params, query, key, key, draw(B, T, E))
 
 

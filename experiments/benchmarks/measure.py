@@ -1,4 +1,5 @@
-"""Rounds, interleaved: A B C A B C. Only one process works at a time."""
+"""Rounds, interleaved: A B C, B C A, so that none always follows the same. One process works at a
+time."""
 
 import json
 import tempfile
@@ -153,7 +154,8 @@ def _rounds(
     products: dict[str, list[float]] = {}
     probes = [probe.rates(sgemm.SQUARE)]
     for number in range(rounds):
-        for peer, answer in live.items():
+        for peer in _turned(list(live), number):
+            answer = live[peer]
             slow = number >= FEWEST and number * answer["estimate"] > budget
             if peer in failed or slow:
                 continue
@@ -174,6 +176,11 @@ def _rounds(
         "sgemm": products,
         "probes": probes,
     }
+
+
+def _turned(peers: list[str], number: int) -> list[str]:
+    start = number % max(len(peers), 1)
+    return peers[start:] + peers[:start]
 
 
 def _worst(probe: Probe, attempt: dict[str, Any]) -> float:

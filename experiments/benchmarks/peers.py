@@ -27,9 +27,13 @@ class Peer(NamedTuple):
 
 PEERS: dict[str, Peer] = {
     "jaxmha": Peer("jaxmha.multi_head_attention, dot_product_attention", ("jax",)),
-    "torch-sdpa": Peer("nn.MultiheadAttention, need_weights=False, fast path off", ("torch",)),
-    "torch-native": Peer("nn.MultiheadAttention on its native fast path", ("torch",)),
-    "torch-weights": Peer("nn.MultiheadAttention, need_weights=True, fast path off", ("torch",)),
+    "torch-sdpa": Peer(
+        "nn.MultiheadAttention, eager, need_weights=False, fast path off", ("torch",)
+    ),
+    "torch-native": Peer("nn.MultiheadAttention, eager, on its native fast path", ("torch",)),
+    "torch-weights": Peer(
+        "nn.MultiheadAttention, eager, need_weights=True, fast path off", ("torch",)
+    ),
     "keras-tf": Peer(
         "Keras on TensorFlow, under tf.function", ("keras", "tensorflow"), "tensorflow"
     ),

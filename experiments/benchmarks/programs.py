@@ -5,7 +5,7 @@ from functools import partial
 
 from experiments.benchmarks.cases import Case
 from experiments.benchmarks.data import Data
-from experiments.benchmarks.program import Program
+from experiments.benchmarks.program import Program, UnsupportedError
 
 
 def program(peer: str, case: Case, data: Data) -> Program:
@@ -14,6 +14,12 @@ def program(peer: str, case: Case, data: Data) -> Program:
     Raises:
       UnsupportedError: the peer has nothing that computes it.
     """
+    if case.kind == "decode" and case.scope == "layer":
+        from experiments.benchmarks import decode_peers
+
+        if peer not in decode_peers.PROGRAMS:
+            raise UnsupportedError("its layer has no cache of keys and values")
+        return decode_peers.PROGRAMS[peer](case, data)
     if peer.startswith("torch"):
         from experiments.benchmarks import torch_peers
 

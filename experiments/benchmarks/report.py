@@ -26,9 +26,10 @@ plain product (sgemm) of XLA in this run; torch-sdpa's share of torch's. Then ev
 relative to the fastest. `*`: a call is so slow that it was repeated less often; `~`: the machine
 was disturbed.
 
-`layer`: with its four projections, on features of width E; `core`: attention alone. `backward`:
-forward and backward together. `padded`: keys from all to a quarter along the batch; `cross`: S
-other keys; `decode`: one query on a cache. What is masked counts as no work."""
+`layer`: with its four projections, on features of width E; `core`: attention alone, on heads
+`B T N H`, for torch `B N T H` as its function wants them. `backward`: forward and backward together.
+`padded`: keys from all to a quarter along the batch; `cross`: S other keys; `decode`: one query on a
+cache. What is masked counts as no work."""
 GAP = """## Gap to torch where T < 512
 
 Time of jaxmha relative to torch's fastest way, as (rate of the layer's projections as one plain

@@ -126,7 +126,7 @@ def _to(peers: Iterable[str]) -> Callable[[Entry], float | None]:
 
 GOALS: tuple[Goal, ...] = (
     Goal("layer, forward, T >= 512 / fastest peer", _layer("forward", least=512), _to(OTHERS), 0.9, 1.05, short=True),
-    Goal("layer, forward, causal or padded / fastest peer", _layer("forward", "causal", "padded"), _to(OTHERS), 0.7),
+    Goal("layer, forward, causal or padded, T >= 512 / fastest peer", _layer("forward", "causal", "padded", least=512), _to(OTHERS), 0.7),
     Goal("layer, forward, T < 512 / fastest on JAX", _layer("forward", below=512), _to(ON_JAX), None, 1.0),
     Goal("layer, forward + backward, T >= 512 / fastest peer", _layer("backward", least=512), _to(OTHERS), 0.9, 1.05, short=True),
     Goal("forward + backward of one head / fastest of torch", lambda c: c.direction == "backward" and c.B * c.N == 1, _to(TORCH), None, 0.7),

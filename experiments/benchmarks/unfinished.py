@@ -12,13 +12,24 @@ BUILD = ROOT / "build" / "benchmarks"
 NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
 
 
+# What is timed, and how; the rest of the folder only shows it.
+TIMED = (
+    *("jaxmha/**/*.py", "experiments/benchmarks/*peers.py", "experiments/benchmarks/program*.py"),
+    *(f"experiments/benchmarks/{name}.py" for name in ("data", "measure", "sgemm", "worker")),
+)
+
+
 def identity(**options: Any) -> dict[str, Any]:
-    """What must be the same for times to stand in one table: machine, versions, the library's
-    sources and the options."""
+    """What must be the same for times to stand in one table: machine, versions, settings of the
+    environment, the sources of the library and of the peers, and the options."""
     sources = hashlib.sha256()
-    for path in sorted((ROOT / "jaxmha").rglob("*.py")):
+    for path in sorted({path for pattern in TIMED for path in ROOT.glob(pattern)}):
         sources.update(path.read_bytes())
-    about = {"machine": machine.describe(), "versions": machine.versions()}
+    about = {
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "settings": machine.settings(),
+    }
     return {**about, "sources": sources.hexdigest(), **options}
 
 

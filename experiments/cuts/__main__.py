@@ -55,6 +55,11 @@ def _bytes(name: str, *counts: int) -> tuple[Setting, ...]:
     return tuple(Setting(f"{c} MiB", blocks, {name: {"cpu": c * MIB}}) for c in counts)
 
 
+def _rows(name: str, *counts: int) -> tuple[Setting, ...]:
+    free = {"TARGET_OF_KERNEL": {"cpu": MIB}, "MOST_OF_LEAST": 64 * MIB}
+    return tuple(Setting(f"{c} rows", blocks, {name: c, **free}) for c in counts)
+
+
 def _bands(*counts: int) -> tuple[Setting, ...]:
     none = Setting("blocks", bands, {"kind": lambda *_: None})
     return (none, *(Setting(f"up to {c} bands", bands, {"MOST": c}) for c in counts))
@@ -71,12 +76,12 @@ def _sides(name: str, *sides: tuple[int, int]) -> tuple[Setting, ...]:
 
 QUESTIONS = (
     Question(
-        "bytes of a block without conditions", "plain", False, ((1, 1024), (1, 2048), (1, 4096)),
-        _bytes("TARGET_OF_KERNEL", 2, 4, 8, 16, 32), "16 MiB",
+        "rows of a block without conditions", "plain", False, ((1, 1024), (1, 2048), (1, 4096)),
+        _rows("LEAST_OF_KERNEL", 256, 512, 1024, 2048), "1024 rows",
     ),
     Question(
-        "bytes of a block without conditions, in the gradient", "plain", True,
-        ((1, 1024), (1, 2048), (1, 4096)), _bytes("TARGET_OF_KERNEL", 2, 4, 8, 16, 32), "16 MiB",
+        "rows of a block without conditions, in the gradient", "plain", True,
+        ((1, 1024), (1, 2048), (1, 4096)), _rows("LEAST_OF_GRADIENT", 256, 512, 1024), "512 rows",
     ),
     Question(
         "bytes of a block with a bias, in the gradient", "biased", True, ((1, 1024), (1, 2048)),

@@ -23,7 +23,7 @@ def conclusion(found: dict[str, Any]) -> str:
 def text(found: dict[str, Any]) -> str:
     """One table per question."""
     parts = [
-        f"**{conclusion(found)}.**\n",
+        f"{conclusion(found)}.\n",
         (
             "XLA makes one kernel of a softmax between two products, and spreads every kernel over all "
             "cores; starting one and waiting for the last core costs tens of microseconds. So what "

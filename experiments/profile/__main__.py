@@ -14,7 +14,7 @@ from typing import Any
 from experiments import command, records
 from experiments.benchmarks import cases
 from experiments.benchmarks.peers import OURS
-from experiments.profile import flags, kernels, parts
+from experiments.profile import dispatch, flags, kernels, parts
 
 HERE = Path(__file__).parent
 EXAMPLES = """examples:
@@ -57,6 +57,7 @@ def collect(rounds: int) -> dict[str, Any]:
         "parts": by_case,
         "sgemm": rates,
         "kernels": traced,
+        "dispatch": dispatch.collect(),
         "flags": {"settings": flags.FLAGS, "results": flags.collect(max(rounds // 2, 1))},
     }
 

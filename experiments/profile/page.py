@@ -32,11 +32,8 @@ TRIED = (
         ),
     ),
     (
-        "blocks of up to 16 MiB of scores instead of 2 (gradient) and 8 (forward), without bias and dropout",
-        (
-            "0.95 of the time forward at T = 4096 and 0.85 at 8192, with the gradient 0.9 and 0.7; "
-            "no difference at T <= 1024"
-        ),
+        "at least 1024 rows forward and 512 in the gradient, up to 16 MiB, without bias and dropout",
+        "0.95 of the time at T = 4096 and 0.85 at 8192, forward and backward 0.95 and 0.7",
     ),
     (
         "blocks of 8 MiB in the gradient with a bias or dropout",
@@ -49,6 +46,10 @@ TRIED = (
     (
         "blocks of 64 rows and keys within windows of up to 256 keys",
         "0.4 to 0.75 of the time of blocks of 256",
+    ),
+    (
+        "one product for query, key and value, and heads first from there on",
+        "cannot save more than the rest in the table of parts, where both are so",
     ),
     (
         "settings of the allocator (MALLOC_*)",
@@ -93,6 +94,7 @@ def text(found: dict[str, Any]) -> str:
             cells = (f"{x:.1f}" for x in split(case, by_backend[backend]).values())
             parts.append(f"| `{case}` | {name} | {' | '.join(cells)} |")
     parts += ["", _gap(found), "## Kernels of jaxmha\n", _kernels(found["kernels"])]
+    parts += ["## Calls\n", _dispatch(found["dispatch"])]
     parts += ["## Process-wide flags of XLA\n", _flags(found["flags"]), "## What was tried\n"]
     parts += ["| what | result |", "|---|---|", *(f"| {what} | {how} |" for what, how in TRIED)]
     return "\n".join(parts)
@@ -132,6 +134,18 @@ def _kernels(traced: list[dict[str, Any]]) -> str:
     for entry in traced:
         cells = (f"{entry['kernels'].get(kind, 0.0):.1f}" for kind in kinds)
         lines.append(f"| `{entry['case']}` | {entry['ms']:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _dispatch(measured: dict[str, dict[str, float]]) -> str:
+    ways = list(next(iter(measured.values())))
+    lines = [
+        "Microseconds of a whole call on the smallest arrays.\n",
+        f"| function | {' | '.join(ways)} |",
+        f"|---|{'---|' * len(ways)}",
+    ]
+    for name, by_way in measured.items():
+        lines.append(f"| `{name}` | {' | '.join(f'{by_way[way]:.0f}' for way in ways)} |")
     return "\n".join(lines) + "\n"
 
 

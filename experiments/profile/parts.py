@@ -78,7 +78,9 @@ class Inputs(NamedTuple):
 
 def inputs(case: Case) -> Inputs:
     """Random numbers; scores of one block, whose place every block takes."""
-    plan = blocks.plan(case.B, case.N, 1, case.T, case.S, fused=True)
+    plan = blocks.plan(
+        case.B, case.N, 1, case.T, case.S, plain=True, gradient=case.direction == "backward"
+    )
     rng = np.random.default_rng(case.T)
     heads = case.B * case.N
     shapes = (

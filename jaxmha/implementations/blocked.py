@@ -55,7 +55,8 @@ def cut(
     key: Any,
     *,
     skips: bool = False,
-    fused: bool = False,
+    plain: bool = False,
+    gradient: bool = False,
     window: tuple[int | None, int | None] = (None, None),
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
@@ -67,8 +68,8 @@ def cut(
     before, after = window
     seen = None if before is None or after is None else before + after + 1
     return blocks.plan(
-        B, K, N // K, T, S, skips=skips, fused=fused, window=seen, itemsize=query.dtype.itemsize,
-        platform=jax.default_backend(), **{**sizes, **SIZES},
+        B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=seen,
+        itemsize=query.dtype.itemsize, platform=jax.default_backend(), **{**sizes, **SIZES},
     )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         conditions = pairs.of_mask(request.mask, T, S)
         plain = request.mask.empty and request.bias is None and not _drops(request)
         skips = not request.mask.empty
-        plan = cut(query, key, skips=skips, fused=plain, window=conditions.window)
+        plan = cut(query, key, skips=skips, plain=plain, window=conditions.window)
         bias = None if request.bias is None else request.bias.astype(accumulate)
         live = pairs.live(conditions, bias, B, N, T, S)
         rows, keys = (sharding.in_order(x, 2) for x in live)
@@ -161,8 +162,8 @@ def core(
     heads = query, key, value
 
     def run(rules: Rules, query: Any, key: Any, value: Any, words: Any) -> Any:
-        fused = rules.above is None and words is None
-        part = cut(query, key, fused=fused)
+        plain = rules.above is None and words is None
+        part = cut(query, key, plain=plain)
         return blockwise(part, rules, query, key, value, None, NOTHING, words)
 
     kind = bands.kind(plan, rules, traced, bias)
@@ -210,8 +211,8 @@ def core_forward(
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
-    fused = bias is None and words is None
-    plan = cut(query, key, skips=plan.chunks > 1, fused=fused, window=rules.window)
+    plain, skips = bias is None and words is None, plan.chunks > 1
+    plan = cut(query, key, skips=skips, plain=plain, gradient=True, window=rules.window)
     per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)

@@ -4,7 +4,6 @@ A block is `cells` key/value heads times `rows` query positions (of every query 
 group) times `keys` key positions.
 """
 
-import math
 from dataclasses import dataclass
 
 # Bytes of scores that are worked on at once, by platform: about what second-level caches hold, by
@@ -12,14 +11,16 @@ from dataclasses import dataclass
 TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
 # Of one head with all its keys, and nothing but a softmax between the products: XLA makes one kernel
-# of them forward, and rows enough in the gradient are worth more than caches.
-TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**24}
+# of them, and fewer kernels start less often.
+TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
 # Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
 # kernel of them, which keeps to one head at a time itself.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
 TARGET_OF_SMALL_HEADS = 2**24
-# Fewer rows than this leave matrix products without reuse, whatever the cache.
+# Fewer rows than this leave matrix products without reuse, whatever the cache. Where nothing but a
+# softmax comes between them, so many rows, up to so many bytes, are worth more than a cache.
 LEAST_ROWS = 64
+LEAST_OF_KERNEL, LEAST_OF_GRADIENT, MOST_OF_LEAST = 1024, 512, 2**24
 # Rows and keys of a block where some blocks need not be computed: small enough to leave out much,
 # large enough to be products of matrices. A window of at most so many small blocks leaves out more
 # with them; they have at least so many rows of every query head of a group, and of a sequence there
@@ -87,12 +88,13 @@ def plan(
     S: int,
     *,
     skips: bool = False,
-    fused: bool = False,
+    plain: bool = False,
+    gradient: bool = False,
     window: int | None = None,
     itemsize: int = 4,
     platform: str = "cpu",
     target: int | None = None,
-    least_rows: int = LEAST_ROWS,
+    least_rows: int | None = None,
     side: int | None = None,
 ) -> Plan:
     """Cuts scores so that a block takes at most `target` bytes, or `least_rows` rows.
@@ -101,8 +103,9 @@ def plan(
       B, K, G, T, S: sizes, all at least 1.
       skips: whether conditions may leave whole blocks out; then a block has at most about `side`
         rows and keys, else all keys.
-      fused: whether nothing comes between the products but a softmax; with all keys in it, such a
+      plain: whether nothing comes between the products but a softmax; with all keys in it, such a
         block is cut less.
+      gradient: whether the blocks are those of the gradient.
       window: how many keys a row may look at, where a window says so.
       itemsize: bytes of a score.
       platform: chooses target and side where none is given.
@@ -110,10 +113,12 @@ def plan(
       least_rows: of a block, also where that takes more bytes.
       side: rows, over all query heads of a group, and keys of a block.
 
-    >>> plan(1, 8, 1, 4096, 4096, fused=True).rows, plan(1, 8, 1, 4096, 4096, skips=True).keys
+    >>> plan(1, 8, 1, 4096, 4096, plain=True).rows, plan(1, 8, 1, 4096, 4096, skips=True).keys
     (1024, 512)
     """
-    kernel = (TARGET_OF_KERNEL if fused else TARGET).get(platform, TARGET_ELSEWHERE)
+    kernel = (TARGET_OF_KERNEL if plain and not gradient else TARGET).get(
+        platform, TARGET_ELSEWHERE
+    )
     kernel = kernel if target is None else target
     if side is None:
         side = SIDE.get(platform, SIDE_ELSEWHERE)
@@ -125,11 +130,17 @@ def plan(
         target = (TARGET_OF_SIDES if keys < S else TARGET).get(platform, TARGET_ELSEWHERE)
         if itemsize * G * T * S <= SMALL_HEAD.get(platform, 0):
             target = max(target, TARGET_OF_SMALL_HEADS)
-    rows = max((kernel if keys == S else target) // (itemsize * G * keys), -(-least_rows // G), 1)
+    row = itemsize * G * keys
+    if least_rows is None:
+        least_rows = LEAST_ROWS
+        if plain:
+            wide = LEAST_OF_GRADIENT if gradient else LEAST_OF_KERNEL
+            least_rows = max(min(wide, G * MOST_OF_LEAST // row), least_rows)
+    rows = max((kernel if keys == S else target) // row, -(-least_rows // G), 1)
     if keys < S:
         rows = min(rows, max(side // G, 1))
     rows = _even(T, rows)
-    cells = max(target // (itemsize * G * rows * keys), 1) if rows == T or keys < S else 1
+    cells = max(target // (row * rows), 1) if rows == T or keys < S else 1
     heads = _divisor(K, cells)
     # Batch rows of one block would share what is left out.
     batches = _divisor(B, cells // K) if heads == K and keys == S else 1
@@ -144,4 +155,4 @@ def _even(size: int, most: int) -> int:
 
 def _divisor(n: int, most: int) -> int:
     """The largest divisor of n that is at most `most`, at least 1."""
-    return max(d for d in range(1, max(math.floor(most), 1) + 1) if n % d == 0) if n else 1
+    return max(d for d in range(1, max(min(most, n), 1) + 1) if n % d == 0) if n else 1

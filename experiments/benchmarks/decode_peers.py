@@ -1,0 +1,118 @@
+"""One decode step of a whole layer, for peers that have a cache: it is written in place, and every
+call appends the same token after the same past."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmha
+from experiments.benchmarks.cases import Case
+from experiments.benchmarks.data import Array, Data
+from experiments.benchmarks.program import Program
+from jaxmha.converters import flax as flax_converter
+
+# variables, cache, token -> output, cache
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
+    variables, token = jax.tree.map(jnp.asarray, variables), jnp.asarray(data.query)
+    held, compiled = [cache], list[Any]()
+
+    def build() -> None:
+        lowered = jax.jit(step, donate_argnums=1).lower(variables, held[0], token)
+        compiled.append(lowered.compile())
+
+    def call() -> Any:
+        out, held[0] = compiled[0](variables, held[0], token)
+        return out
+
+    def run() -> None:
+        out = call()
+        jax.block_until_ready((out, held[0]))  # type: ignore[no-untyped-call]
+
+    def answer(cotangent: Array) -> tuple[Any, None]:
+        return np.asarray(call()), None
+
+    return Program(build, run, answer, lambda: str(compiled[0].as_text()))
+
+
+def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
+    """Parameters, how many tokens there are, and their keys and values in a cache, `B S K H`."""
+    assert case.lengths is not None
+    assert data.params is not None
+    past = case.lengths[0] - 1
+    _, *heads = jaxmha.project(data.params, data.query, data.key[:, :past])
+    room = (case.B, case.S, case.K, case.H)
+    keys, values = (jnp.zeros(room).at[:, :past].set(x) for x in heads)
+    return data.params, past, keys, values
+
+
+def jaxmha_program(case: Case, data: Data) -> Program:
+    params, past, *cached = _past(case, data)
+    lengths = jnp.full(case.B, past, jnp.int32)
+    keys, values = (jnp.copy(jnp.moveaxis(x, 2, 1)) for x in cached)
+
+    def step(params: Any, cache: Any, token: Any) -> Any:
+        return jaxmha.decode_step(params, token, cache._replace(lengths=lengths))
+
+    return _program(data, step, params, jaxmha.KVCache(keys, values, lengths + 0))
+
+
+def linen_program(case: Case, data: Data) -> Program:
+    params, past, keys, values = _past(case, data)
+    module, variables = flax_converter.to_module(params, kind="linen")
+    module = module.clone(decode=True)
+
+    def step(variables: Any, cache: Any, token: Any) -> Any:
+        cache = cache | {"cache_index": jnp.array(past, jnp.int32)}
+        out, changed = module.apply(
+            variables | {"cache": cache}, token, deterministic=True, mutable=["cache"]
+        )
+        return out, changed["cache"]
+
+    cache = {"cached_key": keys, "cached_value": values, "cache_index": jnp.array(past, jnp.int32)}
+    return _program(data, step, variables, cache)
+
+
+def nnx_program(case: Case, data: Data) -> Program:
+    from flax import nnx
+
+    params, past, keys, values = _past(case, data)
+    module = flax_converter.to_module(params)
+    module.init_cache((case.B, case.S, case.E))
+    module.cached_key[...], module.cached_value[...] = keys, values
+    graph, state, cache, rest = nnx.split(module, nnx.Param, nnx.Cache, ...)
+
+    def step(state: Any, cache: Any, token: Any) -> Any:
+        module = nnx.merge(graph, state, cache, rest)
+        module.cache_index[...] = jnp.array(past, jnp.int32)
+        out = module(token, deterministic=True, decode=True)
+        return out, nnx.state(module, nnx.Cache)
+
+    return _program(data, step, state, cache)
+
+
+def jax_nn_program(case: Case, data: Data) -> Program:
+    """Projections as einsum, a cache by hand, `jax.nn.dot_product_attention`."""
+    params, past, keys, values = _past(case, data)
+
+    def step(params: Any, cache: Any, token: Any) -> Any:
+        query, *new = (jnp.einsum("btd,dnh->btnh", token, p.kernel) + p.bias for p in params[:3])
+        cache = tuple(x.at[:, past].set(y[:, 0]) for x, y in zip(cache, new, strict=True))
+        lengths = jnp.full(case.B, past + 1)
+        context = jax.nn.dot_product_attention(query, *cache, key_value_seq_lengths=lengths)
+        return jnp.einsum("btnh,nhd->btd", context, params.out.kernel) + params.out.bias, cache
+
+    return _program(data, step, params, (keys, values))
+
+
+PROGRAMS: dict[str, Callable[[Case, Data], Program]] = {
+    "jaxmha": jaxmha_program,
+    "flax-linen": linen_program,
+    "flax-nnx": nnx_program,
+    "jax-nn": jax_nn_program,
+}

@@ -1,0 +1,40 @@
+"""What a call costs besides its work: eager, under the caller's own jit, and by jax.nn."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxmha
+
+
+def collect(calls: int = 1000) -> dict[str, dict[str, float]]:
+    """Microseconds of a call on the smallest arrays, by what is called and how."""
+    heads = jnp.ones((1, 1, 1, 8))
+    params = jaxmha.init_params(jax.random.key(0), num_heads=1, features=8)
+    called: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "dot_product_attention": (jaxmha.dot_product_attention, (heads, heads, heads)),
+        "multi_head_attention": (jaxmha.multi_head_attention, (params, jnp.ones((1, 1, 8)))),
+        "jax.nn.dot_product_attention": (jax.nn.dot_product_attention, (heads, heads, heads)),
+    }
+    return {
+        name: {
+            "eager": _microseconds(function, arguments, calls),
+            "under jit": _microseconds(jax.jit(function), arguments, calls),
+        }
+        for name, (function, arguments) in called.items()
+    }
+
+
+def _microseconds(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
+    wait: Any = jax.block_until_ready
+    wait(function(*arguments))
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        wait(function(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return 1e6 * median(seconds)
