@@ -4,24 +4,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from jaxmha import __version__
 from jaxmha.converters import blocks, checkpoint, configuration, heads, keras, moves
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
-from jaxmha.converters.checkpoint.casting import is_float
 from jaxmha.converters.checkpoint.errors import printable
-from jaxmha.converters.checkpoint.tensor import blocks as blocks_of
 from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.layout import Layout
-from jaxmha.converters.moves import Made
 from jaxmha.converters.notes import listed
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
@@ -229,13 +222,13 @@ def convert(
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
-        made = found.made if plan.dtype is None else _fitting(found.made, plan.dtype)
         written = checkpoint.write(
             destination,
-            moves.lazy(made),
+            moves.lazy(found.made),
             source=file.files,
             force=force,
             dtype=plan.dtype,
+            overflow="refuse",
             shard_size=shard_size,
             digest=digest,
             progress=progress,
@@ -408,28 +401,3 @@ def _what(plan: Plan) -> str:
 
 def _bare(move: Move) -> Move:
     return replace(move, confidence="", why="")
-
-
-def _fitting(made: Mapping[str, Made], dtype: str) -> dict[str, Made]:
-    """The same tensors, refused where a number is beyond the range of the dtype to come."""
-    wanted = np.dtype(jax.numpy.dtype(dtype))
-
-    def load(name: str, one: Made) -> NDArray:
-        array = one.load()
-        for block in blocks_of(array):
-            with np.errstate(over="ignore"):
-                lost = np.isinf(block.astype(wanted)) & np.isfinite(block)
-            if lost.any():
-                most = np.abs(block[lost].astype(np.float64)).max()
-                raise ValueError(
-                    f"{name}: values up to {most:.3g} do not fit into {dtype}: choose a wider "
-                    "dtype (bfloat16 has the range of float32)"
-                )
-        return array
-
-    return {
-        name: one._replace(load=partial(load, name, one))
-        if is_float(one.info.dtype) and one.info.dtype.itemsize >= wanted.itemsize
-        else one
-        for name, one in made.items()
-    }

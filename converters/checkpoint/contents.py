@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from jaxmha.converters.checkpoint import digests
 from jaxmha.converters.checkpoint.casting import Loss, cast
+from jaxmha.converters.checkpoint.errors import UnsupportedDtype
 from jaxmha.converters.checkpoint.tensor import TensorInfo, contiguous, parts, to_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -42,6 +43,11 @@ def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss
     if block.dtype.newbyteorder("=") != dtype:
         block, loss = cast(block, dtype)
     return to_bytes(block), loss
+
+
+def _finite(part: np.ndarray) -> NDArray[np.float64]:
+    wide = part.astype(np.float64)
+    return wide[np.isfinite(wide)]
 
 
 def _nothing() -> None:
@@ -80,6 +86,7 @@ class Plan:
     names: Mapping[str, str] = field(default_factory=dict)
     algorithm: str = "sha256"
     keep_digests: bool = True
+    refuses_overflow: bool = False
     advance: Callable[[int], None] = lambda count: None
     digests: dict[str, str] = field(default_factory=dict)  # of what was written so far
     losses: dict[str, Loss] = field(default_factory=dict)
@@ -100,11 +107,22 @@ class Plan:
         each = _ahead if array.nbytes > _LARGE else map
         for raw, loss in each(partial(_encoded, dtype=dtype), parts(array)):
             if loss is not None:
+                if loss.overflowed and self.refuses_overflow:
+                    raise self._beyond(name, array)
                 self.losses[name] = self.losses[name] + loss if name in self.losses else loss
             state.update(raw.data)
             yield raw
             self.advance(raw.size)
         self.digests[name] = f"{self.algorithm}:{state.hexdigest()}"
+
+    def _beyond(self, name: str, array: np.ndarray) -> UnsupportedDtype:
+        largest = max(float(np.abs(_finite(part)).max(initial=0.0)) for part in parts(array))
+        return UnsupportedDtype(
+            self.path,
+            f"values up to {largest:.3g} do not fit into {self.info[name].dtype}",
+            "choose a wider dtype (bfloat16 has the range of float32)",
+            name,
+        )
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """The same for `writelines`, behind which nothing of the tensor is held any more."""

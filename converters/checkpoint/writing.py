@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -56,6 +56,7 @@ def write(
     force: bool = False,
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     dtype: Wanted | Mapping[str, Wanted] | None = None,
+    overflow: Literal["count", "refuse"] = "count",
     shard_size: int | None = None,
     resume: str | None = None,
     part: tuple[int, int] | None = None,
@@ -80,6 +81,8 @@ def write(
             Checkpoint are known.
         dtype: cast floating-point tensors to this dtype; or a dtype for each name, which may also
             be an integer one. What that lost is in `Written.losses`.
+        overflow: of values beyond the range of their new dtype: "count" them among what was lost, or
+            "refuse" to write, with UnsupportedDtype.
         shard_size: bytes of tensors per shard (default: 5 * 10**9), where the target is an index.
         resume: sharded only: a text that is the same exactly when the tensors are, such as the
             digest of the source and of the plan. An interrupted write with the same text is
@@ -111,6 +114,8 @@ def write(
     """
     target = Path(path)
     format = formats.for_writing(target)
+    if overflow not in ("count", "refuse"):
+        raise UnsupportedFormat(target, f"overflow = {overflow!r}", 'give "count" or "refuse"')
     _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
     if part is not None and (resume is None or not 0 <= part[0] < part[1]):
         problem = f"part {part} of a write" if resume is not None else "a part of another write"
@@ -126,6 +131,7 @@ def write(
         names=dict(names or {}),
         algorithm=digests.usual() if digest in ("fast", None) else digest,
         keep_digests=digest is not None,
+        refuses_overflow=overflow == "refuse",
     )
     digests.hasher(plan.algorithm, target)  # raises here and not halfway
     total = 2 * sum(info.nbytes for info in plan.info.values())

@@ -57,6 +57,21 @@ def test_floats_are_cast_and_the_rest_is_not(suffix: str, tmp_path: Path) -> Non
         assert file.digests["w"] == checkpoint.digest(file["w"]) == done.digests["w"]
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".weights.h5", ".orbax"])
+def test_overflow_is_counted_or_refused(suffix: str, tmp_path: Path) -> None:
+    """Infinity is no overflow; a refusal leaves what was there."""
+    path, tensors = tmp_path / f"m{suffix}", {"a": np.array([1.0, np.inf]), "w": np.full(5, -7e4)}
+    assert checkpoint.write(path, tensors, dtype="float16").losses["w"].overflowed == 5
+    with pytest.raises(checkpoint.UnsupportedDtype, match="w': values up to 7e.04 do not fit"):
+        checkpoint.write(path, tensors, dtype="float16", overflow="refuse", force=True)
+    with checkpoint.open(path) as file:
+        assert file["w"].dtype == np.float16
+    tensors["w"][:] = 65504
+    checkpoint.write(path, tensors, dtype="float16", overflow="refuse", force=True)
+    with pytest.raises(checkpoint.UnsupportedFormat, match="overflow = 'ignore'"):
+        checkpoint.write(path, tensors, overflow="ignore")  # type: ignore[arg-type]
+
+
 def test_a_dtype_by_name(tmp_path: Path) -> None:
     tensors = {"w": np.ones((3, 7)), "v": np.ones(5), "n": np.arange(4)}
     wanted: dict[str, str | type] = {"w": "float16", "n": np.int8}
