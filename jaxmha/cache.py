@@ -1,10 +1,6 @@
-"""Decoding with a cache of keys and values.
+"""Decoding with a cache of keys and values."""
 
-Source of the blockwise softmax: Milakov and Gimelshein, "Online normalizer calculation for
-softmax" (2018).
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,17 +11,13 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.attention import as_mask, attend
+from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
-from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.cached_attention import BLOCK, attend_cache
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
-from jaxmha.products import resolved
 from jaxmha.semantics import Semantics
-
-BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
-WORTH_A_COPY = 4  # a copy of a key costs as much as attending about so many
 
 Rotate = Callable[[Any, Any], Any]
 
@@ -82,6 +74,7 @@ def prefill(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "B T Do"], KVCache]:
     """Causal self-attention over prompts, and a cache that holds them alone.
 
@@ -92,6 +85,7 @@ def prefill(
       semantics: as in `multi_head_attention`; dropout does not act.
       mask: beside the causal one; `Mask.lengths(key_value=lengths)` says how long the prompts are.
       rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`.
+      implementation: as in `multi_head_attention`.
 
     Returns:
       `(out, cache)`; out is `(B, T, Do)`.
@@ -108,7 +102,8 @@ def prefill(
     """
     checks.are_arrays(x=x)
     mask = as_mask(mask)
-    out, kept = _prefill(params, x, cache, mask, semantics, rotate=rotate)
+    chosen = hashable(implementation)
+    out, kept = _prefill(params, x, cache, mask, semantics, rotate=rotate, implementation=chosen)
     return out, kept
 
 
@@ -119,10 +114,17 @@ def _places(params: MHAParams, x: Any, cache: KVCache, *_: Any, **__: Any) -> An
     return spread and (spread.axes, (spread.features, kept))
 
 
-@partial(jax.jit, static_argnames="rotate")
+@partial(jax.jit, static_argnames=("rotate", "implementation"))
 @sharding.by_types(_places)
 def _prefill(
-    params: MHAParams, x: Any, cache: KVCache, mask: Mask, semantics: Semantics, *, rotate: Any
+    params: MHAParams,
+    x: Any,
+    cache: KVCache,
+    mask: Mask,
+    semantics: Semantics,
+    *,
+    rotate: Any,
+    implementation: Any,
 ) -> Any:
     B, T, S = _sizes(params, x, cache)
     left = None if mask.window_size is None else mask.window_size[0]
@@ -145,7 +147,7 @@ def _prefill(
         semantics,
         None,
         False,
-        None,
+        implementation,
     )
     lengths = jnp.full(B, T, np.int32)
     if mask.key_value_lengths is not None:
@@ -241,7 +243,7 @@ def _decode_step(
     query, key, value = _heads(params, x, semantics, positions, rotate)
     cache = _write(cache, key, value, jnp.full(B, T, np.int32))
     mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
-    out = _attend(params, query, cache, positions, mask, semantics, block)
+    out = attend_cache(params, query, cache, positions, mask, semantics, block)
     if not rings:
         out = jnp.where((jnp.asarray(cache.lengths) > S).reshape(B, 1, 1, 1), jnp.nan, out)
     return combine(params, out, semantics=semantics), cache
@@ -296,128 +298,6 @@ def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KV
         write(jnp.asarray(cache.value), value, rows, slots),
         starts + counts,
     )
-
-
-def _attend(
-    params: MHAParams,
-    query: jax.Array,
-    cache: KVCache,
-    positions: jax.Array,
-    mask: Mask,
-    semantics: Semantics,
-    block: int,
-) -> jax.Array:
-    """Attention of `B T N H` queries at `positions` over the cache and the extra positions."""
-    (B, T, N, H), (_, K, S, h) = query.shape, cache.value.shape
-    G, dtype = N // K, query.dtype
-    accumulate = accumulation_dtype(dtype)
-    precision = resolved(semantics.precision)
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
-    rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
-    rows = rows.reshape(B, K, G * T, H)
-    last = jnp.asarray(cache.lengths)[:, None] - 1
-    left, _ = mask.window_size or (None, None)
-    size = min(block, S)
-
-    def allowed(slots: jax.Array) -> jax.Array:
-        """`B, n, T, slots`: slots whose token is not later than the query, nor too early."""
-        tokens = last - (last - slots.reshape(1, -1)) % S  # the latest that the slot may hold
-        i, j = positions[:, None, :, None], tokens[:, None, None]
-        there = (j >= 0) & (j <= i)
-        if left is not None:
-            there &= j >= i - left
-        if mask.key_value_padding is not None:
-            there &= jnp.take(mask.key_value_padding, slots, 1)[:, None, None]
-        if mask.array is not None:
-            array = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], S))
-            there &= jnp.take(array, slots, 3)
-        return there
-
-    def fold(
-        state: tuple[Any, ...], keys: Any, values: Any, there: Any, *, dead_too: bool = False
-    ) -> tuple[Any, ...]:
-        """Adds keys `B K s H` to the running highest logit, sum and output.
-
-        `dead_too`: values that nothing attends are multiplied by 0, whatever they hold.
-        """
-        highest, total, out = state
-        n, s = there.shape[1], keys.shape[2]
-        pairs = there if n > 1 else jnp.broadcast_to(there, (B, K * G, T, s))
-        pairs = pairs.reshape(B, K, G * T, s)
-        keys, values = keys.astype(accumulate), values.astype(accumulate)
-        if not dead_too:
-            values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
-        logits = _logits(rows, keys, precision)
-        if semantics.logits_soft_cap is not None:
-            logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
-        logits = jnp.where(pairs, logits, -jnp.inf)
-        higher = jnp.maximum(highest, logits.max(-1))
-        exps, shrink = jnp.exp(logits - higher[..., None]), jnp.exp(highest - higher)
-        product = jnp.einsum("bkrs,bksh->bkrh", exps, values, precision=precision)
-        return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + product
-
-    shape = (B, K, G * T)
-    lowest = float(np.finfo(accumulate).min)  # finite, so that nothing becomes NaN
-    nothing: tuple[Any, ...] = (
-        jnp.full(shape, lowest, accumulate),
-        jnp.zeros(shape, accumulate),
-        jnp.zeros((*shape, h), accumulate),
-    )
-    used = jnp.minimum(jnp.max(last) + 1, S)
-
-    def whole() -> tuple[Any, ...]:
-        slots = jnp.arange(S, dtype=np.int32)
-        return fold(nothing, cache.key, cache.value, allowed(slots), dead_too=True)
-
-    def block_of(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The last block is moved back to fit; what it shares with the one before is left out.
-        start = jnp.minimum(i * size, S - size)
-        keys, values = (
-            jax.lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value)
-        )
-        slots = start + jnp.arange(size, dtype=np.int32)
-        new = (slots >= i * size).reshape(1, 1, 1, size)
-        return fold(state, keys, values, allowed(slots) & new)
-
-    def by_blocks() -> tuple[Any, ...]:
-        first = jnp.zeros((), used.dtype)
-        if left is not None:  # no sequence has gone round yet: earlier blocks are not in a window
-            before = jnp.maximum(jnp.min(positions) - left, 0)
-            first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
-        last_block = (used + size - 1) // size
-        state: tuple[Any, ...] = jax.lax.fori_loop(first, last_block, block_of, nothing)
-        return state
-
-    # Cutting a block out is a copy, which costs more than reading all where much is used. Where
-    # slots that nothing attends hold NaN, that fails, and blocks are right.
-    unread = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nothing)
-    state = jax.lax.cond(used * WORTH_A_COPY > S, whole, lambda: unread)
-    state = jax.lax.cond(jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
-
-    heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
-    more = [
-        extra_positions.append(x, y, semantics)
-        for x, y in zip(heads, (params.bias_k, params.bias_v), strict=True)
-    ]
-    if more[0].shape[1]:
-        keys, values = (jnp.moveaxis(x, 1, 2) for x in more)
-        state = fold(state, keys, values, jnp.ones((B, 1, T, keys.shape[2]), bool))
-    _, total, out = state
-    out = out / jnp.where(total == 0, 1.0, total)[..., None]
-    empty = (total == 0)[..., None]
-    if semantics.fully_masked == "nan":
-        out = jnp.where(empty, jnp.nan, out)
-    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
-
-
-def _logits(rows: jax.Array, keys: jax.Array, precision: Any) -> jax.Array:
-    """`B K r s` of rows `B K r H` and keys `B K s H`."""
-    if rows.shape[2] == 1:
-        return jnp.einsum("bkrh,bksh->bkrs", rows, keys, precision=precision)
-    # Few rows times many keys is several times slower on CPUs than the other way round, which
-    # XLA would undo.
-    found = jnp.einsum("bksh,bkrh->bksr", keys, rows, precision=precision)
-    return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]
 
 
 def _kernels(params: MHAParams) -> dict[str, Any]:

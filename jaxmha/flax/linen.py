@@ -1,11 +1,13 @@
 """Multi-head attention as a `flax.linen` module."""
 
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
@@ -13,34 +15,32 @@ from jaxmha.checks import no_silent_rounding, promoted
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
 from jaxmha.flax.heads import How, Implementation, attend_cached, attend_layer
+from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init, flat_init
 from jaxmha.flax.settings import (
-    Initializer,
     UseBias,
     Window,
     behaviour,
-    bias_kv_init,
     biased,
     cast,
-    flat_init,
     head_sizes,
-    read_mask,
+    read_inputs,
+    read_pairs,
     refuse,
     settings_of,
-    window_mask,
 )
-from jaxmha.mask import Mask
-from jaxmha.params import MHAParams, Projection
+from jaxmha.params import MHAParams, Projection, from_leaves, leaves
 from jaxmha.semantics import Precision, Semantics
 
 
-class Arrays(nn.Module):  # type: ignore[misc]
+class Parameters(nn.Module):  # type: ignore[misc]
     """Parameters under one name: `entries` are (name, initialiser, shape)."""
 
     entries: tuple[tuple[str, Initializer, tuple[int, ...]], ...]
     param_dtype: Any
 
     @nn.compact  # type: ignore[untyped-decorator]
-    def __call__(self) -> dict[str, Any]:
+    def declare(self) -> dict[str, Any]:
+        """By name, drawn where there are none yet."""
         return {
             name: self.param(name, init, shape, self.param_dtype)
             for name, init, shape in self.entries
@@ -57,7 +57,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     other draws of the same distribution; a decoding step may have several tokens, and is NaN
     where the cache has no room; integer inputs are refused; masks that are Python scalars are
     refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
-    `implementation="reference"`.
+    `implementation="reference"`; projections and norms hold parameters and are not called, so that
+    `nn.intercept_methods` and `capture_intermediates` see the layer alone.
 
     Attributes:
       num_heads: N.
@@ -78,7 +79,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       attention_fn: must be left out, or be flax's or jaxmha's own.
       decode: keeps `cached_key`, `cached_value` and `cache_index` in the collection `cache`.
       normalize_qk: normalises queries and keys, with scales in `query_ln` and `key_ln`.
-      force_fp32_for_softmax: the softmax is in float32, also for float64.
+      force_fp32_for_softmax: the softmax is in float32, also for float64; with half precision
+        everything is, and the output too where `dtype` is None.
       qkv_dot_general to attn_weights_value_einsum_cls: hooks of flax that must be left out.
       num_kv_heads: K, default N; fewer are grouped-query attention.
       value_head_dim: h, default H.
@@ -95,6 +97,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     Source: flax/linen/attention.py of flax 0.12.
 
+    >>> from jaxmha import Mask
     >>> layer = MultiHeadDotProductAttention(num_heads=4, num_kv_heads=2, qkv_features=12)
     >>> x = jnp.ones((3, 5, 6))
     >>> variables = layer.init(jax.random.key(0), x)
@@ -153,6 +156,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         deterministic: bool | None = None,
         dropout_rng: Any = None,
         sow_weights: bool = False,
+        input_positions: Any = None,
     ) -> Any:
         """Attends from `inputs_q` to `inputs_k`.
 
@@ -167,6 +171,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
           deterministic: no dropout.
           dropout_rng: a PRNG key, default that of the collection `dropout`.
           sow_weights: leaves the weights before dropout in `intermediates/attention_weights`.
+          input_positions: `(*B, T)` of queries and keys for `rotate`, default those in the cache,
+            or 0, 1, ...
 
         Returns:
           `(*B, T, Do)`, in `dtype` where it is given.
@@ -178,29 +184,27 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is inputs_k and inputs_v at once: give it or them")
             inputs_k = inputs_kv
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        inputs = cast((inputs_q, inputs_k, inputs_v), self.dtype)
+        inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         semantics = self._semantics()
         params = cast(self._declare(inputs, semantics), self.dtype)
+        named = dict(zip(("inputs_q", "inputs_k", "inputs_v"), inputs, strict=True))
+        dtype = promoted(**leaves(params), **named)
+        if self.force_fp32_for_softmax and dtype.itemsize == 2:
+            params, inputs = cast((params, inputs), np.float32)  # flax's weights stay in it
 
         drops = False
         if semantics.dropout_rate > 0:
             drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        pairs = read_mask(mask, window_mask(self.local_window_size))
-        if is_causal:
-            pairs &= Mask.causal()
+        pairs = read_pairs(mask, self.local_window_size, is_causal)
         how = How(semantics, dropout_rng if drops else None, sow_weights, self.implementation)
+        asked = bias, pairs, self.rotate, how, input_positions
         if self.decode:
-            out, weights = self._decode(params, inputs, bias, pairs, how)
+            out, weights = self._decode(params, inputs, dtype, *asked)
         else:
-            out, weights = attend_layer(params, inputs, bias, pairs, self.rotate, how)
-        if self.force_fp32_for_softmax and self.dtype is None and out.dtype.itemsize == 2:
-            out = out.astype(jnp.float32)  # as in flax, whose weights stay in it
+            out, weights = attend_layer(params, inputs, *asked)
+        out = cast(out, self.dtype)
         if sow_weights:
             sow(self, weights)
         return out
@@ -240,13 +244,13 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             entries = [("kernel", flat_init(kernel_init, contracted), shape)]
             if biased(self.use_bias, name):
                 entries.append(("bias", flat_init(bias_init, 0), shape[contracted:]))
-            return Projection(**Arrays(tuple(entries), self.param_dtype, name=name)())
+            return Projection(**Parameters(tuple(entries), self.param_dtype, name=name).declare())
 
         def scale(name: str) -> Any:
             if semantics.qk_norm is None:
                 return None
             entry = ("scale", nn.initializers.ones_init(), (H,))
-            return Arrays((entry,), self.param_dtype, name=name)()["scale"]
+            return Parameters((entry,), self.param_dtype, name=name).declare()["scale"]
 
         def learned(name: str, size: int) -> Any:
             if not self.use_bias_kv:
@@ -265,11 +269,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         )
 
     def _decode(
-        self, params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any, pairs: Mask, how: How
+        self, params: MHAParams, inputs: tuple[Any, Any, Any], dtype: Any, *asked: Any
     ) -> tuple[Any, Any]:
         there = self.has_variable("cache", "cached_key")
-        arrays = jax.tree.leaves((params, inputs))
-        dtype = promoted(**{f"array {i}": x for i, x in enumerate(arrays)})
         batch, S = inputs[1].shape[:-2], inputs[1].shape[-2]
         sides = (params.key, params.value)
         keys, values = (
@@ -278,9 +280,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         )
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
         if not there:  # what initialises the cache is not decoded
-            return attend_layer(params, inputs, bias, pairs, self.rotate, how)
+            return attend_layer(params, inputs, *asked)
         cached = keys.value, values.value, index.value
-        out, weights, cached = attend_cached(params, inputs, cached, bias, pairs, self.rotate, how)
+        out, weights, cached = attend_cached(params, inputs, cached, *asked)
         keys.value, values.value, index.value = cached
         return out, weights
 
@@ -295,7 +297,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         >>> out.shape, cache.lengths.tolist()
         ((3, 1, 6), [6, 6, 6])
         """
-        return self._with_cache(prefill, inputs, cache, mask)
+        step = partial(prefill, implementation=self.implementation)
+        return self._with_cache(step, inputs, cache, mask)
 
     def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
         """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`."""
@@ -308,7 +311,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             cast(inputs, self.dtype),
             cache,
             semantics=semantics,
-            mask=read_mask(mask, window_mask(self.local_window_size)),
+            mask=read_pairs(mask, self.local_window_size),
             rotate=self.rotate,
         )
 
@@ -334,21 +337,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             raise ValueError(
                 "a linen module holds no parameters: pass variables with 'params', or bind it"
             )
-        tree = meta.unbox(variables["params"])
-
-        def projection(name: str) -> Projection:
-            return Projection(tree[name]["kernel"], tree[name].get("bias"))
-
-        params = MHAParams(
-            query=projection("query"),
-            key=projection("key"),
-            value=projection("value"),
-            out=projection("out") if self.use_out else None,
-            bias_k=tree.get("bias_k"),
-            bias_v=tree.get("bias_v"),
-            query_norm=tree.get("query_ln", {}).get("scale"),
-            key_norm=tree.get("key_ln", {}).get("scale"),
-        )
+        there = flatten_dict(meta.unbox(variables["params"]))
+        params = from_leaves({leaf: there[path] for leaf, path in PATHS.items() if path in there})
         return params, self._semantics()
 
     @classmethod
@@ -362,7 +352,11 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         Args:
           params: of one layer.
           semantics: its behaviour.
-          settings: further attributes, such as `implementation`, `dtype`, `deterministic`.
+          settings: further attributes, such as `implementation`, `dtype`, `deterministic`; of
+            `dropout_rate` and `precision` they take precedence over `semantics`.
+
+        Returns:
+          `(module, variables)`.
 
         Raises:
           ValueError: shapes do not fit each other, or `semantics`.
@@ -376,19 +370,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         """
         no_silent_rounding(params=params)
         module = cls(**{**settings_of(params, semantics), **settings})
-        params = jax.tree.map(jnp.asarray, params)
-        tree: dict[str, Any] = {}
-        for name in ("query", "key", "value", "out"):
-            side = getattr(params, name)
-            if side is not None:
-                tree[name] = {k: x for k, x in side._asdict().items() if x is not None}
-        for name, scale in (("query_ln", params.query_norm), ("key_ln", params.key_norm)):
-            if scale is not None:
-                tree[name] = {"scale": scale}
-        for name in ("bias_k", "bias_v"):
-            if getattr(params, name) is not None:
-                tree[name] = getattr(params, name)
-        return module, {"params": tree}
+        tree = {PATHS[leaf]: jnp.asarray(array) for leaf, array in leaves(params).items()}
+        return module, {"params": unflatten_dict(tree)}
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

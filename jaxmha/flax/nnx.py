@@ -16,22 +16,20 @@ from jaxmha.checks import no_silent_rounding
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
 from jaxmha.flax.heads import How, Implementation, attend_cached, attend_layer
+from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init
 from jaxmha.flax.settings import (
-    Initializer,
     UseBias,
     Window,
     behaviour,
-    bias_kv_init,
     biased,
     cast,
     head_sizes,
-    read_mask,
+    read_inputs,
+    read_pairs,
     refuse,
     settings_of,
-    window_mask,
 )
-from jaxmha.mask import Mask
-from jaxmha.params import MHAParams, Projection, check, leaves
+from jaxmha.params import MHAParams, check, from_leaves, leaves
 from jaxmha.semantics import Precision, Semantics
 
 Metadata = Mapping[str, Any]
@@ -93,6 +91,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
 
     Source: flax/nnx/nn/attention.py of flax 0.12.
 
+    >>> from jaxmha import Mask
     >>> layer = MultiHeadAttention(4, 6, qkv_features=12, num_kv_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((3, 5, 6)), mask=Mask.causal()).shape
     (3, 5, 6)
@@ -179,7 +178,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         # not called.
         linear = partial(
             nnx.LinearGeneral,
+            dtype=dtype,
             param_dtype=param_dtype,
+            precision=self.precision,
             kernel_init=kernel_init,
             bias_init=bias_init,
             kernel_metadata=kernel_metadata,
@@ -193,7 +194,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         norms = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
         for name, metadata in norms.items():
             normed = self.semantics.qk_norm is not None
-            scale = partial(nnx.LayerNorm, H, use_bias=False, param_dtype=param_dtype, rngs=rngs)
+            scale = partial(
+                nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
             setattr(self, name, scale(scale_metadata=metadata) if normed else nnx.data(None))
         self.out = nnx.data(None)
         if use_out:
@@ -224,7 +227,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         elif name == "broadcast_dropout":
             shared = {None: self.semantics.dropout_broadcast, True: ("B", "N"), False: ()}[value]
             name, value = "semantics", replace(self.semantics, dropout_broadcast=shared)
-        elif getattr(getattr(type(self), name, None), "fset", self) is None:
+        elif name in ("normalize_qk", "use_bias", "attention_fn"):
             raise AttributeError(f"{name} cannot change in a module: construct another")
         super().__setattr__(name, value)
 
@@ -311,29 +314,20 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
                     f"{name}: shard the inputs and parameters (kernel_metadata), or constrain the "
                     "output with jax.lax.with_sharding_constraint"
                 )
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        inputs = cast((inputs_q, inputs_k, inputs_v), self.dtype)
+        inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         params = cast(self._params(), self.dtype)
-        pairs = read_mask(mask, window_mask(self.local_window_size))
-        if is_causal:
-            pairs &= Mask.causal()
+        pairs = read_pairs(mask, self.local_window_size, is_causal)
         dropout_key = self._dropout_key(deterministic, rngs)
         how = How(self.semantics, dropout_key, sow_weights, self.implementation)
+        asked = bias, pairs, self.rotate, how, input_positions
         if self.decode if decode is None else decode:
             if self.cached_key is None:
                 raise ValueError("there is no cache to decode with: call init_cache first")
             cached = tuple(x[...] for x in (self.cached_key, self.cached_value, self.cache_index))
-            out, weights, cached = attend_cached(
-                params, inputs, cached, bias, pairs, self.rotate, how, input_positions
-            )
+            out, weights, cached = attend_cached(params, inputs, cached, *asked)
             self.cached_key[...], self.cached_value[...], self.cache_index[...] = cached
         else:
-            out, weights = attend_layer(
-                params, inputs, bias, pairs, self.rotate, how, input_positions
-            )
+            out, weights = attend_layer(params, inputs, *asked)
         if sow_weights:
             sow(self, weights)
         return out
@@ -358,37 +352,23 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         return stream()
 
     def _params(self) -> MHAParams:
-        def value(variable: Any) -> Any:
-            return None if variable is None else variable[...]
+        there = {leaf: self._variable(leaf) for leaf in PATHS}
+        return from_leaves({leaf: x[...] for leaf, x in there.items() if x is not None})
 
-        def held(name: str, kind: Any) -> Any:
-            layer = getattr(self, name)
-            if layer is not None and type(layer) is not kind:
-                raise TypeError(
-                    f"{name} must be an nnx.{kind.__name__}, which holds parameters and is not "
-                    f"called, got {type(layer).__name__}: change its parameters instead, or use "
-                    "flax's own module with attention_fn=jaxmha.flax.attention_fn"
-                )
-            return layer
-
-        def projection(name: str) -> Any:
-            layer = held(name, nnx.LinearGeneral)
-            return None if layer is None else Projection(value(layer.kernel), value(layer.bias))
-
-        def scale(name: str) -> Any:
-            layer = held(name, nnx.LayerNorm)
-            return None if layer is None else value(layer.scale)
-
-        return MHAParams(
-            projection("query"),
-            projection("key"),
-            projection("value"),
-            projection("out"),
-            value(self.bias_k),
-            value(self.bias_v),
-            scale("query_ln"),
-            scale("key_ln"),
-        )
+    def _variable(self, leaf: str) -> Any:
+        """The variable that holds a leaf of `MHAParams`, or None."""
+        name, *tail = PATHS[leaf]
+        held = getattr(self, name)
+        if not tail or held is None:
+            return held
+        kind = nnx.LayerNorm if name.endswith("_ln") else nnx.LinearGeneral
+        if type(held) is not kind:
+            raise TypeError(
+                f"{name} must be an nnx.{kind.__name__}, which holds parameters and is not called, "
+                f"got {type(held).__name__}: change its parameters instead, or use flax's own "
+                "module with attention_fn=jaxmha.flax.attention_fn"
+            )
+        return getattr(held, *tail)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
         """Room for the keys and values of inputs `(*B, S, Dq)`; what was there is forgotten.
@@ -410,7 +390,14 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What `nnx.view` calls: it makes a cache where there is none and both sizes are given."""
+        """What `nnx.view` calls: it makes a cache where there is none and both sizes are given.
+
+        Args:
+          deterministic: no dropout.
+          decode: appends to the cache.
+          batch_size: of the cache, one size or several.
+          max_length: of the cache, S.
+        """
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
@@ -430,7 +417,8 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         >>> out.shape, cache.lengths.tolist()
         ((3, 1, 6), [6, 6, 6])
         """
-        return self._with_cache(prefill, inputs, cache, mask)
+        step = partial(prefill, implementation=self.implementation)
+        return self._with_cache(step, inputs, cache, mask)
 
     def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
         """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there."""
@@ -442,7 +430,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
             cast(inputs, self.dtype),
             cache,
             semantics=self.semantics,
-            mask=read_mask(mask, window_mask(self.local_window_size)),
+            mask=read_pairs(mask, self.local_window_size),
             rotate=self.rotate,
         )
 
@@ -472,8 +460,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         Args:
           params: of one layer.
           semantics: its behaviour.
-          rngs: for dropout; default `nnx.Rngs(0)`.
-          settings: further arguments, such as `implementation`, `dtype`, `deterministic`.
+          rngs: for dropout; without them its calls need some.
+          settings: further arguments, such as `implementation`, `dtype`, `deterministic`; of
+            `dropout_rate` and `precision` they take precedence over `semantics`.
 
         Raises:
           ValueError: shapes do not fit each other, or `semantics`.
@@ -492,17 +481,8 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
             in_kv_features=(sizes["Dk"], sizes["Dv"]),
             rngs=nnx.Rngs(0) if rngs is None else rngs,
             kernel_init=nnx.initializers.zeros_init(),
-            **{**settings_of(params, semantics), **settings},
+            **{**settings_of(params, semantics), "keep_rngs": rngs is not None, **settings},
         )
-        for name, array in leaves(params).items():
-            module._variable(name).set_value(jnp.asarray(array))
+        for leaf, array in leaves(params).items():
+            module._variable(leaf).set_value(jnp.asarray(array))
         return module
-
-    def _variable(self, name: str) -> Any:
-        """The variable that holds a leaf of `MHAParams`, by the name that `leaves` gives it."""
-        head, _, tail = name.partition(".")
-        if tail:
-            return getattr(getattr(self, head), tail)
-        if head.endswith("_norm"):
-            return getattr(self, head.replace("_norm", "_ln")).scale
-        return getattr(self, head)

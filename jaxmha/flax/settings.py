@@ -1,7 +1,5 @@
-"""What the modules of linen and nnx share: their arguments, read."""
+"""Arguments that modules of linen and nnx share, read."""
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,7 +11,6 @@ from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Precision, Semantics
 
-Initializer: TypeAlias = Callable[..., Any]
 UseBias: TypeAlias = bool | tuple[str, ...]
 Window: TypeAlias = int | tuple[int | None, int | None] | None
 
@@ -36,25 +33,25 @@ def behaviour(
     ('B', 'N')
     """
     asked = Semantics() if semantics is None else semantics
-    shared = {None: asked.dropout_broadcast, True: ("B", "N"), False: ()}[broadcast_dropout]
-    if semantics is None and broadcast_dropout is None:
-        shared = ("B", "N")  # as flax
-    said: dict[str, tuple[Any, Any]] = {
-        "dropout_rate": (dropout_rate, asked.dropout_rate),
-        "precision": (precision, asked.precision),
+    if broadcast_dropout is None:
+        shared = asked.dropout_broadcast if semantics is not None else ("B", "N")  # as flax
+    else:
+        shared = ("B", "N") if broadcast_dropout else ()
+    said: dict[str, Any] = {
+        "dropout_rate": dropout_rate,
+        "dropout_broadcast": shared,
+        "precision": precision,
+        "qk_norm": "layer" if normalize_qk else None,
+        "softmax_dtype": np.dtype(np.float32) if force_fp32_for_softmax else None,
     }
-    for name, (own, other) in said.items():
+    for name, own in said.items():
+        other = getattr(asked, name)
         if own and other and own != other:
-            raise ValueError(f"{name}={own!r} and semantics.{name}={other!r} differ: give one")
-    softmax = np.dtype(np.float32) if force_fp32_for_softmax else asked.softmax_dtype
-    return replace(
-        asked,
-        dropout_rate=dropout_rate or asked.dropout_rate,
-        dropout_broadcast=shared,
-        precision=precision or asked.precision,
-        qk_norm=asked.qk_norm or ("layer" if normalize_qk else None),
-        softmax_dtype=softmax,
-    )
+            raise ValueError(
+                f"flax's arguments say {name}={own!r}, and semantics {name}={other!r}: give one"
+            )
+    left = {name: own or getattr(asked, name) for name, own in said.items()}
+    return replace(asked, **{**left, "dropout_broadcast": shared})
 
 
 def refuse(*accepted: Any, **hooks: Any) -> None:
@@ -66,6 +63,20 @@ def refuse(*accepted: Any, **hooks: Any) -> None:
                 f"{name}={called}: jaxmha computes this itself and cannot call another function; "
                 "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
             )
+
+
+def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """Inputs of flax's calls in the compute dtype, if there is one; what is left out is in place."""
+    if key is None and value is not None:
+        raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
+    key = query if key is None else key
+    inputs: tuple[Any, Any, Any] = cast((query, key, key if value is None else value), dtype)
+    return inputs
+
+
+def read_pairs(mask: Any, window: Window, is_causal: bool = False) -> Mask:
+    """All that a call of a module says about who attends."""
+    return read_mask(mask, window_mask(window), Mask.causal() if is_causal else Mask())
 
 
 def read_mask(mask: Any, *more: Mask) -> Mask:
@@ -128,26 +139,6 @@ def head_sizes(
     return K, H, H if value_head_dim is None else value_head_dim
 
 
-def flat_init(init: Initializer, contracted: int) -> Initializer:
-    """Draws an array whose first `contracted` axes are inputs as a matrix, or as a vector if 0.
-
-    So flax draws its kernels; an initialiser that looks at fans sees those of the whole map.
-    """
-
-    def draw(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        sides = shape[:contracted], shape[contracted:]
-        flat = tuple(math.prod(side) for side in sides[contracted == 0 :])
-        # A box of partitioning metadata is a pytree of one array.
-        return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
-
-    return draw
-
-
-def bias_kv_init(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Xavier-normal on `(1, 1, K * H)`, of which both fans are `K * H`, as torch draws bias_k."""
-    return jax.nn.initializers.normal(math.prod(shape) ** -0.5)(key, shape, dtype)
-
-
 def settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
     """Constructor arguments, common to linen and nnx, of a module that holds these parameters."""
     sizes = check(params)
@@ -173,7 +164,9 @@ def settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
         "use_out": params.out is not None,
         "use_bias_kv": params.bias_k is not None,
         "normalize_qk": params.query_norm is not None,
+        # As arguments they can be given anew.
         "dropout_rate": semantics.dropout_rate,
-        "semantics": semantics,
+        "precision": semantics.precision,
+        "semantics": replace(semantics, dropout_rate=0.0, precision=None),
         "param_dtype": np.dtype(params.query.kernel.dtype),
     }

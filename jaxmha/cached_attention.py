@@ -1,0 +1,154 @@
+"""Attention over a cache of keys and values, of which each sequence has its own length.
+
+Source of the blockwise softmax: Milakov and Gimelshein, "Online normalizer calculation for
+softmax" (2018).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import extra_positions
+from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams
+from jaxmha.products import resolved
+from jaxmha.semantics import Semantics
+
+BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
+WORTH_A_COPY = 4  # a copy of a key costs as much as attending about so many
+
+
+def attend_cache(
+    params: MHAParams,
+    query: jax.Array,
+    cache: tuple[jax.Array, jax.Array, jax.Array],
+    positions: jax.Array,
+    mask: Mask,
+    semantics: Semantics,
+    block: int,
+) -> jax.Array:
+    """Attention of `B T N H` queries at `positions` over a cache and the extra positions.
+
+    Args:
+      params: of the layer, for its extra positions.
+      query: `B T N H`.
+      cache: keys `B K S H`, values `B K S h`, and lengths `B` with the queries' own tokens.
+      positions: `B T`.
+      mask: of one batch axis: window, key/value padding and array over slots.
+      semantics: as in `multi_head_attention`.
+      block: keys read at a time.
+    """
+    cached_keys, cached_values, lengths = map(jnp.asarray, cache)
+    (B, T, N, H), (_, K, S, h) = query.shape, cached_values.shape
+    G, dtype = N // K, query.dtype
+    accumulate = accumulation_dtype(dtype)
+    precision = resolved(semantics.precision)
+    scale = H**-0.5 if semantics.scale is None else semantics.scale
+    rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
+    rows = rows.reshape(B, K, G * T, H)
+    last = lengths[:, None] - 1
+    left, _ = mask.window_size or (None, None)
+    size = min(block, S)
+
+    def allowed(slots: jax.Array) -> jax.Array:
+        """`B, n, T, slots`: slots whose token is not later than the query, nor too early."""
+        tokens = last - (last - slots.reshape(1, -1)) % S  # the latest that the slot may hold
+        i, j = positions[:, None, :, None], tokens[:, None, None]
+        there = (j >= 0) & (j <= i)
+        if left is not None:
+            there &= j >= i - left
+        if mask.key_value_padding is not None:
+            there &= jnp.take(mask.key_value_padding, slots, 1)[:, None, None]
+        if mask.array is not None:
+            array = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], S))
+            there &= jnp.take(array, slots, 3)
+        return there
+
+    def fold(
+        state: tuple[Any, ...], keys: Any, values: Any, there: Any, *, dead_too: bool = False
+    ) -> tuple[Any, ...]:
+        """Adds keys `B K s H` to the running highest logit, sum and output.
+
+        `dead_too`: values that nothing attends are multiplied by 0, whatever they hold.
+        """
+        highest, total, out = state
+        n, s = there.shape[1], keys.shape[2]
+        pairs = there if n > 1 else jnp.broadcast_to(there, (B, K * G, T, s))
+        pairs = pairs.reshape(B, K, G * T, s)
+        keys, values = keys.astype(accumulate), values.astype(accumulate)
+        if not dead_too:
+            values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
+        logits = _logits(rows, keys, precision)
+        if semantics.logits_soft_cap is not None:
+            logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
+        logits = jnp.where(pairs, logits, -jnp.inf)
+        higher = jnp.maximum(highest, logits.max(-1))
+        exps, shrink = jnp.exp(logits - higher[..., None]), jnp.exp(highest - higher)
+        product = jnp.einsum("bkrs,bksh->bkrh", exps, values, precision=precision)
+        return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + product
+
+    shape = (B, K, G * T)
+    lowest = float(np.finfo(accumulate).min)  # finite, so that nothing becomes NaN
+    nothing: tuple[Any, ...] = (
+        jnp.full(shape, lowest, accumulate),
+        jnp.zeros(shape, accumulate),
+        jnp.zeros((*shape, h), accumulate),
+    )
+    used = jnp.minimum(jnp.max(last) + 1, S)
+
+    def whole() -> tuple[Any, ...]:
+        slots = jnp.arange(S, dtype=np.int32)
+        return fold(nothing, cached_keys, cached_values, allowed(slots), dead_too=True)
+
+    def block_of(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The last block is moved back to fit; what it shares with the one before is left out.
+        start = jnp.minimum(i * size, S - size)
+        keys, values = (
+            jax.lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cached_keys, cached_values)
+        )
+        slots = start + jnp.arange(size, dtype=np.int32)
+        new = (slots >= i * size).reshape(1, 1, 1, size)
+        return fold(state, keys, values, allowed(slots) & new)
+
+    def by_blocks() -> tuple[Any, ...]:
+        first = jnp.zeros((), used.dtype)
+        if left is not None:  # no sequence has gone round yet: earlier blocks are not in a window
+            before = jnp.maximum(jnp.min(positions) - left, 0)
+            first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
+        last_block = (used + size - 1) // size
+        state: tuple[Any, ...] = jax.lax.fori_loop(first, last_block, block_of, nothing)
+        return state
+
+    # Cutting a block out is a copy, which costs more than reading all where much is used. Where
+    # slots that nothing attends hold NaN, that fails, and blocks are right.
+    unread = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nothing)
+    state = jax.lax.cond(used * WORTH_A_COPY > S, whole, lambda: unread)
+    state = jax.lax.cond(jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
+
+    heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
+    more = [
+        extra_positions.append(x, y, semantics)
+        for x, y in zip(heads, (params.bias_k, params.bias_v), strict=True)
+    ]
+    if more[0].shape[1]:
+        keys, values = (jnp.moveaxis(x, 1, 2) for x in more)
+        state = fold(state, keys, values, jnp.ones((B, 1, T, keys.shape[2]), bool))
+    _, total, out = state
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    empty = (total == 0)[..., None]
+    if semantics.fully_masked == "nan":
+        out = jnp.where(empty, jnp.nan, out)
+    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
+
+
+def _logits(rows: jax.Array, keys: jax.Array, precision: Any) -> jax.Array:
+    """`B K r s` of rows `B K r H` and keys `B K s H`."""
+    if rows.shape[2] == 1:
+        return jnp.einsum("bkrh,bksh->bkrs", rows, keys, precision=precision)
+    # Few rows times many keys is several times slower on CPUs than the other way round, which
+    # XLA would undo.
+    found = jnp.einsum("bksh,bkrh->bksr", keys, rows, precision=precision)
+    return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]
