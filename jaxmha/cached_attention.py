@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import extra_positions
+from jaxmha.arrays import Array
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
@@ -24,7 +25,7 @@ WORTH_A_COPY = 4  # a copy of a key costs as much as attending about so many
 def attend_cache(
     params: MHAParams,
     query: jax.Array,
-    cache: tuple[jax.Array, jax.Array, jax.Array],
+    cache: tuple[Array, Array, Array],
     positions: jax.Array,
     mask: Mask,
     semantics: Semantics,

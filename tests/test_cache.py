@@ -113,7 +113,7 @@ def test_a_window_goes_round(new: int) -> None:
 
 def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that do not divide S, of which the first ones are out of the window."""
-    from jaxmha import cache as module
+    from jaxmha import cached_attention as module
 
     monkeypatch.setattr(module, "BLOCK", 3)
     params, x = make()
@@ -137,7 +137,7 @@ def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
 
 def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long caches with little in them are never read whole."""
-    from jaxmha import cache as module
+    from jaxmha import cached_attention as module
 
     folded = []
     logits = module._logits
