@@ -1,6 +1,7 @@
 """jaxmha for flax: modules for linen and nnx, and an `attention_fn` for flax's own.
 
-Change one line: `from jaxmha.flax import linen as nn_attention`, or pass `attention_fn`.
+Change one line: `from jaxmha.flax.linen import MultiHeadDotProductAttention`, or
+`from jaxmha.flax.nnx import MultiHeadAttention`; or pass `attention_fn` to flax's own module.
 """
 
 from jaxmha.flax import linen as linen

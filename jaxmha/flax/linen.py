@@ -1,8 +1,10 @@
 """Multi-head attention as a `flax.linen` module."""
 
+import warnings
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -51,14 +53,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention` by jaxmha: same arguments, names and shapes.
 
     Its variables are those of flax, so that checkpoints load unchanged, both ways. It means what
-    flax's means, with these differences: fully masked rows are 0 (the mean of the values, as in
-    flax, with `semantics=Semantics.flax()`); the softmax is at least in float32, and half
-    precision is rounded less often; float32 products are float32 on every platform; dropout makes
-    other draws of the same distribution; a decoding step may have several tokens, and is NaN
-    where the cache has no room; integer inputs are refused; masks that are Python scalars are
-    refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
-    `implementation="reference"`; projections and norms hold parameters and are not called, so that
-    `nn.intercept_methods` and `capture_intermediates` see the layer alone.
+    flax's means, with [these differences](../guide/models.md#what-differs-from-flax); the first:
+    fully masked rows are 0 (the mean of the values, as in flax, with
+    `semantics=Semantics.flax()`).
 
     Attributes:
       num_heads: N.
@@ -90,7 +87,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         an argument for is said by either.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
-      implementation: as in `jaxmha.multi_head_attention`.
+      implementation: as in `jaxmha.multi_head_attention`; the method `decode_step` has a way of
+        its own.
 
     Raises:
       ValueError: sizes do not fit, or an argument cannot be honoured.
@@ -154,7 +152,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         bias: Any = None,
         is_causal: bool = False,
         deterministic: bool | None = None,
-        dropout_rng: Any = None,
+        dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
         input_positions: Any = None,
     ) -> Any:
@@ -164,7 +162,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
           inputs_q: `(*B, T, Dq)`.
           inputs_k: `(*B, S, Dk)`, default `inputs_q`.
           inputs_v: `(*B, S, Dv)`, default `inputs_k`.
-          inputs_kv: both of them; flax's older name.
+          inputs_kv: both of them; flax's older name, with a DeprecationWarning.
           mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
           bias: added to the logits, broadcastable to `(*B, N, T, S)`.
           is_causal: query i attends keys j <= i.
@@ -183,6 +181,11 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is inputs_k and inputs_v at once: give it or them")
+            warnings.warn(
+                "inputs_kv is deprecated in flax: give inputs_k, which serves as both",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             inputs_k = inputs_kv
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         semantics = self._semantics()
@@ -301,7 +304,10 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         return self._with_cache(step, inputs, cache, mask)
 
     def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
-        """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`."""
+        """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`.
+
+        `implementation` does not act: a step over such a cache has a way of its own.
+        """
         return self._with_cache(decode_step, inputs, cache, mask)
 
     def _with_cache(self, step: Any, inputs: Any, cache: KVCache, mask: Any) -> Any:

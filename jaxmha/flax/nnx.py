@@ -40,19 +40,11 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
     """`flax.nnx.MultiHeadAttention` by jaxmha: same arguments, names and shapes.
 
     Its state is that of flax, so that checkpoints load unchanged, both ways. It means what flax's
-    means, with these differences: fully masked rows are 0 (the mean of the values, as in flax,
-    with `semantics=Semantics.flax()`); the softmax is at least in float32, and half precision is
-    rounded less often; float32 products are float32 on every platform; dropout makes other draws
-    of the same distribution; `decode` may be left out; a decoding step may have several tokens,
-    attends all earlier ones with `is_causal` too, and is NaN where the cache has no room; integer
-    inputs are refused; forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`)
-    needs `implementation="reference"`; projections and norms hold parameters and are not called,
-    so another module in their place (such as one of LoRA) is refused.
+    means, with [these differences](../guide/models.md#what-differs-from-flax); the first: fully
+    masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     `dropout_rate`, `broadcast_dropout` and `precision` may be set later, and are those of
-    `semantics`. `use_bias`, `normalize_qk` and `attention_fn` can be read alone. Flax's attributes
-    `*_promote_dtype`, `*_dot_general` and `*_dot_general_cls` are not there: nothing would call
-    them.
+    `semantics`. `use_bias`, `normalize_qk` and `attention_fn` can be read alone.
 
     Args:
       num_heads: N.
@@ -84,7 +76,8 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         an argument for is said by either.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
-      implementation: as in `jaxmha.multi_head_attention`.
+      implementation: as in `jaxmha.multi_head_attention`; the method `decode_step` has a way of
+        its own.
 
     Raises:
       ValueError: sizes do not fit, or an argument cannot be honoured.
@@ -421,7 +414,10 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         return self._with_cache(step, inputs, cache, mask)
 
     def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
-        """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there."""
+        """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there.
+
+        `implementation` does not act: a step over such a cache has a way of its own.
+        """
         return self._with_cache(decode_step, inputs, cache, mask)
 
     def _with_cache(self, step: Any, inputs: Any, cache: KVCache, mask: Any) -> Any:
@@ -463,6 +459,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
           rngs: for dropout; without them its calls need some.
           settings: further arguments, such as `implementation`, `dtype`, `deterministic`; of
             `dropout_rate` and `precision` they take precedence over `semantics`.
+
+        Returns:
+          The module.
 
         Raises:
           ValueError: shapes do not fit each other, or `semantics`.

@@ -48,7 +48,8 @@ def behaviour(
         other = getattr(asked, name)
         if own and other and own != other:
             raise ValueError(
-                f"flax's arguments say {name}={own!r}, and semantics {name}={other!r}: give one"
+                f"{name}={own!r} by flax's arguments and {name}={other!r} of semantics differ: "
+                "give one"
             )
     left = {name: own or getattr(asked, name) for name, own in said.items()}
     return replace(asked, **{**left, "dropout_broadcast": shared})
@@ -163,7 +164,7 @@ def settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
         "use_bias": bool(there) if len(there) in (0, every) else there,
         "use_out": params.out is not None,
         "use_bias_kv": params.bias_k is not None,
-        "normalize_qk": params.query_norm is not None,
+        "normalize_qk": semantics.qk_norm == "layer",
         # As arguments they can be given anew.
         "dropout_rate": semantics.dropout_rate,
         "precision": semantics.precision,

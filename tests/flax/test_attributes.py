@@ -1,7 +1,9 @@
 """What changes in a module after its construction is honoured, or refused by name."""
 
+import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from flax import nnx
 from jaxmha import Semantics
 from jaxmha.flax import attention_fn, linen
 from jaxmha.flax.nnx import MultiHeadAttention
-from tests.flax.common import N, normal
+from tests.flax.common import N, normal, randomise, theirs
 from tests.tolerance import assert_same
 
 FEATURES = 17
@@ -47,17 +49,14 @@ def test_attributes_of_flax() -> None:
     assert (module.normalize_qk, module.use_bias) == (True, False)
     assert module.attention_fn is attention_fn
     module.set_attributes(broadcast_dropout=False)
+    fresh = layer(dropout_rate=0.1, use_bias=False, normalize_qk=True, broadcast_dropout=False)
+    assert nnx.graphdef(module) == nnx.graphdef(fresh)
     module.precision = "highest"
     assert (module.broadcast_dropout, module.precision) == (False, "highest")
     expected = Semantics(
         dropout_rate=0.1, dropout_broadcast=(), precision="highest", qk_norm="layer"
     )
     assert module.to_params()[1] == expected
-    fresh = layer(
-        dropout_rate=0.1, use_bias=False, normalize_qk=True,
-        broadcast_dropout=False, precision="highest",
-    )  # fmt: skip
-    assert nnx.graphdef(module) == nnx.graphdef(fresh)
     assert layer(use_bias=("key", "out")).use_bias == ("key", "out")
     for name in ("normalize_qk", "use_bias", "attention_fn"):
         with pytest.raises(AttributeError, match=f"{name} cannot change"):
@@ -92,6 +91,64 @@ def test_a_sequence_of_implementations_is_hashable() -> None:
         "blocked",
         "reference",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "semantics"),
+    [
+        ({"broadcast_dropout": True}, Semantics(dropout_broadcast=("B",))),
+        ({"normalize_qk": True}, Semantics(qk_norm="rms")),
+        ({"dropout_rate": 0.2}, Semantics(dropout_rate=0.1)),
+        ({"precision": "high"}, Semantics(precision="highest")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_said_twice_agrees(arguments: dict[str, Any], semantics: Semantics) -> None:
+    with pytest.raises(ValueError, match="of semantics differ: give one"):
+        layer(**arguments, semantics=semantics)
+    module = linen.MultiHeadAttention(N, **arguments, semantics=semantics)
+    with pytest.raises(ValueError, match="of semantics differ: give one"):
+        jax.eval_shape(module.init, jax.random.key(0), jnp.ones((5, N)))
+    same = layer(**arguments).semantics
+    assert layer(**arguments, semantics=same).semantics == same
+
+
+def test_a_softmax_in_another_dtype_is_not_forced() -> None:
+    module = linen.MultiHeadAttention(
+        N, force_fp32_for_softmax=True, semantics=Semantics(softmax_dtype="float64")
+    )
+    with pytest.raises(ValueError, match=r"softmax_dtype=.*of semantics differ"):
+        jax.eval_shape(module.init, jax.random.key(0), jnp.ones((5, N)))
+
+
+def test_flax_describes_a_view() -> None:
+    """Of every argument, in the words of flax's own module or others."""
+    told = nnx.view_info(layer())
+    for name in inspect.signature(MultiHeadAttention.set_view).parameters:
+        assert name == "self" or f"  {name}: " in told
+    assert "what `nnx.view` calls" not in told
+
+
+def test_submodules_have_the_dtype_of_the_computation() -> None:
+    module = layer(dtype=jnp.bfloat16, precision="highest", normalize_qk=True)
+    for held in (module.query, module.key, module.value):
+        assert theirs(held, jnp.ones((2, FEATURES))).dtype == jnp.bfloat16
+        assert held.precision == "highest"
+    assert theirs(module.query_ln, jnp.ones((2, 5))).dtype == jnp.bfloat16
+    assert theirs(module.out, jnp.ones((2, N, 5))).dtype == jnp.bfloat16
+
+
+def test_linen_shows_the_layer_alone() -> None:
+    """Submodules hold parameters, and are not called."""
+    x = normal("x", (2, 5, FEATURES))
+    module = linen.MultiHeadAttention(num_heads=N, qkv_features=5 * N, normalize_qk=True)
+    variables = randomise(jax.eval_shape(module.init, jax.random.key(0), x))
+    out, seen = module.apply(variables, x, capture_intermediates=True, mutable=["intermediates"])
+    assert list(seen["intermediates"]) == ["__call__"]
+    assert_same(seen["intermediates"]["__call__"][0], out)
+    table = module.tabulate(jax.random.key(0), x, console_kwargs={"width": 200})
+    count = sum(leaf.size for leaf in jax.tree.leaves(variables))
+    assert f"Total Parameters: {count:,}" in table
 
 
 def test_no_heads_are_refused() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmha import Mask, MHAParams, Semantics, multi_head_attention, rope
+import jaxmha
+from jaxmha import KVCache, Mask, MHAParams, Semantics, multi_head_attention, rope
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from tests.flax.common import DQ, B, H, N, T, normal, plain, randomise, shapes, state_of, theirs
@@ -120,6 +121,22 @@ def test_no_room_is_nan_and_no_cache_an_error() -> None:
     assert bool(jnp.isnan(layer(X[:, :2])).all())
     with pytest.raises(ValueError, match="cached_key has room"):
         layer(X[:1, :1])
+
+
+def test_prefill_runs_the_implementation_that_is_named() -> None:
+    cache = KVCache.empty(SELF, B, T)
+    message = "implementation must be among"
+    module, variables = ours_linen.MultiHeadAttention.from_params(SELF, implementation="flash")
+    with pytest.raises(ValueError, match=message):
+        module.apply(variables, X, cache, method="prefill")
+    with pytest.raises(ValueError, match=message):
+        modules(SELF, implementation="flash").prefill(X, cache)
+    with pytest.raises(ValueError, match=message):
+        jaxmha.prefill(SELF, X, cache, implementation="flash")
+    outs = [
+        jaxmha.prefill(SELF, X, cache, implementation=name)[0] for name in (None, ["reference"])
+    ]
+    assert_close(outs[1], np.asarray(outs[0]))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxmha.flax import nnx as ours_nnx
 from tests.everyday import everyday
 from tests.flax import test_same as same
 from tests.flax.common import CAUSAL, DQ, N, Row, T, inputs, normal, pairs, plain, randomise, theirs
-from tests.tolerance import FLOORS, LAYER, assert_close, assert_same, error, floor
+from tests.tolerance import FLOORS, LAYER, assert_same, error, floor
 
 MODULES: tuple[tuple[Any, Any], ...] = (
     (nn.MultiHeadDotProductAttention, ours_linen.MultiHeadDotProductAttention),
@@ -147,10 +147,7 @@ def test_decoding_of_linen(row: Row) -> None:
             for step, cache in zip(steps, caches, strict=True)
         )
         caches = [left["cache"], right["cache"]]
-        assert mine.dtype == out.dtype
-        if "force_fp32_for_softmax" in row.settings:  # float32 with roundings of half precision
-            mine = mine.astype(jnp.bfloat16)
-        assert_close(mine, np.asarray(out), f"step {t}", factor=same.allowed(mine))
+        same.agree(mine, out, row, f"step {t}")
         for name, array in plain(left).items():
             assert plain(right)[name].dtype == array.dtype
 
@@ -166,8 +163,7 @@ def test_decoding_of_nnx(row: Row) -> None:
     for t in range(T):
         out = theirs(step, flax, x[:, t : t + 1])
         mine = step(ours, x[:, t : t + 1])
-        assert mine.dtype == out.dtype
-        assert_close(mine, np.asarray(out), f"step {t}", factor=same.allowed(mine))
+        same.agree(mine, out, row, f"step {t}")
 
 
 @pytest.mark.slow
@@ -216,8 +212,7 @@ def test_attention_fn_in_nnx(row: Row) -> None:
     actual = [theirs(flax, x, mask=mask, **CAUSAL)]
     actual += [theirs(flax, x[:, t : t + 1], decode=True) for t in range(T)]
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert a.dtype == e.dtype
-        assert_close(a, np.asarray(e), str(i), factor=same.allowed(a))
+        same.agree(a, e, row, str(i))
 
 
 @pytest.mark.slow
@@ -240,10 +235,7 @@ def test_attention_fn_in_linen(row: Row) -> None:
             found.append(out)
         outs.append(found)
     for i, (e, a) in enumerate(zip(*outs, strict=True)):
-        assert a.dtype == e.dtype
-        if "force_fp32_for_softmax" in row.settings:  # float32 with roundings of half precision
-            a = a.astype(jnp.bfloat16)
-        assert_close(a, np.asarray(e), str(i), factor=same.allowed(a))
+        same.agree(a, e, row, str(i))
 
 
 def test_checkpoints_load_both_ways() -> None:

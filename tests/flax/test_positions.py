@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxmha import Mask, combine, dot_product_attention, init_params, project, rope
-from jaxmha.flax import attention_fn
+from jaxmha.flax import attention_fn, linen
 from jaxmha.flax import nnx as modules
 from tests.flax.common import normal, theirs
 from tests.tolerance import assert_close, assert_same
@@ -43,6 +43,25 @@ def test_positions_of_a_layer_and_of_its_cache() -> None:
     assert_close(jnp.concatenate(steps, 1), expected)
 
 
+@pytest.mark.slow
+def test_positions_in_linen() -> None:
+    expected = by_hand(POSITIONS)
+    layer, variables = linen.MultiHeadAttention.from_params(PARAMS, rotate=ROTATE)
+    out = layer.apply(variables, X, is_causal=True, input_positions=POSITIONS)
+    assert_close(out, expected)
+    decoding = layer.clone(decode=True)
+    cache = decoding.init(jax.random.key(0), X)["cache"]
+    step = jax.jit(partial(decoding.apply, mutable=["cache"]))
+    steps = []
+    for t in range(T):
+        now = slice(t, t + 1)
+        called = {**variables, "cache": cache}
+        out, left = step(called, X[:, now], input_positions=POSITIONS[:, now])
+        cache = left["cache"]
+        steps.append(out)
+    assert_close(jnp.concatenate(steps, 1), expected)
+
+
 def test_positions_in_attention_fn() -> None:
     q, k, v = (normal(name, (B, T, N, 4)) for name in ("q", "k", "v"))
     for positions in (None, POSITIONS):
@@ -63,6 +82,9 @@ def test_what_positions_cannot_mean_is_refused() -> None:
     layer = modules.MultiHeadAttention.from_params(PARAMS)
     with pytest.raises(ValueError, match="nothing is rotated; give rotate"):
         layer(X, input_positions=POSITIONS)
+    module, variables = linen.MultiHeadAttention.from_params(PARAMS)
+    with pytest.raises(ValueError, match="nothing is rotated; give rotate"):
+        module.apply(variables, X, input_positions=POSITIONS)
     q, k = jnp.ones((B, T, N, 4)), jnp.ones((B, T + 1, N, 4))
     with pytest.raises(ValueError, match="nothing is rotated"):
         attention_fn(q, q, q, input_positions=POSITIONS)
