@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
@@ -22,9 +23,9 @@ def attention_fn(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K h"],
     bias: Float[Array, "..."] | None = None,
-    mask: Any = None,
+    mask: Array | Mask | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
@@ -40,8 +41,8 @@ def attention_fn(
     semantics: Semantics | None = None,
     implementation: Implementation = None,
     rotate: Rotate | None = None,
-    input_positions: Any = None,
-) -> Any:
+    input_positions: Int[Array, "..."] | None = None,
+) -> Float[jax.Array, "*B T N h"]:
     """What `flax.linen` and `flax.nnx` call `dot_product_attention`, with the same arguments.
 
     `nn.MultiHeadDotProductAttention(..., attention_fn=attention_fn)` and

@@ -39,7 +39,7 @@ class How:
 
 def attend_heads(
     query: Any, key: Any, value: Any, bias: Any, mask: Mask, how: How
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, Any]:
     """`*B T N H`, `*B S K H`, `*B S K h` with any batch axes: out `*B T N h`, and the weights."""
     with forward_mode():
         out, weights = _attend_heads(query, key, value, bias, mask, _hashable(how))
@@ -54,7 +54,7 @@ def attend_layer(
     rotate: Rotate | None,
     how: How,
     positions: Any = None,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, Any]:
     """A layer over query, key and value features; `rotate(heads, positions)` stands inside.
 
     `positions`: of queries and keys, default 0, 1, ...
@@ -89,7 +89,7 @@ def attend_cached(
     rotate: Rotate | None,
     how: How,
     positions: Any = None,
-) -> tuple[Any, Any, tuple[Any, Any, Any]]:
+) -> tuple[jax.Array, Any, tuple[Any, Any, Any]]:
     """T tokens after those that flax's cache holds: keys `*B S K H`, values `*B S K h`, an index.
 
     `mask` and `bias` are over the S slots; a window is counted in tokens. Where there is no room

@@ -1,6 +1,7 @@
 """Multi-head attention as a `flax.linen` module."""
 
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Float, Int
 
+from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding, promoted
@@ -30,6 +33,7 @@ from jaxmha.flax.settings import (
     refuse,
     settings_of,
 )
+from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, from_leaves, leaves
 from jaxmha.semantics import Precision, Semantics
 
@@ -104,8 +108,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     """
 
     num_heads: int
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     qkv_features: int | None = None
     out_features: int | None = None
     broadcast_dropout: bool | None = None
@@ -117,7 +121,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
     use_bias: UseBias = True
-    attention_fn: Any = None
+    attention_fn: Callable[..., Any] | None = None
     decode: bool = False
     normalize_qk: bool = False
     force_fp32_for_softmax: bool = False
@@ -143,19 +147,19 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(
         self,
-        inputs_q: Any,
-        inputs_k: Any = None,
-        inputs_v: Any = None,
+        inputs_q: Float[Array, "*B T Dq"],
+        inputs_k: Float[Array, "*B S Dk"] | None = None,
+        inputs_v: Float[Array, "*B S Dv"] | None = None,
         *,
-        inputs_kv: Any = None,
-        mask: Any = None,
-        bias: Any = None,
+        inputs_kv: Float[Array, "*B S Dk"] | None = None,
+        mask: Array | Mask | None = None,
+        bias: Float[Array, "..."] | None = None,
         is_causal: bool = False,
         deterministic: bool | None = None,
-        dropout_rng: jax.Array | None = None,
+        dropout_rng: Array | None = None,
         sow_weights: bool = False,
-        input_positions: Any = None,
-    ) -> Any:
+        input_positions: Int[Array, "..."] | None = None,
+    ) -> Float[jax.Array, "*B T Do"]:
         """Attends from `inputs_q` to `inputs_k`.
 
         Args:
@@ -207,10 +211,10 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             out, weights = self._decode(params, inputs, dtype, *asked)
         else:
             out, weights = attend_layer(params, inputs, *asked)
-        out = cast(out, self.dtype)
+        given: jax.Array = cast(out, self.dtype)
         if sow_weights:
             sow(self, weights)
-        return out
+        return given
 
     def _semantics(self) -> Semantics:
         refuse(nn.dot_product_attention, own_attention_fn, attention_fn=self.attention_fn)
@@ -273,7 +277,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     def _decode(
         self, params: MHAParams, inputs: tuple[Any, Any, Any], dtype: Any, *asked: Any
-    ) -> tuple[Any, Any]:
+    ) -> tuple[jax.Array, Any]:
         there = self.has_variable("cache", "cached_key")
         batch, S = inputs[1].shape[:-2], inputs[1].shape[-2]
         sides = (params.key, params.value)
@@ -289,7 +293,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         keys.value, values.value, index.value = cached
         return out, weights
 
-    def prefill(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+    def prefill(
+        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`.
 
         >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
@@ -303,16 +309,20 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         step = partial(prefill, implementation=self.implementation)
         return self._with_cache(step, inputs, cache, mask)
 
-    def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+    def decode_step(
+        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`.
 
         `implementation` does not act: a step over such a cache has a way of its own.
         """
         return self._with_cache(decode_step, inputs, cache, mask)
 
-    def _with_cache(self, step: Any, inputs: Any, cache: KVCache, mask: Any) -> Any:
+    def _with_cache(
+        self, step: Any, inputs: Any, cache: KVCache, mask: Any
+    ) -> tuple[jax.Array, KVCache]:
         params, semantics = self.to_params()
-        return step(
+        out, longer = step(
             cast(params, self.dtype),
             cast(inputs, self.dtype),
             cache,
@@ -320,8 +330,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             mask=read_pairs(mask, self.local_window_size),
             rotate=self.rotate,
         )
+        return out, longer
 
-    def to_params(self, variables: Any = None) -> tuple[MHAParams, Semantics]:
+    def to_params(self, variables: Mapping[str, Any] | None = None) -> tuple[MHAParams, Semantics]:
         """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
 
         Args:

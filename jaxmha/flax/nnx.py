@@ -1,15 +1,19 @@
 """Multi-head attention as a `flax.nnx` module."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jaxtyping import Float, Int
 
+from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding
@@ -29,6 +33,7 @@ from jaxmha.flax.settings import (
     refuse,
     settings_of,
 )
+from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, from_leaves, leaves
 from jaxmha.semantics import Precision, Semantics
 
@@ -99,8 +104,8 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         num_kv_heads: int | None = None,
         in_kv_features: int | tuple[int, int] | None = None,
         *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         broadcast_dropout: bool | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
@@ -110,7 +115,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         bias_init: Initializer = nnx.initializers.zeros_init(),
         out_bias_init: Initializer | None = None,
         use_bias: UseBias = True,
-        attention_fn: Any = None,
+        attention_fn: Callable[..., Any] | None = None,
         decode: bool | None = None,
         normalize_qk: bool = False,
         qkv_promote_dtype: Any = None,
@@ -120,7 +125,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         out_dot_general: Any = None,
         qkv_dot_general_cls: Any = None,
         out_dot_general_cls: Any = None,
-        rngs: Any,
+        rngs: nnx.Rngs,
         keep_rngs: bool = True,
         kernel_metadata: Metadata = _NONE,
         out_kernel_metadata: Metadata = _NONE,
@@ -256,27 +261,27 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         return tuple(name for name, has in there.items() if has)
 
     @property
-    def attention_fn(self) -> Any:
+    def attention_fn(self) -> Callable[..., Any]:
         """`jaxmha.flax.attention_fn`, which means what this module does."""
         return own_attention_fn
 
     def __call__(
         self,
-        inputs_q: Any,
-        inputs_k: Any = None,
-        inputs_v: Any = None,
+        inputs_q: Float[Array, "*B T Dq"],
+        inputs_k: Float[Array, "*B S Dk"] | None = None,
+        inputs_v: Float[Array, "*B S Dv"] | None = None,
         *,
-        mask: Any = None,
-        bias: Any = None,
+        mask: Array | Mask | None = None,
+        bias: Float[Array, "..."] | None = None,
         deterministic: bool | None = None,
-        rngs: Any = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
-        input_positions: Any = None,
-    ) -> Any:
+        input_positions: Int[Array, "..."] | None = None,
+    ) -> Float[jax.Array, "*B T Do"]:
         """Attends from `inputs_q` to `inputs_k`.
 
         Args:
@@ -363,7 +368,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
             )
         return getattr(held, *tail)
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
         """Room for the keys and values of inputs `(*B, S, Dq)`; what was there is forgotten.
 
         >>> layer = MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
@@ -372,8 +377,8 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         ((3, 1, 6), 1)
         """
         shape = (*input_shape[:-1], self.num_kv_heads)
-        self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), dtype))
-        self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), dtype))
+        self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), np.dtype(dtype)))
+        self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), np.dtype(dtype)))
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
 
     def set_view(
@@ -401,7 +406,9 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
             batch = (batch_size,) if isinstance(batch_size, int) else batch_size
             self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
 
-    def prefill(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+    def prefill(
+        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
 
         >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
@@ -413,15 +420,19 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         step = partial(prefill, implementation=self.implementation)
         return self._with_cache(step, inputs, cache, mask)
 
-    def decode_step(self, inputs: Any, cache: KVCache, *, mask: Any = None) -> Any:
+    def decode_step(
+        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there.
 
         `implementation` does not act: a step over such a cache has a way of its own.
         """
         return self._with_cache(decode_step, inputs, cache, mask)
 
-    def _with_cache(self, step: Any, inputs: Any, cache: KVCache, mask: Any) -> Any:
-        return step(
+    def _with_cache(
+        self, step: Any, inputs: Any, cache: KVCache, mask: Any
+    ) -> tuple[jax.Array, KVCache]:
+        out, longer = step(
             cast(self._params(), self.dtype),
             cast(inputs, self.dtype),
             cache,
@@ -429,6 +440,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
             mask=read_pairs(mask, self.local_window_size),
             rotate=self.rotate,
         )
+        return out, longer
 
     def to_params(self) -> tuple[MHAParams, Semantics]:
         """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
@@ -446,7 +458,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         params: MHAParams,
         semantics: Semantics = Semantics(),
         *,
-        rngs: Any = None,
+        rngs: nnx.Rngs | None = None,
         **settings: Any,
     ) -> "MultiHeadAttention":
         """A module that is these parameters and this behaviour.

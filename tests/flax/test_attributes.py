@@ -159,7 +159,7 @@ def test_no_heads_are_refused() -> None:
         MultiHeadAttention(0, FEATURES, rngs=nnx.Rngs(0))
 
 
-def test_inputs_that_flax_takes_and_jaxmha_does_not() -> None:
+def test_inputs_that_flax_takes_and_jaxmha_does_not(no_shape_hook: None) -> None:
     """As the list of differences says."""
     x, heads = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, N, 5))
     with pytest.raises(TypeError, match="query"):
@@ -169,4 +169,4 @@ def test_inputs_that_flax_takes_and_jaxmha_does_not() -> None:
             nnx.Rngs(0).params(), x, mask=True
         )
     with pytest.raises(TypeError, match="mask must be an array"):
-        attention_fn(heads, heads, heads, mask=True)
+        attention_fn(heads, heads, heads, mask=True)  # type: ignore[arg-type]

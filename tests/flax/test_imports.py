@@ -59,6 +59,6 @@ def test_imported_layers_draw_from_streams_that_are_given() -> None:
         for other in outs[:i]:
             assert not np.array_equal(out, other)
     still = [layer(X, deterministic=True) for layer in (*layers, *held)]
-    for out in still[1:]:
-        assert_same(out, still[0])
+    for again in still[1:]:
+        assert_same(again, still[0])
     assert bool(jnp.isfinite(still[0]).all())

@@ -75,7 +75,7 @@ def test_positions_in_attention_fn() -> None:
     )  # fmt: skip
     own = modules.MultiHeadAttention(N, D, rotate=ROTATE, rngs=nnx.Rngs(0))
     mask = Mask.causal().to_array(T, T)
-    assert_close(np.asarray(theirs(layer, X, mask=mask)), own(X, mask=mask))
+    assert_close(theirs(layer, X, mask=mask), np.asarray(own(X, mask=mask)))
 
 
 def test_what_positions_cannot_mean_is_refused() -> None:

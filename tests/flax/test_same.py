@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxmha import Semantics
+from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from tests.everyday import everyday
@@ -126,17 +127,34 @@ def test_nnx(row: Row) -> None:
     agree(actual, out, row)
 
 
-def test_initial_values() -> None:
-    settings = {**WIDE, **INITS, **NORM}
-    x = inputs(Row("", {}, 2))
-    flax, ours = (module.MultiHeadAttention(**settings) for module in (nn, ours_linen))
+DRAWN = (
+    Row("every initialiser", {**WIDE, **INITS, **NORM}, 2),
+    Row("defaults", {**WIDE, "dropout_rate": 0.1}, 2),
+    Row("no biases", {**WIDE, "use_bias": False, "kernel_init": INITS["kernel_init"]}, 1),
+    Row("half", {**WIDE, **INITS, "param_dtype": jnp.bfloat16}, 2, "bfloat16"),
+)
+
+
+@pytest.mark.parametrize("row", everyday(DRAWN, "every initialiser"))
+def test_initial_values_of_linen(row: Row) -> None:
+    x = inputs(row)
+    settings = {**row.settings, "deterministic": True}
     expected, actual = (
-        plain(theirs(jax.jit(module.init), jax.random.key(3), *x)) for module in (flax, ours)
+        plain(theirs(jax.jit(module.MultiHeadAttention(**settings).init), jax.random.key(3), *x))
+        for module in (nn, ours_linen)
     )
+    assert list(actual) == list(expected)
     for name in expected:
         assert_same(actual[name], expected[name], name)
 
-    settings |= {"in_features": DQ, "in_kv_features": DK, "dropout_rate": 0.1}
+
+GROUPED = Row("grouped", {**INITS, "num_heads": 2 * N, "qkv_features": 2 * N * H,
+                          "num_kv_heads": N}, 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", everyday((*DRAWN, GROUPED), "every initialiser"))
+def test_initial_values_of_nnx(row: Row) -> None:
+    settings = {**row.settings, "in_features": DQ, "in_kv_features": (DQ, DK)[row.inputs - 1]}
     expected, actual = (
         state_of(theirs(module.MultiHeadAttention, rngs=nnx.Rngs(3), **settings))
         for module in (nnx, ours_nnx)
@@ -159,7 +177,7 @@ def test_call_arguments_of_linen() -> None:
             ours.apply(variables, x[0], **wrong)
 
 
-def test_masks_of_every_rank_and_dtype() -> None:
+def test_masks_of_every_rank_and_dtype(no_shape_hook: None) -> None:
     flax, ours = (module.MultiHeadAttention(**WIDE) for module in (nn, ours_linen))
     (x,) = inputs(Row("", {}))
     variables = randomise(theirs(jax.eval_shape, flax.init, jax.random.key(0), x))
@@ -256,22 +274,34 @@ def test_gradients_of_nnx() -> None:
             assert_close(a, e, name, factor=2)
 
 
-@pytest.mark.parametrize("broadcast", [False, pytest.param(None, marks=pytest.mark.slow)])
-def test_dropout_is_distributed_as_in_flax(broadcast: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("broadcast", "how"),
+    [
+        (False, "module"),
+        pytest.param(None, "module", marks=pytest.mark.slow),
+        pytest.param(False, "attention_fn", marks=pytest.mark.slow),
+        pytest.param(True, "attention_fn", marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_is_distributed_as_in_flax(broadcast: bool | None, how: str) -> None:
     """With values of one, an output is the kept weight of its row over the rate kept."""
     rate, T, S = 0.3, 101, 103
     settings: dict[str, Any] = {"num_heads": 2, "qkv_features": 2, "dropout_rate": rate, "deterministic": False,
                 "use_bias": False, "out_features": 2}  # fmt: skip
     if broadcast is not None:
         settings["broadcast_dropout"] = broadcast
+    flax = nn.MultiHeadAttention(**settings)
+    if how == "module":
+        other = ours_linen.MultiHeadAttention(**settings)
+    else:
+        other = flax.clone(attention_fn=attention_fn)
     x, y = jnp.zeros((2, T, 2)), jnp.ones((2, S, 2))
     params = {name: {"kernel": jnp.eye(2).reshape(2, 2, 1)} for name in ("query", "key", "value")}
     params["out"] = {"kernel": jnp.eye(2).reshape(2, 1, 2)}
     outs = [
-        theirs(module.MultiHeadAttention(**settings).apply, {"params": params}, x, y,
-               rngs={"dropout": jax.random.key(1)})
-        for module in (nn, ours_linen)
-    ]  # fmt: skip
+        theirs(layer.apply, {"params": params}, x, y, rngs={"dropout": jax.random.key(1)})
+        for layer in (flax, other)
+    ]
     kept = 1 - rate
     for out in outs:
         shared = broadcast is not False
