@@ -13,7 +13,7 @@ from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
-from jaxmha.cached_attention import BLOCK, attend_cache
+from jaxmha.cached_attention import BLOCK, attend_cache, refuse_structure
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
@@ -198,16 +198,7 @@ def decode_step(
     """
     checks.are_arrays(x=x)
     mask = as_mask(mask)
-    refused = [
-        name
-        for name in ("causal_offset", "query_lengths", "key_value_lengths", "query_padding")
-        if getattr(mask, name) is not None
-    ] + ["segments"] * (mask.query_segments is not None)
-    if refused:
-        raise ValueError(
-            f"mask: a decoding step is causal and knows its lengths, got {', '.join(refused)}: "
-            "give window, key/value padding or a Boolean array over the slots of the cache"
-        )
+    refuse_structure(mask)
     if semantics.fully_masked == "mean":
         raise ValueError(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "

@@ -22,6 +22,18 @@ BLOCK = 512  # keys read at a time: steps cost what is there, not what there is 
 WORTH_A_COPY = 4  # a copy of a key costs as much as attending about so many
 
 
+def refuse_structure(mask: Mask) -> None:
+    """Raises ValueError for what a mask cannot say of a step over a cache."""
+    names = ("causal_offset", "query_lengths", "key_value_lengths", "query_padding")
+    refused = [name for name in names if getattr(mask, name) is not None]
+    refused += ["segments"] * (mask.query_segments is not None)
+    if refused:
+        raise ValueError(
+            f"mask: a decoding step is causal and knows its lengths, got {', '.join(refused)}: "
+            "give window, key/value padding or a Boolean array over the slots of the cache"
+        )
+
+
 def attend_cache(
     params: MHAParams,
     query: jax.Array,

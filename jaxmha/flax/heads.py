@@ -1,4 +1,4 @@
-"""Attention with something between projection and attention: rotations, or a cache."""
+"""Attention over heads, and of a layer with something between projection and attention."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxmha import checks, extra_positions, sharding
 from jaxmha.attention import attend, hashable
 from jaxmha.cache import Rotate
 from jaxmha.implementations import forward_mode
-from jaxmha.layer import combine, live_features, multi_head_attention, project, project_live
+from jaxmha.layer import combine, live_features, multi_head_attention, project_live
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import ReturnWeights, Semantics
@@ -42,7 +42,7 @@ def attend_heads(
 ) -> tuple[jax.Array, Any]:
     """`*B T N H`, `*B S K H`, `*B S K h` with any batch axes: out `*B T N h`, and the weights."""
     with forward_mode():
-        out, weights = _attend_heads(query, key, value, bias, mask, _hashable(how))
+        out, weights = _attend_heads(query, key, value, bias, mask, fixed(how))
     return out, weights
 
 
@@ -59,7 +59,7 @@ def attend_layer(
 
     `positions`: of queries and keys, default 0, 1, ...
     """
-    _check_positions(positions, rotate, *inputs[:2])
+    check_positions(positions, rotate, *inputs[:2])
     if rotate is None:
         result = multi_head_attention(
             params,
@@ -72,59 +72,19 @@ def attend_layer(
             implementation=how.implementation,
         )
         return result if how.return_weights else (result, None)
-    _checked(params, inputs, bias)
+    check_arrays(params, inputs, bias)
     with forward_mode():
         out, weights = _attend_layer(
-            params, inputs, bias, mask, _hashable(how), positions, rotate=rotate
+            params, inputs, bias, mask, fixed(how), positions, rotate=rotate
         )
     return out, weights
 
 
-def attend_cached(
-    params: MHAParams,
-    inputs: tuple[Any, Any, Any],
-    cached: tuple[Any, Any, Any],
-    bias: Any,
-    mask: Mask,
-    rotate: Rotate | None,
-    how: How,
-    positions: Any = None,
-) -> tuple[jax.Array, Any, tuple[Any, Any, Any]]:
-    """T tokens after those that flax's cache holds: keys `*B S K H`, values `*B S K h`, an index.
-
-    `mask` and `bias` are over the S slots; a window is counted in tokens. Where there is no room
-    left the outputs are NaN, since a compiled program cannot raise. `positions` are those of the
-    new tokens for `rotate`, default their slots.
-
-    Returns:
-      out `*B T Do`, weights, and the cache after the tokens.
-    """
-    refused = [
-        name
-        for name in ("query_lengths", "key_value_lengths", "query_padding", "query_segments")
-        if getattr(mask, name) is not None
-    ]
-    offset = mask.causal_offset
-    if refused or not (offset is None or (isinstance(offset, int) and offset == 0)):
-        raise ValueError(
-            f"mask: a decoding step is causal and knows its lengths, got "
-            f"{', '.join(refused) or 'causal with an offset'}: give window, key/value padding or an "
-            "array over the slots of the cache"
-        )
-    _check_positions(positions, rotate, *inputs[:2])
-    _checked(params, inputs, bias)
-    with forward_mode():
-        out, weights, cached = _attend_cached(
-            params, inputs, cached, bias, mask, _hashable(how), positions, rotate=rotate
-        )
-    return out, weights, cached
-
-
-def _hashable(how: How) -> How:
+def fixed(how: How) -> How:
     return replace(how, implementation=hashable(how.implementation))
 
 
-def _checked(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
+def check_arrays(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
     checks.are_arrays(bias=bias, **names)
     checks.no_silent_rounding(params=params, bias=bias, **names)
@@ -145,9 +105,9 @@ def _attend_heads(
     mask: Mask,
     how: How,
 ) -> tuple[Any, Any]:
-    batch, sizes = query.shape[:-3], _sizes(query, key)
-    wide = _widen(None, bias, mask, batch, sizes, how.semantics)
-    return _between(None, query, key, value, wide, how)
+    batch, sizes = query.shape[:-3], sizes_of(query, key)
+    wide = widen(None, bias, mask, batch, sizes, how.semantics)
+    return between(None, query, key, value, wide, how)
 
 
 def _places(params: MHAParams, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -170,72 +130,17 @@ def _attend_layer(
     batch = inputs[0].shape[:-2]
     T, S = inputs[0].shape[-2], inputs[1].shape[-2]
     sizes = {**check(params), "T": T, "S": S}
-    wide = _widen(params, bias, mask, batch, sizes, how.semantics)
+    wide = widen(params, bias, mask, batch, sizes, how.semantics)
     extra = extra_positions.count(params, how.semantics)
     live = live_features(math.prod(batch), *wide, sizes, extra, how.semantics.fully_masked)
     query, key, value = project_live(params, *inputs, how.semantics, live)
     query = rotate(query, _positions(batch, T) if positions is None else positions)
     key = rotate(key, _positions(batch, S) if positions is None else positions)
-    out, weights = _between(params, query, key, value, wide, how)
+    out, weights = between(params, query, key, value, wide, how)
     return combine(params, out, semantics=how.semantics), weights
 
 
-def _places_cached(params: MHAParams, inputs: Any, cached: Any, *_: Any, **__: Any) -> Any:
-    """A cache stays where it lies."""
-    spread = sharding.of_features(inputs[0], params.query.kernel)
-    specs = tuple(sharding.spec(*sharding.spec_of(x)) for x in cached)
-    return spread and (spread.axes, (spread.features, spread.pairs, specs))
-
-
-@partial(jax.jit, static_argnames="rotate")
-@sharding.by_types(_places_cached)
-def _attend_cached(
-    params: MHAParams,
-    inputs: tuple[Any, Any, Any],
-    cached: tuple[Any, Any, Any],
-    bias: Any,
-    mask: Mask,
-    how: How,
-    positions: Any,
-    *,
-    rotate: Rotate | None,
-) -> tuple[Any, Any, tuple[Any, Any, Any]]:
-    query, key, value = project(params, *inputs, semantics=how.semantics)
-    keys, values, index = cached
-    *batch, T, _, _ = query.shape
-    S = keys.shape[-3]
-    for name, new, old in (("key", key, keys), ("value", value, values)):
-        expected = (*old.shape[:-3], T, *old.shape[-2:])
-        if new.shape != expected:
-            raise ValueError(
-                f"cached_{name} has room for {old.shape} (*B, S, K, H): expected {expected} of "
-                f"{T} new tokens, got {new.shape}"
-            )
-    if T > S:
-        raise ValueError(f"T={T} new tokens are more than the S={S} slots of the cache")
-    tokens = index + jnp.arange(T, dtype=index.dtype)
-    if rotate is not None:
-        places = jnp.broadcast_to(tokens, (*batch, T)) if positions is None else positions
-        query, key = rotate(query, places), rotate(key, places)
-    start = (jnp.zeros_like(index),) * len(batch) + (index,) + (jnp.zeros_like(index),) * 2
-    keys, values = (
-        jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
-        for old, new in ((keys, key), (values, value))
-    )
-    slots, rows = jnp.arange(S, dtype=index.dtype).reshape(1, S), tokens.reshape(T, 1)
-    there = slots <= rows
-    left, _ = mask.window_size or (None, None)
-    if left is not None:
-        there &= slots >= rows - left
-    mask = replace(mask, window_size=None, causal_offset=None) & Mask(array=there)
-    wide = _widen(params, bias, mask, batch, _sizes(query, keys), how.semantics)
-    heads = keys.astype(query.dtype), values.astype(query.dtype)
-    out, weights = _between(params, query, *heads, wide, how)
-    out = jnp.where(index + T > S, jnp.nan, out)
-    return combine(params, out, semantics=how.semantics), weights, (keys, values, index + T)
-
-
-def _check_positions(
+def check_positions(
     positions: Any, rotate: Rotate | None, queries: Any, keys: Any, *, features: int = 1
 ) -> None:
     """`queries` and `keys` are `*B T`, `*B S` and so many axes of features."""
@@ -255,7 +160,7 @@ def _check_positions(
 
 def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) -> tuple[Any, Any]:
     """Heads `*B T N H`, `*B S K H` as `rotate` turns them at positions, default 0, 1, ..."""
-    _check_positions(positions, rotate, query, key, features=2)
+    check_positions(positions, rotate, query, key, features=2)
     if rotate is None:
         return query, key
     *batch, T, _, _ = query.shape
@@ -274,11 +179,11 @@ def _positions(batch: Sequence[int], size: int) -> Any:
     return jnp.broadcast_to(places[0], (*batch, size))
 
 
-def _sizes(query: Any, key: Any) -> dict[str, int]:
+def sizes_of(query: Any, key: Any) -> dict[str, int]:
     return {"T": query.shape[-3], "N": query.shape[-2], "S": key.shape[-3]}
 
 
-def _widen(
+def widen(
     params: MHAParams | None,
     bias: Any,
     mask: Mask,
@@ -294,7 +199,7 @@ def _widen(
     )
 
 
-def _between(
+def between(
     params: MHAParams | None, query: Any, key: Any, value: Any, wide: tuple[Any, Mask], how: How
 ) -> tuple[Any, Any]:
     """Extra positions, one batch axis, attention, and the batch axes again."""

@@ -17,9 +17,10 @@ from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding, promoted
+from jaxmha.flax.cached import attend_cached
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
-from jaxmha.flax.heads import How, Implementation, attend_cached, attend_layer
+from jaxmha.flax.heads import How, Implementation, attend_layer
 from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init, flat_init
 from jaxmha.flax.settings import (
     UseBias,

@@ -1,7 +1,6 @@
 """Multi-head attention as a `flax.nnx` module."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,31 +16,35 @@ from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding
+from jaxmha.flax.cached import attend_cached
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
-from jaxmha.flax.heads import How, Implementation, attend_cached, attend_layer
-from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init
+from jaxmha.flax.heads import How, Implementation, attend_layer
+from jaxmha.flax.nnx_attributes import Attributes
+from jaxmha.flax.nnx_dropout import dropout_key
+from jaxmha.flax.nnx_parameters import declare, params_of, variable
+from jaxmha.flax.parameters import Initializer
 from jaxmha.flax.settings import (
     UseBias,
     Window,
     behaviour,
-    biased,
     cast,
     head_sizes,
     read_inputs,
     read_pairs,
     refuse,
+    refuse_shardings,
     settings_of,
 )
 from jaxmha.mask import Mask
-from jaxmha.params import MHAParams, check, from_leaves, leaves
+from jaxmha.params import MHAParams, check, leaves
 from jaxmha.semantics import Precision, Semantics
 
 Metadata = Mapping[str, Any]
 _NONE: Metadata = MappingProxyType({})
 
 
-class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
+class MultiHeadAttention(Attributes):
     """`flax.nnx.MultiHeadAttention` by jaxmha: same arguments, names and shapes.
 
     Its state is that of flax, so that checkpoints load unchanged, both ways. It means what flax's
@@ -172,98 +175,40 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         self.local_window_size, self.rotate = local_window_size, rotate
         self.implementation = hashable(implementation)
 
-        # flax's own layers hold the parameters under its names, drawn in its order; they are
-        # not called.
-        linear = partial(
-            nnx.LinearGeneral,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=self.precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-            rngs=rngs,
+        common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        heads = common | {
+            "precision": self.precision,
+            "kernel_init": kernel_init,
+            "bias_init": bias_init,
+            "kernel_metadata": kernel_metadata,
+            "bias_metadata": bias_metadata,
+        }
+        out = heads | {
+            "kernel_init": out_kernel_init or kernel_init,
+            "bias_init": out_bias_init or bias_init,
+            "kernel_metadata": out_kernel_metadata or kernel_metadata,
+            "bias_metadata": out_bias_metadata or bias_metadata,
+        }
+        norms = {
+            "query_ln": common | {"scale_metadata": query_ln_scale_metadata},
+            "key_ln": common | {"scale_metadata": key_ln_scale_metadata},
+        }
+        ends = {"Dq": in_features, "Dk": Dk, "Dv": Dv, "Do": self.out_features}
+        declared = declare(
+            ends | {"N": num_heads, "K": K, "H": H, "h": h},
+            heads,
+            out if use_out else None,
+            norms if self.normalize_qk else {},
+            use_bias=use_bias,
+            use_bias_kv=use_bias_kv,
         )
-        heads = {"query": (in_features, num_heads, H), "key": (Dk, K, H), "value": (Dv, K, h)}
-        for name, (width, count, size) in heads.items():
-            layer = linear(width, (count, size), use_bias=biased(use_bias, name))
-            setattr(self, name, layer)
-        norms = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
-        for name, metadata in norms.items():
-            normed = self.semantics.qk_norm is not None
-            scale = partial(
-                nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-            )
-            setattr(self, name, scale(scale_metadata=metadata) if normed else nnx.data(None))
-        self.out = nnx.data(None)
-        if use_out:
-            self.out = linear(
-                (num_heads, h),
-                self.out_features,
-                axis=(-2, -1),
-                use_bias=biased(use_bias, "out"),
-                kernel_init=out_kernel_init or kernel_init,
-                bias_init=out_bias_init or bias_init,
-                kernel_metadata=out_kernel_metadata or kernel_metadata,
-                bias_metadata=out_bias_metadata or bias_metadata,
-            )
-        self.bias_k, self.bias_v = nnx.data(None), nnx.data(None)
-        if use_bias_kv:
-            self.bias_k, self.bias_v = (
-                nnx.Param(bias_kv_init(rngs.params(), (K, size), param_dtype)) for size in (H, h)
-            )
+        for name, held in declared.items():
+            setattr(self, name, held)
         keeps = keep_rngs and self.dropout_rate > 0
         self.rngs = rngs.dropout.fork() if keeps else None
         self.cached_key = nnx.data(None)
         self.cached_value = nnx.data(None)
         self.cache_index = nnx.data(None)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("dropout_rate", "precision"):
-            name, value = "semantics", replace(self.semantics, **{name: value})
-        elif name == "broadcast_dropout":
-            shared = {None: self.semantics.dropout_broadcast, True: ("B", "N"), False: ()}[value]
-            name, value = "semantics", replace(self.semantics, dropout_broadcast=shared)
-        elif name in ("normalize_qk", "use_bias", "attention_fn"):
-            raise AttributeError(f"{name} cannot change in a module: construct another")
-        super().__setattr__(name, value)
-
-    @property
-    def dropout_rate(self) -> float:
-        """That of `semantics`; may be set."""
-        return self.semantics.dropout_rate
-
-    @property
-    def broadcast_dropout(self) -> bool:
-        """Whether `semantics` shares a draw for dropout; may be set."""
-        return bool(self.semantics.dropout_broadcast)
-
-    @property
-    def precision(self) -> Precision:
-        """That of `semantics`; may be set."""
-        return self.semantics.precision
-
-    @property
-    def normalize_qk(self) -> bool:
-        """Whether queries and keys are normalised."""
-        return self.semantics.qk_norm is not None
-
-    @property
-    def use_bias(self) -> UseBias:
-        """Whether the projections have biases; or the names of those that have one."""
-        layers = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
-        there = {
-            name: layer.bias is not None for name, layer in layers.items() if layer is not None
-        }
-        if len(set(there.values())) == 1:
-            return there["query"]
-        return tuple(name for name, has in there.items() if has)
-
-    @property
-    def attention_fn(self) -> Callable[..., Any]:
-        """`jaxmha.flax.attention_fn`, which means what this module does."""
-        return own_attention_fn
 
     def __call__(
         self,
@@ -306,17 +251,12 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
           ValueError: a shape does not fit, dropout has no rngs, or decoding no cache.
           TypeError: a submodule was replaced by one of another type.
         """
-        for name, sharding in (("out_sharding", out_sharding), ("qkv_sharding", qkv_sharding)):
-            if sharding is not None:
-                raise ValueError(
-                    f"{name}: shard the inputs and parameters (kernel_metadata), or constrain the "
-                    "output with jax.lax.with_sharding_constraint"
-                )
+        refuse_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
-        params = cast(self._params(), self.dtype)
+        params = cast(params_of(self), self.dtype)
         pairs = read_pairs(mask, self.local_window_size, is_causal)
-        dropout_key = self._dropout_key(deterministic, rngs)
-        how = How(self.semantics, dropout_key, sow_weights, self.implementation)
+        key = dropout_key(self, deterministic, rngs)
+        how = How(self.semantics, key, sow_weights, self.implementation)
         asked = bias, pairs, self.rotate, how, input_positions
         if self.decode if decode is None else decode:
             if self.cached_key is None:
@@ -329,44 +269,6 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         if sow_weights:
             sow(self, weights)
         return out
-
-    def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Any:
-        if not self.semantics.dropout_rate:
-            return None
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic is None:
-            raise ValueError(
-                "deterministic: say in the constructor or in the call whether dropout acts"
-            )
-        if deterministic:
-            return None
-        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
-        stream = self.rngs if stream is None else stream
-        if stream is None:
-            raise ValueError(
-                "rngs: dropout needs them in the call where keep_rngs=False, or where the module "
-                "was made without dropout"
-            )
-        return stream()
-
-    def _params(self) -> MHAParams:
-        there = {leaf: self._variable(leaf) for leaf in PATHS}
-        return from_leaves({leaf: x[...] for leaf, x in there.items() if x is not None})
-
-    def _variable(self, leaf: str) -> Any:
-        """The variable that holds a leaf of `MHAParams`, or None."""
-        name, *tail = PATHS[leaf]
-        held = getattr(self, name)
-        if not tail or held is None:
-            return held
-        kind = nnx.LayerNorm if name.endswith("_ln") else nnx.LinearGeneral
-        if type(held) is not kind:
-            raise TypeError(
-                f"{name} must be an nnx.{kind.__name__}, which holds parameters and is not called, "
-                f"got {type(held).__name__}: change its parameters instead, or use flax's own "
-                "module with attention_fn=jaxmha.flax.attention_fn"
-            )
-        return getattr(held, *tail)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
         """Room for the keys and values of inputs `(*B, S, Dq)`; what was there is forgotten.
@@ -433,7 +335,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         self, step: Any, inputs: Any, cache: KVCache, mask: Any
     ) -> tuple[jax.Array, KVCache]:
         out, longer = step(
-            cast(self._params(), self.dtype),
+            cast(params_of(self), self.dtype),
             cast(inputs, self.dtype),
             cache,
             semantics=self.semantics,
@@ -450,7 +352,7 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
         >>> MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)).to_params()[0].query.kernel.shape
         (6, 2, 3)
         """
-        return self._params(), self.semantics
+        return params_of(self), self.semantics
 
     @classmethod
     def from_params(
@@ -495,5 +397,5 @@ class MultiHeadAttention(nnx.Module):  # type: ignore[misc]
             **{**settings_of(params, semantics), "keep_rngs": rngs is not None, **settings},
         )
         for leaf, array in leaves(params).items():
-            module._variable(leaf).set_value(jnp.asarray(array))
+            variable(module, leaf).set_value(jnp.asarray(array))
         return module

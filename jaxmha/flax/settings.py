@@ -66,6 +66,16 @@ def refuse(*accepted: Any, **hooks: Any) -> None:
             )
 
 
+def refuse_shardings(**shardings: Any) -> None:
+    """Raises ValueError for a sharding that a call of flax would constrain its results to."""
+    for name, sharding in shardings.items():
+        if sharding is not None:
+            raise ValueError(
+                f"{name}: shard the inputs and parameters (kernel_metadata), or constrain the "
+                "output with jax.lax.with_sharding_constraint"
+            )
+
+
 def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
     """Inputs of flax's calls in the compute dtype, if there is one; what is left out is in place."""
     if key is None and value is not None:

@@ -193,7 +193,7 @@ def test_parameters_come_back(without: tuple[str, ...]) -> None:
 
 
 def test_an_import_from_torch_is_one_line() -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     import jaxmha.converters.torch as torch_converter
 

@@ -1,0 +1,63 @@
+"""Attributes of flax's nnx module that `semantics` and the parameters of ours say."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flax import nnx
+
+from jaxmha.flax.function import attention_fn as own_attention_fn
+from jaxmha.flax.settings import UseBias
+from jaxmha.semantics import Precision, Semantics
+
+
+class Attributes(nnx.Module):  # type: ignore[misc]
+    """Reads and sets them in a module with `semantics` and projections."""
+
+    semantics: Semantics
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("dropout_rate", "precision"):
+            name, value = "semantics", replace(self.semantics, **{name: value})
+        elif name == "broadcast_dropout":
+            shared = {None: self.semantics.dropout_broadcast, True: ("B", "N"), False: ()}[value]
+            name, value = "semantics", replace(self.semantics, dropout_broadcast=shared)
+        elif name in ("normalize_qk", "use_bias", "attention_fn"):
+            raise AttributeError(f"{name} cannot change in a module: construct another")
+        super().__setattr__(name, value)
+
+    @property
+    def dropout_rate(self) -> float:
+        """That of `semantics`; may be set."""
+        return self.semantics.dropout_rate
+
+    @property
+    def broadcast_dropout(self) -> bool:
+        """Whether `semantics` shares a draw for dropout; may be set."""
+        return bool(self.semantics.dropout_broadcast)
+
+    @property
+    def precision(self) -> Precision:
+        """That of `semantics`; may be set."""
+        return self.semantics.precision
+
+    @property
+    def normalize_qk(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.semantics.qk_norm is not None
+
+    @property
+    def use_bias(self) -> UseBias:
+        """Whether the projections have biases; or the names of those that have one."""
+        layers = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
+        there = {
+            name: layer.bias is not None for name, layer in layers.items() if layer is not None
+        }
+        if len(set(there.values())) == 1:
+            return there["query"]
+        return tuple(name for name, has in there.items() if has)
+
+    @property
+    def attention_fn(self) -> Callable[..., Any]:
+        """`jaxmha.flax.attention_fn`, which means what this module does."""
+        return own_attention_fn

@@ -1,0 +1,30 @@
+"""Keys for dropout from the streams of flax's nnx."""
+
+from typing import Any
+
+from flax import nnx
+
+
+def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
+    """The next key of `rngs`, or of the stream that a module keeps; None where nothing drops.
+
+    Raises:
+      ValueError: nobody says whether dropout acts, or there is no stream.
+    """
+    if not module.semantics.dropout_rate:
+        return None
+    deterministic = module.deterministic if deterministic is None else deterministic
+    if deterministic is None:
+        raise ValueError(
+            "deterministic: say in the constructor or in the call whether dropout acts"
+        )
+    if deterministic:
+        return None
+    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+    stream = module.rngs if stream is None else stream
+    if stream is None:
+        raise ValueError(
+            "rngs: dropout needs them in the call where keep_rngs=False, or where the module "
+            "was made without dropout"
+        )
+    return stream()

@@ -1,0 +1,75 @@
+"""Parameters of the nnx module: flax's own layers hold them under its names, and are not called."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from jaxmha.flax.parameters import PATHS, bias_kv_init
+from jaxmha.flax.settings import UseBias, biased
+from jaxmha.params import MHAParams, from_leaves
+
+Settings = Mapping[str, Any]
+
+
+def declare(
+    sizes: Mapping[str, int],
+    heads: Settings,
+    out: Settings | None,
+    norms: Mapping[str, Settings],
+    *,
+    use_bias: UseBias,
+    use_bias_kv: bool,
+) -> dict[str, Any]:
+    """Attributes of a module by name, drawn in the order of flax; None where there is none.
+
+    Args:
+      sizes: Dq, Dk, Dv, Do, N, K, H, h.
+      heads: arguments of `nnx.LinearGeneral` for queries, keys and values.
+      out: those for the output layer, if there is one.
+      norms: by name, arguments of `nnx.LayerNorm`.
+      use_bias: as in the module.
+      use_bias_kv: as in the module.
+    """
+    N, K, H, h = (sizes[axis] for axis in ("N", "K", "H", "h"))
+    ends = {
+        "query": (sizes["Dq"], (N, H)),
+        "key": (sizes["Dk"], (K, H)),
+        "value": (sizes["Dv"], (K, h)),
+    }
+    made: dict[str, Any] = {
+        name: nnx.LinearGeneral(*end, use_bias=biased(use_bias, name), **heads)
+        for name, end in ends.items()
+    }
+    for name, settings in norms.items():
+        made[name] = nnx.LayerNorm(H, use_bias=False, **settings)
+    if out is not None:
+        bias = biased(use_bias, "out")
+        made["out"] = nnx.LinearGeneral((N, h), sizes["Do"], axis=(-2, -1), use_bias=bias, **out)
+    if use_bias_kv:
+        for name, size in (("bias_k", H), ("bias_v", h)):
+            key, dtype = heads["rngs"].params(), heads["param_dtype"]
+            made[name] = nnx.Param(bias_kv_init(key, (K, size), dtype))
+    return {name: made.get(name, nnx.data(None)) for name, *_ in PATHS.values()}
+
+
+def variable(module: Any, leaf: str) -> Any:
+    """The variable of a module that holds a leaf of `MHAParams`, or None."""
+    name, *tail = PATHS[leaf]
+    held = getattr(module, name)
+    if not tail or held is None:
+        return held
+    kind = nnx.LayerNorm if name.endswith("_ln") else nnx.LinearGeneral
+    if type(held) is not kind:
+        raise TypeError(
+            f"{name} must be an nnx.{kind.__name__}, which holds parameters and is not called, "
+            f"got {type(held).__name__}: change its parameters instead, or use flax's own "
+            "module with attention_fn=jaxmha.flax.attention_fn"
+        )
+    return getattr(held, *tail)
+
+
+def params_of(module: Any) -> MHAParams:
+    """What the variables of a module hold."""
+    there = {leaf: variable(module, leaf) for leaf in PATHS}
+    return from_leaves({leaf: x[...] for leaf, x in there.items() if x is not None})
