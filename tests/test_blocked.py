@@ -21,16 +21,19 @@ from jaxmha.implementations import (
     over_blocks,
     pairs,
     reach,
+    tiles,
 )
-from jaxmha.implementations.request import Request, Result
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
+from tests.everyday import everyday
 
 BY_NAME = {case.name: case for case in CASES}
-# One row and one key of one head, and three keys of all heads; T and S are no multiples of them.
+# One row and one key of one head; three keys; and two of four heads with four keys of `several`. T
+# and S are no multiples of them.
 TINY = (
     {"target": 1, "least_rows": 1, "side": 1},
     {"target": 4 * 7 * 2 * 2, "least_rows": 2, "side": 3},
+    {"target": 2 * 4 * 2 * 2 * 4, "least_rows": 1, "side": 4},
 )
 
 
@@ -44,14 +47,9 @@ def shape_of(shape: tuple[int, ...], dtype: str) -> Any:
 )
 def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """An implementation of a name of its own, for which nothing is compiled yet."""
-
-    def attend(asked: Request) -> Result:
-        with monkeypatch.context() as patch:
-            patch.setattr(blocked, "SIZES", request.param)
-            return blocked.attend(asked)
-
+    monkeypatch.setattr(blocked, "SIZES", request.param)
     name = request.node.name
-    module = SimpleNamespace(supports=blocked.supports, attend=attend)
+    module = SimpleNamespace(supports=blocked.supports, attend=blocked.attend)
     monkeypatch.setitem(conformance.WITHOUT_WEIGHTS, name, "as blocked")
     monkeypatch.setitem(IMPLEMENTATIONS, name, module)
     return str(name)
@@ -78,6 +76,52 @@ def test_values(name: str, tiny: str) -> None:
 @pytest.mark.parametrize("name", ["window_sides", "dropout_shared", "everything"])
 def test_gradients(name: str, tiny: str) -> None:
     conformance.gradients(BY_NAME[name], tiny, "float32", entries=5)
+
+
+def several(name: str, **changes: Any) -> Case:
+    """A case of several steps, of two heads of four each, of blocks of rows and of keys."""
+    return replace(Case(name, S=11, K=4, H=3, h=2), **changes)
+
+
+SEVERAL = (
+    several("causal", is_causal=True, dropout_rate=0.3, fully_masked="nan"),
+    several("lengths", query_seq_lengths=(3, 5), key_value_seq_lengths=(6, 11), dropout_rate=0.6),
+    several("segments", segments="pair", dropout_rate=0.4, dropout_broadcast=("B", "N")),
+    several("window", local_window_size=(3, 2), logits_soft_cap=0.9),
+    several("mask", mask="BNTS", empty_rows=True, dead_keys=True, bias="BNTS", bias_excludes=True),
+    several("one of a group", G=1, segments="pair", is_causal=True, bias="1N1S", dropout_rate=0.2),
+    several("all", T=7, segments="pair", local_window_size=(4, 3), key_value_seq_lengths=(11, 7),
+            mask="1NTS", bias="B1TS", bias_excludes=True, logits_soft_cap=1.3, dropout_rate=0.3),
+    # Without conditions all keys are one block.
+    several("no condition", bias="BNTS", dropout_rate=0.3),
+    # Slopes are summed over axes that the bias broadcasts, block after block.
+    *(
+        several(f"bias {axes}", bias=axes, local_window_size=(4, 3), dropout_rate=0.3)
+        for axes in ("BNTS", "B1TS", "1NTS", "11TS", "BN1S", "BNT1", "11T1", "111S", "1111")
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tiny", TINY[2:], indirect=True, ids=["two_heads"])
+@pytest.mark.parametrize("case", everyday(SEVERAL, "window"))
+def test_every_slope_over_several_blocks(
+    case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every entry, not of a few, against those of the reference in float64."""
+    plans = []
+
+    def seen(plan: blocks.Plan, *rest: Any) -> Any:
+        plans.append(plan)
+        return over_blocks.backward(plan, *rest)
+
+    monkeypatch.setattr(blocked, "backward", seen)
+    conformance.kernel(case, tiny, "float32", lse=case.fully_masked == "zero")
+    (plan,) = plans
+    assert plan.blocks > 1
+    assert plan.steps > 1
+    if case.name != "no condition":
+        assert plan.chunks > 1
+        assert plan.heads > 1
 
 
 def test_poison(tiny: str) -> None:
@@ -134,77 +178,6 @@ def test_traced_offsets(batch: int) -> None:
     )
     want = reference.dot_product_attention(**arrays, mask=places & there)
     tolerance.assert_close(out, want.out)
-
-
-def conditions_of(kind: str, T: int, S: int) -> Mask:
-    rng, B = np.random.default_rng(T + S), 2
-    ids = [np.sort(rng.integers(0, 4, (B, n)), -1).astype(np.int32) for n in (T, S)]
-    return {
-        "causal": Mask.causal(),
-        "offset": Mask.causal(S - T),
-        "offsets": Mask.causal(np.array([-3, 5], np.int32)),
-        "window": Mask.window(7, 3),
-        "left window": Mask.window(0, None) & Mask.causal(9),
-        "lengths": Mask.lengths(np.array([T, 1], np.int32), np.array([S // 2, 0], np.int32)),
-        "padding": Mask.padding(key_value=rng.random((B, S)) < 0.9),
-        "segments": Mask.segments(*ids),
-        "array": Mask.dense(rng.random((B, 3, T, S)) < 0.5) & Mask.causal(),
-        "keys": Mask.dense(np.arange(S) % 40 < 30),
-    }[kind]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["causal", "offset", "offsets", "window", "left window", "lengths", "padding", "segments", "array", "keys"],
-)  # fmt: skip
-@pytest.mark.parametrize(("T", "S", "side"), [(1, 1, 2), (97, 31, 8), (29, 97, 8)])
-@pytest.mark.parametrize("batches", [1, 2])
-def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batches: int) -> None:
-    """Chunks are clear, or looked at with their conditions, or without any allowed pair."""
-    mask = conditions_of(kind, T, S)
-    cut = blocks.plan(2, 3, 1, T, S, skips=True, target=1, least_rows=side, side=side)
-    cut = replace(cut, batches=batches)
-    cut = replace(cut, heads=3 if batches > 1 else 1)
-    conditions, _ = pairs.pad(pairs.of_mask(mask, T, S), None, cut)
-    found = reach.table(conditions, cut)
-    allowed = np.broadcast_to(mask.to_array(T, S), (2, 3, T, S))
-    if found is None:
-        assert allowed.all()
-        return
-    order, clear, needed = (np.asarray(x) for x in found)
-    assert (np.sort(order, -1) == np.arange(cut.chunks)).all()
-    for b, i, place in np.ndindex(2, cut.blocks, cut.chunks):
-        g = b // batches if len(order) > 1 else 0
-        j = order[g, i, place]
-        rows, keys = (
-            slice(i * cut.rows, (i + 1) * cut.rows),
-            slice(j * cut.keys, (j + 1) * cut.keys),
-        )
-        block = allowed[b, :, rows, keys]
-        if place < clear[g, i]:
-            assert block.all()
-            assert (j + 1) * cut.keys <= S
-        elif place >= needed[g, i]:
-            assert not block.any()
-
-
-@pytest.mark.parametrize(
-    ("mask", "most"),
-    [
-        (Mask.causal(), 0.54),
-        (Mask.window(255, 0), 0.13),
-        (Mask.lengths(key_value=np.array([1024, 2048], np.int32)), 0.38),
-        (Mask.segments(*[np.repeat(np.arange(8, dtype=np.int32), 512)[None]] * 2), 0.13),
-    ],
-    ids=["causal", "window", "lengths", "segments"],
-)
-def test_what_conditions_rule_out_is_not_computed(mask: Mask, most: float) -> None:
-    cut = blocks.plan(2, 1, 1, 4096, 4096, skips=True, side=256)
-    conditions, _ = pairs.pad(pairs.of_mask(mask, 4096, 4096), None, cut)
-    found = reach.table(conditions, cut)
-    assert found is not None
-    assert np.mean(found.needed) / cut.chunks < most
-    assert np.mean(np.asarray(found.needed) - found.clear) / cut.chunks < 0.13
 
 
 def test_scores_are_never_materialised() -> None:
@@ -284,6 +257,31 @@ def _draws_of_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(over_blocks, "kept", kept)
 
 
+def _in_the_gradient(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake, but in no forward pass."""
+
+    def backward(*given: Any) -> Any:
+        with monkeypatch.context() as patch:
+            mutate(patch)
+            return over_blocks.backward(*given)
+
+    monkeypatch.setattr(blocked, "backward", backward)
+
+
+def _first_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tiles.add
+    monkeypatch.setattr(tiles, "add", lambda plan, x, j, more: right(plan, x, 0, more))
+
+
+def _bias_of_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Any = over_blocks._add_bias_slope
+
+    def add(*given: Any) -> Any:
+        return right(*given[:-1], given[-1]._replace(t=0))
+
+    monkeypatch.setattr(over_blocks, "_add_bias_slope", add)
+
+
 def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     right = pairs.added
 
@@ -293,7 +291,7 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "added", added)
 
 
-@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+@pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize(
     ("mutate", "name", "slopes"),
     [
@@ -301,8 +299,16 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
         (_lse_slope_lost, "multi_query", True),
         (_draws_of_the_first_block, "dropout", False),
         (_groups_swapped, "bias_per_head", False),
+        (partial(_in_the_gradient, _draws_of_the_first_block), "dropout", True),
+        (partial(_in_the_gradient, _last_chunk_lost), "window_sides", True),
+        (partial(_in_the_gradient, _groups_swapped), "everything", True),
+        (_first_chunk_only, "lengths", True),
+        (_bias_of_the_first_rows, "everything", True),
     ],
-    ids=["chunks", "lse", "dropout", "groups"],
+    ids=[
+        *("chunks", "lse", "dropout", "groups"),
+        *("dropout again", "chunks again", "groups again", "first chunk", "first rows"),
+    ],
 )
 def test_mistakes_are_noticed(
     mutate: Any, name: str, slopes: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
@@ -315,7 +321,7 @@ def test_mistakes_are_noticed(
         check(BY_NAME[name], tiny, "float32")
 
 
-@pytest.mark.parametrize("tiny", TINY[1:], indirect=True)
+@pytest.mark.parametrize("tiny", TINY[1:2], indirect=True)
 def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _edges_clear(monkeypatch)
     with pytest.raises(AssertionError):
@@ -330,7 +336,7 @@ BANDS = (
 )
 
 
-@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+@pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS, ids=[case.name for case in BANDS])
 def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
@@ -347,7 +353,7 @@ def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     conformance.gradients(case, tiny, "float32", entries=5)
 
 
-@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+@pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((5, n, 3, 2)).astype(np.float32) for n in (7, 13, 13))
@@ -364,7 +370,7 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     tolerance.assert_close(actual, np.asarray(wanted), factor=2.0)
 
 
-@pytest.mark.parametrize("tiny", TINY[1:], indirect=True, ids=["two_rows"])
+@pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS[:2], ids=["rows", "keys"])
 def test_a_band_in_the_wrong_place_is_noticed(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,80 @@
+"""Which blocks are visited, with conditions and without."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxmha import Mask
+from jaxmha.implementations import blocks, pairs, reach
+
+
+def conditions_of(kind: str, T: int, S: int) -> Mask:
+    rng, B = np.random.default_rng(T + S), 2
+    ids = [np.sort(rng.integers(0, 4, (B, n)), -1).astype(np.int32) for n in (T, S)]
+    return {
+        "causal": Mask.causal(),
+        "offset": Mask.causal(S - T),
+        "offsets": Mask.causal(np.array([-3, 5], np.int32)),
+        "window": Mask.window(7, 3),
+        "left window": Mask.window(0, None) & Mask.causal(9),
+        "lengths": Mask.lengths(np.array([T, 1], np.int32), np.array([S // 2, 0], np.int32)),
+        "padding": Mask.padding(key_value=rng.random((B, S)) < 0.9),
+        "segments": Mask.segments(*ids),
+        "array": Mask.dense(rng.random((B, 3, T, S)) < 0.5) & Mask.causal(),
+        "keys": Mask.dense(np.arange(S) % 40 < 30),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["causal", "offset", "offsets", "window", "left window", "lengths", "padding", "segments", "array", "keys"],
+)  # fmt: skip
+@pytest.mark.parametrize(("T", "S", "side"), [(1, 1, 2), (97, 31, 8), (29, 97, 8)])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batches: int) -> None:
+    """Chunks are clear, or looked at with their conditions, or without any allowed pair."""
+    mask = conditions_of(kind, T, S)
+    cut = blocks.plan(2, 3, 1, T, S, skips=True, target=1, least_rows=side, side=side)
+    cut = replace(cut, batches=batches)
+    cut = replace(cut, heads=3 if batches > 1 else 1)
+    conditions, _ = pairs.pad(pairs.of_mask(mask, T, S), None, cut)
+    found = reach.table(conditions, cut)
+    allowed = np.broadcast_to(mask.to_array(T, S), (2, 3, T, S))
+    if found is None:
+        assert allowed.all()
+        return
+    order, clear, needed = (np.asarray(x) for x in found)
+    assert (np.sort(order, -1) == np.arange(cut.chunks)).all()
+    for b, i, place in np.ndindex(2, cut.blocks, cut.chunks):
+        g = b // batches if len(order) > 1 else 0
+        j = order[g, i, place]
+        rows, keys = (
+            slice(i * cut.rows, (i + 1) * cut.rows),
+            slice(j * cut.keys, (j + 1) * cut.keys),
+        )
+        block = allowed[b, :, rows, keys]
+        if place < clear[g, i]:
+            assert block.all()
+            assert (j + 1) * cut.keys <= S
+        elif place >= needed[g, i]:
+            assert not block.any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (Mask.causal(), 0.54),
+        (Mask.window(255, 0), 0.13),
+        (Mask.lengths(key_value=np.array([1024, 2048], np.int32)), 0.38),
+        (Mask.segments(*[np.repeat(np.arange(8, dtype=np.int32), 512)[None]] * 2), 0.13),
+    ],
+    ids=["causal", "window", "lengths", "segments"],
+)
+def test_what_conditions_rule_out_is_not_computed(mask: Mask, most: float) -> None:
+    cut = blocks.plan(2, 1, 1, 4096, 4096, skips=True, side=256)
+    conditions, _ = pairs.pad(pairs.of_mask(mask, 4096, 4096), None, cut)
+    found = reach.table(conditions, cut)
+    assert found is not None
+    assert np.mean(found.needed) / cut.chunks < most
+    assert np.mean(np.asarray(found.needed) - found.clear) / cut.chunks < 0.13
