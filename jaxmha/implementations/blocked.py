@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
-from jaxmha.implementations import bands, blocks, empty_rows, pairs, tiles
+from jaxmha.implementations import bands, blocks, empty_rows, pairs, shards, tiles
 from jaxmha.implementations.blocked_dropout import words_of
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.one_block import Rules, Running
@@ -120,7 +120,8 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
             window=(None, None), above=None if static is not None else conditions.above
         )
         words = words_of(request.dropout_key if _drops(request) else None, request.part)
-        out, lse = (spread or core)(plan, rules, query, key, value, bias, traced, words)
+        arrays = shards.alike((query, key, value, bias, traced, words))
+        out, lse = (spread or core)(plan, rules, *arrays)
         there = sharding.in_order(conditions.rows, 1)
         if there is not None:
             out = jnp.where(there[:, None, :, None], out, 0.0)

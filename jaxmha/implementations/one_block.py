@@ -40,10 +40,9 @@ class Running(NamedTuple):
 
 
 def nothing_yet(rows: jax.Array, h: int) -> Running:
-    shape = (*rows.shape[:-1], 1)
-    zeros = jnp.zeros(shape, rows.dtype)
-    lowest = jnp.full(shape, LOWEST[rows.dtype.name], rows.dtype)
-    return Running(jnp.zeros((*shape[:-1], h), rows.dtype), lowest, zeros)
+    *lead, _ = rows.shape
+    out, zeros = (jnp.zeros_like(rows, shape=(*lead, d)) for d in (h, 1))
+    return Running(out, jnp.full_like(zeros, LOWEST[rows.dtype.name]), zeros)
 
 
 def forward(

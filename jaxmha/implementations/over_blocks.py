@@ -116,7 +116,7 @@ def backward(
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
     dtype = per_row[0].dtype
-    bias_slope = None if bias is None else jnp.zeros(bias.shape, dtype)
+    bias_slope = None if bias is None else jnp.zeros_like(bias, dtype)
 
     def block(index: Any, i: Any, parts: Any, chunk: Any, start: Any) -> Any:
         def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:

@@ -88,6 +88,19 @@ def split(B: int, N: int, K: int) -> Split | None:
     return Split(axes, b, n, k if n else (), B, N)
 
 
+def alike(arrays: Any) -> Any:
+    """Arrays, each of which differs between devices as soon as one does: what a loop carries does,
+    and gradients of what all devices share are summed once, over devices, outside."""
+    leaves, tree = jax.tree.flatten(arrays)
+    varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    names = frozenset().union(*varying)
+    if not names:
+        return arrays
+    more = [tuple(names - before) for before in varying]
+    leaves = [jax.lax.pcast(x, axes, to="varying") for x, axes in zip(leaves, more, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
+
+
 def project(
     run: Callable[..., Any], projections: tuple[Any, ...], inputs: tuple[Any, ...], others: Any
 ) -> Any:
