@@ -135,6 +135,25 @@ def test_poisoned_queries(implementation: str) -> None:
 
 
 @by_implementation
+@pytest.mark.parametrize("name", ["plain", "causal"])
+@pytest.mark.parametrize("array", everyday(["query", "key", "value"], "key"))
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_heads_stay_apart(implementation: str, name: str, array: str, poison: float) -> None:
+    """What is not finite in one head changes no other head."""
+    case = BY_NAME[name]
+    arrays = cases.arrays(case, "float32")
+    run = jax.jit(conformance.call(case, implementation, return_lse=True))
+    out, lse = (np.asarray(x) for x in run(arrays))
+    spoiled = arrays | {array: arrays[array].copy()}
+    spoiled[array][0, 1, 0, 0] = poison
+    heads = slice(1 if array == "query" else case.G, None)
+    spoiled_out, spoiled_lse = run(spoiled)
+    tolerance.assert_close(spoiled_out[:, :, heads], out[:, :, heads])
+    tolerance.assert_close(spoiled_lse[:, heads], lse[:, heads])
+    assert poison == np.inf or np.isnan(spoiled_out[0]).any()
+
+
+@by_implementation
 def test_bias_of_excluded_pairs(implementation: str) -> None:
     """What a bias holds where the mask is False has no influence."""
     case = Case("excluded", bias="BNTS", mask="BNTS")

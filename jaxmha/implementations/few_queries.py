@@ -36,16 +36,42 @@ def supports(request: Request) -> str | None:
 def attend(request: Request) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs."""
     if request.mask.empty and request.bias is None:
-        return reference.attend(request, ALL_HEADS)
+        return _apart(request)
     # Zeroing what nothing attends is a copy of all keys and values; a sum is a tenth of that, and
     # finite only if they all are.
     finite = [jnp.isfinite(x.astype(np.float32).sum()) for x in request[:3]]
     result: Result = jax.lax.cond(
-        finite[0] & finite[1] & finite[2],
+        _all(finite[0] & finite[1] & finite[2]),
         lambda: reference.attend(request, ALL_HEADS, all_finite=True),
-        lambda: reference.attend(request, ALL_HEADS),
+        lambda: _apart(request),
     )
     return result
+
+
+def _apart(request: Request) -> Result:
+    """All heads together, or head by head where a key that is not finite reaches other heads: zeros
+    times it make their lse NaN."""
+    result = reference.attend(request, ALL_HEADS)
+    if request.key.shape[2] == 1:
+        return result
+    assert result.lse is not None
+    apart: Result = jax.lax.cond(
+        _all(~jnp.isnan(jax.lax.stop_gradient(result.lse)).any()),
+        lambda: result,
+        lambda: reference.attend(request, EACH_HEAD),
+    )
+    return apart
+
+
+@jax.custom_batching.custom_vmap
+def _all(x: jax.Array) -> jax.Array:
+    """One answer for all of a batch, else both sides of a branch would run."""
+    return x.all()
+
+
+@_all.def_vmap
+def _of_batch(_: int, __: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    return _all(x), False
 
 
 def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
@@ -61,6 +87,19 @@ def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
     return jnp.swapaxes(logits, 1, 2).reshape(B, N, T, S)
 
 
+def _logits_of_each(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    """One key head after another: programs hold room for a copy of all of them also where they take
+    the other side of a branch."""
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
+
+    def head(k: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(query, k * (N // K), N // K, 2)
+        keys = jax.lax.dynamic_slice_in_dim(key, k, 1, 2)
+        return reference.HEAD_BY_HEAD.logits(rows, keys, precision)
+
+    return jnp.moveaxis(jax.lax.map(head, jnp.arange(K)), 0, 1).reshape(B, N, T, S)
+
+
 def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
     (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
     out = matmul(weights.reshape(B, N * T, S), value.reshape(B, S, K * h), precision=precision)
@@ -70,3 +109,4 @@ def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
 
 
 ALL_HEADS = reference.Products(_logits, _out)
+EACH_HEAD = reference.Products(_logits_of_each, _out)
