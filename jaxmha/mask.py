@@ -27,7 +27,7 @@ class Mask:
     [[[[1, 0, 0], [1, 1, 0]]], [[[1, 0, 0], [1, 0, 0]]]]
     """
 
-    causal_offset: int | Array | None = None
+    causal_offset: int | np.integer[Any] | Array | None = None
     window_size: tuple[int | None, int | None] | None = None
     query_lengths: Array | None = None
     key_value_lengths: Array | None = None
@@ -38,9 +38,10 @@ class Mask:
     array: Array | None = None
 
     @classmethod
-    def causal(cls, offset: int | Int[Array, "*B"] = 0) -> "Mask":
+    def causal(cls, offset: int | np.integer[Any] | Int[Array, "*B"] = 0) -> "Mask":
         """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has one per batch row."""
-        return cls(causal_offset=offset)
+        known = isinstance(offset, int | np.integer | np.ndarray)
+        return cls(causal_offset=near(offset) if known else offset)
 
     @classmethod
     def window(cls, left: int | None, right: int | None) -> "Mask":
@@ -50,7 +51,7 @@ class Mask:
                 raise TypeError(f"window sides must be integers or None, got ({left}, {right})")
             if side is not None and side < 0:
                 raise ValueError(f"window sides must be >= 0 or None, got ({left}, {right})")
-        left, right = (None if side is None else index(side) for side in (left, right))
+        left, right = (None if side is None else near(index(side)) for side in (left, right))
         return cls(window_size=(left, right))
 
     @classmethod
@@ -119,7 +120,7 @@ class Mask:
         i, j = xp.arange(T).reshape(1, 1, T, 1), xp.arange(S).reshape(1, 1, 1, S)
         allowed: Array = xp.ones((1, 1, T, S), bool)
         if self.causal_offset is not None:
-            allowed = allowed & (j <= i + _over_rows(self.causal_offset, i, xp))
+            allowed = allowed & (j <= i + _over_rows(near(self.causal_offset), i, xp))
         left, right = self.window_size or (None, None)
         if left is not None:
             allowed = allowed & (j >= i - left)
@@ -149,6 +150,20 @@ class Mask:
     def tree_unflatten(cls, static: tuple[Any, ...], traced: tuple[Any, ...]) -> "Mask":
         (static_offset, window), (offset, *arrays) = static, traced
         return cls(offset if static_offset is None else static_offset, window, *arrays)
+
+
+# Further than any position; its sum with one is a number of 32 bits.
+FAR = 2**30
+
+
+def near(bound: Any) -> Any:
+    """A bound, or an array of them, no further than any position is; its dtype stays."""
+    if isinstance(bound, int):
+        return max(-FAR, min(bound, FAR))
+    limits = np.iinfo(bound.dtype)
+    if limits.max <= FAR:
+        return bound
+    return _library(bound).clip(bound, max(-FAR, int(limits.min)), FAR)
 
 
 _FIELDS = tuple(field.name for field in fields(Mask))  # the static ones first

@@ -1,11 +1,13 @@
 """Mask: constructors, intersection, and the keyword arguments that mean the same."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import product
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -262,3 +264,37 @@ def test_traced_masks_print_without_values() -> None:
     shown = []
     jax.jit(lambda mask: shown.append(str(mask)))(Mask.padding(key_value=np.ones((2, 5), bool)))
     assert shown == ["Mask(key_value_padding=bool[2, 5])"]
+
+
+FARTHEST = {
+    "int": 2**31 - 1,
+    "size": sys.maxsize,
+    "NumPy int": np.int64(2**40),
+    "int64": np.array([2**31 - 1, 2**40]),
+    "int32": np.array([2**31 - 1] * 2, np.int32),
+    "traced": jnp.asarray([2**31 - 1] * 2, jnp.int32),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked"])
+@pytest.mark.parametrize("name", FARTHEST)
+def test_bounds_of_any_size(name: str, implementation: str) -> None:
+    """What is further than any position binds nothing, or leaves nothing."""
+    offset: Any = FARTHEST[name]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 3, 5)).astype(np.float32) for n in (11, 7, 7))
+
+    def out(mask: Mask | None) -> Any:
+        return jaxmha.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+    far = Mask.causal(offset)
+    assert np.asarray(far.to_array(11, 7)).all()
+    tolerance.assert_close(out(far), np.asarray(out(None)))
+    if isinstance(offset, int):
+        window = Mask.window(2, offset)
+        assert np.asarray(window.to_array(11, 7) == Mask.window(2, None).to_array(11, 7)).all()
+        tolerance.assert_close(out(window), np.asarray(out(Mask.window(2, None))))
+        tolerance.assert_close(out(Mask.window(offset, offset)), np.asarray(out(None)))
+    none = Mask.causal(-offset)
+    assert not np.asarray(none.to_array(11, 7)).any()
+    assert not np.asarray(out(none)).any()

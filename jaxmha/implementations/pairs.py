@@ -13,7 +13,7 @@ import numpy as np
 from jaxmha.implementations import blocks
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.request import allowed_pairs
-from jaxmha.mask import Mask
+from jaxmha.mask import Mask, near
 
 
 class Pairs(NamedTuple):
@@ -58,7 +58,7 @@ def of_mask(mask: Mask, T: int, S: int) -> Pairs:
     segments = None
     if mask.query_segments is not None:
         segments = jnp.asarray(mask.query_segments), jnp.asarray(mask.key_value_segments)
-    above = mask.causal_offset
+    above = None if mask.causal_offset is None else near(mask.causal_offset)
     if above is not None and not isinstance(above, int):
         above = jnp.asarray(above).astype(jnp.arange(0).dtype).reshape(-1)
     array = None if mask.array is None else jnp.asarray(mask.array)
