@@ -358,3 +358,22 @@ def test_dense_masks_of_keys_or_of_rows_alone_are_padding(
     (mask,) = seen
     arrays = ("array", "query_padding", "key_value_padding")
     assert [name for name in arrays if getattr(mask, name) is not None] == [field]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", None])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_no_query_heads(implementation: str | None, gradient: bool) -> None:
+    q, k, v = (np.ones((2, n, heads, 3), np.float32) for n, heads in ((1, 0), (71, 5), (71, 5)))
+
+    def of(q: Any, k: Any, v: Any) -> Any:
+        out, lse = jaxmha.dot_product_attention(
+            q, k, v, is_causal=True, return_lse=True, implementation=implementation
+        )
+        assert out.shape == (2, 1, 0, 3)
+        assert lse.shape == (2, 0, 1)
+        return out.sum() + lse.sum()
+
+    if gradient:
+        assert not any(np.asarray(x).any() for x in jax.grad(of, (0, 1, 2))(q, k, v))
+    else:
+        assert of(q, k, v) == 0

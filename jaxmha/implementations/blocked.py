@@ -90,7 +90,7 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
     query *= scale
     out: jax.Array
     lse: jax.Array | None
-    if 0 in (B, T, S):
+    if 0 in (B, N, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
         conditions = pairs.of_mask(request.mask, T, S)

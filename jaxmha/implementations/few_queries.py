@@ -26,6 +26,8 @@ def supports(request: Request) -> str | None:
     (_, T, N, _), S = request.query.shape, request.key.shape[1]
     if not all(isinstance(size, int) for size in (*request.query.shape, *request.value.shape)):
         return "sizes must be known"
+    if not N:
+        return "there are no query heads"
     if T * N > MOST_ROWS:
         return f"T*N = {T * N} queries of all heads are more than {MOST_ROWS}"
     if S < LEAST_KEYS:
