@@ -124,6 +124,30 @@ def test_every_slope_over_several_blocks(
         assert plan.heads > 1
 
 
+def test_sizes_of_one_call_are_those_of_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have changed when the gradient is traced."""
+    plans = []
+
+    def seen(plan: blocks.Plan, *rest: Any) -> Any:
+        plans.append(plan)
+        return over_blocks.backward(plan, *rest)
+
+    monkeypatch.setattr(blocked, "backward", seen)
+    query, key = jnp.ones((1, 5, 3, 2)), jnp.ones((1, 11, 3, 2))
+
+    def of(query: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            query, key, key, local_window_size=(4, 3), implementation="blocked"
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocked, "SIZES", {"target": 1, "least_rows": 1, "side": 4})
+        out, pull = jax.vjp(of, query)
+    pull(out)
+    assert plans[0].keys == 4
+    assert plans[0].rows == 1
+
+
 def test_poison(tiny: str) -> None:
     conformance.poisoned_padding(POISONED[-1], tiny, "float32")
 

@@ -6,9 +6,8 @@ the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and Rabe and Staat
 does not need O(n^2) memory" (2021).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
 
 # Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
-# blocks.plan.
+# blocks.plan. Read once, while a program is traced; its gradient and its parts have the same.
 SIZES: dict[str, int] = {}
 
 
@@ -58,18 +57,18 @@ def cut(
     plain: bool = False,
     gradient: bool = False,
     window: tuple[int | None, int | None] = (None, None),
-    sizes: Mapping[str, int] = MappingProxyType({}),
+    sizes: tuple[tuple[str, int], ...] = (),
 ) -> Plan:
     """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked.
 
-    `sizes`: of blocks, where `SIZES` says nothing.
+    `sizes`: of blocks, in place of the rule; of two for one name the later.
     """
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     before, after = window
     seen = None if before is None or after is None else before + after + 1
     return blocks.plan(
         B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=seen,
-        itemsize=query.dtype.itemsize, platform=jax.default_backend(), **{**sizes, **SIZES},
+        itemsize=query.dtype.itemsize, platform=jax.default_backend(), **dict(sizes),
     )  # fmt: skip
 
 
@@ -96,7 +95,9 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         conditions = pairs.of_mask(request.mask, T, S)
         plain = request.mask.empty and request.bias is None and not _drops(request)
         skips = not request.mask.empty
-        plan = cut(query, key, skips=skips, plain=plain, window=conditions.window)
+        sizes = tuple(SIZES.items())
+        window = conditions.window
+        plan = cut(query, key, skips=skips, plain=plain, window=window, sizes=sizes)
         bias = None if request.bias is None else request.bias.astype(accumulate)
         live = pairs.live(conditions, bias, B, N, T, S)
         rows, keys = (sharding.in_order(x, 2) for x in live)
@@ -109,12 +110,13 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         rules = Rules(
             semantics.logits_soft_cap,
             semantics.precision,
-            conditions.window,
+            window,
             static,
             semantics.dropout_rate if _drops(request) else 0.0,
             semantics.dropout_broadcast,
             request.return_lse or semantics.fully_masked != "zero",
             None if request.part is None else (request.part.N, request.part.T),
+            sizes,
         )
         traced = conditions._replace(
             window=(None, None), above=None if static is not None else conditions.above
@@ -164,7 +166,7 @@ def core(
 
     def run(rules: Rules, query: Any, key: Any, value: Any, words: Any) -> Any:
         plain = rules.above is None and words is None
-        part = cut(query, key, plain=plain)
+        part = cut(query, key, plain=plain, sizes=rules.sizes)
         return blockwise(part, rules, query, key, value, None, NOTHING, words)
 
     kind = bands.kind(plan, rules, traced, bias)
@@ -213,7 +215,8 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
     plain, skips = bias is None and words is None, plan.chunks > 1
-    plan = cut(query, key, skips=skips, plain=plain, gradient=True, window=rules.window)
+    window, sizes = rules.window, rules.sizes
+    plan = cut(query, key, skips=skips, plain=plain, gradient=True, window=window, sizes=sizes)
     per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)

@@ -167,9 +167,9 @@ def corner(
         traced.array,
         None if below is None else (below - shift).reshape(-1),
     )
-    sizes = SIZES.get(jax.default_backend(), {})
+    sizes = (*SIZES.get(jax.default_backend(), {}).items(), *static.rules.sizes)
     plan = blocked.cut(query, key, skips=local != NOTHING, sizes=sizes)
-    rules = static.rules._replace(window=(None, None), above=None)
+    rules = static.rules._replace(window=(None, None), above=None, sizes=sizes)
     if words is not None:
         words = placed(words, 0, 0, t, s)
     return Corner(plan, rules, local, words)

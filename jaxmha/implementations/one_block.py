@@ -19,6 +19,7 @@ class Rules(NamedTuple):
       window, above: conditions that are numbers.
       lse: whether anyone reads it.
       whole: N and T, where the arrays are a part of something larger.
+      sizes: of blocks, where they are not those of the rule.
     """
 
     soft_cap: float | None
@@ -29,6 +30,7 @@ class Rules(NamedTuple):
     dropout_broadcast: tuple[str, ...]
     lse: bool
     whole: tuple[int, int] | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 class Running(NamedTuple):
@@ -88,7 +90,7 @@ def backward(
     rules: Rules,
     per_row: tuple[jax.Array, ...],
     per_key: tuple[jax.Array, ...],
-    more: jax.Array | None,
+    added: jax.Array | None,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here.
@@ -103,8 +105,8 @@ def backward(
     if rules.soft_cap is not None:
         bent = jnp.tanh(logits / rules.soft_cap)
         logits = rules.soft_cap * bent
-    if more is not None:
-        logits += jnp.swapaxes(more, -1, -2)
+    if added is not None:
+        logits += jnp.swapaxes(added, -1, -2)
     weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
     slopes = product(values, jnp.swapaxes(slope, -1, -2))
     dropped = weights

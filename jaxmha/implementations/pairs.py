@@ -143,7 +143,7 @@ def _live_blocks(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[jax.
         place = Place(0, B, 0, N, i * rows, rows, 0, plan.S)
         found = allowed(pairs, place)
         if bias is not None:
-            finite = cut(bias, place) != -jnp.inf
+            finite = block_of(bias, place) != -jnp.inf
             found = finite if found is None else found & finite
         assert found is not None
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, plan.S))
@@ -169,7 +169,7 @@ class Place(NamedTuple):
     keys: int
 
 
-def cut(array: jax.Array, place: Place) -> jax.Array:
+def block_of(array: jax.Array, place: Place) -> jax.Array:
     """The block of an array `b n t s`; axes of size 1 stay so."""
     starts = (place.b, place.n, place.t, place.s)
     sizes = (place.batches, place.heads, place.rows, place.keys)
@@ -196,20 +196,21 @@ def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array |
         found.append(j <= i + above)
     if pairs.above is not None:
         offset = jnp.asarray(pairs.above, i.dtype).reshape(-1, 1, 1, 1)
-        found.append(j <= i + cut(offset, place))
+        found.append(j <= i + block_of(offset, place))
     if pairs.below is not None:
-        found.append(j >= i - cut(pairs.below.reshape(-1, 1, 1, 1), place))
+        found.append(j >= i - block_of(pairs.below.reshape(-1, 1, 1, 1), place))
     if pairs.rows is not None and rows_too:
-        found.append(cut(pairs.rows[:, None, :, None], place))
+        found.append(block_of(pairs.rows[:, None, :, None], place))
     if pairs.keys is not None:
-        found.append(cut(pairs.keys[:, None, None, :], place))
+        found.append(block_of(pairs.keys[:, None, None, :], place))
     if pairs.segments is not None:
         query_ids, key_ids = pairs.segments
         found.append(
-            cut(query_ids[:, None, :, None], place) == cut(key_ids[:, None, None, :], place)
+            block_of(query_ids[:, None, :, None], place)
+            == block_of(key_ids[:, None, None, :], place)
         )
     if pairs.array is not None:
-        found.append(cut(pairs.array, place))
+        found.append(block_of(pairs.array, place))
     together = None
     for condition in found:
         together = condition if together is None else together & condition
@@ -226,7 +227,7 @@ def added(
     found = allowed(pairs, place, rows_too=bias is not None)
     if found is None and bias is None:
         return None
-    given = jnp.zeros((), dtype) if bias is None else cut(bias, place).astype(dtype)
+    given = jnp.zeros((), dtype) if bias is None else block_of(bias, place).astype(dtype)
     if found is not None:
         found, given = jnp.broadcast_arrays(
             found, given.reshape((1,) * (4 - given.ndim) + given.shape)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 import jaxmha
 from experiments.scaling.hlo import collectives
 from jaxmha import Mask, Semantics, sharding
+from jaxmha.implementations import blocked, context, over_blocks
 from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh, put
 
@@ -123,6 +124,23 @@ def test_values_and_gradients(variant: str) -> None:
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         assert np.array_equal(x, y, equal_nan=True)
     assert_alike(true_order(4, got) if zigzag else got, expected, variant)
+
+
+def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def seen(plan: Any, *rest: Any) -> Any:
+        plans.append(plan)
+        return over_blocks.backward(plan, *rest)
+
+    monkeypatch.setattr(blocked, "backward", seen)
+    monkeypatch.setattr(context, "SIZES", {"cpu": {"side": 16}})
+    devices = mesh(data=2, context=4)
+    arrays = [jnp.ones((2, T, heads, 3)) for heads in (N, K, K, N)]
+    with sharding.use(devices, data="data", context="context"):
+        run = jax.jit(gradients(local_window_size=(9, 3), implementation="allgather"))
+        jax.eval_shape(run, *spread(4, False, arrays, devices, "data", "context"))
+    assert [plan.keys for plan in plans] == [14]
 
 
 @pytest.mark.slow
