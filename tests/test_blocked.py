@@ -177,15 +177,25 @@ def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, An
         tolerance.assert_close(slope, np.asarray(slopes["reference"][name]), name, factor=2.0)
 
 
-def test_more_than_33_thousand_rows() -> None:
+@pytest.mark.parametrize("S", [5, 61])
+def test_more_than_33_thousand_rows(S: int) -> None:
     """Programs of a product and a sum over very many rows have been compiled wrongly before."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, n, 8, 3)).astype(np.float32) for n in (4219, 5, 5))
-    out = jaxmha.dot_product_attention(q, k, v, implementation="blocked")
-    logits = np.einsum("btnh,bsnh->bnts", *(x.astype(np.float64) for x in (q, k))) * 3**-0.5
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    want = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
-    tolerance.assert_close(out, want)
+    q, k, v = (rng.standard_normal((1, n, 8, 3)).astype(np.float32) for n in (4219, S, S))
+    slope = rng.standard_normal(q.shape).astype(np.float32)
+    out, pull = jax.vjp(
+        lambda *heads: jaxmha.dot_product_attention(*heads, implementation="blocked"), q, k, v
+    )
+    wide: Any = [np.moveaxis(x.astype(np.float64), 2, 1) for x in (q, k, v, slope)]
+    q, k, v, g = wide
+    weights = np.exp(q @ k.mT * 3**-0.5)
+    weights /= weights.sum(-1, keepdims=True)
+    slopes = g @ v.mT
+    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * 3**-0.5
+    tolerance.assert_close(out, np.moveaxis(weights @ v, 1, 2))
+    want = slopes @ k, slopes.mT @ q, weights.mT @ g
+    for x, y in zip(pull(slope), want, strict=True):
+        tolerance.assert_close(x, np.moveaxis(y, 1, 2), factor=tolerance.BACKWARD)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
