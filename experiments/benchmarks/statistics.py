@@ -136,8 +136,8 @@ GOALS: tuple[Goal, ...] = (
     Goal("T >= 2048 / fastest on JAX", lambda c: c.T >= 2048, _to(ON_JAX), None, 1 / 3, short=True),
     Goal("T >= 4096 / fastest on JAX", lambda c: c.T >= 4096, _to(ON_JAX), None, 1 / 4),
     Goal("seconds to compile a layer", lambda c: c.scope == "layer", lambda e: e["peers"].get(OURS, {}).get("compile"), None, 2.0),
-    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 1 / 2),
+    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 1 / 2, short=True),
     Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 1 / 3, short=True),
-    Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2),
+    Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2, short=True),
     Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5, short=True),
 )  # fmt: skip

@@ -99,6 +99,7 @@ def attention_fn(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
         promote_dtype=promote_dtype,
+        instead="leave it out, here and in the module",
     )
     read = behaviour(
         semantics,

@@ -69,7 +69,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       qkv_features: N * H, default the features of the queries.
       out_features: Do, default the features of the queries.
       broadcast_dropout: one draw for all batch rows and heads; None: as `semantics` says where it
-        is given, else True.
+        is given, else True. False: none is shared, whatever `semantics` says.
       dropout_rate: of the weights.
       deterministic: no dropout; may be given in the call instead.
       precision: of matrix products.
@@ -387,7 +387,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         (3, 5, 6)
         """
         no_silent_rounding(params=params)
-        module = cls(**{**settings_of(params, semantics), **settings})
+        module = cls(**settings_of(params, semantics, settings))
         tree = {PATHS[leaf]: jnp.asarray(array) for leaf, array in leaves(params).items()}
         return module, {"params": unflatten_dict(tree)}
 

@@ -64,7 +64,7 @@ class MultiHeadAttention(Attributes):
       dtype: of the computation; None: the promoted one of inputs and parameters.
       param_dtype: of the parameters.
       broadcast_dropout: one draw for all batch rows and heads; None: as `semantics` says where it
-        is given, else True.
+        is given, else True. False: none is shared, whatever `semantics` says.
       dropout_rate: of the weights.
       deterministic: no dropout; the argument of the call takes precedence.
       precision: of matrix products.
@@ -394,7 +394,7 @@ class MultiHeadAttention(Attributes):
             in_kv_features=(sizes["Dk"], sizes["Dv"]),
             rngs=nnx.Rngs(0) if rngs is None else rngs,
             kernel_init=nnx.initializers.zeros_init(),
-            **{**settings_of(params, semantics), "keep_rngs": rngs is not None, **settings},
+            **{"keep_rngs": rngs is not None, **settings_of(params, semantics, settings)},
         )
         for leaf, array in leaves(params).items():
             variable(module, leaf).set_value(jnp.asarray(array))

@@ -1,5 +1,6 @@
 """Arguments that modules of linen and nnx share, read."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -55,14 +56,17 @@ def behaviour(
     return replace(asked, **{**left, "dropout_broadcast": shared})
 
 
-def refuse(*accepted: Any, **hooks: Any) -> None:
+INSTEAD = "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
+
+
+def refuse(*accepted: Any, instead: str = INSTEAD, **hooks: Any) -> None:
     """Raises ValueError for a hook into products that jaxmha computes itself."""
     for name, hook in hooks.items():
         if hook is not None and not any(hook is known for known in accepted):
             called = getattr(hook, "__qualname__", repr(hook))
             raise ValueError(
                 f"{name}={called}: jaxmha computes this itself and cannot call another function; "
-                "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
+                f"{instead}"
             )
 
 
@@ -150,8 +154,26 @@ def head_sizes(
     return K, H, H if value_head_dim is None else value_head_dim
 
 
-def settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
-    """Constructor arguments, common to linen and nnx, of a module that holds these parameters."""
+def settings_of(
+    params: MHAParams, semantics: Semantics, asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Constructor arguments, common to linen and nnx, of a module that holds these parameters.
+
+    Raises:
+      ValueError: parameters contradict `semantics`, or what is `asked` beside them.
+    """
+    made = _settings_of(params, semantics)
+    for name in made.keys() & asked.keys() - {"dropout_rate", "precision"}:
+        value = np.dtype(asked[name]) if name == "param_dtype" else asked[name]
+        if value != made[name]:
+            raise ValueError(
+                f"{name}={asked[name]!r} is not that of the parameters, {made[name]!r}: leave it "
+                "out, or change the parameters first"
+            )
+    return {**made, **asked}
+
+
+def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
     sizes = check(params)
     there = tuple(
         name

@@ -62,3 +62,24 @@ def test_imported_layers_draw_from_streams_that_are_given() -> None:
     for again in still[1:]:
         assert_same(again, still[0])
     assert bool(jnp.isfinite(still[0]).all())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_bias": False},
+        {"use_out": False},
+        {"use_bias_kv": True},
+        {"normalize_qk": True},
+        {"num_heads": 7},
+        {"out_features": 5},
+        {"param_dtype": jnp.bfloat16},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+@pytest.mark.parametrize("modules", [linen, modules], ids=["linen", "nnx"])
+def test_settings_do_not_contradict_parameters(modules: Any, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* is not that of the parameters"):
+        modules.MultiHeadAttention.from_params(parameters(), **setting)
+    same = {"num_heads": N, "param_dtype": "float32", "use_bias": True}
+    modules.MultiHeadAttention.from_params(parameters(), **same)
