@@ -1,5 +1,6 @@
-"""Attention of new tokens over what flax's cache holds, between projections."""
+"""Attention of new tokens over what a cache holds, flax's or jaxmha's, between projections."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmha import sharding
-from jaxmha.cache import Rotate
+from jaxmha.cache import KVCache, Rotate
 from jaxmha.cached_attention import refuse_structure
 from jaxmha.flax.heads import (
     How,
@@ -19,6 +20,7 @@ from jaxmha.flax.heads import (
     sizes_of,
     widen,
 )
+from jaxmha.flax.settings import cast, read_pairs
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
@@ -54,6 +56,23 @@ def attend_cached(
             params, inputs, cached, bias, mask, fixed(how), positions, rotate=rotate
         )
     return out, weights, cached
+
+
+def with_cache(
+    module: Any, step: Callable[..., Any], inputs: Any, cache: KVCache, mask: Any, **more: Any
+) -> tuple[jax.Array, KVCache]:
+    """A step of `jaxmha.cache` as a module of linen or nnx takes it."""
+    params, semantics = module.to_params()
+    out, longer = step(
+        cast(params, module.dtype),
+        cast(inputs, module.dtype),
+        cache,
+        semantics=semantics,
+        mask=read_pairs(mask, module.local_window_size),
+        rotate=module.rotate,
+        **more,
+    )
+    return out, longer
 
 
 def _places_cached(params: MHAParams, inputs: Any, cached: Any, *_: Any, **__: Any) -> Any:

@@ -1,7 +1,6 @@
 """Multi-head attention as a `flax.nnx` module."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import no_silent_rounding
-from jaxmha.flax.cached import attend_cached
+from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
 from jaxmha.flax.heads import How, Implementation, attend_layer
@@ -319,8 +318,8 @@ class MultiHeadAttention(Attributes):
         >>> out.shape, cache.lengths.tolist()
         ((3, 1, 6), [6, 6, 6])
         """
-        step = partial(prefill, implementation=self.implementation)
-        return self._with_cache(step, inputs, cache, mask)
+        chosen = self.implementation
+        return with_cache(self, prefill, inputs, cache, mask, implementation=chosen)
 
     def decode_step(
         self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
@@ -329,20 +328,7 @@ class MultiHeadAttention(Attributes):
 
         `implementation` does not act: a step over such a cache has a way of its own.
         """
-        return self._with_cache(decode_step, inputs, cache, mask)
-
-    def _with_cache(
-        self, step: Any, inputs: Any, cache: KVCache, mask: Any
-    ) -> tuple[jax.Array, KVCache]:
-        out, longer = step(
-            cast(params_of(self), self.dtype),
-            cast(inputs, self.dtype),
-            cache,
-            semantics=self.semantics,
-            mask=read_pairs(mask, self.local_window_size),
-            rotate=self.rotate,
-        )
-        return out, longer
+        return with_cache(self, decode_step, inputs, cache, mask)
 
     def to_params(self) -> tuple[MHAParams, Semantics]:
         """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.

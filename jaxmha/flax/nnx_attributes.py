@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jaxmha.flax.function import attention_fn as own_attention_fn
-from jaxmha.flax.settings import UseBias
+from jaxmha.flax.settings import UseBias, shared_axes
 from jaxmha.semantics import Precision, Semantics
 
 
@@ -20,7 +20,7 @@ class Attributes(nnx.Module):  # type: ignore[misc]
         if name in ("dropout_rate", "precision"):
             name, value = "semantics", replace(self.semantics, **{name: value})
         elif name == "broadcast_dropout":
-            shared = {None: self.semantics.dropout_broadcast, True: ("B", "N"), False: ()}[value]
+            shared = shared_axes(value, self.semantics.dropout_broadcast)
             name, value = "semantics", replace(self.semantics, dropout_broadcast=shared)
         elif name in ("normalize_qk", "use_bias", "attention_fn"):
             raise AttributeError(f"{name} cannot change in a module: construct another")

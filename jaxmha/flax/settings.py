@@ -34,10 +34,8 @@ def behaviour(
     ('B', 'N')
     """
     asked = Semantics() if semantics is None else semantics
-    if broadcast_dropout is None:
-        shared = asked.dropout_broadcast if semantics is not None else ("B", "N")  # as flax
-    else:
-        shared = ("B", "N") if broadcast_dropout else ()
+    left_open = ("B", "N") if semantics is None else asked.dropout_broadcast  # the former as flax
+    shared = shared_axes(broadcast_dropout, left_open)
     said: dict[str, Any] = {
         "dropout_rate": dropout_rate,
         "dropout_broadcast": shared,
@@ -54,6 +52,11 @@ def behaviour(
             )
     left = {name: own or getattr(asked, name) for name, own in said.items()}
     return replace(asked, **{**left, "dropout_broadcast": shared})
+
+
+def shared_axes(broadcast_dropout: bool | None, left_open: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes that share a draw for dropout, as flax's argument says, or where it is None."""
+    return {None: left_open, True: ("B", "N"), False: ()}[broadcast_dropout]
 
 
 INSTEAD = "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
