@@ -317,12 +317,12 @@ def _bias_of_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = pairs.added
+    right = pairs.mask_or_bias
 
-    def added(conditions: Any, bias: Any, *rest: Any) -> Any:
+    def swapped(conditions: Any, bias: Any, *rest: Any) -> Any:
         return right(conditions, None if bias is None else bias[:, ::-1], *rest)
 
-    monkeypatch.setattr(pairs, "added", added)
+    monkeypatch.setattr(pairs, "mask_or_bias", swapped)
 
 
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
@@ -362,6 +362,12 @@ def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None
         conformance.values(BY_NAME["window_sides"], tiny, "float32", jit=False)
 
 
+@pytest.fixture
+def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two rows, up to three."""
+    monkeypatch.setattr(bands, "OF_ROWS", ((2, 3),))
+
+
 # Causality alone and keys alone: bands, of which each has all its keys at once.
 BANDS = (
     Case("rows", T=5, S=7, is_causal=True, dropout_rate=0.3),
@@ -370,6 +376,7 @@ BANDS = (
 )
 
 
+@pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS, ids=[case.name for case in BANDS])
 def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +411,30 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     tolerance.assert_close(actual, np.asarray(wanted), factor=2.0)
 
 
+@pytest.mark.parametrize(("T", "S", "count"), [(523, 541, 4), (1031, 1063, 5)])
+def test_bands_of_many_rows_are_the_reference(
+    T: int, S: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several heads of several groups, under the rule itself."""
+    run, starts = blocked.cut, []
+
+    def cut(query: Any, *given: Any, **more: Any) -> Any:
+        starts.append(query.shape)
+        return run(query, *given, **more)
+
+    monkeypatch.setattr(blocked, "cut", cut)
+    case = Case("long", B=2, T=T, S=S, K=6, G=2, H=7, h=5, is_causal=True, dropout_rate=0.3)
+    arrays = cases.arrays(case, "float32")
+    found = [
+        conformance.call(case, name, return_lse=True)(arrays) for name in ("blocked", "reference")
+    ]
+    for mine, right in zip(*found, strict=True):
+        tolerance.assert_close(mine, np.asarray(right), factor=2.0)
+    rows = [shape[2] for shape in starts[1:]]
+    assert (len(rows), sum(rows)) == (count, T)
+
+
+@pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS[:2], ids=["rows", "keys"])
 def test_a_band_in_the_wrong_place_is_noticed(

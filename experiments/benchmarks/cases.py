@@ -111,6 +111,7 @@ def _grid(
 
 
 _PLAIN = [(1, 64), (8, 128), (4, 256), (2, 512), (1, 1024), (1, 2048), (1, 4096), (32, 512)]
+_QUICK = [(8, 128), (2, 512), (1, 1024), (1, 2048)]
 _LONG = (1, 16384)
 _ODD = [(8, 77), (8, 197), (4, 333), (2, 1023)]
 _CROSS = [(2, 128, 1023), (2, 1024, 77), (1, 2048, 512)]
@@ -118,7 +119,7 @@ _CACHES = [(1, 1, 1023), (8, 1, 1023), (1, 1, 4096)]
 
 CASES: tuple[Case, ...] = (
     # The layer, forward.
-    *_grid("layer", "forward", "plain", [*_PLAIN, _LONG], quick=[(8, 128), (2, 512), (1, 2048)]),
+    *_grid("layer", "forward", "plain", [*_PLAIN, _LONG], quick=_QUICK),
     *_grid("layer", "forward", "plain", [(1, 64), (8, 128), (2, 512), (1, 2048), (1, 4096)], N=4),
     *_grid("layer", "forward", "plain", [(1, 64), (8, 128), (2, 512), (1, 2048), (1, 4096)], N=16),
     *_grid("layer", "forward", "plain", _ODD, quick=[(8, 197)]),
@@ -133,7 +134,7 @@ CASES: tuple[Case, ...] = (
     *_grid("layer", "forward", "cross", _CROSS, quick=[(2, 1024, 77)]),
     *_grid("layer", "forward", "decode", _CACHES, quick=[(8, 1, 1023)]),
     # The layer, forward and backward.
-    *_grid("layer", "backward", "plain", _PLAIN, quick=[(8, 128), (2, 512), (1, 2048)]),
+    *_grid("layer", "backward", "plain", _PLAIN, quick=_QUICK),
     *_grid("layer", "backward", "plain", [_LONG]),
     *_grid("layer", "backward", "plain", [(2, 512), (1, 2048)], N=4),
     *_grid("layer", "backward", "plain", [(2, 512), (1, 2048)], N=16),

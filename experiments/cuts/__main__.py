@@ -60,15 +60,24 @@ def _rows(name: str, *counts: int) -> tuple[Setting, ...]:
     return tuple(Setting(f"{c} rows", blocks, {name: c, **free}) for c in counts)
 
 
-def _bands(*counts: int) -> tuple[Setting, ...]:
-    none = Setting("blocks", bands, {"kind": lambda *_: None})
-    return (none, *(Setting(f"up to {c} bands", bands, {"MOST": c}) for c in counts))
+BLOCKS = Setting("blocks", bands, {"kind": lambda *_: None})
+
+
+def _row_bands(*rules: tuple[tuple[int, int], ...]) -> tuple[Setting, ...]:
+    def name(rule: tuple[tuple[int, int], ...]) -> str:
+        return ", ".join(f"up to {count} of {least}" for least, count in rule)
+
+    return (BLOCKS, *(Setting(name(rule), bands, {"OF_ROWS": rule}) for rule in rules))
+
+
+def _key_bands(*counts: int) -> tuple[Setting, ...]:
+    return (BLOCKS, *(Setting(f"up to {c} bands", bands, {"MOST": c}) for c in counts))
 
 
 def _sides(name: str, *sides: tuple[int, int]) -> tuple[Setting, ...]:
     return tuple(
         Setting(
-            f"{side}, {c} MiB", blocks, {name: {"cpu": side}, "TARGET_OF_SIDES": {"cpu": c * MIB}}
+            f"{side}, {c} MiB", blocks, {name: {"cpu": side}, "TARGET_OF_HEADS": {"cpu": c * MIB}}
         )
         for side, c in sides
     )
@@ -84,16 +93,30 @@ QUESTIONS = (
         ((1, 1024), (1, 2048), (1, 4096)), _rows("LEAST_OF_GRADIENT", 256, 512, 1024), "512 rows",
     ),
     Question(
+        "bytes of a small head of 77 keys, in units of 256 KiB", "cross", False,
+        ((2, 512), (2, 1023), (2, 2048)),
+        tuple(Setting(f"{c}", blocks, {"TIMES": c}) for c in (1, 2, 4, 16)), "4",
+    ),
+    Question(
+        "bytes of the heads of a block", "plain", False, ((2, 333), (2, 512), (8, 512)),
+        _bytes("TARGET_OF_HEADS", 1, 2, 4, 8), "4 MiB",
+    ),
+    Question(
+        "bytes of the heads of a block, in the gradient", "plain", True,
+        ((2, 333), (2, 512), (8, 512)), _bytes("TARGET_OF_HEADS", 1, 2, 4, 8), "4 MiB",
+    ),
+    Question(
         "bytes of a block with a bias, in the gradient", "biased", True, ((1, 1024), (1, 2048)),
         _bytes("TARGET", 1, 2, 4, 8), "2 MiB",
     ),
     Question(
         "bands of causal rows", "causal", False, ((2, 512), (1, 1024), (1, 2048), (1, 4096)),
-        _bands(2, 4, 8, 16), "up to 4 bands",
+        _row_bands(((256, 4),), ((128, 4), (256, 8)), ((128, 8),), ((256, 16),)),
+        "up to 4 of 128, up to 8 of 256",
     ),
     Question(
         "bands of padded keys", "padded", False, ((8, 512), (4, 1024), (4, 2048)),
-        _bands(1, 2, 4, 8), "up to 4 bands",
+        _key_bands(1, 2, 4, 8), "up to 4 bands",
     ),
     Question(
         "rows and keys of a block, where some are left out", "causal", True,
@@ -111,7 +134,8 @@ QUESTIONS = (
 def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What is timed, and its arguments."""
     rng = np.random.default_rng(T)
-    heads = [jax.numpy.asarray(rng.standard_normal((B, T, N, H)), np.float32) for _ in range(3)]
+    S = 77 if question.kind == "cross" else T
+    heads = [jax.numpy.asarray(rng.standard_normal((B, n, N, H)), np.float32) for n in (T, S, S)]
     lengths = jax.numpy.asarray(np.linspace(T, T / 4, B).astype(int))
 
     masks = {"padded": Mask.lengths(key_value=lengths), "windowed": Mask.window(255, 0)}
@@ -125,7 +149,7 @@ def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tup
         )
 
     def slopes(query: Any, key: Any, value: Any) -> Any:
-        return jax.vjp(out, query, key, value)[1](value)
+        return jax.vjp(out, query, key, value)[1](query)
 
     return slopes if question.gradient else out, tuple(heads)
 

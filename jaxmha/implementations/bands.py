@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.implementations import blocks
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs
 
-# More of them compute less that is masked, and take longer to compile.
+# Bands of keys: more compute less that is masked, and take longer to compile.
 MOST = 4
-# Rows or keys of one, at least.
 LEAST: dict[str, int] = {"cpu": 256}
 LEAST_ELSEWHERE = 2048
+# Bands of rows: rows of one, at least, and how many there are then, at most; what gives most of
+# them. Of more rows, blocks leave out as much and take less time to compile.
+OF_ROWS = ((128, 4), (256, 8))
+MOST_ROWS: dict[str, int] = {"cpu": 4096}
 Answer = tuple[jax.Array, jax.Array | None]
 
 
@@ -31,13 +35,14 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
         return None
     if conditions == NOTHING:
         known = rules.above is not None and rules.above >= 0
-        return "rows" if known and 1 < _parts(plan) <= MOST else None
+        few = MOST_ROWS.get(jax.default_backend(), 0) >= plan.T
+        return "rows" if known and few and _count(plan.T) > 1 else None
     keys_alone = conditions._replace(keys=None) == NOTHING and rules.above is None
     return "keys" if keys_alone and rules.soft_cap is None else None
 
 
-def _parts(plan: Plan) -> int:
-    return -(-plan.S // min(plan.keys, LEAST.get(jax.default_backend(), LEAST_ELSEWHERE)))
+def _count(T: int) -> int:
+    return max(min(-(-T // least), most) for least, most in OF_ROWS)
 
 
 def of_rows(
@@ -49,25 +54,46 @@ def of_rows(
     value: jax.Array,
     words: jax.Array | None,
 ) -> Answer:
-    """Each band with the keys up to its last row.
+    """Each band with the keys up to its last row; a few heads at a time, which stay in caches.
 
     Args:
       run: computes `run(rules, query, key, value, words)` of a band.
-      plan: of the whole, says how many bands there are.
+      plan: of the whole.
       rules, query, key, value, words: as `blocked.core` has them.
     """
-    N, T = query.shape[1:3]
-    size = -(-T // _parts(plan))
-    found = []
-    for t in range(0, T, size):
-        rows = query[:, :, t : t + size]
-        S = min(plan.S, t + rows.shape[2] + rules.above)
-        here = rules._replace(above=rules.above + t, whole=rules.whole or (N, T))
-        at = None if words is None else placed(words, 0, 0, t, 0)
-        found.append(run(here, rows, key[:, :, :S], value[:, :, :S], at))
-    out = jnp.concatenate([out for out, _ in found], 2)
-    lse = [lse for _, lse in found if lse is not None]
-    return out, jnp.concatenate(lse, 2) if lse else None
+    B, K, G, T = plan.B, plan.K, plan.G, plan.T
+    size, itemsize = -(-T // _count(T)), query.dtype.itemsize
+    rule = blocks.TARGET.get(jax.default_backend(), blocks.TARGET_ELSEWHERE)
+    target = dict(rules.sizes).get("target", rule)
+    heads = blocks.divisor(K, target // (itemsize * G * size * plan.S))
+
+    def band(t: int, step: jax.Array, query: Any, key: Any, value: Any) -> Answer:
+        rows = query[:, t : t + size]
+        S = min(plan.S, t + rows.shape[1] + rules.above)
+        # One block, that XLA may make one kernel of.
+        least_rows = min(G * size, blocks.MOST_OF_LEAST // (itemsize * S))
+        here = rules._replace(
+            above=rules.above + t,
+            whole=rules.whole or (plan.K * G, T),
+            sizes=(("least_rows", least_rows), *rules.sizes),
+        )
+        b, k = step * heads // K, step * heads % K
+        at = None if words is None else placed(words, b, k * G, t, 0)
+        return run(here, *(x[None] for x in (rows, key[:, :S], value[:, :S])), at)
+
+    def few_heads(x: tuple[jax.Array, ...]) -> Answer:
+        out, lse = zip(*(band(t, *x) for t in range(0, T, size)), strict=True)
+        return jnp.concatenate(out, 2), None if lse[0] is None else jnp.concatenate(lse, 2)
+
+    steps = B * K // heads
+    parts = (x.reshape(steps, -1, *x.shape[2:]) for x in (query, key, value))
+    out, lse = jax.lax.map(few_heads, (jnp.arange(steps), *parts))
+    whole = B, K * G, T
+    return out.reshape(*whole, -1), None if lse is None else lse.reshape(whole)
+
+
+def _parts(plan: Plan) -> int:
+    return -(-plan.S // min(plan.keys, LEAST.get(jax.default_backend(), LEAST_ELSEWHERE)))
 
 
 def of_keys(

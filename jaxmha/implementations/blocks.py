@@ -14,9 +14,11 @@ TARGET_ELSEWHERE = 2**26
 # of them, and fewer kernels start less often.
 TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
 # Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
-# kernel of them, which keeps to one head at a time itself.
+# kernel of them, which keeps to one head at a time itself. Of few keys and with nothing but a
+# softmax, so many times as many bytes still are such a head.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
-TARGET_OF_SMALL_HEADS = 2**24
+FEW_KEYS, TIMES = 256, 4
+TARGET_OF_SMALL_HEADS: dict[str, int] = {"cpu": 2**24}
 # Fewer rows than this leave matrix products without reuse, whatever the cache. Where nothing but a
 # softmax comes between them, so many rows, up to so many bytes, are worth more than a cache.
 LEAST_ROWS = 64
@@ -29,8 +31,8 @@ SIDE: dict[str, int] = {"cpu": 512}
 SIDE_OF_WINDOW: dict[str, int] = {"cpu": 64}
 BLOCKS_OF_WINDOW, LEAST_OF_GROUP, MOST_BLOCKS = 4, 16, 1024
 SIDE_ELSEWHERE = 2048
-# Bytes of scores of such blocks, of many heads at once.
-TARGET_OF_SIDES: dict[str, int] = {"cpu": 2**22}
+# Bytes of scores of many heads at once.
+TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
 
 
 @dataclass(frozen=True)
@@ -116,34 +118,35 @@ def plan(
     >>> plan(1, 8, 1, 4096, 4096, plain=True).rows, plan(1, 8, 1, 4096, 4096, skips=True).keys
     (1024, 512)
     """
-    kernel = (TARGET_OF_KERNEL if plain and not gradient else TARGET).get(
-        platform, TARGET_ELSEWHERE
-    )
-    kernel = kernel if target is None else target
     if side is None:
         side = SIDE.get(platform, SIDE_ELSEWHERE)
         narrow = SIDE_OF_WINDOW.get(platform, side)
         if window is not None and window <= BLOCKS_OF_WINDOW * narrow:
             side = min(max(narrow, LEAST_OF_GROUP * G, -(-max(T, S) // MOST_BLOCKS)), side)
     keys = _even(S, side) if skips else S
-    if target is None:
-        target = (TARGET_OF_SIDES if keys < S else TARGET).get(platform, TARGET_ELSEWHERE)
-        if itemsize * G * T * S <= SMALL_HEAD.get(platform, 0):
-            target = max(target, TARGET_OF_SMALL_HEADS)
+    kernel = plain and not gradient and keys == S
+    times = TIMES if kernel and S <= FEW_KEYS else 1
+    rule, rule_of_heads = TARGET_OF_KERNEL if kernel else TARGET, TARGET_OF_HEADS
+    if itemsize * G * T * S <= times * SMALL_HEAD.get(platform, 0):
+        rule_of_heads = TARGET_OF_SMALL_HEADS
+    of_rows, of_heads = (
+        x.get(platform, TARGET_ELSEWHERE) if target is None else target
+        for x in (rule, rule_of_heads)
+    )
     row = itemsize * G * keys
     if least_rows is None:
         least_rows = LEAST_ROWS
         if plain:
             wide = LEAST_OF_GRADIENT if gradient else LEAST_OF_KERNEL
             least_rows = max(min(wide, G * MOST_OF_LEAST // row), least_rows)
-    rows = max((kernel if keys == S else target) // row, -(-least_rows // G), 1)
+    rows = max(of_rows // row, -(-least_rows // G), 1)
     if keys < S:
         rows = min(rows, max(side // G, 1))
     rows = _even(T, rows)
-    cells = max(target // (row * rows), 1) if rows == T or keys < S else 1
-    heads = _divisor(K, cells)
+    cells = max(of_heads // (row * rows), 1) if rows == T or keys < S else 1
+    heads = divisor(K, cells)
     # Batch rows of one block would share what is left out.
-    batches = _divisor(B, cells // K) if heads == K and keys == S else 1
+    batches = divisor(B, cells // K) if heads == K and keys == S else 1
     return Plan(B, K, G, T, S, batches, heads, rows, keys)
 
 
@@ -153,6 +156,6 @@ def _even(size: int, most: int) -> int:
     return -(-size // parts)
 
 
-def _divisor(n: int, most: int) -> int:
+def divisor(n: int, most: int) -> int:
     """The largest divisor of n that is at most `most`, at least 1."""
     return max(d for d in range(1, max(min(most, n), 1) + 1) if n % d == 0) if n else 1

@@ -52,7 +52,7 @@ def forward(
     rows: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    added: jax.Array | None,
+    mask_or_bias: jax.Array | None,
     keep: jax.Array | None,
     before: Running | None,
 ) -> Running:
@@ -60,8 +60,8 @@ def forward(
     logits = matmul(rows, keys, precision=rules.precision)
     if rules.soft_cap is not None:
         logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
-    if added is not None:
-        logits += added
+    if mask_or_bias is not None:
+        logits = _masked(logits, mask_or_bias)
     # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
     lowest = LOWEST[rows.dtype.name] if before is None else before.highest
     highest = jnp.maximum(logits.max(-1, keepdims=True), lowest)
@@ -74,6 +74,13 @@ def forward(
         return Running(out, highest, total)
     shrink = jnp.exp(before.highest - highest)
     return Running(before.out * shrink + out, highest, before.total * shrink + total)
+
+
+def _masked(logits: jax.Array, mask_or_bias: jax.Array) -> jax.Array:
+    # XLA takes longer to add what it must first make of a mask.
+    if mask_or_bias.dtype == bool:
+        return jnp.where(mask_or_bias, logits, -jnp.inf)
+    return logits + mask_or_bias
 
 
 def _sum(exps: jax.Array) -> jax.Array:
@@ -90,7 +97,7 @@ def backward(
     rules: Rules,
     per_row: tuple[jax.Array, ...],
     per_key: tuple[jax.Array, ...],
-    added: jax.Array | None,
+    mask_or_bias: jax.Array | None,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here.
@@ -105,8 +112,8 @@ def backward(
     if rules.soft_cap is not None:
         bent = jnp.tanh(logits / rules.soft_cap)
         logits = rules.soft_cap * bent
-    if added is not None:
-        logits += jnp.swapaxes(added, -1, -2)
+    if mask_or_bias is not None:
+        logits = _masked(logits, jnp.swapaxes(mask_or_bias, -1, -2))
     weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
     slopes = product(values, jnp.swapaxes(slope, -1, -2))
     dropped = weights

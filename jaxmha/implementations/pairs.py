@@ -217,22 +217,21 @@ def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array |
     return together
 
 
-def added(
+def mask_or_bias(
     pairs: Pairs, bias: jax.Array | None, place: Place, G: int, dtype: np.dtype[Any]
 ) -> jax.Array | None:
-    """What a block adds to its logits: the bias, -inf where not allowed; `cells rows keys`.
+    """Which pairs of a block are allowed or, with a bias, what is added, -inf where they are not.
 
-    Cells or rows are of size 1 where they agree. Rows of a cell are those of all G query heads.
+    `cells rows keys`; cells or rows are of size 1 where they agree. Rows of a cell are those of all
+    G query heads.
     """
-    found = allowed(pairs, place, rows_too=bias is not None)
-    if found is None and bias is None:
+    given = found = allowed(pairs, place, rows_too=bias is not None)
+    if bias is not None:
+        given = block_of(bias, place).astype(dtype)
+        if found is not None:
+            given = jnp.where(found, given, -jnp.inf)
+    if given is None:
         return None
-    given = jnp.zeros((), dtype) if bias is None else block_of(bias, place).astype(dtype)
-    if found is not None:
-        found, given = jnp.broadcast_arrays(
-            found, given.reshape((1,) * (4 - given.ndim) + given.shape)
-        )
-        given = jnp.where(found, given, -jnp.inf)
     b, n, rows, keys = given.shape
     if keys != place.keys:
         keys = place.keys
