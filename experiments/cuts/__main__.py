@@ -98,6 +98,10 @@ QUESTIONS = (
         tuple(Setting(f"{c}", blocks, {"TIMES": c}) for c in (1, 2, 4, 16)), "4",
     ),
     Question(
+        "bytes of scores up to which few steps are no loop", "plain", False,
+        ((1, 512), (2, 512), (4, 333), (1, 1024)), _bytes("BYTES_OF_FEW_STEPS", 0, 16, 32), "16 MiB",
+    ),
+    Question(
         "bytes of the heads of a block", "plain", False, ((2, 333), (2, 512), (8, 512)),
         _bytes("TARGET_OF_HEADS", 1, 2, 4, 8), "4 MiB",
     ),

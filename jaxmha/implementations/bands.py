@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations import blocks
+from jaxmha.implementations import blocks, tiles
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs
@@ -67,7 +67,7 @@ def of_rows(
     target = dict(rules.sizes).get("target", rule)
     heads = blocks.divisor(K, target // (itemsize * G * size * plan.S))
 
-    def band(t: int, step: jax.Array, query: Any, key: Any, value: Any) -> Answer:
+    def band(t: int, step: Any, query: Any, key: Any, value: Any) -> Answer:
         rows = query[:, t : t + size]
         S = min(plan.S, t + rows.shape[1] + rules.above)
         # One block, that XLA may make one kernel of.
@@ -81,13 +81,14 @@ def of_rows(
         at = None if words is None else placed(words, b, k * G, t, 0)
         return run(here, *(x[None] for x in (rows, key[:, :S], value[:, :S])), at)
 
-    def few_heads(x: tuple[jax.Array, ...]) -> Answer:
-        out, lse = zip(*(band(t, *x) for t in range(0, T, size)), strict=True)
+    def few_heads(step: Any, x: tuple[jax.Array, ...]) -> Answer:
+        out, lse = zip(*(band(t, step, *x) for t in range(0, T, size)), strict=True)
         return jnp.concatenate(out, 2), None if lse[0] is None else jnp.concatenate(lse, 2)
 
     steps = B * K // heads
-    parts = (x.reshape(steps, -1, *x.shape[2:]) for x in (query, key, value))
-    out, lse = jax.lax.map(few_heads, (jnp.arange(steps), *parts))
+    parts = tuple(x.reshape(steps, -1, *x.shape[2:]) for x in (query, key, value))
+    parts = parts if steps > 1 else tuple(x[0] for x in parts)
+    out, lse = tiles.each(few_heads, steps, parts)
     whole = B, K * G, T
     return out.reshape(*whole, -1), None if lse is None else lse.reshape(whole)
 

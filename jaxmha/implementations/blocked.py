@@ -7,6 +7,7 @@ does not need O(n^2) memory" (2021).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -204,8 +205,8 @@ def blockwise(
 def core_forward(
     plan: Plan, rules: Rules, *arguments: Any
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
-    # Beside a gradient bands save little and take long to compile.
-    out, lse = blockwise(plan, rules._replace(lse=True), *arguments)
+    # Beside a gradient bands and steps without a loop save little and take long to compile.
+    out, lse = blockwise(replace(plan, unroll=False), rules._replace(lse=True), *arguments)
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
     return (out, lse if rules.lse else None), (*arguments, out, lse)

@@ -33,6 +33,9 @@ BLOCKS_OF_WINDOW, LEAST_OF_GROUP, MOST_BLOCKS = 4, 16, 1024
 SIDE_ELSEWHERE = 2048
 # Bytes of scores of many heads at once.
 TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
+# Few steps of one kernel each, of few bytes in all, are no loop: XLA works on some side by side.
+FEW_STEPS = 8
+BYTES_OF_FEW_STEPS: dict[str, int] = {"cpu": 2**24}
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Plan:
       batches, heads: batch rows and key/value heads of one block.
       rows: query positions of one block; T is filled up to a multiple.
       keys: key positions of one block; S is filled up to a multiple.
+      unroll: whether steps are no loop.
     """
 
     B: int
@@ -55,6 +59,7 @@ class Plan:
     heads: int
     rows: int
     keys: int
+    unroll: bool = False
 
     @property
     def blocks(self) -> int:
@@ -147,7 +152,10 @@ def plan(
     heads = divisor(K, cells)
     # Batch rows of one block would share what is left out.
     batches = divisor(B, cells // K) if heads == K and keys == S else 1
-    return Plan(B, K, G, T, S, batches, heads, rows, keys)
+    steps, scores = B * K // (batches * heads), B * K * T * row
+    few = steps <= FEW_STEPS and scores <= BYTES_OF_FEW_STEPS.get(platform, 0)
+    unroll = kernel and few and rows == T
+    return Plan(B, K, G, T, S, batches, heads, rows, keys, unroll)
 
 
 def _even(size: int, most: int) -> int:

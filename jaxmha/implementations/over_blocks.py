@@ -71,7 +71,7 @@ def forward(
         return tiles.refine(of, plan.blocks, before, None, rows_of_all)
 
     if before is None:
-        return tiles.each(step, plan.steps, parts)
+        return tiles.each(step, plan.steps, parts, unroll=plan.unroll)
     return tiles.refine(more, plan.steps, before, None, parts)[0]
 
 

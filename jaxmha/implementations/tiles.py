@@ -58,16 +58,14 @@ def cells(plan: Plan, x: jax.Array | None) -> jax.Array | None:
     return x[0] if x is not None and plan.cells == 1 else x
 
 
-def each(f: Callable[[Any, Any], Any], count: int, xs: Any) -> Any:
-    """`f(i, part)` of every part of `[count] ...`."""
-    return scan(lambda _, i, x: (None, f(i, x)), count, None, xs)[1]
-
-
-def scan(f: Callable[[Any, Any, Any], Any], count: int, carry: Any, xs: Any) -> Any:
-    """`carry, part = f(carry, i, part)` of every part of `[count] ...`."""
+def each(f: Callable[[Any, Any], Any], count: int, xs: Any, *, unroll: bool = False) -> Any:
+    """`f(i, part)` of every part of `[count] ...`; unroll: without a loop."""
     if count == 1:
-        return f(carry, 0, xs)
-    return jax.lax.scan(lambda carry, x: f(carry, *x), carry, (jnp.arange(count), xs))
+        return f(0, xs)
+    _, found = jax.lax.scan(
+        lambda _, x: (None, f(*x)), None, (jnp.arange(count), xs), unroll=count if unroll else 1
+    )
+    return found
 
 
 def refine(f: Callable[..., Any], count: int, x: Any, carry: Any, others: Any) -> tuple[Any, Any]:
