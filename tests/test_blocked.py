@@ -214,13 +214,15 @@ def test_traced_offsets(batch: int) -> None:
     tolerance.assert_close(out, want.out)
 
 
-def test_scores_are_never_materialised() -> None:
+@pytest.mark.parametrize("gradient", [False, True])
+def test_scores_are_never_materialised(*, gradient: bool) -> None:
     x = shape_of((1, 4096, 4, 16), "float32")
 
     def of(q: Any, k: Any, v: Any) -> Any:
         return jaxmha.dot_product_attention(q, k, v, is_causal=True, implementation="blocked").sum()
 
-    memory: Any = jax.jit(jax.grad(of, (0, 1, 2))).lower(x, x, x).compile().memory_analysis()
+    program = jax.jit(jax.grad(of, (0, 1, 2)) if gradient else of)
+    memory: Any = program.lower(x, x, x).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * 4096 * 4096 * 4 / 2
 
 
@@ -366,11 +368,13 @@ def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two rows, up to three."""
     monkeypatch.setattr(bands, "OF_ROWS", ((2, 3),))
+    monkeypatch.setattr(bands, "ROWS", {"cpu": (3, 9)})
 
 
 # Causality alone and keys alone: bands, of which each has all its keys at once.
 BANDS = (
     Case("rows", T=5, S=7, is_causal=True, dropout_rate=0.3),
+    Case("capped rows", T=7, S=5, is_causal=True, logits_soft_cap=1.5),
     Case("keys", T=3, S=13, key_value_seq_lengths=(13, 4), dropout_rate=0.3),
     Case("no keys", T=3, S=13, key_value_seq_lengths=(0, 9)),
 )
@@ -411,18 +415,26 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     tolerance.assert_close(actual, np.asarray(wanted), factor=2.0)
 
 
-@pytest.mark.parametrize(("T", "S", "count"), [(523, 541, 4), (1031, 1063, 5)])
-def test_bands_of_many_rows_are_the_reference(
-    T: int, S: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several heads of several groups, under the rule itself."""
-    run, starts = blocked.cut, []
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Of the queries that are cut: first of all of them, then of each band."""
+    right, found = blocked.cut, []
 
     def cut(query: Any, *given: Any, **more: Any) -> Any:
-        starts.append(query.shape)
-        return run(query, *given, **more)
+        found.append(query.shape)
+        return right(query, *given, **more)
 
     monkeypatch.setattr(blocked, "cut", cut)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "heads", "count"), [(523, 541, 6, 4), (1031, 1063, 2, 5)], ids=["many", "few"]
+)
+def test_bands_of_rows_are_the_reference(
+    T: int, S: int, heads: int, count: int, shapes: list[tuple[int, ...]]
+) -> None:
+    """Some heads at a time, of several groups, under the rule itself."""
     case = Case("long", B=2, T=T, S=S, K=6, G=2, H=7, h=5, is_causal=True, dropout_rate=0.3)
     arrays = cases.arrays(case, "float32")
     found = [
@@ -430,13 +442,63 @@ def test_bands_of_many_rows_are_the_reference(
     ]
     for mine, right in zip(*found, strict=True):
         tolerance.assert_close(mine, np.asarray(right), factor=2.0)
-    rows = [shape[2] for shape in starts[1:]]
+    assert {shape[1] for shape in shapes[1:]} == {heads}
+    rows = [shape[2] for shape in shapes[1:]]
     assert (len(rows), sum(rows)) == (count, T)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "offset", "banded"),
+    [
+        (307, 401, 94, True),
+        (307, 307, 200, False),
+        (307, 61, 0, False),
+        (307, 1009, 702, False),
+        (251, 251, 0, False),
+        (307, 307, -1, False),
+    ],
+)
+def test_bands_of_rows_where_much_is_left_out(
+    T: int, S: int, offset: int, banded: bool, shapes: list[tuple[int, ...]]
+) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 3, 5)).astype(np.float32) for n in (T, S, S))
+    mine, right = (
+        jaxmha.dot_product_attention(q, k, v, mask=Mask.causal(offset), implementation=name)
+        for name in ("blocked", "reference")
+    )
+    tolerance.assert_close(mine, np.asarray(right), factor=2.0)
+    assert len(shapes) == (4 if banded else 1)
+
+
+def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("steps", B=1, T=5, S=7, K=3, G=2, H=7, h=11)
+    arrays = cases.arrays(case, "float32")
+    monkeypatch.setattr(blocks, "SMALL_HEAD", {"cpu": 0})
+    monkeypatch.setattr(blocks, "TARGET_OF_HEADS", {"cpu": 1})
+    want = np.asarray(conformance.call(case, "reference")(arrays))
+    for bytes_, loops in ((2**24, False), (0, True)):
+        monkeypatch.setattr(blocks, "BYTES_OF_FEW_STEPS", {"cpu": bytes_})
+        jax.clear_caches()
+        of = jax.jit(conformance.call(case, "blocked"))
+        tolerance.assert_close(of(arrays), want)
+        assert ("while" in of.lower(arrays).as_text()) == loops
+        slope = jax.jit(jax.grad(lambda x, of=of: of(x).sum()))
+        assert "while" in slope.lower(arrays).as_text()
+
+
+def test_heads_of_few_keys_are_together_only_before_a_softmax() -> None:
+    def cells(S: int, **more: Any) -> int:
+        return blocks.plan(2, 8, 1, 1024, S, **more).cells
+
+    assert cells(77, plain=True) == 16
+    assert cells(77) == cells(77, plain=True, gradient=True) == 8
+    assert cells(257, plain=True) == 2
 
 
 @pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
-@pytest.mark.parametrize("case", BANDS[:2], ids=["rows", "keys"])
+@pytest.mark.parametrize("case", BANDS[::2], ids=["rows", "keys"])
 def test_a_band_in_the_wrong_place_is_noticed(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ QUESTIONS = (
     Question(
         "bytes of a small head of 77 keys, in units of 256 KiB", "cross", False,
         ((2, 512), (2, 1023), (2, 2048)),
-        tuple(Setting(f"{c}", blocks, {"TIMES": c}) for c in (1, 2, 4, 16)), "4",
+        tuple(Setting(f"{c}", blocks, {"FEW_KEYS_TIMES": c}) for c in (1, 2, 4, 16)), "4",
     ),
     Question(
         "bytes of scores up to which few steps are no loop", "plain", False,

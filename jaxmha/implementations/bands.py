@@ -16,14 +16,17 @@ from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs
 
-# Bands of keys: more compute less that is masked, and take longer to compile.
+# More bands of keys compute less that is masked, and take longer to compile.
 MOST = 4
+# Keys of one, about.
 LEAST: dict[str, int] = {"cpu": 256}
 LEAST_ELSEWHERE = 2048
-# Bands of rows: rows of one, at least, and how many there are then, at most; what gives most of
-# them. Of more rows, blocks leave out as much and take less time to compile.
+# Bands of rows: about how many rows are one band, and how many bands there are then at most; what
+# gives most of them.
 OF_ROWS = ((128, 4), (256, 8))
-MOST_ROWS: dict[str, int] = {"cpu": 4096}
+# From so many rows, up to so many; of fewer, all heads together are one kernel, and of more, blocks
+# leave out as much and take less time to compile.
+ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
 Answer = tuple[jax.Array, jax.Array | None]
 
 
@@ -34,15 +37,16 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
     if bias is not None or rules.window != (None, None):
         return None
     if conditions == NOTHING:
-        known = rules.above is not None and rules.above >= 0
-        few = MOST_ROWS.get(jax.default_backend(), 0) >= plan.T
-        return "rows" if known and few and _count(plan.T) > 1 else None
+        return "rows" if rules.above is not None and _leaves_out(plan, rules.above) else None
     keys_alone = conditions._replace(keys=None) == NOTHING and rules.above is None
     return "keys" if keys_alone and rules.soft_cap is None else None
 
 
-def _count(T: int) -> int:
-    return max(min(-(-T // least), most) for least, most in OF_ROWS)
+def _leaves_out(plan: Plan, above: int) -> bool:
+    """Whether rows see at least a quarter less, on average, than the last one does."""
+    least, most = ROWS.get(jax.default_backend(), (0, 0))
+    seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
+    return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])
 
 
 def of_rows(
@@ -54,7 +58,7 @@ def of_rows(
     value: jax.Array,
     words: jax.Array | None,
 ) -> Answer:
-    """Each band with the keys up to its last row; a few heads at a time, which stay in caches.
+    """Each band with the keys up to its last row, of a few heads at a time.
 
     Args:
       run: computes `run(rules, query, key, value, words)` of a band.
@@ -62,15 +66,15 @@ def of_rows(
       rules, query, key, value, words: as `blocked.core` has them.
     """
     B, K, G, T = plan.B, plan.K, plan.G, plan.T
-    size, itemsize = -(-T // _count(T)), query.dtype.itemsize
-    rule = blocks.TARGET.get(jax.default_backend(), blocks.TARGET_ELSEWHERE)
-    target = dict(rules.sizes).get("target", rule)
+    count = max(min(-(-T // rows), most) for rows, most in OF_ROWS)
+    size, itemsize = -(-T // count), query.dtype.itemsize
+    target = dict(rules.sizes).get("target", blocks.TARGET[jax.default_backend()])
     heads = blocks.divisor(K, target // (itemsize * G * size * plan.S))
 
     def band(t: int, step: Any, query: Any, key: Any, value: Any) -> Answer:
         rows = query[:, t : t + size]
         S = min(plan.S, t + rows.shape[1] + rules.above)
-        # One block, that XLA may make one kernel of.
+        # One block, if it is not very large.
         least_rows = min(G * size, blocks.MOST_OF_LEAST // (itemsize * S))
         here = rules._replace(
             above=rules.above + t,
@@ -86,11 +90,14 @@ def of_rows(
         return jnp.concatenate(out, 2), None if lse[0] is None else jnp.concatenate(lse, 2)
 
     steps = B * K // heads
-    parts = tuple(x.reshape(steps, -1, *x.shape[2:]) for x in (query, key, value))
+    parts = tuple(
+        x.reshape(steps, n, *x.shape[2:])
+        for x, n in ((query, heads * G), (key, heads), (value, heads))
+    )
     parts = parts if steps > 1 else tuple(x[0] for x in parts)
     out, lse = tiles.each(few_heads, steps, parts)
-    whole = B, K * G, T
-    return out.reshape(*whole, -1), None if lse is None else lse.reshape(whole)
+    out = out.reshape(B, K * G, T, value.shape[-1])
+    return out, None if lse is None else lse.reshape(B, K * G, T)
 
 
 def _parts(plan: Plan) -> int:

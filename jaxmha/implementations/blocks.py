@@ -15,9 +15,9 @@ TARGET_ELSEWHERE = 2**26
 TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
 # Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
 # kernel of them, which keeps to one head at a time itself. Of few keys and with nothing but a
-# softmax, so many times as many bytes still are such a head.
+# softmax between the products, a head may have so many times as many bytes.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
-FEW_KEYS, TIMES = 256, 4
+FEW_KEYS, FEW_KEYS_TIMES = 256, 4
 TARGET_OF_SMALL_HEADS: dict[str, int] = {"cpu": 2**24}
 # Fewer rows than this leave matrix products without reuse, whatever the cache. Where nothing but a
 # softmax comes between them, so many rows, up to so many bytes, are worth more than a cache.
@@ -31,7 +31,7 @@ SIDE: dict[str, int] = {"cpu": 512}
 SIDE_OF_WINDOW: dict[str, int] = {"cpu": 64}
 BLOCKS_OF_WINDOW, LEAST_OF_GROUP, MOST_BLOCKS = 4, 16, 1024
 SIDE_ELSEWHERE = 2048
-# Bytes of scores of many heads at once.
+# Bytes of scores of whole heads, or of blocks of many, at once: fewer kernels.
 TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
 # Few steps of one kernel each, of few bytes in all, are no loop: XLA works on some side by side.
 FEW_STEPS = 8
@@ -130,10 +130,10 @@ def plan(
             side = min(max(narrow, LEAST_OF_GROUP * G, -(-max(T, S) // MOST_BLOCKS)), side)
     keys = _even(S, side) if skips else S
     kernel = plain and not gradient and keys == S
-    times = TIMES if kernel and S <= FEW_KEYS else 1
-    rule, rule_of_heads = TARGET_OF_KERNEL if kernel else TARGET, TARGET_OF_HEADS
-    if itemsize * G * T * S <= times * SMALL_HEAD.get(platform, 0):
-        rule_of_heads = TARGET_OF_SMALL_HEADS
+    times = FEW_KEYS_TIMES if kernel and S <= FEW_KEYS else 1
+    small = itemsize * G * T * S <= times * SMALL_HEAD.get(platform, 0)
+    rule = TARGET_OF_KERNEL if kernel else TARGET
+    rule_of_heads = TARGET_OF_SMALL_HEADS if small else TARGET_OF_HEADS
     of_rows, of_heads = (
         x.get(platform, TARGET_ELSEWHERE) if target is None else target
         for x in (rule, rule_of_heads)
@@ -152,8 +152,8 @@ def plan(
     heads = divisor(K, cells)
     # Batch rows of one block would share what is left out.
     batches = divisor(B, cells // K) if heads == K and keys == S else 1
-    steps, scores = B * K // (batches * heads), B * K * T * row
-    few = steps <= FEW_STEPS and scores <= BYTES_OF_FEW_STEPS.get(platform, 0)
+    steps = B * K // (batches * heads)
+    few = steps <= FEW_STEPS and B * K * T * row <= BYTES_OF_FEW_STEPS.get(platform, 0)
     unroll = kernel and few and rows == T
     return Plan(B, K, G, T, S, batches, heads, rows, keys, unroll)
 

@@ -37,10 +37,10 @@ def forward(
     def block(index: Any, i: Any, rows: jax.Array, chunk: Chunk, start: Any) -> Running:
         def visit(j: jax.Array | int, clear: bool, carry: Running | None) -> Running:
             place = _place(plan, index, i, j)
-            met, keep = _beside(
+            mask_or_bias, keep = _beside(
                 plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
             )
-            return one_block.forward(rules, rows, *chunk(j), met, keep, carry)
+            return one_block.forward(rules, rows, *chunk(j), mask_or_bias, keep, carry)
 
         seen: Running = reach.visit_all(reached, plan, index, i, visit, start)
         return seen
@@ -122,11 +122,11 @@ def backward(
         def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:
             dq, dk, dv, bias_slope = carry
             place = _place(plan, index, i, j)
-            met, keep = _beside(
+            mask_or_bias, keep = _beside(
                 plan, rules, NOTHING if clear else conditions, bias, words, place, dtype
             )
             more_dq, more_dk, more_dv, d_added = one_block.backward(
-                rules, parts, chunk(j), met, keep
+                rules, parts, chunk(j), mask_or_bias, keep
             )
             if bias_slope is not None:
                 bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)
@@ -208,9 +208,9 @@ def _beside(
     dtype: Any,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """What the scores of a block meet: mask or bias, and kept weights, `[cells] rows keys`."""
-    met = pairs.mask_or_bias(conditions, bias, place, plan.G, dtype)
+    mask_or_bias = pairs.mask_or_bias(conditions, bias, place, plan.G, dtype)
     keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, rules.whole, words, place)
-    return tiles.cells(plan, met), tiles.cells(plan, keep)
+    return tiles.cells(plan, mask_or_bias), tiles.cells(plan, keep)
 
 
 def _place(plan: Plan, step: jax.Array | int, i: jax.Array | int, j: jax.Array | int) -> Place:
