@@ -479,7 +479,7 @@ def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     want = np.asarray(conformance.call(case, "reference")(arrays))
     for bytes_, loops in ((2**24, False), (0, True)):
         monkeypatch.setattr(blocks, "BYTES_OF_FEW_STEPS", {"cpu": bytes_})
-        jax.clear_caches()
+        jax.clear_caches()  # type: ignore[no-untyped-call]
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
         assert ("while" in of.lower(arrays).as_text()) == loops
