@@ -83,13 +83,21 @@ def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
         some = some & (q.min(-1) <= k.max(-1)) & (k.min(-1) <= q.max(-1))
         every = every & (q.min(-1) == k.max(-1)) & (k.min(-1) == q.max(-1))
     if conditions.array is not None:
-        b, n, t, s = conditions.array.shape
+        array = conditions.array
+        b, n, t, s = array.shape
         row_blocks, rows = (blocks, plan.rows) if t > 1 else (1, 1)
         key_blocks, columns = (chunks, plan.keys) if s > 1 else (1, 1)
-        parts = conditions.array.reshape(b, n * row_blocks, rows, key_blocks, columns)
-        any_, all_ = (
-            x.reshape(b, n, row_blocks, key_blocks) for x in (parts.any((2, 4)), parts.all((2, 4)))
-        )
+
+        # One block of rows after another: XLA is slow at sums over two axes apart, and would make
+        # the mask once more for each shape it is seen in.
+        def of_keys(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            part = jax.lax.dynamic_slice_in_dim(array, i * rows, rows, 2)
+            return part.any(2), part.all(2)
+
+        found = jax.lax.map(of_keys, jnp.arange(row_blocks))
+        shape = b, n, row_blocks, key_blocks, columns
+        any_, all_ = (jnp.moveaxis(x, 0, 2).reshape(shape) for x in found)
+        any_, all_ = any_.any(-1), all_.all(-1)
         some, every = some & any_.any(1), every & all_.all(1)
     return some, every
 
