@@ -487,6 +487,21 @@ def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "while" in slope.lower(arrays).as_text()
 
 
+def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("rows", B=2, T=5, S=7, K=3, G=2, H=7, h=11, is_causal=True, mask="BNTS")
+    arrays = cases.arrays(case, "float32")
+    monkeypatch.setattr(blocked, "SIZES", {"side": 2, "least_rows": 2})
+    want = np.asarray(conformance.call(case, "reference")(arrays))
+    loops = []
+    for most in (5, 0):
+        monkeypatch.setattr(blocks, "FEW_BLOCKS", {"cpu": most})
+        jax.clear_caches()  # type: ignore[no-untyped-call]
+        of = jax.jit(conformance.call(case, "blocked"))
+        tolerance.assert_close(of(arrays), want)
+        loops.append(of.lower(arrays).as_text().count("stablehlo.while"))
+    assert loops[0] < loops[1]
+
+
 def test_heads_of_few_keys_are_together_only_before_a_softmax() -> None:
     def cells(S: int, **more: Any) -> int:
         return blocks.plan(2, 8, 1, 1024, S, **more).cells

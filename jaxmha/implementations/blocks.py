@@ -36,6 +36,8 @@ TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
 # Few steps of one kernel each, of few bytes in all, are no loop: XLA works on some side by side.
 FEW_STEPS = 8
 BYTES_OF_FEW_STEPS: dict[str, int] = {"cpu": 2**24}
+# Nor are few blocks of rows with keys left out.
+FEW_BLOCKS: dict[str, int] = {"cpu": 4}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Plan:
       batches, heads: batch rows and key/value heads of one block.
       rows: query positions of one block; T is filled up to a multiple.
       keys: key positions of one block; S is filled up to a multiple.
-      unroll: whether steps are no loop.
+      unroll: whether there is no loop over steps or, where keys are cut too, over blocks of rows.
     """
 
     B: int
@@ -155,6 +157,8 @@ def plan(
     steps = B * K // (batches * heads)
     few = steps <= FEW_STEPS and B * K * T * row <= BYTES_OF_FEW_STEPS.get(platform, 0)
     unroll = kernel and few and rows == T
+    if keys < S and not gradient:
+        unroll = -(-T // rows) <= FEW_BLOCKS.get(platform, 0)
     return Plan(B, K, G, T, S, batches, heads, rows, keys, unroll)
 
 

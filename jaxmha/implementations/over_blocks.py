@@ -56,7 +56,7 @@ def forward(
             start = None if plan.chunks == 1 else one_block.nothing_yet(rows, values.shape[-1])
             return answer(block(index, i, rows, chunk, start))
 
-        return tiles.each(of, plan.blocks, rows_of_all)
+        return tiles.each(of, plan.blocks, rows_of_all, unroll=plan.unroll)
 
     def more(index: Any, before: Running, _: None, x: tuple[jax.Array, ...]) -> Any:
         rows_of_all, *per_key = x
@@ -71,7 +71,7 @@ def forward(
         return tiles.refine(of, plan.blocks, before, None, rows_of_all)
 
     if before is None:
-        return tiles.each(step, plan.steps, parts, unroll=plan.unroll)
+        return tiles.each(step, plan.steps, parts, unroll=plan.unroll and plan.chunks == 1)
     return tiles.refine(more, plan.steps, before, None, parts)[0]
 
 
