@@ -150,6 +150,7 @@ def check_positions(
         raise ValueError(
             "input_positions: nothing is rotated; give rotate, such as jaxmha.rope, as well"
         )
+    checks.are_arrays(input_positions=positions)
     expected, others = queries.shape[:-features], keys.shape[:-features]
     if positions.shape != expected or others != expected:
         raise ValueError(

@@ -45,13 +45,18 @@ def behaviour(
     }
     for name, own in said.items():
         other = getattr(asked, name)
-        if own and other and own != other:
+        if own and other and _spelled(own) != _spelled(other):
             raise ValueError(
                 f"{name}={own!r} by flax's arguments and {name}={other!r} of semantics differ: "
                 "give one"
             )
     left = {name: own or getattr(asked, name) for name, own in said.items()}
     return replace(asked, **{**left, "dropout_broadcast": shared})
+
+
+def _spelled(value: Any) -> Any:
+    """A precision by its name, which is "highest" for `jax.lax.Precision.HIGHEST`."""
+    return value.name.lower() if isinstance(value, jax.lax.Precision) else value
 
 
 def shared_axes(broadcast_dropout: bool | None, left_open: tuple[str, ...]) -> tuple[str, ...]:

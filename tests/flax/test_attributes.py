@@ -113,6 +113,11 @@ def test_what_is_said_twice_agrees(arguments: dict[str, Any], semantics: Semanti
     assert layer(**arguments, semantics=same).semantics == same
 
 
+def test_a_precision_is_the_same_by_name() -> None:
+    both = layer(precision="highest", semantics=Semantics(precision=jax.lax.Precision.HIGHEST))
+    assert both.semantics.precision == "highest"
+
+
 def test_a_softmax_in_another_dtype_is_not_forced() -> None:
     module = linen.MultiHeadAttention(
         N, force_fp32_for_softmax=True, semantics=Semantics(softmax_dtype="float64")

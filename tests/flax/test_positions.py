@@ -98,3 +98,10 @@ def test_what_positions_cannot_mean_is_refused() -> None:
         attention_fn(q, k, k, rotate=ROTATE, input_positions=POSITIONS)
     with pytest.raises(ValueError, match="T=5 queries have among S=6 keys is not known here"):
         attention_fn(q, k, k, rotate=ROTATE)
+
+
+def test_positions_are_an_array(no_shape_hook: None) -> None:
+    q: Any = jnp.ones((B, T, N, 4))
+    listed: Any = [list(range(T))] * B
+    with pytest.raises(TypeError, match="input_positions must be an array, got list"):
+        attention_fn(q, q, q, rotate=ROTATE, input_positions=listed)
