@@ -100,6 +100,9 @@ def prefill(
     >>> out.shape, cache.lengths.tolist()
     ((1, 3, 6), [3])
     """
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(KVCache, cache=cache)
+    checks.are_of(Semantics, semantics=semantics)
     checks.are_arrays(x=x)
     mask = as_mask(mask)
     chosen = hashable(implementation)
@@ -196,6 +199,9 @@ def decode_step(
     >>> out.shape, cache.lengths.tolist()
     ((1, 1, 6), [4])
     """
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(KVCache, cache=cache)
+    checks.are_of(Semantics, semantics=semantics)
     checks.are_arrays(x=x)
     mask = as_mask(mask)
     refuse_structure(mask)

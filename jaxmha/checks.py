@@ -33,6 +33,21 @@ def are_arrays(**arguments: Any) -> None:
             raise TypeError(f"{name} must be an array, got {type(value).__name__}")
 
 
+def are_of(kind: type, **arguments: Any) -> None:
+    """Raises TypeError for an argument that is of another type of jaxmha's, or of none."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
+
+
+def are_sizes(**arguments: Any) -> None:
+    """Raises ValueError for an argument that is there and no integer of at least 1."""
+    for name, size in arguments.items():
+        known = size is None or (isinstance(size, int | np.integer) and not isinstance(size, bool))
+        if not known or (size is not None and size < 1):
+            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+
+
 def promoted(**arrays: Any) -> np.dtype[Any]:
     """The promoted dtype of the arrays that are there; TypeError unless all are floating."""
     there = {name: array for name, array in arrays.items() if array is not None}

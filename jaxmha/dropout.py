@@ -59,6 +59,11 @@ def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> ja
 def threefry(key: Array) -> jax.Array:
     """The key for threefry: other generators may not tell keys apart when vectorised."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim != (0 if typed else 1):
+        raise TypeError(
+            "expected one PRNG key for dropout, such as jax.random.key(0), got an array of "
+            f"{key.dtype} with shape {key.shape}"
+        )
     words = jnp.asarray(jax.random.key_data(key) if typed else key)
     plain: jax.Array = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
     for i in range(2, words.shape[0]):

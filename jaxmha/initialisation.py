@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.arrays import Array, DTypeLike
+from jaxmha.checks import are_sizes
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.params import MHAParams, Projection
 from jaxmha.semantics import one_of
@@ -60,19 +61,16 @@ def init_params(
     (2, 3, 6)
     """
     one_of("scheme", scheme, ("torch", "keras", "flax"))
-    sizes = {
-        "num_heads": num_heads,
-        "features": features,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "value_head_dim": value_head_dim,
-        "key_features": key_features,
-        "value_features": value_features,
-        "out_features": out_features,
-    }
-    for name, size in sizes.items():
-        if size is not None and (isinstance(size, bool) or not size >= 1):
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+    are_sizes(
+        num_heads=num_heads,
+        features=features,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        key_features=key_features,
+        value_features=value_features,
+        out_features=out_features,
+    )
     dtype = np.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be floating, got {dtype}")

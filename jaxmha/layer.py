@@ -73,6 +73,8 @@ def multi_head_attention(
     """
     key = query if key is None else key
     value = key if value is None else value
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(Semantics, semantics=semantics)
     checks.are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
     if not isinstance(is_causal, bool):
@@ -173,6 +175,8 @@ def project(
     """
     key = query if key is None else key
     value = key if value is None else value
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(Semantics, semantics=semantics)
     checks.are_arrays(query=query, key=key, value=value)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
     query, key, value = project_live(params, *_distinct(query, key, value), semantics)
@@ -247,6 +251,8 @@ def combine(
     >>> combine(params, jnp.ones((4, 5, 2, 3))).shape
     (4, 5, 6)
     """
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(Semantics, semantics=semantics)
     checks.are_arrays(heads=heads)
     checks.no_silent_rounding(params=params, heads=heads)
     out: jax.Array = _combine(params, heads, semantics)

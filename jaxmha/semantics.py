@@ -95,6 +95,7 @@ class Semantics:
         for name in ("scale", "logits_soft_cap", "dropout_rate", "qk_norm_epsilon"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
+        object.__setattr__(self, "precision", _precision(self.precision))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
         if not set(self.dropout_broadcast) <= set("BNTS"):
@@ -228,6 +229,20 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
+
+
+def _precision(value: Precision) -> Precision:
+    """The shortest of JAX's names of a precision; algorithms are left to JAX."""
+    if not isinstance(value, str | jax.lax.Precision):
+        return value
+    if isinstance(value, str) and value in jax.lax.DotAlgorithmPreset.__members__:
+        return value
+    try:
+        return jax.lax.Precision(value).name.lower()
+    except ValueError:
+        raise ValueError(
+            f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {value!r}"
+        ) from None
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

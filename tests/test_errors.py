@@ -408,11 +408,33 @@ def test_layer(what: str) -> None:
         ("qk_norm_epsilon", -1e-6),
         ("scale", float("inf")),
         ("softmax_dtype", np.int32),
+        ("precision", "highst"),
     ],
 )
 def test_semantics(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         Semantics(**{field: value})
+
+
+def test_things_of_another_kind_are_named() -> None:
+    query, params = INPUTS["query"], params_of(LEAVES)
+    other: Any = {"a": 1}
+    layers: Any = (jaxmha.multi_head_attention, jaxmha.project, jaxmha.combine)
+    for call in layers:
+        for run in (call, jax.jit(call)):
+            with pytest.raises(TypeError, match=r"params must be a jaxmha\.MHAParams, got dict"):
+                run(other, query)
+        with pytest.raises(TypeError, match=r"semantics must be a jaxmha\.Semantics, got dict"):
+            call(params, query, semantics=other)
+    for call in (jaxmha.prefill, jaxmha.decode_step):
+        with pytest.raises(TypeError, match=r"params must be a jaxmha\.MHAParams, got dict"):
+            call(other, query, other)
+        with pytest.raises(TypeError, match=r"cache must be a jaxmha\.KVCache, got dict"):
+            call(params, query, other)
+    dropping = Semantics(dropout_rate=0.5)
+    for key in (3, jnp.zeros((2, 2), np.uint32)):
+        with pytest.raises(TypeError, match=r"one PRNG key for dropout.* with shape"):
+            jaxmha.multi_head_attention(params, **INPUTS, dropout_key=key, semantics=dropping)
 
 
 def test_mask_constructors() -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
-from jaxmha.checks import no_silent_rounding, promoted
+from jaxmha.checks import are_sizes, no_silent_rounding, promoted
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -242,6 +242,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         features = self.qkv_features or Dq
         K, H, h = head_sizes(N, features, self.num_kv_heads, self.value_head_dim)
         Do = self.out_features or Dq
+        are_sizes(out_features=Do)
 
         def projection(name: str, shape: tuple[int, ...], contracted: int = 1) -> Projection:
             kernel_init, bias_init = self.kernel_init, self.bias_init

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
-from jaxmha.checks import no_silent_rounding
+from jaxmha.checks import are_sizes, no_silent_rounding
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -169,6 +169,7 @@ class MultiHeadAttention(Attributes):
         self.head_dim, self.value_head_dim = H, h
         self.in_features, self.in_kv_features, self.qkv_features = in_features, kv, features
         self.out_features = in_features if out_features is None else out_features
+        are_sizes(out_features=self.out_features)
         self.dtype, self.param_dtype = dtype, param_dtype
         self.deterministic, self.decode = deterministic, decode
         self.local_window_size, self.rotate = local_window_size, rotate
@@ -374,13 +375,14 @@ class MultiHeadAttention(Attributes):
         (3, 5, 6)
         """
         no_silent_rounding(params=params)
+        known = settings_of(params, semantics, settings)
         sizes = check(params)
         module = cls(
             in_features=sizes["Dq"],
             in_kv_features=(sizes["Dk"], sizes["Dv"]),
             rngs=nnx.Rngs(0) if rngs is None else rngs,
             kernel_init=nnx.initializers.zeros_init(),
-            **{"keep_rngs": rngs is not None, **settings_of(params, semantics, settings)},
+            **{"keep_rngs": rngs is not None, **known},
         )
         for leaf, array in leaves(params).items():
             variable(module, leaf).set_value(jnp.asarray(array))

@@ -10,6 +10,7 @@ def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
 
     Raises:
       ValueError: nobody says whether dropout acts, or there is no stream.
+      TypeError: `rngs` are neither.
     """
     if not module.semantics.dropout_rate:
         return None
@@ -20,6 +21,8 @@ def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
         )
     if deterministic:
         return None
+    if not (rngs is None or isinstance(rngs, nnx.Rngs | nnx.RngStream)):
+        raise TypeError(f"rngs must be nnx.Rngs or an nnx.RngStream, got {type(rngs).__name__}")
     stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
     stream = module.rngs if stream is None else stream
     if stream is None:

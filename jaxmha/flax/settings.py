@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.checks import are_arrays, are_of, are_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
-from jaxmha.semantics import Precision, Semantics
+from jaxmha.semantics import Precision, Semantics, one_of
 
 UseBias: TypeAlias = bool | tuple[str, ...]
 Window: TypeAlias = int | tuple[int | None, int | None] | None
@@ -34,34 +35,33 @@ def behaviour(
     ('B', 'N')
     """
     asked = Semantics() if semantics is None else semantics
+    are_of(Semantics, semantics=asked)
     left_open = ("B", "N") if semantics is None else asked.dropout_broadcast  # the former as flax
-    shared = shared_axes(broadcast_dropout, left_open)
-    said: dict[str, Any] = {
-        "dropout_rate": dropout_rate,
-        "dropout_broadcast": shared,
-        "precision": precision,
-        "qk_norm": "layer" if normalize_qk else None,
-        "softmax_dtype": np.dtype(np.float32) if force_fp32_for_softmax else None,
-    }
-    for name, own in said.items():
-        other = getattr(asked, name)
-        if own and other and _spelled(own) != _spelled(other):
+    said = Semantics(
+        dropout_rate=dropout_rate,
+        dropout_broadcast=shared_axes(broadcast_dropout, left_open),
+        precision=precision,
+        qk_norm="layer" if normalize_qk else None,
+        softmax_dtype=np.float32 if force_fp32_for_softmax else None,
+    )
+    left: dict[str, Any] = {}
+    for name in ("dropout_rate", "dropout_broadcast", "precision", "qk_norm", "softmax_dtype"):
+        own, other = getattr(said, name), getattr(asked, name)
+        if own and other and own != other:
             raise ValueError(
                 f"{name}={own!r} by flax's arguments and {name}={other!r} of semantics differ: "
                 "give one"
             )
-    left = {name: own or getattr(asked, name) for name, own in said.items()}
-    return replace(asked, **{**left, "dropout_broadcast": shared})
-
-
-def _spelled(value: Any) -> Any:
-    """A precision by its name, which is "highest" for `jax.lax.Precision.HIGHEST`."""
-    return value.name.lower() if isinstance(value, jax.lax.Precision) else value
+        left[name] = own or other
+    return replace(asked, **{**left, "dropout_broadcast": said.dropout_broadcast})
 
 
 def shared_axes(broadcast_dropout: bool | None, left_open: tuple[str, ...]) -> tuple[str, ...]:
     """Axes that share a draw for dropout, as flax's argument says, or where it is None."""
-    return {None: left_open, True: ("B", "N"), False: ()}[broadcast_dropout]
+    one_of("broadcast_dropout", broadcast_dropout, (None, True, False))
+    if broadcast_dropout is None:
+        return left_open
+    return ("B", "N") if broadcast_dropout else ()
 
 
 INSTEAD = "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
@@ -92,6 +92,7 @@ def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any,
     """Inputs of flax's calls in the compute dtype, if there is one; what is left out is in place."""
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
+    are_arrays(inputs_q=query, inputs_k=key, inputs_v=value)
     key = query if key is None else key
     inputs: tuple[Any, Any, Any] = cast((query, key, key if value is None else value), dtype)
     return inputs
@@ -122,8 +123,10 @@ def window_mask(window: Window) -> Mask:
     """`local_window_size` as a mask: w or (left, right)."""
     if window is None:
         return Mask()
-    left, right = window if isinstance(window, tuple) else (window, window)
-    return Mask.window(left, right)
+    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(f"local_window_size must be w or (left, right), got {window!r}")
+    return Mask.window(*sides)
 
 
 def cast(tree: Any, dtype: Any) -> Any:
@@ -137,10 +140,10 @@ def biased(use_bias: UseBias, name: str) -> bool:
     """Whether the projection `query`, `key`, `value` or `out` has a bias."""
     if isinstance(use_bias, bool):
         return use_bias
-    unknown = set(use_bias) - {"query", "key", "value", "out"}
-    if unknown:
+    names = ("query", "key", "value", "out")
+    if not isinstance(use_bias, tuple | list) or not all(x in names for x in use_bias):
         raise ValueError(
-            f"use_bias must be a bool or names among query, key, value, out, got {use_bias}"
+            f"use_bias must be a bool or names among query, key, value, out, got {use_bias!r}"
         )
     return name in use_bias
 
@@ -148,15 +151,19 @@ def biased(use_bias: UseBias, name: str) -> bool:
 def head_sizes(
     num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
-    """K, H and h of a module. Raises ValueError where heads do not divide."""
+    """K, H and h of a module. Raises ValueError where a size is none, or heads do not divide."""
+    are_sizes(
+        num_heads=num_heads,
+        qkv_features=qkv_features,
+        num_kv_heads=num_kv_heads,
+        value_head_dim=value_head_dim,
+    )
     K = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got N={num_heads}")
     if qkv_features % num_heads:
         raise ValueError(
             f"qkv_features={qkv_features} must be a multiple of num_heads N={num_heads}"
         )
-    if K < 1 or num_heads % K:
+    if num_heads % K:
         raise ValueError(f"num_heads N={num_heads} must be a multiple of num_kv_heads K={K}")
     H = qkv_features // num_heads
     return K, H, H if value_head_dim is None else value_head_dim
@@ -182,6 +189,8 @@ def settings_of(
 
 
 def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
+    are_of(MHAParams, params=params)
+    are_of(Semantics, semantics=semantics)
     sizes = check(params)
     there = tuple(
         name

@@ -4,7 +4,7 @@ A block is `cells` key/value heads times `rows` query positions (of every query 
 group) times `keys` key positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Bytes of scores that are worked on at once, by platform: about what second-level caches hold, by
 # measurement; elsewhere enough to keep the device busy.
@@ -154,12 +154,13 @@ def plan(
     heads = divisor(K, cells)
     # Batch rows of one block would share what is left out.
     batches = divisor(B, cells // K) if heads == K and keys == S else 1
-    steps = B * K // (batches * heads)
-    few = steps <= FEW_STEPS and B * K * T * row <= BYTES_OF_FEW_STEPS.get(platform, 0)
-    unroll = kernel and few and rows == T
-    if keys < S and not gradient:
-        unroll = -(-T // rows) <= FEW_BLOCKS.get(platform, 0)
-    return Plan(B, K, G, T, S, batches, heads, rows, keys, unroll)
+    made = Plan(B, K, G, T, S, batches, heads, rows, keys)
+    if keys < S:
+        unroll = not gradient and made.blocks <= FEW_BLOCKS.get(platform, 0)
+    else:
+        few = B * K * T * row <= BYTES_OF_FEW_STEPS.get(platform, 0)
+        unroll = kernel and rows == T and made.steps <= FEW_STEPS and few
+    return replace(made, unroll=unroll)
 
 
 def _even(size: int, most: int) -> int:

@@ -116,6 +116,8 @@ def test_what_is_said_twice_agrees(arguments: dict[str, Any], semantics: Semanti
 def test_a_precision_is_the_same_by_name() -> None:
     both = layer(precision="highest", semantics=Semantics(precision=jax.lax.Precision.HIGHEST))
     assert both.semantics.precision == "highest"
+    assert Semantics(precision="float32") == Semantics(precision=jax.lax.Precision.HIGHEST)
+    assert Semantics(precision="F32_F32_F32").precision == "F32_F32_F32"  # an algorithm of XLA's
 
 
 def test_a_softmax_in_another_dtype_is_not_forced() -> None:
@@ -156,12 +158,66 @@ def test_linen_shows_the_layer_alone() -> None:
     assert f"Total Parameters: {count:,}" in table
 
 
-def test_no_heads_are_refused() -> None:
+WRONG: dict[str, tuple[Any, ...]] = {
+    "num_heads": (0, 3.0, True),
+    "num_kv_heads": (0, 1.0),
+    "value_head_dim": (0, -3, 2.5),
+    "qkv_features": (-3, 15.0),
+    "out_features": (-7, 7.0),
+    "use_bias": (None, "query", ("q",), 1),
+    "broadcast_dropout": ("yes", 2),
+    "precision": ("highst",),
+    "local_window_size": ((1, 2, 3),),
+}
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize(
+    ("name", "wrong"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_wrong_arguments_are_named(name: str, wrong: Any) -> None:
+    x, settings = jnp.ones((2, 5, FEATURES)), {**SIZES, name: wrong}
+    with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+        MultiHeadAttention(**settings, rngs=nnx.Rngs(0))(x)
+    del settings["in_features"]
+    with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+        jax.eval_shape(linen.MultiHeadAttention(**settings).init, jax.random.key(0), x)
+
+
+def test_a_window_may_be_a_list(no_shape_hook: None) -> None:
+    x = normal("x", (2, 5, FEATURES))
+    listed, module = layer(local_window_size=[2, 0]), layer(local_window_size=(2, 0))
+    assert_same(nnx.jit(lambda m, x: m(x))(listed, x), module(x))
+    inner = linen.MultiHeadAttention(N, qkv_features=5 * N, local_window_size=[2, 0])
+    variables = randomise(jax.eval_shape(inner.init, jax.random.key(0), x))
+    assert_same(
+        inner.apply(variables, x), inner.clone(local_window_size=(2, 0)).apply(variables, x)
+    )
+
+
+def test_things_of_another_kind_are_named(no_shape_hook: None) -> None:
     x = jnp.ones((2, 5, FEATURES))
-    with pytest.raises(ValueError, match="num_heads must be at least 1, got N=0"):
-        linen.MultiHeadAttention(num_heads=0).init(nnx.Rngs(0).params(), x)
-    with pytest.raises(ValueError, match="num_heads must be at least 1, got N=0"):
-        MultiHeadAttention(0, FEATURES, rngs=nnx.Rngs(0))
+    rows: list[list[float]] = [[1.0] * FEATURES]
+    dropping = layer(dropout_rate=0.5, deterministic=False)
+    for rngs in (3, jax.random.key(0)):
+        with pytest.raises(TypeError, match=r"rngs must be nnx\.Rngs or an nnx\.RngStream"):
+            dropping(x, rngs=rngs)
+    heads = jnp.ones((2, 5, N, 7))
+    with pytest.raises(TypeError, match="one PRNG key for dropout"):
+        attention_fn(heads, heads, heads, dropout_rng=3, dropout_rate=0.5)  # type: ignore[arg-type]
+    classes: Any = (linen.MultiHeadAttention, MultiHeadAttention)
+    for cls in classes:
+        with pytest.raises(TypeError, match=r"params must be a jaxmha\.MHAParams, got dict"):
+            cls.from_params({"a": 1})
+        with pytest.raises(TypeError, match=r"semantics must be a jaxmha\.Semantics, got str"):
+            cls.from_params(dropping.to_params()[0], "torch")
+    for dtype in (None, "float32"):
+        with pytest.raises(TypeError, match="inputs_q must be an array, got list"):
+            layer(dtype=dtype)(rows)
+        with pytest.raises(TypeError, match="inputs_k must be an array, got list"):
+            linen.MultiHeadAttention(N, dtype=dtype).init(jax.random.key(0), x, rows)
+    with pytest.raises(ValueError, match="precision must be"):
+        dropping.precision = "highst"
 
 
 def test_inputs_that_flax_takes_and_jaxmha_does_not(no_shape_hook: None) -> None:

@@ -222,9 +222,8 @@ def test_what_does_not_fit_is_refused(x64: None) -> None:
         linen.MultiHeadAttention(2).to_params()
     with pytest.raises(ValueError, match="use_bias must be"):
         modules.MultiHeadAttention(2, 4, use_bias=("q",), rngs=nnx.Rngs(0))
-    for K in (0, 4):
-        with pytest.raises(ValueError, match="multiple of num_kv_heads"):
-            modules.MultiHeadAttention(6, 12, num_kv_heads=K, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="multiple of num_kv_heads"):
+        modules.MultiHeadAttention(6, 12, num_kv_heads=4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="multiple of num_heads"):
         linen.MultiHeadAttention(5).init(jax.random.key(0), jnp.ones((T, 12)))
     double = jax.tree.map(lambda x: np.asarray(x, np.float64), SMALL)
