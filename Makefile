@@ -8,7 +8,7 @@ RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN
 # Tests start many processes, which import large frameworks: thrice as fast from bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train report docs test newest suite test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train report docs test newest oldest suite test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -29,8 +29,8 @@ test: weights  ## linters, types, the test suite, and the built wheel on its own
 suite: weights
 	$(RUN) python -m pytest -q -n 2 --dist worksteal
 
-newest:  ## core tests on the newest JAX and Flax, where a Python for them is on the machine
-	.ci/newest
+newest oldest: $(VENV)/installed  ## core tests on the newest JAX and Flax, and on the oldest allowed
+	.ci/versions $@
 
 bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
 	$(RUN) python -m experiments.benchmarks --write
@@ -74,4 +74,4 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .weights build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-oldest .weights build dist *.egg-info

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
@@ -43,8 +44,9 @@ def are_of(kind: type, **arguments: Any) -> None:
 def are_sizes(**arguments: Any) -> None:
     """Raises ValueError for an argument that is there and no integer of at least 1."""
     for name, size in arguments.items():
-        known = size is None or (isinstance(size, int | np.integer) and not isinstance(size, bool))
-        if not known or (size is not None and size < 1):
+        if size is None or export.is_symbolic_dim(size):
+            continue
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
 
 

@@ -1,6 +1,7 @@
 """Behaviour that is not a weight."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -12,7 +13,7 @@ from jaxmha.arrays import DTypeLike
 
 FullyMasked: TypeAlias = Literal["zero", "nan", "mean"]
 ReturnWeights: TypeAlias = bool | Literal["before_dropout", "after_dropout"]
-Precision: TypeAlias = str | jax.lax.Precision | None
+Precision: TypeAlias = jax.lax.PrecisionLike
 
 
 class Path(NamedTuple):
@@ -231,18 +232,22 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _precision(value: Precision) -> Precision:
-    """The shortest of JAX's names of a precision; algorithms are left to JAX."""
-    if not isinstance(value, str | jax.lax.Precision):
+def _precision(value: Any) -> Any:
+    """One of JAX's names of a precision, or one for each factor; algorithms are what they are."""
+    presets = jax.lax.DotAlgorithmPreset
+    if value is None or isinstance(value, jax.lax.DotAlgorithm | presets):
         return value
-    if isinstance(value, str) and value in jax.lax.DotAlgorithmPreset.__members__:
+    if isinstance(value, tuple) and len(value) == 2:
+        one, other = map(_precision, value)
+        return one if one == other else (one, other)
+    if isinstance(value, str) and value in presets.__members__:
         return value
-    try:
-        return jax.lax.Precision(value).name.lower()
-    except ValueError:
-        raise ValueError(
-            f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {value!r}"
-        ) from None
+    if isinstance(value, str | jax.lax.Precision):
+        with suppress(ValueError):
+            return jax.lax.Precision(value).name.lower()
+    raise ValueError(
+        f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {value!r}"
+    )
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -77,6 +77,7 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
         ({"like": struct(2, 64, 8, 128, dtype=jnp.float32)}, "got float32"),
         ({"like": struct(2, 64, 8, 264)}, "at most 256"),
         ({"like": struct(2, 64, 8, 136), "platform": "a100"}, "at most 128"),
+        ({"like": struct(2, 64, 8, 136), "platform": "b200"}, "at most 128"),
         ({"platform": "t4"}, "capability 8.0, not t4"),
         ({"platform": "tpu"}, "not tpu"),
         ({"logits_soft_cap": 3.0}, "soft cap"),

@@ -5,10 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import linen as flax_linen
 from jax import export
 
 import jaxmha
 from jaxmha import Mask
+from jaxmha.flax import attention_fn, linen
 from tests import cases, tolerance
 from tests.cases import LAYERS
 from tests.test_layer import params_of
@@ -59,3 +61,26 @@ def test_layer_with_symbolic_sizes() -> None:
     specs = [struct(x, (*s, x.shape[-1])) for x, s in zip(arrays, sizes, strict=True)]
     program: Any = export.export(jax.jit(layer))(*specs)
     tolerance.assert_close(program.call(*arrays), np.asarray(layer(*arrays)))
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["module", "attention_fn"])
+def test_flax_modules_with_symbolic_sizes(swapped: bool) -> None:
+    module = linen.MultiHeadAttention(num_heads=3, qkv_features=12)
+    if swapped:
+        module = flax_linen.MultiHeadDotProductAttention(num_heads=3, attention_fn=attention_fn)
+    x = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
+    variables = module.init(jax.random.key(0), x)
+    program: Any = export.export(jax.jit(module.apply))(
+        jax.tree.map(lambda x: struct(x, x.shape), variables),
+        struct(x, (*export.symbolic_shape("B, T"), 6)),
+    )
+    tolerance.assert_close(program.call(variables, x), np.asarray(module.apply(variables, x)))
+
+
+def test_features_of_flax_may_be_symbolic() -> None:
+    module = linen.MultiHeadAttention(num_heads=3, qkv_features=12)
+    x = np.ones((2, 5, 6), np.float32)
+    made: Any = export.export(jax.jit(lambda x: module.init(jax.random.key(0), x)))(
+        struct(x, (2, 5, *export.symbolic_shape("D")))
+    )
+    assert made.call(x)["params"]["query"]["kernel"].shape == (6, 3, 4)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import gpu, gpu_cases, gpu_conformance, gpu_peers, gpu_report
+from experiments.benchmarks import (
+    gpu,
+    gpu_cases,
+    gpu_conformance,
+    gpu_peers,
+    gpu_report,
+    gpu_timing,
+)
 from experiments.benchmarks.gpu_cases import CASES, SHAPES, Case
 from jaxmha import Mask
 from jaxmha.implementations import blocked
@@ -103,13 +111,78 @@ def test_peers_that_fail_stay_in_the_results() -> None:
         raise RuntimeError("no engine\nmore")
 
     calls: list[int] = []
-    found = gpu.measured(
-        {"jaxmha": lambda: gpu_peers.Program(calls.append, 7), "torch": broken}, flop=1e12
-    )
+    runs: list[int] = []
+
+    def breaks(n: int) -> None:
+        runs.append(n)
+        if len(runs) == 5:
+            raise RuntimeError
+
+    found = gpu_timing.entry(
+        {
+            "jaxmha": lambda: gpu_peers.Program(calls.append, 7),
+            "torch": broken,
+            "jax-nn": lambda: gpu_peers.Program(breaks, None),
+        },
+        flop=1e12,
+    )["peers"]
     assert found["torch"] == {"failed": "RuntimeError: no engine"}
+    assert found["jax-nn"] == {"failed": "RuntimeError: "}
     assert found["jaxmha"]["bytes"] == 7
     assert found["jaxmha"]["tflops"] == pytest.approx(1 / found["jaxmha"]["seconds"])
-    assert len(calls) == 3 + gpu.ROUNDS
+    assert len(found["jaxmha"]["rounds"]) == gpu_timing.ROUNDS
+    assert len(calls) == 2 + gpu_timing.ROUNDS
+
+
+def test_what_is_there_is_not_measured_again() -> None:
+    """Nor is anything lost of what was, should the process end."""
+    rows: list[dict[str, Any]] = [
+        {"name": "a", "peers": {}},
+        {"name": "b", "skipped": "out of time"},
+        {"name": "c", "peers": {}},
+    ]
+    seen: list[list[str]] = []
+
+    def work(name: str) -> Any:
+        return lambda: {"peers": {name: {"seconds": 1.0}}}
+
+    jobs = [({"name": name}, work(name)) for name in "abcd"]
+    gpu.fill(rows, jobs, lambda: False, lambda _: seen.append([row["name"] for row in rows]))
+    assert rows == [
+        {"name": "a", "peers": {}},
+        {"name": "b", "peers": {"b": {"seconds": 1.0}}},
+        {"name": "c", "peers": {}},
+        {"name": "d", "peers": {"d": {"seconds": 1.0}}},
+    ]
+    assert seen == [["a", "b", "c"], ["a", "b", "c", "d"]]
+    conformance: list[dict[str, Any]] = []
+    for late, key in ((True, "skipped"), (False, "declined"), (True, "declined")):
+        gpu_conformance.run(
+            conformance, CASES[:2], ["cudnn"], ["bfloat16"],
+            late=partial(bool, late), threads=2, done=lambda _: None,
+        )  # fmt: skip
+        assert [key in row for row in conformance] == [True, True]
+
+
+def test_a_process_that_is_broken_stops() -> None:
+    rows: list[dict[str, Any]] = []
+
+    def fails() -> Any:
+        raise RuntimeError("an illegal address")
+
+    jobs = [({"name": n, "sizes": (1, 2, 3, 4, 5)}, fails) for n in "abc"]
+    gpu.fill(rows, jobs, lambda: False, lambda _: None)
+    assert [row.get("skipped") for row in rows] == [None, None, "all failed before it"]
+    assert rows[0]["peers"] == {"jaxmha": {"failed": "RuntimeError: an illegal address"}}
+    assert "all failed before it" in gpu_report.page(results() | {"decode": rows})
+
+
+def test_results_of_another_device_are_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gpu.json").write_text(json.dumps(results()))
+    assert gpu.main(["--check", "--resume", "--write", str(tmp_path)]) == 2
+    assert "is of device a device, here is cpu: write elsewhere" in capsys.readouterr().err
 
 
 def results(**peers: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +199,10 @@ def results(**peers: dict[str, Any]) -> dict[str, Any]:
         "chosen": {shape["name"]: "cudnn"},
         "shapes": [{**shape, "peers": peers}, {**shape, "name": "late", "skipped": "out of time"}],
         "layers": [],
-        "decode": [{"sizes": (64, 8192, 64, 8, 128), "peers": {"jaxmha": {"gb_per_second": 3200.0}}}],
+        "decode": [{
+            "name": "decode B64", "sizes": (64, 8192, 64, 8, 128),
+            "peers": {"jaxmha": {"gb_per_second": 3200.0}, "decode_step": {"failed": "no"}},
+        }],
     }  # fmt: skip
 
 
@@ -153,7 +229,8 @@ def test_page_and_aims() -> None:
     assert values["times as fast as torch by cuDNN"] == pytest.approx(0.9)
     assert values["slower than the fastest implementation, worst"] == pytest.approx(1 / 0.9)
     assert values["times as fast as torch by flash"] is None
-    assert values["% of memory bandwidth, decoding"] == 80
+    assert values["% of memory bandwidth, attention over a cache"] == 80
+    assert values["% of memory bandwidth, decode_step"] is None
     aims = page.split("## Aims")[1]
     assert "| TFLOP/s, full forward, H 128, T 8k | 700 | >= 660 | yes |" in aims
     assert "| times less memory than they, T 8k | 15 | >= 20 | **no** |" in aims
@@ -183,3 +260,8 @@ def test_everything_on_tiny_shapes(tmp_path: Path) -> None:
     assert all("seconds" in shape["peers"]["jaxmha"] for shape in found["shapes"])
     assert all("seconds" in x["peers"]["jaxmha"] for x in (*found["layers"], *found["decode"]))
     assert (tmp_path / "gpu.md").read_text() == done.stdout.removesuffix("\n")
+    again = subprocess.run(
+        [*command, "--resume"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert " ms" not in again.stderr
+    assert json.loads((tmp_path / "gpu.json").read_text())["shapes"] == found["shapes"]

@@ -2,48 +2,53 @@
 
     python -m experiments.benchmarks.gpu --write
 
-Under eight minutes on an H200; the table comes last. Needs jax with CUDA; peers are measured where
-they are installed. Where the machine has no network, carry what is missing in one folder:
+Some twenty minutes on an H200; what is found is written at once, and the table comes last. Where a
+command may not take so long, or a kernel breaks the process it is in, go on part by part:
 
-    pip install --target .gpu --no-deps einops jaxtyping wadler_lindig flax optax msgpack treescope
-    PYTHONPATH=.gpu:. python -m experiments.benchmarks.gpu --write
+    python -m experiments.benchmarks.gpu --write --resume --seconds 500 --only decode layers shapes
+    python -m experiments.benchmarks.gpu --write --resume --seconds 500 --only conformance
+
+Needs jax with CUDA; peers are measured where they are installed.
 """
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is in this process too
+# torch is in this process too; memory that grows piece by piece has no room for large pieces.
+os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ".70")
 
+import faulthandler
+import gc
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxmha
 from experiments import machine
-from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_peers, gpu_report
+from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_peers, gpu_report, gpu_timing
 from experiments.benchmarks.gpu_cases import Shape
-from experiments.benchmarks.gpu_peers import Program
+from jaxmha import Mask
 
 RESULTS = Path(__file__).parent / "results"
-ROUNDS, ROUND_SECONDS, MOST_CALLS = 5, 0.03, 200
+PARTS = ("decode", "layers", "shapes", "conformance")
 # One of a kind, for --check.
 SMALLEST = [next(s for s in gpu_cases.SHAPES if (s.kind, s.backward) == x) for x in (
     ("full", False), ("causal", True), ("padding", False), ("bias", True),
 )]  # fmt: skip
-# Shares of the time: up to when each part may begin something new.
-PARTS = {"conformance": 0.25, "layers": 0.35, "speed": 0.95}
+# So long beyond its time a process is taken to hang.
+GRACE = 120
+Row = dict[str, Any]
+Job = tuple[Row, Callable[[], Row]]
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Namespace:
@@ -53,77 +58,119 @@ def parsed(arguments: Sequence[str] | None = None) -> Namespace:
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=440, help="in all (default 440)")
+    parser.add_argument("--seconds", type=float, default=1500, help="begin nothing after (1500)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, help="folder of results")
+    parser.add_argument("--resume", action="store_true", help="measure what is missing there")
     parser.add_argument(
         "--check", action="store_true", help="everything on tiny shapes, on any device"
     )
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.resume and chosen.write is None:
+        parser.error("--resume goes on with what --write has written: give both")
+    return chosen
 
 
-def time_all(programs: dict[str, Program]) -> dict[str, list[float]]:
-    """Seconds of a call by peer, in interleaved rounds."""
-    calls: dict[str, int] = {}
-    for name, program in programs.items():
-        program.run(1)
-        start = perf_counter()
-        program.run(2)
-        calls[name] = max(1, min(MOST_CALLS, int(ROUND_SECONDS * 2 / (perf_counter() - start))))
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(ROUNDS):
-        for name, program in programs.items():
-            start = perf_counter()
-            program.run(calls[name])
-            seconds[name].append((perf_counter() - start) / calls[name])
-    return seconds
+def begun(chosen: Namespace) -> Row:
+    """Results with nothing in them, or those that were written so far.
 
-
-def measured(
-    makers: Mapping[str, Callable[[], Program]], flop: float = 0.0, moved: float = 0.0
-) -> dict[str, dict[str, Any]]:
-    """By peer: median and least seconds, rates, bytes; or why it failed. JAX compiles at once."""
-
-    def make(item: tuple[str, Callable[[], Program]]) -> Program | str:
-        try:
-            made = item[1]()
-            made.run(1)
-        except Exception as error:  # noqa: BLE001  whatever a framework raises is a result
-            lines = str(error).strip().splitlines() or [""]
-            return f"{type(error).__name__}: {lines[0][:160]}"
-        return made
-
-    # torch chooses its backend for the whole process: one after the other.
-    others = {name: maker for name, maker in makers.items() if not name.startswith("torch")}
-    with ThreadPoolExecutor(max(1, len(others))) as pool:
-        made = dict(zip(others, pool.map(make, others.items()), strict=True))
-    made |= {name: make((name, makers[name])) for name in makers if name not in others}
-    working = {name: x for name, x in made.items() if isinstance(x, Program)}
-    found: dict[str, dict[str, Any]] = {
-        name: {"failed": x} for name, x in made.items() if isinstance(x, str)
+    Raises:
+      ValueError: those are of another machine or other versions.
+    """
+    fresh: Row = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "machine": machine.describe(),
+        "versions": versions(),
+        "chosen": chosen_implementations(),
+        "peaks": {},
+        "seconds": 0,
+        **{part: [] for part in PARTS},
     }
-    for name, seconds in time_all(working).items():
-        middle = median(seconds)
-        found[name] = {"seconds": middle, "least": min(seconds), "bytes": working[name].bytes}
-        if flop:
-            found[name]["tflops"] = flop / middle * 1e-12
-        if moved:
-            found[name]["gb_per_second"] = moved / middle * 1e-9
-    return found
+    path = None if chosen.write is None else chosen.write / "gpu.json"
+    if not chosen.resume or path is None or not path.exists():
+        return fresh
+    kept: Row = json.loads(path.read_text())
+    for name in ("device", "versions"):
+        if kept[name] != fresh[name]:
+            raise ValueError(
+                f"--resume: {path} is of {name} {kept[name]}, here is {fresh[name]}: write elsewhere"
+            )
+    return fresh | kept
 
 
-def peaks(size: int) -> dict[str, float]:
-    """TFLOP/s of a square product in bfloat16, GB/s of a copy (read and written)."""
-    rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.standard_normal((size, size), np.float32), jnp.bfloat16) for _ in "ab")
-    long = jnp.zeros((size * size * 8,), jnp.bfloat16)
-    product = gpu_peers.compiled(lambda a, b: a @ b, a, b)
-    copy = gpu_peers.compiled(lambda x: x + 1, long)
-    seconds = {k: median(v) for k, v in time_all({"product": product, "copy": copy}).items()}
-    return {
-        "tflops": 2.0 * size**3 / seconds["product"] * 1e-12,
-        "gb_per_second": 2.0 * long.nbytes / seconds["copy"] * 1e-9,
-    }
+def fill(
+    rows: list[Row],
+    jobs: Iterable[Job],
+    late: Callable[[], bool],
+    done: Callable[[Row], None],
+) -> None:
+    """Adds to rows what a job finds, in place of what was skipped before.
+
+    After two entries in which every peer failed the process is taken to be broken.
+    """
+    places = {row["name"]: place for place, row in enumerate(rows)}
+    broken = 0
+    for head, work in jobs:
+        place = places.setdefault(head["name"], len(rows))
+        if place < len(rows) and "skipped" not in rows[place]:
+            continue
+        if late() or broken > 1:
+            row = {**head, "skipped": "out of time" if broken < 2 else "all failed before it"}
+        else:
+            try:
+                row = {**head, **work()}
+            except Exception as error:  # noqa: BLE001  whatever a framework raises is a result
+                row = {**head, "peers": {"jaxmha": {"failed": gpu_timing.why(error)}}}
+            failed = all("failed" in x for x in row["peers"].values())
+            broken = broken + 1 if failed else 0
+            gc.collect()
+        rows[place : place + 1] = [row]
+        done(row)
+
+
+def decode_jobs(*, check: bool) -> Iterable[Job]:
+    """Steps over a full cache."""
+    for sizes in ((2, 32, 4, 2, 8),) if check else gpu_cases.DECODE:
+        B, S, N, K, H = sizes
+        makers = {name: partial(gpu_peers.decode, name, *sizes) for name in gpu_peers.DECODE_PEERS}
+        makers["decode_step"] = partial(gpu_peers.decode_step, *sizes)
+        moved = 4.0 * B * (S - 3) * K * H
+        head = {"name": f"decode B{B} S{S} N{N}/{K} H{H}", "sizes": sizes}
+        yield head, partial(gpu_timing.entry, makers, moved=moved)
+
+
+def layer_jobs(*, check: bool) -> Iterable[Job]:
+    """Whole layers."""
+    for T, E, N in ((16, 32, 4),) if check else gpu_cases.LAYERS:
+        B = max(1, (32 if check else 16384) // T)
+        flop = 8.0 * B * T * E * E + 2.0 * B * T * (T + 1) * E
+        makers = {
+            name: partial(gpu_peers.layer, name, T, E, N, B, "cpu" if check else "cuda")
+            for name in gpu_peers.LAYER_PEERS
+        }
+        head = {"name": f"layer T{T} E{E}", "T": T, "E": E, "N": N}
+        yield head, partial(gpu_timing.entry, makers, flop=flop)
+
+
+def shape_jobs(*, check: bool) -> Iterable[Job]:
+    """Attention alone."""
+
+    def work(this: Shape) -> Row:
+        given, device = gpu_peers.inputs(this), "cpu" if check else "cuda"
+        makers = {
+            name: partial(gpu_peers.program, name, this, given, device)
+            for name in gpu_peers.names(this)
+        }
+        return gpu_timing.entry(makers, flop=this.flop)
+
+    for shape in SMALLEST if check else gpu_cases.SHAPES:
+        head = {"name": shape.name, **asdict(shape)}
+        yield head, partial(work, tiny(shape) if check else shape)
+
+
+TIMED = {"decode": decode_jobs, "layers": layer_jobs, "shapes": shape_jobs}
 
 
 def tiny(shape: Shape) -> Shape:
@@ -131,79 +178,43 @@ def tiny(shape: Shape) -> Shape:
     return Shape(shape.kind, 16, 8, 4, 4 if shape.N == shape.K else 2, 32, shape.backward, "all")
 
 
-def collect(chosen: Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything, part by part, as far as the time reaches."""
-    start = perf_counter()
-    checking, device = chosen.check, "cpu" if chosen.check else "cuda"
+def collect(
+    chosen: Namespace, results: Row, say: Callable[[str], None], save: Callable[[], None]
+) -> None:
+    """Adds part by part, as far as the time reaches."""
+    start, before = perf_counter(), results["seconds"]
 
-    def until(part: str) -> float:
-        return start + float(chosen.seconds) * PARTS[part]
+    def late() -> bool:
+        return perf_counter() - start > float(chosen.seconds)
 
-    results: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "machine": machine.describe(),
-        "versions": versions(),
-        "peaks": peaks(64 if checking else 8192),
-    }
-    say(f"peaks: {results['peaks']}")
-    implementations = ["blocked"] if checking else ["blocked", "cudnn", "tokamax"]
-    results["conformance"] = gpu_conformance.run(
-        gpu_cases.CASES[1:8:6] if checking else gpu_cases.CASES,
-        implementations,
-        ["bfloat16"] if checking else ["bfloat16", "float16"],
-        deadline=until("conformance"),
-        threads=min(12, machine.threads()),
-    )
-    say(gpu_report.conformance(results["conformance"]))
-    results["chosen"] = chosen_implementations()
+    def done(row: Row) -> None:
+        results["seconds"] = round(before + perf_counter() - start)
+        save()
+        if "peers" in row:
+            say(gpu_report.line(row["name"], row["peers"]))
 
-    results["decode"], results["layers"] = [], []
-    for sizes in ((2, 32, 4, 2, 8),) if checking else gpu_cases.DECODE:
-        if perf_counter() > until("layers"):
-            results["decode"].append({"sizes": sizes, "skipped": "out of time"})
-            continue
-        B, S, N, K, H = sizes
-        makers = {name: partial(gpu_peers.decode, name, *sizes) for name in gpu_peers.DECODE_PEERS}
-        makers["decode_step"] = partial(gpu_peers.decode_step, *sizes)
-        found = measured(makers, moved=4.0 * B * (S - 3) * K * H)
-        results["decode"].append({"sizes": sizes, "peers": found})
-        say(gpu_report.line(f"decode B{B} S{S} N{N}/{K} H{H}", found))
-    for T, E, N in ((16, 32, 4),) if checking else gpu_cases.LAYERS:
-        if perf_counter() > until("layers"):
-            results["layers"].append({"T": T, "E": E, "N": N, "skipped": "out of time"})
-            continue
-        B = max(1, (32 if checking else 16384) // T)
-        flop = 8.0 * B * T * E * E + 2.0 * B * T * (T + 1) * E
-        found = measured(
-            {
-                name: partial(gpu_peers.layer, name, T, E, N, B, device)
-                for name in gpu_peers.LAYER_PEERS
-            },
-            flop,
+    def ceilings() -> None:
+        found = gpu_timing.peaks(64 if chosen.check else 8192)
+        results["peaks"] = {k: max(x, results["peaks"].get(k, 0.0)) for k, x in found.items()}
+        say(f"ceilings: {results['peaks']}")
+
+    ceilings()
+    for part in (part for part in TIMED if part in chosen.only):
+        fill(results[part], TIMED[part](check=chosen.check), late, done)
+    if set(TIMED) & set(chosen.only) and not chosen.check:
+        ceilings()  # at the clocks of a device that has worked
+    if "conformance" in chosen.only:
+        gpu_conformance.run(
+            results["conformance"],
+            gpu_cases.CASES[1:8:6] if chosen.check else gpu_cases.CASES,
+            ["blocked"] if chosen.check else ["cudnn", "tokamax", "blocked"],
+            ["bfloat16"] if chosen.check else ["bfloat16", "float16"],
+            late=late,
+            threads=min(12, machine.threads()),
+            done=done,
         )
-        results["layers"].append({"T": T, "E": E, "N": N, "peers": found})
-        say(gpu_report.line(f"layer T{T} E{E}", found))
-
-    results["shapes"] = []
-    for shape in SMALLEST if checking else gpu_cases.SHAPES:
-        entry: dict[str, Any] = {"name": shape.name, **asdict(shape)}
-        if perf_counter() > until("speed"):
-            results["shapes"].append({**entry, "skipped": "out of time"})
-            continue
-        this = tiny(shape) if checking else shape
-        given = gpu_peers.inputs(this)
-        found = measured(
-            {
-                name: partial(gpu_peers.program, name, this, given, device)
-                for name in gpu_peers.names(this)
-            },
-            this.flop,
-        )
-        results["shapes"].append({**entry, "peers": found})
-        say(gpu_report.line(shape.name, found))
-    results["seconds"] = round(perf_counter() - start)
-    return results
+        say(gpu_report.conformance(results["conformance"]))
+    save()
 
 
 def chosen_implementations() -> dict[str, str]:
@@ -213,8 +224,14 @@ def chosen_implementations() -> dict[str, str]:
         make: Any = jax.ShapeDtypeStruct
         heads = [make((shape.B, shape.T, n, shape.H), jnp.bfloat16) for n in (shape.N, shape.K)]
         bias = make((1, shape.N, shape.T, shape.T), jnp.bfloat16) if shape.kind == "bias" else None
+        mask = None
+        if shape.lengths is not None:
+            lengths = jnp.asarray(shape.lengths)
+            mask = Mask.lengths(key_value=lengths)
+            if shape.kind == "padding":
+                mask = Mask.padding(key_value=jnp.arange(shape.T)[None] < lengths[:, None])
         explained = jaxmha.explain(
-            heads[0], heads[1], heads[1], bias, is_causal=shape.kind == "causal"
+            heads[0], heads[1], heads[1], bias, mask, is_causal=shape.kind == "causal"
         )
         found[shape.name] = str(explained.chosen)
     return found
@@ -229,11 +246,18 @@ def versions() -> dict[str, str]:
         found["cudnn of jax"] = str(private.check_cudnn_version())  # type: ignore[no-untyped-call]
     except (ImportError, AttributeError, RuntimeError):
         pass
-    if "torch" in found:
+    for name in ("torch", "flax.linen", "flax.nnx"):  # before threads import them
+        try:
+            import_module(name)
+        except Exception as error:  # noqa: BLE001  its peers will say it too
+            found[f"{name} failed"] = gpu_timing.why(error)
+    try:
         import torch
 
-        found["cudnn of torch"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         found["cuda of torch"] = str(torch.version.cuda)
+        found["cudnn of torch"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    except (ImportError, RuntimeError):
+        pass
     return found
 
 
@@ -245,18 +269,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, file=sys.stderr)
         return 2
     start = perf_counter()
+    if not chosen.check:
+        faulthandler.dump_traceback_later(chosen.seconds + GRACE, exit=True)
 
     def say(text: str) -> None:
         print(f"{perf_counter() - start:5.0f} s  {text}", file=sys.stderr, flush=True)
 
-    results = collect(chosen, say)
+    def save() -> None:
+        if chosen.write is not None:
+            chosen.write.mkdir(parents=True, exist_ok=True)
+            part = chosen.write / "gpu.json.part"
+            part.write_text(json.dumps(results, indent=1) + "\n")
+            part.replace(chosen.write / "gpu.json")
+
+    try:
+        results = begun(chosen)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    collect(chosen, results, say, save)
+    faulthandler.cancel_dump_traceback_later()
+    page = gpu_report.page(results)
     if chosen.write is not None:
-        chosen.write.mkdir(parents=True, exist_ok=True)
-        (chosen.write / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-        (chosen.write / "gpu.md").write_text(gpu_report.page(results))
-    print(json.dumps(results, indent=1) if chosen.json else gpu_report.page(results))
-    wrong = any("failed" in row for row in results["conformance"])
-    return 1 if wrong else 0
+        (chosen.write / "gpu.md").write_text(page)
+    print(json.dumps(results, indent=1) if chosen.json else page)
+    return 1 if any("failed" in row for row in results["conformance"]) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Who is timed on a GPU. A program is compiled once, and `run(n)` calls it n times and waits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -34,19 +34,26 @@ def names(shape: Shape) -> list[str]:
     return found + (list(TORCH) if find_spec("torch") is not None else [])
 
 
-def inputs(shape: Shape) -> dict[str, Any]:
-    """Normal values in float32; whoever computes casts them to bfloat16."""
-    rng = np.random.default_rng(0)
+def normal(seed: int, *sizes: int) -> jax.Array:
+    """Drawn on the device, where that takes no time."""
+    drawn: jax.Array = _normal(jax.random.key(seed), sizes)
+    return drawn
+
+
+@partial(jax.jit, static_argnums=1)
+def _normal(key: Any, sizes: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, sizes, jnp.bfloat16)
+
+
+def inputs(shape: Shape) -> dict[str, jax.Array]:
+    """What every peer reads."""
     B, T, N, K, H = shape.B, shape.T, shape.N, shape.K, shape.H
-
-    def normal(*sizes: int) -> Any:
-        return rng.standard_normal(sizes, np.float32)
-
-    found = {"query": normal(B, T, N, H), "key": normal(B, T, K, H), "value": normal(B, T, K, H)}
+    found = {"query": normal(0, B, T, N, H), "key": normal(1, B, T, K, H)}
+    found["value"] = normal(2, B, T, K, H)
     if shape.kind == "bias":
-        found["bias"] = normal(1, N, T, T)
+        found["bias"] = normal(3, 1, N, T, T)
     if shape.backward:
-        found["slope"] = normal(B, T, N, H)
+        found["slope"] = normal(4, B, T, N, H)
     return found
 
 
@@ -96,8 +103,8 @@ def _attention(name: str, shape: Shape) -> Callable[..., Any]:
 def jax_program(name: str, shape: Shape, given: dict[str, Any]) -> Program:
     """A JAX peer, compiled."""
     attention = _attention(name, shape)
-    heads = tuple(jnp.asarray(given[x], jnp.bfloat16) for x in ("query", "key", "value"))
-    bias = None if "bias" not in given else jnp.asarray(given["bias"], jnp.bfloat16)
+    heads = tuple(given[x] for x in ("query", "key", "value"))
+    bias = given.get("bias")
     lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
     there = None
     if shape.kind == "padding":
@@ -113,11 +120,11 @@ def jax_program(name: str, shape: Shape, given: dict[str, Any]) -> Program:
 
     arguments: tuple[Any, ...] = (*heads, bias, lengths, there)
     if shape.backward:
-        arguments += (jnp.asarray(given["slope"], jnp.bfloat16),)
+        arguments += (given["slope"],)
     return compiled(both if shape.backward else forward, *arguments)
 
 
-def compiled(function: Callable[..., Any], *arguments: Any, donate: Sequence[int] = ()) -> Program:
+def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
     """Any function of JAX."""
     program = jax.jit(function).lower(*arguments).compile()
     memory = program.memory_analysis()
@@ -138,6 +145,7 @@ def torch_program(name: str, shape: Shape, given: dict[str, Any], device: str) -
     """torch's scaled_dot_product_attention, by one of its backends or by its own choice."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.dlpack import from_dlpack
 
     backend = {
         "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -145,17 +153,16 @@ def torch_program(name: str, shape: Shape, given: dict[str, Any], device: str) -
         "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
     }.get(name)
 
-    def load(x: Any) -> Any:
-        return torch.from_numpy(x).to(device, torch.bfloat16)
-
-    q, k, v = (load(given[x]).transpose(1, 2).contiguous() for x in ("query", "key", "value"))
-    mask = load(given["bias"]) if "bias" in given else None
+    q, k, v = (
+        from_dlpack(given[x]).transpose(1, 2).contiguous() for x in ("query", "key", "value")
+    )
+    mask = from_dlpack(given["bias"]) if "bias" in given else None
     if shape.lengths is not None:
         counts = torch.from_numpy(shape.lengths).to(device)
         mask = (torch.arange(shape.T, device=device) < counts[:, None])[:, None, None]
         mask = mask.expand(shape.B, 1, shape.T, shape.T)
     leaves = [x.requires_grad_(shape.backward) for x in (q, k, v)]
-    slope = load(given["slope"]).transpose(1, 2) if shape.backward else None
+    slope = from_dlpack(given["slope"]).transpose(1, 2) if shape.backward else None
     attend = partial(
         torch.nn.functional.scaled_dot_product_attention,
         attn_mask=mask,
@@ -194,30 +201,32 @@ def program(name: str, shape: Shape, given: dict[str, Any], device: str) -> Prog
 
 def layer(name: str, T: int, E: int, N: int, B: int, device: str) -> Program:
     """A whole layer, causal self-attention, forward."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((B, T, E), np.float32)
+    tokens = normal(0, B, T, E)
     if name.startswith("torch"):
         import torch
+        from torch.utils.dlpack import from_dlpack
 
         module = torch.nn.MultiheadAttention(E, N, batch_first=True).to(device, torch.bfloat16)
         module = module.eval()
-        given = torch.from_numpy(x).to(device, torch.bfloat16)
+        given = from_dlpack(tokens)
+        weights = name == "torch-weights"
         mask = torch.nn.Transformer.generate_square_subsequent_mask(T).to(device)
         mask = mask.to(torch.bfloat16)
 
         def run(n: int) -> None:
+            # Its fast path holds all scores where there is a mask.
+            torch.backends.mha.set_fastpath_enabled(name != "torch-sdpa")
             with torch.no_grad():
                 for _ in range(n):
                     module(
-                        given, given, given,
-                        attn_mask=mask, is_causal=True, need_weights=name == "torch-weights",
-                    )  # fmt: skip
+                        given, given, given, attn_mask=mask, is_causal=True, need_weights=weights
+                    )
+            torch.backends.mha.set_fastpath_enabled(True)
             if device != "cpu":
                 torch.cuda.synchronize()
 
         run(1)
         return Program(run, None)
-    tokens = jnp.asarray(x, jnp.bfloat16)
     if name == "jaxmha":
         params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=E, dtype=jnp.bfloat16)
         return compiled(
@@ -241,17 +250,12 @@ def layer(name: str, T: int, E: int, N: int, B: int, device: str) -> Program:
     )
 
 
-LAYER_PEERS = ("jaxmha", "flax-nnx", "flax-linen", "torch", "torch-weights")
+LAYER_PEERS = ("jaxmha", "flax-nnx", "flax-linen", "torch", "torch-sdpa", "torch-weights")
 
 
 def decode(name: str, B: int, S: int, N: int, K: int, H: int) -> Program:
     """One query per sequence over a full cache, without projections."""
-    rng = np.random.default_rng(0)
-
-    def normal(*sizes: int) -> Any:
-        return jnp.asarray(rng.standard_normal(sizes, np.float32), jnp.bfloat16)
-
-    query, key, value = normal(B, 1, N, H), normal(B, S, K, H), normal(B, S, K, H)
+    query, key, value = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
     lengths = jnp.full(B, S - 3, np.int32)
     attend: Any = {
         "jaxmha": jaxmha.dot_product_attention,
@@ -264,17 +268,27 @@ def decode(name: str, B: int, S: int, N: int, K: int, H: int) -> Program:
 
 
 def decode_step(B: int, S: int, N: int, K: int, H: int) -> Program:
-    """`jaxmha.decode_step` with the smallest projections that there are, over a full cache."""
+    """`jaxmha.decode_step` with small projections, over a full cache that it brings up to date."""
     params = jaxmha.init_params(
         jax.random.key(0), num_heads=N, num_kv_heads=K, head_dim=H, features=64, dtype=jnp.bfloat16
     )
-    cache = jaxmha.KVCache.empty(params, B, S, jnp.bfloat16)
-    cache = cache._replace(lengths=jnp.full(B, S - 3, np.int32))
+    lengths = jnp.full(B, S - 3, np.int32)
+    held = [jaxmha.KVCache(normal(0, B, K, S, H), normal(1, B, K, S, H), lengths)]
+    tokens = normal(2, B, 1, 64)
 
     def step(cache: Any, x: Any) -> Any:
-        return jaxmha.decode_step(params, x, cache)[0]
+        out, longer = jaxmha.decode_step(params, x, cache)
+        return out, longer._replace(lengths=cache.lengths)  # there is room for three steps only
 
-    return compiled(step, cache, jnp.ones((B, 1, 64), jnp.bfloat16))
+    program = jax.jit(step, donate_argnums=0).lower(held[0], tokens).compile()
+
+    def run(n: int) -> None:
+        out = None
+        for _ in range(n):
+            out, held[0] = program(held[0], tokens)
+        jax.block_until_ready((out, held[0]))  # type: ignore[no-untyped-call]
+
+    return Program(run, None)
 
 
 DECODE_PEERS = ("jaxmha", "jax-nn", "jax-cudnn")

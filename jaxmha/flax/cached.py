@@ -20,7 +20,7 @@ from jaxmha.flax.heads import (
     sizes_of,
     widen,
 )
-from jaxmha.flax.settings import cast, read_pairs
+from jaxmha.flax.settings import cast, read_pairs, widened
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
@@ -59,20 +59,29 @@ def attend_cached(
 
 
 def with_cache(
-    module: Any, step: Callable[..., Any], inputs: Any, cache: KVCache, mask: Any, **more: Any
+    module: Any,
+    step: Callable[..., Any],
+    inputs: Any,
+    cache: KVCache,
+    mask: Any,
+    force_fp32: bool = False,
+    **more: Any,
 ) -> tuple[jax.Array, KVCache]:
     """A step of `jaxmha.cache` as a module of linen or nnx takes it."""
     params, semantics = module.to_params()
+    params, inputs = cast((params, inputs), module.dtype)
+    if force_fp32:
+        params, inputs = widened((params, inputs))
     out, longer = step(
-        cast(params, module.dtype),
-        cast(inputs, module.dtype),
+        params,
+        inputs,
         cache,
         semantics=semantics,
         mask=read_pairs(mask, module.local_window_size),
         rotate=module.rotate,
         **more,
     )
-    return out, longer
+    return cast(out, module.dtype), longer
 
 
 def _places_cached(params: MHAParams, inputs: Any, cached: Any, *_: Any, **__: Any) -> Any:

@@ -60,7 +60,7 @@ def attention_fn(
       value: `(*B, S, K, h)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
-      broadcast_dropout: one draw for all batch rows and heads.
+      broadcast_dropout: one draw for all batch rows and heads, whatever `semantics` says.
       dropout_rng: a PRNG key; needed where dropout acts.
       dropout_rate: of the weights; acts unless `deterministic`.
       deterministic: no dropout.
@@ -83,7 +83,7 @@ def attention_fn(
     Raises:
       ValueError: a shape does not fit, a hook is given, dropout has no key, or semantics ask for
         something that only a layer has.
-      TypeError: a dtype does not fit.
+      TypeError: a dtype does not fit, or arguments after `module` are given by position.
 
     Source: flax/linen/attention.py and flax/nnx/nn/attention.py of flax 0.12.
 
@@ -101,6 +101,10 @@ def attention_fn(
         promote_dtype=promote_dtype,
         instead="leave it out, here and in the module",
     )
+    if not isinstance(force_fp32_for_softmax, bool):  # another argument stands here in nnx
+        raise TypeError(
+            "force_fp32_for_softmax must be a bool; arguments after module are given by name"
+        )
     read = behaviour(
         semantics,
         dropout_rate=dropout_rate,
@@ -112,6 +116,11 @@ def attention_fn(
         raise ValueError(
             "semantics: add_zero_attn and qk_norm belong to a layer; use "
             "jaxmha.flax.linen.MultiHeadDotProductAttention or jaxmha.flax.nnx.MultiHeadAttention"
+        )
+    if read.dropout_rate > 0 and not dropout_rate:
+        raise ValueError(
+            f"semantics.dropout_rate={read.dropout_rate} alone cannot act, since flax's modules hand "
+            "on their own: give that, or replace(semantics, dropout_rate=0.0)"
         )
     drops = read.dropout_rate > 0 and not deterministic
     if drops and dropout_rng is None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -24,6 +23,7 @@ from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init, flat_init
 from jaxmha.flax.settings import (
     UseBias,
     Window,
+    as_tuple,
     behaviour,
     biased,
     cast,
@@ -32,6 +32,7 @@ from jaxmha.flax.settings import (
     read_pairs,
     refuse,
     settings_of,
+    widened,
 )
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, from_leaves, leaves
@@ -142,6 +143,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         self.implementation = hashable(self.implementation)  # as transformations need it
+        self.use_bias = as_tuple(self.use_bias)
+        self.local_window_size = as_tuple(self.local_window_size)
         super().__post_init__()
 
     @nn.compact  # type: ignore[untyped-decorator]
@@ -196,8 +199,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         params = cast(self._declare(inputs, semantics), self.dtype)
         named = dict(zip(("inputs_q", "inputs_k", "inputs_v"), inputs, strict=True))
         dtype = promoted(**leaves(params), **named)
-        if self.force_fp32_for_softmax and dtype.itemsize == 2:
-            params, inputs = cast((params, inputs), np.float32)  # flax's weights stay in it
+        if self.force_fp32_for_softmax:
+            params, inputs = widened((params, inputs))
 
         drops = False
         if semantics.dropout_rate > 0:
@@ -216,11 +219,15 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             sow(self, weights)
         return given
 
+    @nn.nowrap  # type: ignore[untyped-decorator]
     def _semantics(self) -> Semantics:
         refuse(nn.dot_product_attention, own_attention_fn, attention_fn=self.attention_fn)
         refuse(
+            jax.lax.dot_general,
             qkv_dot_general=self.qkv_dot_general,
             out_dot_general=self.out_dot_general,
+        )
+        refuse(
             qkv_dot_general_cls=self.qkv_dot_general_cls,
             out_dot_general_cls=self.out_dot_general_cls,
             qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
@@ -235,6 +242,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             force_fp32_for_softmax=self.force_fp32_for_softmax,
         )
 
+    @nn.nowrap  # type: ignore[untyped-decorator]
     def _declare(self, inputs: tuple[Any, Any, Any], semantics: Semantics) -> MHAParams:
         """The parameters, drawn where there are none yet, in the order and under the names of flax."""
         Dq, Dk, Dv = (x.shape[-1] for x in inputs)
@@ -276,6 +284,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             bias_v=learned("bias_v", h),
         )
 
+    @nn.nowrap  # type: ignore[untyped-decorator]
     def _decode(
         self, params: MHAParams, inputs: tuple[Any, Any, Any], dtype: Any, *asked: Any
     ) -> tuple[jax.Array, Any]:
@@ -308,7 +317,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         ((3, 1, 6), [6, 6, 6])
         """
         chosen = self.implementation
-        return with_cache(self, prefill, inputs, cache, mask, implementation=chosen)
+        forced = self.force_fp32_for_softmax
+        return with_cache(self, prefill, inputs, cache, mask, forced, implementation=chosen)
 
     def decode_step(
         self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
@@ -317,7 +327,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
         `implementation` does not act: a step over such a cache has a way of its own.
         """
-        return with_cache(self, decode_step, inputs, cache, mask)
+        return with_cache(self, decode_step, inputs, cache, mask, self.force_fp32_for_softmax)
 
     def to_params(self, variables: Mapping[str, Any] | None = None) -> tuple[MHAParams, Semantics]:
         """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
@@ -328,7 +338,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         Raises:
           ValueError: there are no variables.
 
-        `rotate` and `local_window_size` are in neither.
+        `rotate`, `local_window_size` and `dtype` are in neither.
 
         >>> layer = MultiHeadDotProductAttention(num_heads=2)
         >>> params, semantics = layer.to_params(layer.init(jax.random.key(0), jnp.ones((5, 6))))

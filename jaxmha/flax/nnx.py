@@ -26,6 +26,7 @@ from jaxmha.flax.parameters import Initializer
 from jaxmha.flax.settings import (
     UseBias,
     Window,
+    as_tuple,
     behaviour,
     cast,
     head_sizes,
@@ -145,12 +146,13 @@ class MultiHeadAttention(Attributes):
     ) -> None:
         refuse(nnx.dot_product_attention, own_attention_fn, attention_fn=attention_fn)
         refuse(
+            jax.lax.dot_general, qkv_dot_general=qkv_dot_general, out_dot_general=out_dot_general
+        )
+        refuse(
             dtypes.promote_dtype,
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
             ln_promote_dtype=ln_promote_dtype,
-            qkv_dot_general=qkv_dot_general,
-            out_dot_general=out_dot_general,
             qkv_dot_general_cls=qkv_dot_general_cls,
             out_dot_general_cls=out_dot_general_cls,
         )
@@ -161,18 +163,20 @@ class MultiHeadAttention(Attributes):
             precision=precision,
             normalize_qk=normalize_qk,
         )
+        kv = in_features if in_kv_features is None else as_tuple(in_kv_features)
+        Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
+        are_sizes(in_features=in_features, out_features=out_features)
+        for size in (Dk, Dv):
+            are_sizes(in_kv_features=size)
         features = in_features if qkv_features is None else qkv_features
         K, H, h = head_sizes(num_heads, features, num_kv_heads, value_head_dim)
-        kv = in_features if in_kv_features is None else in_kv_features
-        Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
         self.num_heads, self.num_kv_heads = num_heads, K
         self.head_dim, self.value_head_dim = H, h
         self.in_features, self.in_kv_features, self.qkv_features = in_features, kv, features
         self.out_features = in_features if out_features is None else out_features
-        are_sizes(out_features=self.out_features)
         self.dtype, self.param_dtype = dtype, param_dtype
         self.deterministic, self.decode = deterministic, decode
-        self.local_window_size, self.rotate = local_window_size, rotate
+        self.local_window_size, self.rotate = as_tuple(local_window_size), rotate
         self.implementation = hashable(implementation)
 
         common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -199,7 +203,7 @@ class MultiHeadAttention(Attributes):
             heads,
             out if use_out else None,
             norms if self.normalize_qk else {},
-            use_bias=use_bias,
+            use_bias=as_tuple(use_bias),
             use_bias_kv=use_bias_kv,
         )
         for name, held in declared.items():
@@ -270,7 +274,9 @@ class MultiHeadAttention(Attributes):
             sow(self, weights)
         return out
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
+    def init_cache(
+        self, input_shape: tuple[int, ...], dtype: DTypeLike | None = jnp.float32
+    ) -> None:
         """Room for the keys and values of inputs `(*B, S, Dq)`; what was there is forgotten.
 
         >>> layer = MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
@@ -279,8 +285,9 @@ class MultiHeadAttention(Attributes):
         ((3, 1, 6), 1)
         """
         shape = (*input_shape[:-1], self.num_kv_heads)
-        self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), np.dtype(dtype)))
-        self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), np.dtype(dtype)))
+        held = None if dtype is None else np.dtype(dtype)
+        self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), held))
+        self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), held))
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
 
     def set_view(
@@ -290,7 +297,8 @@ class MultiHeadAttention(Attributes):
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What `nnx.view` calls: it makes a cache where there is none and both sizes are given.
+        """What `nnx.view` calls: it makes a cache where a module that decodes has none and both sizes
+        are given.
 
         Args:
           deterministic: no dropout.
@@ -302,10 +310,10 @@ class MultiHeadAttention(Attributes):
             self.deterministic = deterministic
         if decode is not None:
             self.decode = decode
-        if batch_size is None or max_length is None or not decode:
+        if batch_size is None or max_length is None or not self.decode:
             return
         if self.cached_key is None:
-            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
             self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
 
     def prefill(
@@ -334,7 +342,7 @@ class MultiHeadAttention(Attributes):
     def to_params(self) -> tuple[MHAParams, Semantics]:
         """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
 
-        `rotate` and `local_window_size` are in neither.
+        `rotate`, `local_window_size` and `dtype` are in neither.
 
         >>> MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)).to_params()[0].query.kernel.shape
         (6, 2, 3)
@@ -375,6 +383,9 @@ class MultiHeadAttention(Attributes):
         (3, 5, 6)
         """
         no_silent_rounding(params=params)
+        for name in ("in_features", "in_kv_features", "kernel_init"):
+            if name in settings:
+                raise ValueError(f"{name} is that of the parameters: leave it out")
         known = settings_of(params, semantics, settings)
         sizes = check(params)
         module = cls(

@@ -21,7 +21,7 @@ def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
         )
     if deterministic:
         return None
-    if not (rngs is None or isinstance(rngs, nnx.Rngs | nnx.RngStream)):
+    if not (rngs is None or callable(rngs)):
         raise TypeError(f"rngs must be nnx.Rngs or an nnx.RngStream, got {type(rngs).__name__}")
     stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
     stream = module.rngs if stream is None else stream

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from jaxmha.flax.parameters import PATHS, bias_kv_init
 from jaxmha.flax.settings import UseBias, biased
@@ -53,6 +54,17 @@ def declare(
     return {name: made.get(name, nnx.data(None)) for name, *_ in PATHS.values()}
 
 
+# What a call of these layers would look at beside parameters, as the module makes them. Its own dtype
+# and precision are those of every product.
+UNTOUCHED: dict[str, Any] = {
+    "dot_general": None,
+    "dot_general_cls": None,
+    "preferred_element_type": None,
+    "promote_dtype": dtypes.promote_dtype,
+    "epsilon": 1e-6,
+}
+
+
 def variable(module: Any, leaf: str) -> Any:
     """The variable of a module that holds a leaf of `MHAParams`, or None."""
     name, *tail = PATHS[leaf]
@@ -66,6 +78,12 @@ def variable(module: Any, leaf: str) -> Any:
             f"got {type(held).__name__}: change its parameters instead, or use flax's own "
             "module with attention_fn=jaxmha.flax.attention_fn"
         )
+    for setting, expected in UNTOUCHED.items():
+        if getattr(held, setting, expected) != expected:
+            raise ValueError(
+                f"{name}.{setting} has changed, and acts only where the layer is called, which it is "
+                "not: use flax's own module with attention_fn=jaxmha.flax.attention_fn"
+            )
     return getattr(held, *tail)
 
 

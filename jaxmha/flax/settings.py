@@ -1,6 +1,6 @@
 """Arguments that modules of linen and nnx share, read."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,8 +13,8 @@ from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Precision, Semantics, one_of
 
-UseBias: TypeAlias = bool | tuple[str, ...]
-Window: TypeAlias = int | tuple[int | None, int | None] | None
+UseBias: TypeAlias = bool | Collection[str]
+Window: TypeAlias = int | Sequence[int | None] | None
 
 
 def behaviour(
@@ -92,10 +92,15 @@ def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any,
     """Inputs of flax's calls in the compute dtype, if there is one; what is left out is in place."""
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
-    are_arrays(inputs_q=query, inputs_k=key, inputs_v=value)
+    named = {"inputs_q": query, "inputs_k": key, "inputs_v": value}
+    are_arrays(**named)
+    for name, x in named.items():
+        if x is not None and x.dtype == bool:
+            raise TypeError(f"{name} must not be Boolean: give a mask by its name, mask=")
     key = query if key is None else key
-    inputs: tuple[Any, Any, Any] = cast((query, key, key if value is None else value), dtype)
-    return inputs
+    value = key if value is None else value
+    made = {id(x): cast(x, dtype) for x in (query, key, value)}  # one object stays one
+    return made[id(query)], made[id(key)], made[id(value)]
 
 
 def read_pairs(mask: Any, window: Window, is_causal: bool = False) -> Mask:
@@ -123,10 +128,17 @@ def window_mask(window: Window) -> Mask:
     """`local_window_size` as a mask: w or (left, right)."""
     if window is None:
         return Mask()
-    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    sides = window if isinstance(window, tuple) else (window, window)
     if len(sides) != 2:
         raise ValueError(f"local_window_size must be w or (left, right), got {window!r}")
     return Mask.window(*sides)
+
+
+def as_tuple(several: Any) -> Any:
+    """Lists and sets as tuples, which a module can hold as static attributes."""
+    if isinstance(several, set | frozenset):
+        return tuple(sorted(several))
+    return tuple(several) if isinstance(several, list) else several
 
 
 def cast(tree: Any, dtype: Any) -> Any:
@@ -136,12 +148,18 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), tree)
 
 
+def widened(tree: Any) -> Any:
+    """Half precision as float32, in which flax's weights stay where their softmax is forced to be."""
+    widest = max(x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return cast(tree, np.float32) if widest == 2 else tree
+
+
 def biased(use_bias: UseBias, name: str) -> bool:
     """Whether the projection `query`, `key`, `value` or `out` has a bias."""
-    if isinstance(use_bias, bool):
-        return use_bias
+    if isinstance(use_bias, bool | np.bool_):
+        return bool(use_bias)
     names = ("query", "key", "value", "out")
-    if not isinstance(use_bias, tuple | list) or not all(x in names for x in use_bias):
+    if not isinstance(use_bias, tuple) or not all(x in names for x in use_bias):
         raise ValueError(
             f"use_bias must be a bool or names among query, key, value, out, got {use_bias!r}"
         )
@@ -179,7 +197,7 @@ def settings_of(
     """
     made = _settings_of(params, semantics)
     for name in made.keys() & asked.keys() - {"dropout_rate", "precision"}:
-        value = np.dtype(asked[name]) if name == "param_dtype" else asked[name]
+        value = np.dtype(asked[name]) if name == "param_dtype" else as_tuple(asked[name])
         if value != made[name]:
             raise ValueError(
                 f"{name}={asked[name]!r} is not that of the parameters, {made[name]!r}: leave it "

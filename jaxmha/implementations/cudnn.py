@@ -43,7 +43,7 @@ def supports(request: Request) -> str | None:
     mask, semantics = request.mask, request.semantics
     (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    most = 256 if platform.capability >= (9, 0) else 128
+    most = 256 if (9, 0) <= platform.capability < (10, 0) else 128
     left, above = kernels.diagonals(mask, T, S)
     dense, padded = kernels.is_dense(request), mask.key_value_padding is not None
     barrier = padded and not dense and (left, above) != (None, None)

@@ -1,6 +1,8 @@
 """What changes in a module after its construction is honoured, or refused by name."""
 
 import inspect
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from flax import nnx
 from jaxmha import Semantics
 from jaxmha.flax import attention_fn, linen
 from jaxmha.flax.nnx import MultiHeadAttention
+from jaxmha.flax.settings import read_inputs
 from tests.flax.common import N, normal, randomise, theirs
 from tests.tolerance import assert_same
 
@@ -72,6 +75,24 @@ class Wrapped(nnx.Module):  # type: ignore[misc]
 
     def __call__(self, x: Any) -> Any:
         return self.inner(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("query", "dot_general", jax.lax.dot_general),
+        ("key", "dot_general_cls", print),
+        ("value", "promote_dtype", print),
+        ("out", "preferred_element_type", np.float32),
+        ("query_ln", "epsilon", 1.0),
+        ("key_ln", "promote_dtype", print),
+    ],
+)
+def test_what_acts_in_calls_of_a_submodule_is_refused(name: str, setting: str, value: Any) -> None:
+    module = layer(normalize_qk=True)
+    setattr(getattr(module, name), setting, value)
+    with pytest.raises(ValueError, match=f"{name}.{setting} has changed"):
+        module(jnp.ones((2, 5, FEATURES)))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "out", "query_ln", "key_ln"])
@@ -152,6 +173,11 @@ def test_linen_shows_the_layer_alone() -> None:
     variables = randomise(jax.eval_shape(module.init, jax.random.key(0), x))
     out, seen = module.apply(variables, x, capture_intermediates=True, mutable=["intermediates"])
     assert list(seen["intermediates"]) == ["__call__"]
+    _, everything = module.apply(
+        variables, x, capture_intermediates=lambda *_: True, mutable=["intermediates"]
+    )
+    names = {"query", "key", "value", "out", "query_ln", "key_ln"}
+    assert set(everything["intermediates"]) == {"__call__", *names}  # they declare parameters
     assert_same(seen["intermediates"]["__call__"][0], out)
     table = module.tabulate(jax.random.key(0), x, console_kwargs={"width": 200})
     count = sum(leaf.size for leaf in jax.tree.leaves(variables))
@@ -164,11 +190,19 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "value_head_dim": (0, -3, 2.5),
     "qkv_features": (-3, 15.0),
     "out_features": (-7, 7.0),
-    "use_bias": (None, "query", ("q",), 1),
+    "use_bias": (None, "query", ("q",), ["key", "values"], 1),
     "broadcast_dropout": ("yes", 2),
-    "precision": ("highst",),
+    "precision": ("highst", 3, ("high", "highst")),
     "local_window_size": ((1, 2, 3),),
 }
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("name", ["in_features", "in_kv_features"])
+@pytest.mark.parametrize("wrong", [0, 17.0])
+def test_wrong_widths_are_named(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {wrong}"):
+        MultiHeadAttention(**{**SIZES, name: wrong}, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.usefixtures("no_shape_hook")
@@ -184,22 +218,36 @@ def test_wrong_arguments_are_named(name: str, wrong: Any) -> None:
         jax.eval_shape(linen.MultiHeadAttention(**settings).init, jax.random.key(0), x)
 
 
-def test_a_window_may_be_a_list(no_shape_hook: None) -> None:
+def test_what_may_be_a_list_or_a_set(no_shape_hook: None) -> None:
+    """Modules stay static attributes and arguments of transformations."""
     x = normal("x", (2, 5, FEATURES))
-    listed, module = layer(local_window_size=[2, 0]), layer(local_window_size=(2, 0))
-    assert_same(nnx.jit(lambda m, x: m(x))(listed, x), module(x))
-    inner = linen.MultiHeadAttention(N, qkv_features=5 * N, local_window_size=[2, 0])
-    variables = randomise(jax.eval_shape(inner.init, jax.random.key(0), x))
-    assert_same(
-        inner.apply(variables, x), inner.clone(local_window_size=(2, 0)).apply(variables, x)
-    )
+    listed = layer(local_window_size=[2, 0], use_bias={"value", "key"})
+    module = layer(local_window_size=(2, 0), use_bias=("key", "value"))
+    assert nnx.graphdef(listed) == nnx.graphdef(module)
+    assert_same(jax.jit(lambda m, x: m(x))(listed, x), module(x))
+    inner = linen.MultiHeadAttention(N, local_window_size=[2, 0], use_bias=["key", "value"])
+    again = linen.MultiHeadAttention(N, local_window_size=(2, 0), use_bias=("key", "value"))
+    assert inner == again
+    assert hash(inner) == hash(again)
+    assert layer(use_bias=np.True_).use_bias is True
+    rebuilt = MultiHeadAttention.from_params(module.to_params()[0], use_bias=["key", "value"])
+    assert rebuilt.use_bias == ("key", "value")
+
+
+@pytest.mark.parametrize("name", ["in_features", "in_kv_features", "kernel_init"])
+def test_what_parameters_say_is_not_said_again(name: str) -> None:
+    settings: Any = {name: FEATURES}
+    with pytest.raises(ValueError, match=f"{name} is that of the parameters"):
+        MultiHeadAttention.from_params(layer().to_params()[0], **settings)
 
 
 def test_things_of_another_kind_are_named(no_shape_hook: None) -> None:
     x = jnp.ones((2, 5, FEATURES))
     rows: list[list[float]] = [[1.0] * FEATURES]
     dropping = layer(dropout_rate=0.5, deterministic=False)
-    for rngs in (3, jax.random.key(0)):
+    key = jax.random.key(0)
+    assert_same(dropping(x, rngs=lambda: key), dropping(x, rngs=lambda: key))
+    for rngs in (3, key):
         with pytest.raises(TypeError, match=r"rngs must be nnx\.Rngs or an nnx\.RngStream"):
             dropping(x, rngs=rngs)
     heads = jnp.ones((2, 5, N, 7))
@@ -225,9 +273,57 @@ def test_inputs_that_flax_takes_and_jaxmha_does_not(no_shape_hook: None) -> None
     x, heads = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, N, 5))
     with pytest.raises(TypeError, match="query"):
         layer()(x.astype(np.int32))
+    for name, more in (("inputs_q", ()), ("inputs_v", (x, x))):
+        with pytest.raises(TypeError, match=f"{name} must not be Boolean"):
+            layer(dtype="float32")(*more, x.astype(bool))
     with pytest.raises(TypeError, match="mask must be an array"):
         linen.MultiHeadAttention(num_heads=N, qkv_features=5 * N).init(
             nnx.Rngs(0).params(), x, mask=True
         )
     with pytest.raises(TypeError, match="mask must be an array"):
         attention_fn(heads, heads, heads, mask=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float64])
+def test_inputs_are_cast_to_the_dtype_that_is_given(dtype: Any, no_shape_hook: None) -> None:
+    x = np.arange(2 * 5 * FEATURES).reshape(2, 5, FEATURES) % 7
+    module = layer(dtype=jnp.float32)
+    assert_same(module(x.astype(dtype)), module(jnp.asarray(x, jnp.float32)))
+
+
+def test_one_input_stays_one() -> None:
+    """So that it is recognised as self-attention."""
+    x, y = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, FEATURES))
+    query, key, value = read_inputs(x, None, None, jnp.bfloat16)
+    assert query is key is value
+    assert query.dtype == jnp.bfloat16
+    query, key, value = read_inputs(x, y, None, jnp.bfloat16)
+    assert query is not key
+    assert key is value
+
+
+def test_flax_names_its_default_product() -> None:
+    """Which is no hook."""
+    x, product = normal("x", (2, 5, FEATURES)), jax.lax.dot_general
+    named = layer(qkv_dot_general=product, out_dot_general=product)
+    assert_same(named(x), layer()(x))
+    linen.MultiHeadAttention(N, qkv_features=5 * N, qkv_dot_general=product).init(
+        jax.random.key(0), x
+    )
+
+
+@pytest.mark.parametrize("precision", ["default", "high", None])
+def test_the_precision_is_that_of_every_product(precision: Any) -> None:
+    x, heads = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, N, 7))
+    module = linen.MultiHeadAttention(N, qkv_features=5 * N, precision=precision)
+    variables = module.init(jax.random.key(0), x)
+    calls = (
+        jax.make_jaxpr(module.apply)(variables, x),
+        jax.make_jaxpr(layer(precision=precision))(x),
+        jax.make_jaxpr(partial(attention_fn, precision=precision))(heads, heads, heads),
+    )
+    for program in calls:
+        found = re.findall(r"precision=(\(.*?\)|\S+)", str(program))
+        name = f"Precision.{(precision or 'highest').upper()}"
+        assert found
+        assert {each.count(name) for each in found} == {2}, found

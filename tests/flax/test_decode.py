@@ -157,6 +157,50 @@ def test_structure_without_meaning_is_refused(mask: Mask) -> None:
         layer(X[:, :1], mask=mask)
 
 
+def test_weights_of_a_step_are_sown_as_in_flax() -> None:
+    settings = {**WIDE, "decode": True}
+    flax = nn.MultiHeadDotProductAttention(**settings)
+    ours = ours_linen.MultiHeadDotProductAttention(**settings)
+    made = theirs(jax.eval_shape, flax.init, jax.random.key(0), X)
+    variables = {
+        "params": randomise(made["params"]),
+        "cache": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made["cache"]),
+    }
+    token, found = X[:, :1], []
+    for module in (flax, ours):
+        _, seen = theirs(
+            module.apply, variables, token, sow_weights=True, mutable=["cache", "intermediates"]
+        )
+        found.append(seen["intermediates"]["attention_weights"][0])
+    assert_close(found[1], found[0])
+
+
+def test_steps_over_a_cache_force_float32_as_calls_do() -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), SELF)
+    module, variables = ours_linen.MultiHeadAttention.from_params(
+        params, force_fp32_for_softmax=True
+    )
+    x = X.astype(jnp.bfloat16)
+    whole = module.apply(variables, x, is_causal=True)
+    out, cache = module.apply(variables, x[:, :2], KVCache.empty(SELF, B, T), method="prefill")
+    last, _ = module.apply(variables, x[:, 2:], cache, method="decode_step")
+    assert whole.dtype == out.dtype == last.dtype == jnp.float32
+    assert_close(jnp.concatenate([out, last], 1), np.asarray(whole))
+
+
+def test_a_cache_has_the_dtype_that_is_given_or_none() -> None:
+    layer = modules(SELF)
+    for dtype, expected in ((None, np.float32), (jnp.bfloat16, jnp.bfloat16)):
+        layer.init_cache((B, 3, DQ), dtype)
+        assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == expected
+
+
+def test_a_view_of_a_module_that_decodes_makes_a_cache_too(no_shape_hook: None) -> None:
+    layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), decode=True)
+    view = nnx.view(layer, batch_size=np.int64(B), max_length=3)
+    assert view.cached_key[...].shape == (B, 3, N, 7)
+
+
 def test_view_makes_a_cache() -> None:
     layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), dropout_rate=0.1)
     view = nnx.view(layer, decode=True, deterministic=True, batch_size=B, max_length=3)

@@ -45,7 +45,11 @@ ELSEWHERE = {
 @pytest.mark.parametrize("call", ["__init__", "__call__"])
 def test_every_argument_is_there(flax: Any, ours: Any, call: str) -> None:
     known = inspect.signature(getattr(ours, call)).parameters
-    for name, parameter in inspect.signature(getattr(flax, call)).parameters.items():
+    asked = inspect.signature(getattr(flax, call)).parameters
+    for mine, (name, parameter) in zip(known, asked.items(), strict=False):
+        if parameter.kind == parameter.POSITIONAL_OR_KEYWORD and name not in ("parent", "name"):
+            assert mine == name, "places of arguments"
+    for name, parameter in asked.items():
         assert name in known
         assert known[name].kind == parameter.kind, name
         if name not in DEFAULTS:

@@ -1,5 +1,6 @@
 """attention_fn in flax's own modules, and its arguments one by one."""
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -49,10 +50,10 @@ def test_arguments_of_nnx() -> None:
 
 
 def test_signature_has_every_argument_of_flax() -> None:
-    import inspect
-
     own = inspect.signature(attention_fn).parameters
+    until = list(own).index("module") + 1
     for function in (nn.dot_product_attention, nnx.dot_product_attention):
+        assert list(inspect.signature(function).parameters)[:until] == list(own)[:until]
         for name, parameter in inspect.signature(function).parameters.items():
             assert name in own
             if name != "promote_dtype":  # flax's own function is accepted
@@ -89,7 +90,9 @@ def test_in_linen(dropout: bool) -> None:
 
 
 def test_in_nnx() -> None:
-    x, mask = normal("x", (B, T, DQ)), pairs(T) & jnp.tri(T, dtype=bool)[None, None]
+    x, mask = normal("x", (B, T, DQ)), pairs(T)
+    if not CAUSAL:
+        mask &= jnp.tri(T, dtype=bool)[None, None]
     settings = {**WIDE, **ZEROS, "in_features": DQ, "decode": False}
     flax = theirs(nnx.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
     swapped = theirs(
@@ -159,6 +162,7 @@ def test_float64(x64: None) -> None:
         ({"semantics": Semantics(add_zero_attn=True)}, "belong to a layer"),
         ({"semantics": Semantics(qk_norm="rms")}, "belong to a layer"),
         ({"semantics": Semantics(dropout_rate=0.2), "dropout_rate": 0.5}, "differ"),
+        ({"semantics": Semantics(dropout_rate=0.2), "deterministic": True}, "alone cannot act"),
         ({"semantics": Semantics(precision="high"), "precision": "highest"}, "differ"),
         ({"mask": jnp.ones((B, N, T, S + 1))}, "mask: expected axes"),
         ({"implementation": "flash"}, "implementation must be among"),
@@ -167,6 +171,14 @@ def test_float64(x64: None) -> None:
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention_fn(*heads(), **arguments)
+
+
+def test_arguments_after_module_have_names(no_shape_hook: None) -> None:
+    """Their order differs between linen and nnx."""
+    function: Any = attention_fn
+    until: Any = (None, None, True, None, 0.0, True, None, None, None)
+    with pytest.raises(TypeError, match="arguments after module are given by name"):
+        function(*heads(), *until, print)
 
 
 def test_wrong_shapes(no_shape_hook: None) -> None:
