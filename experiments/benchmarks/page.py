@@ -18,9 +18,9 @@ def conclusion(found: dict[str, Any]) -> str:
     on_jax = [1 / r for e in entries if (r := stats.relative(e, ON_JAX))]
     torch = [1 / r for e in entries if (r := stats.relative(e, stats.TORCH))]
     return (
-        f"A layer of T >= 2048 is {min(on_jax):.1f} to {max(on_jax):.1f} times as fast as the fastest "
+        f"In these cases a layer of T >= 2048 is {min(on_jax):.1f} to {max(on_jax):.1f} times as fast as the fastest "
         f"other on JAX, and {min(torch):.2f} to {max(torch):.2f} times as fast as the fastest "
-        "way through torch."
+        "way through torch; all shapes (results/full.md) spread wider, to both sides."
     )
 
 
