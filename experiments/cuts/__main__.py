@@ -98,6 +98,10 @@ QUESTIONS = (
         tuple(Setting(f"{c}", blocks, {"FEW_KEYS_TIMES": c}) for c in (1, 2, 4, 16)), "4",
     ),
     Question(
+        "bytes of the heads of a block of 77 keys, in the gradient", "cross", True,
+        ((2, 512), (2, 1024), (1, 2048), (8, 1024)), _bytes("TARGET_OF_FEW_KEYS", 2, 4, 8, 16), "8 MiB",
+    ),
+    Question(
         "bytes of scores up to which few steps are no loop", "plain", False,
         ((1, 512), (2, 512), (4, 333), (1, 1024)), _bytes("BYTES_OF_FEW_STEPS", 0, 16, 32), "16 MiB",
     ),

@@ -31,8 +31,10 @@ SIDE: dict[str, int] = {"cpu": 512}
 SIDE_OF_WINDOW: dict[str, int] = {"cpu": 64}
 BLOCKS_OF_WINDOW, LEAST_OF_GROUP, MOST_BLOCKS = 4, 16, 1024
 SIDE_ELSEWHERE = 2048
-# Bytes of scores of whole heads, or of blocks of many, at once: fewer kernels.
+# Bytes of scores of whole heads, or of blocks of many, at once: fewer kernels. In the gradient twice
+# as many where keys are few.
 TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
+TARGET_OF_FEW_KEYS: dict[str, int] = {"cpu": 2**23}
 # Few steps of one kernel each, of few bytes in all, are no loop: XLA works on some side by side.
 FEW_STEPS = 8
 BYTES_OF_FEW_STEPS: dict[str, int] = {"cpu": 2**24}
@@ -132,10 +134,12 @@ def plan(
             side = min(max(narrow, LEAST_OF_GROUP * G, -(-max(T, S) // MOST_BLOCKS)), side)
     keys = _even(S, side) if skips else S
     kernel = plain and not gradient and keys == S
-    times = FEW_KEYS_TIMES if kernel and S <= FEW_KEYS else 1
+    few_keys = plain and keys == S <= FEW_KEYS
+    times = FEW_KEYS_TIMES if few_keys and not gradient else 1
     small = itemsize * G * T * S <= times * SMALL_HEAD.get(platform, 0)
     rule = TARGET_OF_KERNEL if kernel else TARGET
-    rule_of_heads = TARGET_OF_SMALL_HEADS if small else TARGET_OF_HEADS
+    rule_of_heads = TARGET_OF_FEW_KEYS if few_keys and gradient else TARGET_OF_HEADS
+    rule_of_heads = TARGET_OF_SMALL_HEADS if small else rule_of_heads
     of_rows, of_heads = (
         x.get(platform, TARGET_ELSEWHERE) if target is None else target
         for x in (rule, rule_of_heads)
