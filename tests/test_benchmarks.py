@@ -443,7 +443,7 @@ def test_a_peer_that_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch)
         return {"sgemm": {}, "cases": []}
 
     monkeypatch.setattr(measure, "measure", pretend)
-    results = command.collect(command.parsed(["--full"]), "bench")
+    results = command.collect(command.parsed(["--full"]))
     assert results["peers"]["torch-sdpa"]["absent"] == "not installed: nowhere"
     assert "torch-sdpa" not in asked["peers"]
     assert asked["backends"] == ["xla"]

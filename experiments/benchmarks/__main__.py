@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   python -m experiments.benchmarks                             some cases of every kind, minutes
   python -m experiments.benchmarks --full --rounds 9           every case, hours
   python -m experiments.benchmarks --full --resume --minutes 30   go on with it, for half an hour
+  python -m experiments.benchmarks --full --again --case causal   these anew, in the stored page
   python -m experiments.benchmarks --case layer-*-causal --peer jaxmha --peer torch-sdpa
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
@@ -45,6 +46,11 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
     parser.add_argument("--threads", type=int, help="of every peer, default all cores")
     parser.add_argument(
         "--resume", action="store_true", help="measure only what is missing or was disturbed"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="measure the --case, or all marked ~, again, and put them among those stored",
     )
     parser.add_argument("--minutes", type=float, help="begin no case after so long")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
@@ -73,7 +79,11 @@ def check(chosen: Namespace) -> None:
             raise ValueError(f"--{name} must be between 1 and {most}, got {value}")
     if chosen.minutes is not None and not chosen.minutes > 0:
         raise ValueError(f"--minutes must be more than 0, got {chosen.minutes:g}")
-    if chosen.write and (chosen.case or chosen.peer):
+    if chosen.again and (chosen.peer or chosen.resume):
+        raise ValueError(
+            "--again measures every peer from the start: leave --peer and --resume out"
+        )
+    if chosen.write and not chosen.again and (chosen.case or chosen.peer):
         raise ValueError("--write stores whole selections: leave --case and --peer out")
 
 
@@ -83,9 +93,8 @@ def settle(chosen: Namespace) -> None:
     Raises:
       ValueError: that run cannot be gone on with.
     """
-    chosen.selection = (
-        "chosen" if chosen.case or chosen.peer else "full" if chosen.full else "quick"
-    )
+    some = not chosen.again and (chosen.case or chosen.peer)
+    chosen.selection = "chosen" if some else "full" if chosen.full else "quick"
     chosen.threads = chosen.threads or machine.threads()
     chosen.peers = [peer for peer in PEERS if not chosen.peer or peer in chosen.peer]
     chosen.kept = unfinished.BUILD / f"{chosen.selection}.json"
@@ -96,11 +105,35 @@ def settle(chosen: Namespace) -> None:
         cases=[case.name for case in chosen.cases],
     )
     chosen.known, chosen.spent = unfinished.NOTHING, 0.0
+    chosen.answered, chosen.date = chosen.cases, _today()
+    chosen.command = " ".join(["python -m experiments.benchmarks", *sys.argv[1:]])
     if chosen.resume:
         chosen.known, chosen.spent = unfinished.resume(chosen.kept, chosen.identity)
+    elif chosen.again:
+        replace_some(chosen)
 
 
-def collect(chosen: Namespace, command: str) -> dict[str, Any]:
+def replace_some(chosen: Namespace) -> None:
+    """Of the stored cases those that were asked for, or marked, are not known any more.
+
+    Raises:
+      ValueError: there are none, or they are another machine's, or of other versions.
+    """
+    stored = unfinished.stored(report.RESULTS / f"{chosen.selection}.json", chosen.identity)
+    entries = {entry["name"]: entry for entry in stored["cases"]}
+    stale = {name for name, e in entries.items() if chosen.case or stats.disturbed(e)}
+    chosen.cases = [case for case in chosen.cases if case.name in stale]
+    if not chosen.cases:
+        raise ValueError("--again: none of the stored cases is named by --case, or marked ~")
+    anew = {case.name for case in chosen.cases}
+    chosen.known = stored | {"cases": [e for name, e in entries.items() if name not in anew]}
+    chosen.answered = select(quick=not chosen.full)
+    chosen.spent, chosen.write = stored["seconds"], True
+    chosen.date, chosen.command = stored["date"], stored["command"]
+    chosen.kept = unfinished.BUILD / "again.json"
+
+
+def collect(chosen: Namespace) -> dict[str, Any]:
     """Measures, with a bar on a terminal and a line per case elsewhere; adds what ran where."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -141,17 +174,23 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
             takes=lambda peer, case: PEERS[peer].takes(case),
             say=say,
             known=chosen.known,
+            answered=chosen.answered,
             late=lambda: passed() > 60 * (chosen.minutes or float("inf")),
             done=done,
         )
+    if chosen.again:
+        again = {case.name for case in chosen.cases}
+        for entry in results["cases"]:
+            if entry["name"] in again:
+                entry["again"] = _today()
     return {
         "question": "How fast is attention on this CPU, beside every peer?",
-        "command": command,
+        "command": chosen.command,
         "selection": chosen.selection,
         "seed": "crc32 of the name of the case",
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": chosen.date,
         "seconds": round(chosen.spent + passed()),
-        "asked": len(chosen.cases),
+        "asked": len(chosen.answered),
         "machine": machine.describe(),
         "versions": machine.versions(),
         "settings": machine.settings(),
@@ -160,6 +199,10 @@ def collect(chosen: Namespace, command: str) -> dict[str, Any]:
         "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in chosen.peers},
         **results,
     }
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def show(results: dict[str, Any]) -> None:
@@ -174,7 +217,7 @@ def show(results: dict[str, Any]) -> None:
     for entry in results["cases"]:
         best = stats.fastest(entry, results["peers"])
         least = stats.time_of(entry, best) if best else None
-        cells = [entry["name"] + (" ~" if entry["noisy"] else "")]
+        cells = [entry["name"] + " ~" * stats.disturbed(entry)]
         own = stats.time_of(entry, OURS)
         cells.append("–" if own is None else f"{1e3 * own:.3g}")
         for peer in results["peers"]:
@@ -192,8 +235,7 @@ def main() -> None:
     if chosen.list:
         print("\n".join(map(described, chosen.cases)))
         return
-    command = " ".join(["python -m experiments.benchmarks", *sys.argv[1:]])
-    results = collect(chosen, command)
+    results = collect(chosen)
     if chosen.json:
         print(json.dumps(results, indent=1))
     else:

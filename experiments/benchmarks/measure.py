@@ -60,6 +60,7 @@ def measure(
     takes: Callable[[str, Case], bool] = lambda peer, case: True,
     say: Say = lambda line: None,
     known: dict[str, Any] = NOTHING,
+    answered: Sequence[Case] = (),
     late: Callable[[], bool] = lambda: False,
     done: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def measure(
 
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
     `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
-    measured, those of least work first. No case is begun when it is `late`. `say` hears what is
+    measured, those of least work first. `answered`: of which the answer is, if not of `cases`. No case is begun when it is `late`. `say` hears what is
     going on, `done` is called after each case with all that was found.
     """
     measured = {entry["name"]: entry for entry in known["cases"]}
@@ -75,7 +76,7 @@ def measure(
     def found() -> dict[str, Any]:
         for entry in measured.values():  # against the best of all runs
             entry["noisy"] = _worst(probe, entry) > DISTURBED
-        entries = [measured[case.name] for case in cases if case.name in measured]
+        entries = [measured[case.name] for case in answered or cases if case.name in measured]
         return {"sgemm": _rounded(probe.best), "quiet": _rounded(probe.quiet), "cases": entries}
 
     with Fleet(threads) as fleet, tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from experiments.tables import markdown
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
 ALT = "Time relative to the fastest peer, for every case"
+SOME = "some.png"
 MARKS = ("<!-- benchmarks -->\n", "<!-- /benchmarks -->")
 
 
@@ -24,7 +25,7 @@ TIME = """## Time
 jaxmha's median and the distance of its quartiles, its useful GFLOP/s and their share of the best
 plain product (sgemm) of XLA in this run; torch-sdpa's share of torch's. Then every peer's median
 relative to the fastest. `*`: a call is so slow that it was repeated less often; `~`: the machine
-was disturbed.
+was disturbed, or rounds spread widely; `^`: measured again later, with the sources of then.
 
 `layer`: with its four projections, on features of width E; `core`: attention alone, on heads
 `B T N H`, for torch `B N T H` as its function wants them. `backward`: forward and backward together.
@@ -76,7 +77,6 @@ def about(results: dict[str, Any]) -> str:
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     peaks = ", ".join(f"{rate:.0f} in {name}" for name, rate in results["sgemm"].items())
-    noisy = sum(entry["noisy"] for entry in results["cases"])
     peers = "\n".join(
         f"- `{name}`: {peer['about']}" + (f" (**{peer['absent']}**)" if peer["absent"] else "")
         for name, peer in results["peers"].items()
@@ -87,19 +87,18 @@ def about(results: dict[str, Any]) -> str:
         f"{results['threads']} threads for every peer; one process each, one working at a time.\n\n"
         f"{machine['processor']} ({machine['cores']} cores, {', '.join(machine['instructions'])}), "
         f"{machine['memory_gib']} GiB, {machine['system']}; {versions}.\n\n"
-        f"Best plain product, GFLOP/s: {peaks}. Cases on a disturbed machine: {noisy}.\n\n{peers}"
+        f"Best plain product, GFLOP/s: {peaks}. Disturbed cases: {disturbed(results)}.\n\n{peers}"
     )
 
 
-def summary(results: dict[str, Any], *, short: bool = False) -> str:
+def summary(results: dict[str, Any]) -> str:
     """One line per goal: geometric mean and worst case."""
+    entries = {entry["name"]: entry for entry in results["cases"]}
     rows = []
     for goal in stats.GOALS:
-        if short and not goal.short:
-            continue
         ratios = {
             entry["name"]: ratio
-            for entry in results["cases"]
+            for entry in entries.values()
             if goal.of(stats.case_of(entry)) and (ratio := goal.ratio(entry)) is not None
         }
         if not ratios:
@@ -110,12 +109,24 @@ def summary(results: dict[str, Any], *, short: bool = False) -> str:
             [
                 goal.what,
                 str(len(ratios)),
+                "–" if goal.worst is None else str(sum(r > goal.worst for r in ratios.values())),
                 _aimed(mean, goal.mean),
                 _aimed(ratios[worst], goal.worst),
-                f"`{worst}`",
+                named(entries[worst]),
             ]
         )
-    return table(["jaxmha / what", "cases", "mean", "worst", "worst case"], rows)
+    return table(["jaxmha / what", "cases", "over", "mean", "worst", "worst case"], rows)
+
+
+def named(entry: Entry) -> str:
+    """The case, marked where its times are not like the others."""
+    marks = " ~" * stats.disturbed(entry) + " ^" * ("again" in entry)
+    return f"`{entry['name']}`{marks}"
+
+
+def disturbed(results: dict[str, Any]) -> int:
+    """How many cases are marked as such."""
+    return sum(map(stats.disturbed, results["cases"]))
 
 
 def times(results: dict[str, Any]) -> str:
@@ -128,7 +139,7 @@ def times(results: dict[str, Any]) -> str:
         own, spread = stats.time_of(entry, OURS), stats.spread_of(entry, OURS)
         rate, torch = stats.speed_of(entry, OURS), stats.speed_of(entry, "torch-sdpa")
         row = [
-            f"`{entry['name']}`" + (" ~" if entry["noisy"] else ""),
+            named(entry),
             _number(None if own is None else 1e3 * own, ".3g"),
             _number(spread, ".0%"),
             _number(rate, ".3g"),
@@ -202,16 +213,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
     """Summary, versions and figure."""
     machine, versions = results["machine"], results["versions"]
-    noisy = sum(entry["noisy"] for entry in results["cases"])
-    disturbed = f" {noisy} of {len(results['cases'])} cases ran on a disturbed machine." * bool(
-        noisy
-    )
-    named = ", ".join(f"{n} {v}" for n, v in versions.items() if n in ("jax", "torch", "flax"))
+    packages = ", ".join(f"{n} {v}" for n, v in versions.items() if n in ("jax", "torch", "flax"))
     return (
-        f"{summary(results, short=True)}\n\n{measured(results)}, medians of {results['rounds']} interleaved rounds, float32, "
-        f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {named})."
-        f"{disturbed}"
-        f" Bold: what is aimed at is not reached. [All aims, every case]({page}).\n\n"
+        f"{summary(results)}\n\n{measured(results)}, medians of {results['rounds']} interleaved rounds, float32, "
+        f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {packages}). "
+        f"Bold: what is aimed at is not reached; ~: one of {disturbed(results)} disturbed cases. "
+        f"[Every case]({page}); [where the time goes](experiments/profile/README.md).\n\n"
         f"![{ALT}]({figure})"
     )
 
@@ -223,7 +230,7 @@ def filled(text: str, part: str) -> str:
 
 
 def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None = README) -> Path:
-    """Stores JSON, page and figure; of the quick selection also the README's part."""
+    """Stores JSON, page and figure; where these are the most cases there are, the README's part."""
     from experiments.benchmarks import figure
 
     name = results["selection"]
@@ -231,11 +238,23 @@ def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None =
     (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / f"{name}.md").write_text(page(results, f"{name}.png"))
     figure.draw(results, folder / f"{name}.png")
-    if readme is not None and name == "quick":
-        place = folder.relative_to(readme.parent).as_posix()
-        part = readme_part(results, f"{place}/quick.md", f"{place}/quick.png")
-        readme.write_text(filled(readme.read_text(), part))
+    if most(folder) == name:
+        figure.draw(some(results), folder / SOME)
+        if readme is not None:
+            place = folder.relative_to(readme.parent).as_posix()
+            part = readme_part(results, f"{place}/{name}.md", f"{place}/{SOME}")
+            readme.write_text(filled(readme.read_text(), part))
     return folder / f"{name}.md"
+
+
+def most(folder: Path = RESULTS) -> str:
+    """The selection with the most cases of those that are stored."""
+    return "full" if (folder / "full.json").is_file() else "quick"
+
+
+def some(results: dict[str, Any]) -> dict[str, Any]:
+    """Of all cases the quick ones."""
+    return results | {"cases": [e for e in results["cases"] if stats.case_of(e).quick]}
 
 
 def _present(results: dict[str, Any]) -> list[str]:

@@ -9,6 +9,8 @@ from experiments.benchmarks.cases import Case
 from experiments.benchmarks.peers import ON_JAX, OURS, PEERS, SWAPPED
 
 Entry = dict[str, Any]  # one of results["cases"]
+# Distance of the quartiles, relative to the median, above which a time is not to be trusted.
+WIDE = 0.2
 TORCH = tuple(peer for peer in PEERS if peer.startswith("torch"))
 OTHERS = tuple(peer for peer in PEERS if peer != OURS and peer not in SWAPPED.values())
 
@@ -31,6 +33,13 @@ def spread_of(entry: Entry, peer: str) -> float | None:
         return None
     low, _, high = quantiles(seconds, n=4, method="inclusive")
     return float((high - low) / median(seconds))
+
+
+def disturbed(entry: Entry) -> bool:
+    """Whether the machine was, or our own rounds or the fastest other's spread widely."""
+    shown = (OURS, fastest(entry, OTHERS))
+    spreads = [spread_of(entry, peer) or 0.0 for peer in shown if peer]
+    return bool(entry["noisy"]) or max(spreads) > WIDE
 
 
 def fastest(entry: Entry, peers: Iterable[str]) -> str | None:
@@ -109,7 +118,6 @@ class Goal(NamedTuple):
     ratio: Callable[[Entry], float | None]
     mean: float | None = None
     worst: float | None = None
-    short: bool = False  # also in the README
 
 
 def _layer(direction: str, *kinds: str, least: int = 0, below: int = 1 << 30) -> Any:
@@ -125,19 +133,19 @@ def _to(peers: Iterable[str]) -> Callable[[Entry], float | None]:
 
 
 GOALS: tuple[Goal, ...] = (
-    Goal("layer, forward, T >= 512 / fastest peer", _layer("forward", least=512), _to(OTHERS), 0.9, 1.05, short=True),
+    Goal("layer, forward, T >= 512 / fastest peer", _layer("forward", least=512), _to(OTHERS), 0.9, 1.05),
     Goal("layer, forward, causal or padded, T >= 512 / fastest peer", _layer("forward", "causal", "padded", least=512), _to(OTHERS), 0.7),
     Goal("layer, forward, T < 512 / fastest on JAX", _layer("forward", below=512), _to(ON_JAX), None, 1.0),
-    Goal("layer, forward + backward, T >= 512 / fastest peer", _layer("backward", least=512), _to(OTHERS), 0.9, 1.05, short=True),
+    Goal("layer, forward + backward, T >= 512 / fastest peer", _layer("backward", least=512), _to(OTHERS), 0.9, 1.05),
     Goal("forward + backward of one head / fastest of torch", lambda c: c.direction == "backward" and c.B * c.N == 1, _to(TORCH), None, 0.7),
     Goal("layer, forward, T < 512 / fastest of torch, as if products were as fast", _layer("forward", below=512), lambda e: (gap_to_torch(e) or (None,) * 3)[2], None, 1.0),
-    Goal("layer, T >= 2048 / its work at the rate of XLA's plain product", lambda c: c.scope == "layer" and c.T >= 2048, to_products, None, 1 / 0.85, short=True),
-    Goal("everything / fastest on JAX", lambda c: True, _to(ON_JAX), None, 1 / 1.2, short=True),
-    Goal("T >= 2048 / fastest on JAX", lambda c: c.T >= 2048, _to(ON_JAX), None, 1 / 3, short=True),
+    Goal("layer, T >= 2048 / its work at the rate of XLA's plain product", lambda c: c.scope == "layer" and c.T >= 2048, to_products, None, 1 / 0.85),
+    Goal("everything / fastest on JAX", lambda c: True, _to(ON_JAX), None, 1 / 1.2),
+    Goal("T >= 2048 / fastest on JAX", lambda c: c.T >= 2048, _to(ON_JAX), None, 1 / 3),
     Goal("T >= 4096 / fastest on JAX", lambda c: c.T >= 4096, _to(ON_JAX), None, 1 / 4),
     Goal("seconds to compile a layer", lambda c: c.scope == "layer", lambda e: e["peers"].get(OURS, {}).get("compile"), None, 2.0),
-    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 1 / 2, short=True),
-    Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 1 / 3, short=True),
-    Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2, short=True),
-    Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5, short=True),
+    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 1 / 2),
+    Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 1 / 3),
+    Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2),
+    Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5),
 )  # fmt: skip

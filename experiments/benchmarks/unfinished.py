@@ -50,10 +50,29 @@ def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
     if not path.is_file():
         return NOTHING, 0.0
     stored = json.loads(path.read_text())
-    other = [name for name, value in key.items() if stored["identity"].get(name) != value]
+    _check("--resume", path, stored["identity"], key)
+    return stored["found"], stored["seconds"]
+
+
+def stored(path: Path, key: dict[str, Any]) -> dict[str, Any]:
+    """Results as they are stored, of any sources and cases.
+
+    Raises:
+      ValueError: there are none, or it was another machine, or other versions or options.
+    """
+    if not path.is_file():
+        raise ValueError(f"--again: there is no {path}: leave --again out to make it")
+    results: dict[str, Any] = json.loads(path.read_text())
+    peers = {name: peer["absent"] for name, peer in results["peers"].items()}
+    same = {name: value for name, value in key.items() if name not in ("sources", "cases")}
+    _check("--again", path, results | {"peers": peers}, same)
+    return results
+
+
+def _check(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) -> None:
+    other = [name for name, value in key.items() if found.get(name) != value]
     if other:
         raise ValueError(
-            f"--resume: {path} was measured with other {', '.join(other)}: leave --resume out to "
+            f"{option}: {path} was measured with other {', '.join(other)}: leave {option} out to "
             "start anew"
         )
-    return stored["found"], stored["seconds"]
