@@ -126,7 +126,7 @@ def test_work_is_counted_pair_by_pair(kind: str) -> None:
 
 @pytest.mark.parametrize("module", [cases, report], ids=lambda module: module.__name__)
 def test_examples(module: Any) -> None:
-    assert doctest.testmod(module) == (0, 1 if module is report else 2)
+    assert doctest.testmod(module) == (0, 1 if module is report else 3)
 
 
 # The peers.
@@ -406,6 +406,65 @@ def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None
             unfinished.resume(tmp_path / "full.json", key | other)
 
 
+def test_some_cases_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name, or those that are marked, in the place of what is stored; the others stay."""
+    names = ["layer-forward-plain-B8-T128-E512", "layer-forward-plain-B1-T2048-E512"]
+    chosen = command.parsed(["--full", *(f"--case={name}" for name in names)])
+    rounds = {"seconds": [1.0] * 7}
+    entries = [
+        {
+            "name": name,
+            "case": case.as_dict(),
+            "noisy": i == 1,
+            "probes": [{"xla": 1.0}],
+            "peers": {OURS: rounds},
+        }
+        for i, (name, case) in enumerate(zip(names, chosen.cases, strict=True))
+    ]
+    results = {
+        **{key: chosen.identity[key] for key in ("machine", "versions", "settings")},
+        "rounds": 7,
+        "threads": chosen.threads,
+        "cases": entries,
+        "seconds": 60,
+        "peers": {peer: {"absent": PEERS[peer].absent} for peer in PEERS},
+        "date": "2026-01-02",
+        "command": "then",
+        "sgemm": {},
+        "quiet": {},
+    }
+    (tmp_path / "full.json").write_text(json.dumps(results))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    marked = command.parsed(["--full", "--again"])
+    assert [case.name for case in marked.cases] == names[1:]
+    again = command.parsed(["--full", "--again", "--case", names[0]])
+    assert [case.name for case in again.cases] == names[:1]
+    assert [entry["name"] for entry in again.known["cases"]] == names[1:]
+
+    def measured(cases: Any, *_: Any, known: Any, answered: Any, **__: Any) -> Any:
+        assert len(answered) == len(CASES)
+        return {"cases": [entries[0] | {"noisy": False}, *known["cases"]], "sgemm": {}, "quiet": {}}
+
+    monkeypatch.setattr(measure, "measure", measured)
+    found = command.collect(again)
+    assert (found["date"], found["command"], found["seconds"]) == ("2026-01-02", "then", 60)
+    assert [set(entry) & {"again"} for entry in found["cases"]] == [{"again"}, set()]
+    entries[1]["noisy"] = False
+    for more, message in (
+        ({"cases": entries}, "none of the stored cases is named by --case, or marked ~"),
+        ({"rounds": 5}, "was measured with other rounds: leave --again out"),
+    ):
+        (tmp_path / "full.json").write_text(json.dumps(results | more))
+        with pytest.raises(SystemExit, match="2"):
+            command.parsed(["--full", "--again"])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.parsed(["--again"])
+    assert "quick.json: leave --again out" in capsys.readouterr().err
+
+
 # The command line.
 
 
@@ -417,6 +476,7 @@ def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None
         ("--rounds 0", "--rounds must be between 1 and 1000, got 0"),
         ("--threads 9999", "--threads must be between 1 and"),
         ("--minutes 0", "--minutes must be more than 0, got 0"),
+        ("--again --resume", "--again measures every peer from the start"),
         ("--write --peer jaxmha", "--write stores whole selections"),
     ],
 )

@@ -236,6 +236,25 @@ def test_forward_mode_names_the_remedy() -> None:
         jax.jvp(of, (x,), (x,))
 
 
+@pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
+def test_forward_over_reverse_is_that_of_the_reference(tiny: str) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (
+        jax.random.normal(k, (1, T, 2, 3)) for k, T in zip(keys, (5, 7, 7), strict=True)
+    )
+
+    def hessian(implementation: str) -> Any:
+        def of(q: Any, k: Any) -> Any:
+            out = jaxmha.dot_product_attention(
+                q, k, value, mask=Mask.causal(offset=1), implementation=implementation
+            )
+            return (out**2).sum()
+
+        return jax.hessian(of, (0, 1))(query, key)
+
+    jax.tree.map(tolerance.assert_close, hessian(tiny), hessian("reference"))
+
+
 def test_explain() -> None:
     x = shape_of((1, 5, 2, 3), "float32")
     both = ("blocked", "reference")

@@ -1,40 +1,83 @@
 """Where time goes is read from XLA's own trace."""
 
 import doctest
+import itertools
+import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.benchmarks import cases
-from experiments.profile import dispatch, flags, kernels, parts
+from experiments.benchmarks.cases import Case
+from experiments.profile import dispatch, flags, kernels, page, parts, work
 
 
 def test_examples() -> None:
-    for module in (flags, kernels, parts):
+    for module in (flags, kernels, page, work):
         assert doctest.testmod(module).attempted
         assert not doctest.testmod(module).failed
 
 
 @pytest.mark.parametrize("backend", ["xla", "torch"])
-def test_every_part_is_measured(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_part_is_measured(
+    backend: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parts, "SECONDS", 0.0)
-    for direction in ("forward", "backward"):
-        (case,) = cases.select([f"layer-{direction}-plain-B1-T64-E512"], quick=False)
-        found = parts.measure(backend, case)
-        assert found.keys() == {"whole", *parts.COUNTS[direction]}
-        assert all(seconds > 0 for seconds in found.values())
-        row = parts.split(case.name, found)
-        assert sum(row.values()) == pytest.approx(2 * row["whole"])
+    case = cases.named(f"layer-{direction}-plain-B1-T64-E512")
+    found = parts.measure(backend, case)
+    assert found.keys() == {*parts.WHOLE[backend], *work.PARTS}
+    assert all(seconds > 0 for seconds in found.values())
+    row = page.split(found, next(iter(parts.WHOLE[backend])))
+    assert sum(row.values()) == pytest.approx(2 * row["whole"])
 
 
-def test_the_parts_are_all_products_of_a_layer() -> None:
-    """What blocks multiply, times how many there are, is the work of the case."""
-    (case,) = cases.select(["layer-forward-plain-B2-T512-E512"], quick=False)
-    x = parts.inputs(case)
-    core = len(x.steps) * 4 * x.scores.size * case.H
-    projections = 2 * x.x.shape[0] * (x.into.size + x.out_of.size)
-    assert core + projections == case.flop
+def test_heads_that_flax_does_not_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """linen has as many key heads as query heads, nnx and torch's linear layers fewer."""
+    monkeypatch.setattr(parts, "SECONDS", 0.0)
+    case = cases.named("layer-forward-gqa-B8-T128-E512-K2")
+    assert parts.measure("xla", case)["flax"] > 0
+    assert parts.measure("torch", case)["torch"] > 0
+
+
+def operations(case: Case) -> float:
+    found = 0
+    for step in itertools.chain.from_iterable(work.parts(case).values()):
+        if isinstance(step, work.Product):
+            found += 2 * step.times * math.prod(step.left) * step.right[-1]
+    return float(found)
+
+
+@pytest.mark.parametrize("name", parts.CASES)
+def test_the_parts_are_all_products_of_a_layer(name: str) -> None:
+    """What blocks multiply, times how many there are, is the work of the case; where pairs are
+    masked it may be more, and is less than all pairs.
+    """
+    case = cases.named(name)
+    if case.kind in ("causal", "padded"):
+        plain = replace(case, kind="plain")
+        assert case.flop <= operations(case) <= plain.flop
+        assert operations(case) < plain.flop or (case.T, case.kind) == (512, "padded")
+    else:
+        assert operations(case) == case.flop
+
+
+@pytest.mark.parametrize("run", [parts.in_xla, parts.in_torch], ids=["xla", "torch"])
+@pytest.mark.parametrize("turned", [None, "left", "right"])
+@pytest.mark.parametrize("many", ["left", "right"])
+def test_a_part_is_the_product_that_it_says(run: Any, turned: Any, many: Any) -> None:
+    part = work.Product(3, (2, 5, 7), (2, 7, 11), turned, many)
+    left, right = parts.arrays(part, np.random.default_rng(0))
+    given = {"left": left, "right": right}
+    last = {name: x[-1] if name == many else x for name, x in given.items()}
+    if turned:
+        last[turned] = np.swapaxes(last[turned], -1, -2)
+    (out,) = run([part], [(left, right)])()
+    np.testing.assert_allclose(out, last["left"] @ last["right"], rtol=1e-4, atol=1e-4)
 
 
 def test_calls_are_timed_eager_and_under_jit() -> None:
@@ -45,14 +88,14 @@ def test_calls_are_timed_eager_and_under_jit() -> None:
 
 
 def test_products_are_found_in_the_trace() -> None:
-    (case,) = cases.select(["layer-forward-plain-B1-T64-E256"], quick=False)
+    case = cases.named("layer-forward-plain-B1-T64-E256")
     found = kernels.profile("jaxmha", case)
     assert found["kernels"]["products"] > 0
     assert set(found["kernels"]) <= {kind for _, kind in kernels.KINDS} | {kernels.MOVES}
 
 
 def test_a_program_that_nothing_compiled_is_refused() -> None:
-    (case,) = cases.select(["layer-forward-plain-B1-T64-E256"], quick=False)
+    case = cases.named("layer-forward-plain-B1-T64-E256")
     with pytest.raises(ValueError, match="no compiled program"):
         kernels.profile("torch-sdpa", case)
 

@@ -225,7 +225,7 @@ def show(results: dict[str, Any]) -> None:
             cells.append("–" if ours is None or not least else f"{ours / least:.2f}")
         table.add_row(*cells)
     console = Console()
-    console.width = max(console.width, 160)  # the table needs it
+    console.width = max(console.width, 190)  # the table needs it
     console.print(table)
 
 

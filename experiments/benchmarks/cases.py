@@ -163,6 +163,15 @@ CASES: tuple[Case, ...] = (
 )
 
 
+def named(name: str) -> Case:
+    """The one case of the name.
+
+    >>> named("layer-forward-plain-B1-T2048-E64").N
+    1
+    """
+    return next(case for case in CASES if case.name == name)
+
+
 def select(patterns: Sequence[str] = (), *, quick: bool = False) -> list[Case]:
     """Cases whose name matches one of the patterns: shell wildcards, anywhere in the name.
 

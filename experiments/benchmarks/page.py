@@ -1,4 +1,4 @@
-"""What was found, in words; every number from results/quick.json."""
+"""What was found, in words; every number from results/full.json."""
 
 from typing import Any
 
@@ -7,32 +7,39 @@ from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.peers import ON_JAX
 
 QUESTION = "How fast is attention on this CPU, beside every peer?"
-COMMAND = "make bench"
+COMMAND = "make bench-full"
 
 
 def conclusion(found: dict[str, Any]) -> str:
-    """Two sentences."""
+    """One sentence: means and extremes."""
     entries = [
         e for e in found["cases"] if e["case"]["scope"] == "layer" and e["case"]["T"] >= 2048
     ]
-    on_jax = [1 / r for e in entries if (r := stats.relative(e, ON_JAX))]
-    torch = [1 / r for e in entries if (r := stats.relative(e, stats.TORCH))]
+    ratios = {
+        peers: [r for e in entries if (r := stats.relative(e, peers))]
+        for peers in (ON_JAX, stats.TORCH)
+    }
+    on_jax, torch = (f"{stats.mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios.values())
     return (
-        f"In these cases a layer of T >= 2048 is {min(on_jax):.1f} to {max(on_jax):.1f} times as fast as the fastest "
-        f"other on JAX, and {min(torch):.2f} to {max(torch):.2f} times as fast as the fastest "
-        "way through torch; all shapes (results/full.md) spread wider, to both sides."
+        f"A layer of T >= 2048 takes {on_jax} of the time of the fastest other on JAX, and {torch} of that "
+        f"of the fastest way through torch: means and extremes of {len(entries)} shapes, forward or "
+        "forward and backward."
     )
 
 
 def text(found: dict[str, Any]) -> str:
-    """The page, in Markdown; `results/quick.md` has every table."""
-    return f"""![{report.ALT}](results/quick.png)
+    """The page, in Markdown; the page of the results has every table."""
+    name = found["selection"]
+    return f"""![{report.ALT}](results/{report.SOME})
 
 ## Against the aims
 
 {report.summary(found)}
 
-Bold: what is aimed at is not reached.
+Over: cases above the aim of the worst. Bold: what is aimed at is not reached.
+[Where the time goes](../profile/), and what XLA's own products and softmax would leave of the aims.
+[Compilation, memory and errors](results/{name}.md); `make bench` measures the {len(report.some(found)["cases"])} cases of the
+figure in five minutes, into results/quick.md.
 
 ## Every case
 

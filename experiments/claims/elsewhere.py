@@ -18,7 +18,7 @@ MUCH = 1.2
 def slower_with_weights() -> Found:
     """Medians of the stored benchmark: need_weights=True relative to need_weights=False."""
     ratios: dict[bool, list[float]] = {False: [], True: []}
-    for entry in records.load(report.RESULTS / "quick.json")["cases"]:
+    for entry in records.load(report.RESULTS / f"{report.most()}.json")["cases"]:
         case = stats.case_of(entry)
         slow, fast = (stats.time_of(entry, f"torch-{path}") for path in ("weights", "sdpa"))
         if case.scope == "layer" and slow and fast:
@@ -36,7 +36,7 @@ def slower_with_weights() -> Found:
 def far_more_efficient() -> Found:
     """Flax Linen's layer, which takes the steps of the reference one by one, and the fastest."""
     ratios: dict[str, list[float]] = {"T < 2048": [], "T >= 2048": []}
-    for entry in records.load(report.RESULTS / "quick.json")["cases"]:
+    for entry in records.load(report.RESULTS / f"{report.most()}.json")["cases"]:
         case = stats.case_of(entry)
         times = [seconds for peer in entry["peers"] if (seconds := stats.time_of(entry, peer))]
         plain = stats.time_of(entry, "flax-linen")

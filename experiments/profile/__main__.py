@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments import command, records
+from experiments import command, machine, records
 from experiments.benchmarks import cases
-from experiments.benchmarks.peers import OURS
+from experiments.benchmarks.fleet import Fleet
+from experiments.benchmarks.peers import ON_JAX, OURS
 from experiments.profile import dispatch, flags, kernels, parts
 
 HERE = Path(__file__).parent
+ONE_HEAD = (64, 2048)  # rows
 EXAMPLES = """examples:
   python -m experiments.profile                    ten minutes on a quiet machine
   python -m experiments.profile --rounds 3 --json
@@ -27,7 +29,7 @@ EXAMPLES = """examples:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints, and writes where asked."""
-    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=5)
+    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=3)
 
 
 def collect(rounds: int) -> dict[str, Any]:
@@ -38,28 +40,45 @@ def collect(rounds: int) -> dict[str, Any]:
             print(f"parts in {backend}, round {i + 1} of {rounds}", file=sys.stderr, flush=True)
             found.append(_measured(backend))
     by_case = {
-        name: {
-            backend: {
-                part: 1e3 * median(run[name][part] for run in found) for part in found[0][name]
-            }
-            for backend, found in runs.items()
-        }
+        name: {backend: _medians([run[name] for run in found]) for backend, found in runs.items()}
         for name in parts.CASES
     }
     rates = {backend: median(run["sgemm"] for run in found) for backend, found in runs.items()}
     print("trace of the kernels", file=sys.stderr, flush=True)
-    traced = [
-        kernels.profile(OURS, case)
-        for case in cases.select([*parts.CASES, "layer-forward-causal-B1-T2048-E512"])
-    ]
+    traced = [kernels.profile(OURS, case) for case in cases.select(kernels.TRACED)]
+    print("memory", file=sys.stderr, flush=True)
     return {
         "rounds": rounds,
         "parts": by_case,
         "sgemm": rates,
         "kernels": traced,
         "dispatch": dispatch.collect(),
+        "memory": _grown(),
         "flags": {"settings": flags.FLAGS, "results": flags.collect(max(rounds // 2, 1))},
     }
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    """Milliseconds."""
+    return {part: 1e3 * median(run[part] for run in found) for part in found[0]}
+
+
+def _grown() -> dict[str, dict[str, float]]:
+    """MiB that one head takes, by case and peer.
+
+    Raises:
+      ValueError: a peer failed.
+    """
+    found: dict[str, dict[str, float]] = {}
+    with Fleet(machine.threads()) as fleet:
+        for T in ONE_HEAD:
+            case = cases.Case("layer", "forward", "plain", 1, T, T, N=1, K=1)
+            for peer in (OURS, *ON_JAX):
+                grown = fleet.fresh(peer, "memory", case=case.as_dict())
+                if "failed" in grown:
+                    raise ValueError(f"memory of {peer}: {grown['failed']}")
+                found.setdefault(case.name, {})[peer] = grown["bytes"] / 2**20
+    return found
 
 
 def _measured(backend: str) -> dict[str, Any]:
@@ -77,17 +96,16 @@ def _measured(backend: str) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Milliseconds of every part."""
+    """What is the least that could be, and milliseconds of every part."""
     from rich.console import Console
-    from rich.table import Table
 
-    names = list(parts.COUNTS["forward"])
-    table = Table("case", "in", "whole", *names, "rest", title="milliseconds", title_justify="left")
-    for case, by_backend in found["parts"].items():
-        for backend in by_backend:
-            row = parts.split(case, by_backend[backend])
-            table.add_row(case, parts.WHOLE[backend], *(f"{x:.1f}" for x in row.values()))
-    Console(width=140).print(table)
+    from experiments.profile import page
+    from experiments.tables import terminal
+
+    console = Console()
+    console.width = max(console.width, 140)  # the tables need it
+    console.print(terminal("limits", page.limits(found)))
+    console.print(terminal("milliseconds", page.parts(found)))
 
 
 if __name__ == "__main__":

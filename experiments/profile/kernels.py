@@ -19,6 +19,17 @@ from typing import Any
 from experiments.benchmarks import cases, data, programs
 from experiments.benchmarks.peers import ON_JAX, OURS
 
+TRACED = (
+    "layer-forward-plain-B2-T512-E512",
+    "layer-forward-plain-B32-T512-E512",
+    "layer-forward-plain-B1-T2048-E512",
+    "layer-forward-plain-B1-T4096-E512",
+    "layer-forward-causal-B1-T2048-E512",
+    "layer-forward-padded-B8-T512-E512",
+    "layer-backward-plain-B2-T512-E512",
+    "layer-backward-plain-B1-T2048-E512",
+    "layer-backward-cross-B2-T1024-S77-E512",
+)
 CALLS = 5
 # The first that a kernel has decides; what has none of them moves data.
 KINDS: tuple[tuple[str, str], ...] = (

@@ -2,156 +2,144 @@
 
 from typing import Any
 
+from experiments.benchmarks import cases
 from experiments.benchmarks.statistics import mean
 from experiments.profile.flags import relative
-from experiments.profile.parts import COUNTS, WHOLE, split
+from experiments.profile.parts import WHOLE
+from experiments.profile.tried import TRIED
+from experiments.profile.work import PARTS
+from experiments.tables import markdown
 
 QUESTION = "Where does the time of a layer go on a CPU, and what keeps it from torch's?"
 COMMAND = "python -m experiments.profile --write"
-PRODUCTS = ("projections", "scores", "weighted sums")
-# What was measured once, and is in the library or not.
-TRIED = (
-    ("smaller and larger blocks, more and fewer bands", "see cuts: few large kernels win"),
-    (
-        "heads of T = 512 worked on together",
-        "4 take 0.9 to 1 of the time of 2, with the gradient 0.87 to 0.94",
-    ),
-    (
-        "bands of causal rows of a few heads, which XLA works on side by side",
-        "0.77 of the time of blocks at T = 2048; the same bands one after another none less",
-    ),
-    (
-        "masked logits chosen (`where`) instead of -inf added that is made of the mask",
-        "0.9 of the time of such bands, 0.98 of that of blocks",
-    ),
-    (
-        "heads side by side instead of one after another",
-        (
-            "0.8 to 0.95 of the time forward while all scores take up to 16 MiB; 1.5 to 1.7 at "
-            "T = 2048, where temporaries leave the caches; little with the gradient, which takes "
-            "twice as long to compile"
-        ),
-    ),
-    (
-        "masks as arrays: rows with the narrowest of a few widths of keys, in one softmax",
-        "45 to 54 ms against 45 of blocks at T = 2048: not taken",
-    ),
-    (
-        "tiles of 256 x 256, for which XLA makes one kernel of products and softmax",
-        (
-            "1.2 ns a score against 1.45 to 1.6 of larger ones; but tiles have to be joined by "
-            "their maxima and sums, and with a second answer XLA makes no such kernel"
-        ),
-    ),
-    (
-        "bands in the gradient",
-        "10 % faster at T = 2048, and 3.4 s instead of 1.5 s to compile: not taken",
-    ),
-    (
-        "sums of products of two arrays as `(x * y).sum(-1)`",
-        (
-            "XLA makes a loop of it that takes 10 times as long as a product and 5 times the memory: "
-            "products instead"
-        ),
-    ),
-    (
-        "slopes in the place of what they are slopes of",
-        (
-            "temporaries at T = 2048 fall from 44 to 28 MiB, which the allocator keeps: 12,900 page faults "
-            "a call became none"
-        ),
-    ),
-    (
-        "at least 1024 rows forward and 512 in the gradient, up to 16 MiB, without bias and dropout",
-        "0.95 of the time at T = 4096 and 0.85 at 8192, forward and backward 0.95 and 0.7",
-    ),
-    (
-        "blocks of 8 MiB in the gradient with a bias or dropout",
-        "1.1 to 1.2 times as long: what is made of the scores no longer fits the caches; not taken",
-    ),
-    (
-        "queries transposed in the gradient, so that every product is of row-major matrices",
-        "with the line above forward and backward take 0.77 to 0.83 of the time at T >= 1024",
-    ),
-    (
-        "blocks of 64 rows and keys within windows of up to 256 keys",
-        "0.4 to 0.75 of the time of blocks of 256",
-    ),
-    (
-        "a softmax that subtracts no maximum, where logits are known to be small",
-        "0.92 to 1.0 of the time of products and softmax at T = 1024 to 4096: not worth a second program",
-    ),
-    (
-        "one product for query, key and value, and heads first from there on",
-        "cannot save more than the rest in the table of parts, where both are so",
-    ),
-    (
-        "settings of the allocator (MALLOC_*)",
-        "3 to 8 % where large temporaries come and go; they belong to the process, not to a library",
-    ),
-)
+LONG = 512
 
 
 def conclusion(found: dict[str, Any]) -> str:
-    """Shares of the parts, and what would be left if only they were."""
-    rows = _rows(found, "forward", 2048)
-    ours, theirs = (rows[backend] for backend in WHOLE)
-    share = sum(ours[part] for part in PRODUCTS) / ours["whole"]
-    least = (ours["whole"] - ours["rest"]) / theirs["whole"]
+    """What would be left if only the parts were, beside torch and Flax."""
+    least = {d: mean(_ratios(found, "torch", d)) for d in ("forward", "backward")}
+    flax = [x for direction in least for x in _ratios(found, "flax", direction, 2048)]
     return (
-        f"At T = 2048 products take {share:.0%} of a layer forward and the softmax "
-        f"{ours['softmax'] / ours['whole']:.0%}; torch takes {theirs['whole'] / ours['whole']:.2f} times as "
-        f"long. XLA's products and softmax alone, with nothing between them, would take {least:.2f} "
-        "of torch's whole layer"
+        "XLA's products and softmax alone, with nothing between them, take "
+        f"{least['forward']:.2f} of torch's fastest whole layers forward and {least['backward']:.2f} "
+        f"forward and backward (means of these cases of T >= {LONG}), and {min(flax):.2f} to "
+        f"{max(flax):.2f} of Flax's from T = 2048: XLA's products are slower than torch's at the sizes "
+        "of attention, and its softmax takes more than twice as long"
     )
 
 
 def text(found: dict[str, Any]) -> str:
-    """Tables of parts, kernels and flags, and what was tried."""
+    """Tables of limits, parts, kernels, memory and flags, and what was tried."""
     rates = ", ".join(f"{rate:.0f} in {backend}" for backend, rate in found["sgemm"].items())
-    parts = [
-        f"{conclusion(found)}.\n",
-        (
-            "Every part runs alone, as often as the layer has it, on blocks of the sizes that the "
-            "library takes, one after another in the same place. What a part takes alone is what it could "
-            "take in the layer where nothing else disturbed it; where parts alone take longer than the "
-            f"whole, the whole makes one kernel of several. Milliseconds, medians of {found['rounds']} "
-            f"processes of either framework by turns. One plain product (1024 x 1024 x 1024), "
-            f"GFLOP/s: {rates}.\n"
-        ),
-        "## Parts\n",
-        f"| case | in | whole | {' | '.join(COUNTS['forward'])} | rest |",
-        "|---|---|---|---|---|---|---|---|",
+    return "\n".join(
+        [
+            f"{conclusion(found)}.\n",
+            (
+                "Every part runs alone, as often as the layer has it, on blocks of the sizes that the "
+                "library takes, one after another in the same place; those of the gradient with its own "
+                "operands. What a part takes alone is what it could take in the layer where nothing else "
+                "disturbed it; where parts alone take longer than the whole, the whole works on several "
+                f"at once. Medians of {found['rounds']} processes of either framework by turns. One plain "
+                f"product (1024 x 1024 x 1024), GFLOP/s: {rates}.\n"
+            ),
+            "## Limits\n",
+            (
+                "Parts: products and softmax of XLA alone. `torch`: the fastest of its ways through the "
+                "layer; `flax`: the faster of linen and nnx. Work: all operations that are needed at the "
+                "rate of XLA's plain product.\n"
+            ),
+            markdown(limits(found)),
+            "",
+            "## Parts\n",
+            "Milliseconds. Rest: masks, biases, layout, and what overlaps (then it is below 0).\n",
+            markdown(parts(found)),
+            "",
+            _gap(found),
+            "## Kernels of jaxmha\n",
+            _kernels(found["kernels"]),
+            "## Calls\n",
+            _dispatch(found["dispatch"]),
+            "## Memory of one head\n",
+            _memory(found["memory"]),
+            "## Process-wide flags of XLA\n",
+            _flags(found["flags"]),
+            "## What was tried\n",
+            markdown([("what", "result"), *TRIED]),
+        ]
+    )
+
+
+def limits(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row per case: the whole and its parts, relative to what they are held against."""
+    head = "case", "jaxmha / torch", "parts / torch", "jaxmha / flax", "parts / flax"
+    rows: list[tuple[str, ...]] = [(*head, "jaxmha / work", "parts / work", "softmax / work")]
+    for name, both in found["parts"].items():
+        ours, theirs, work = both["xla"], both["torch"], _work(found, name)
+        alone = sum(ours[part] for part in PARTS)
+        others = theirs["torch"], ours["flax"]
+        ratios = [x / other for other in others for x in (ours["jaxmha"], alone)]
+        ratios += [x / work for x in (ours["jaxmha"], alone, ours["softmax"])]
+        rows.append((f"`{name}`", *(f"{ratio:.2f}" for ratio in ratios)))
+    return rows
+
+
+def parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Two lines per case."""
+    rows: list[tuple[str, ...]] = [("case", "in", "whole", *PARTS, "rest")]
+    for name, both in found["parts"].items():
+        for backend, wholes in WHOLE.items():
+            whole = next(iter(wholes))
+            cells = (f"{x:.3g}" for x in split(both[backend], whole).values())
+            rows.append((f"`{name}`", whole, *cells))
+    return rows
+
+
+def split(measured: dict[str, float], whole: str) -> dict[str, float]:
+    """The whole, its parts, and the rest.
+
+    >>> one = {"x": 9.0, "projections": 1.0, "scores": 2.0, "weighted sums": 2.0, "softmax": 3.0}
+    >>> split(one, "x")["rest"]
+    1.0
+    """
+    times = {part: measured[part] for part in PARTS}
+    return {"whole": measured[whole], **times, "rest": measured[whole] - sum(times.values())}
+
+
+def _work(found: dict[str, Any], name: str) -> float:
+    """Milliseconds of a case's operations at the rate of XLA's plain product."""
+    rate: float = found["sgemm"]["xla"]
+    return cases.named(name).flop / rate * 1e-6
+
+
+def _ratios(found: dict[str, Any], other: str, direction: str, T: int = LONG) -> list[float]:
+    """Parts in XLA relative to another's whole layer, of all long cases."""
+    backend = "torch" if other == "torch" else "xla"
+    return [
+        sum(both["xla"][part] for part in PARTS) / both[backend][other]
+        for name, both in found["parts"].items()
+        if cases.named(name).direction == direction and T <= cases.named(name).T
     ]
-    for case, by_backend in found["parts"].items():
-        for backend, name in WHOLE.items():
-            cells = (f"{x:.1f}" for x in split(case, by_backend[backend]).values())
-            parts.append(f"| `{case}` | {name} | {' | '.join(cells)} |")
-    parts += ["", _gap(found), "## Kernels of jaxmha\n", _kernels(found["kernels"])]
-    parts += ["## Calls\n", _dispatch(found["dispatch"])]
-    parts += ["## Process-wide flags of XLA\n", _flags(found["flags"]), "## What was tried\n"]
-    parts += ["| what | result |", "|---|---|", *(f"| {what} | {how} |" for what, how in TRIED)]
-    return "\n".join(parts)
-
-
-def _rows(found: dict[str, Any], direction: str, T: int) -> dict[str, dict[str, float]]:
-    (case,) = (name for name in found["parts"] if f"-{direction}-" in name and f"-T{T}-" in name)
-    return {backend: split(case, x) for backend, x in found["parts"][case].items()}
 
 
 def _gap(found: dict[str, Any]) -> str:
     """How the parts of XLA compare with those of torch."""
     ratios = {
-        part: mean(
-            [
-                by_backend["xla"][part] / by_backend["torch"][part]
-                for by_backend in found["parts"].values()
-            ]
-        )
-        for part in ("whole", *COUNTS["forward"])
+        part: mean([both["xla"][part] / both["torch"][part] for both in found["parts"].values()])
+        for part in PARTS
     }
     shown = ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items())
-    return f"XLA's time over torch's, mean of all cases: {shown}.\n"
+    return f"XLA's time over torch's for the same part, mean of all cases: {shown}.\n"
+
+
+def _memory(grown: dict[str, dict[str, float]]) -> str:
+    head = (
+        "Growth of the process's peak in MiB over its value before the first call, a fresh process "
+        "for every number. What the smallest case takes is compiling, for the most part.\n"
+    )
+    rows = [("case", *next(iter(grown.values())))]
+    for name, by_peer in grown.items():
+        rows.append((f"`{name}`", *(f"{mib:.0f}" for mib in by_peer.values())))
+    return f"{head}\n{markdown(rows)}\n"
 
 
 def _kernels(traced: list[dict[str, Any]]) -> str:

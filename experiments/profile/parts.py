@@ -2,43 +2,68 @@
 
     python -m experiments.profile.parts xla|torch
 
-Prints seconds by case and part as JSON. A process has one framework, whose threads would disturb
-the other's.
+Prints seconds by case as JSON: of whole layers, and of the parts. A process has one framework, whose
+threads would disturb the other's.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from experiments.benchmarks import cases, data, programs, sgemm
 from experiments.benchmarks.cases import Case
-from jaxmha.implementations import blocks
+from experiments.benchmarks.peers import OURS
+from experiments.benchmarks.program import UnsupportedError
+from experiments.profile import work
+from experiments.profile.work import Product, Softmax
 
 CASES = (
+    "layer-forward-plain-B1-T64-E512",
+    "layer-forward-plain-B8-T128-E512",
     "layer-forward-plain-B2-T512-E512",
+    "layer-forward-plain-B32-T512-E512",
     "layer-forward-plain-B1-T1024-E512",
     "layer-forward-plain-B1-T2048-E512",
     "layer-forward-plain-B1-T4096-E512",
+    "layer-forward-plain-B1-T2048-E1024",
+    "layer-forward-plain-B1-T2048-E640-H80",
+    "layer-forward-plain-B1-T2048-E768-H96",
+    "layer-forward-plain-B1-T512-E64",
+    "layer-forward-plain-B1-T2048-E64",
+    "layer-forward-causal-B1-T2048-E512",
+    "layer-forward-padded-B8-T512-E512",
+    "layer-forward-padded-B4-T1024-E512",
+    "layer-forward-gqa-B2-T512-E512-K2",
+    "layer-forward-cross-B2-T1024-S77-E512",
+    "layer-forward-cross-B1-T2048-S512-E512",
+    "layer-backward-plain-B8-T128-E512",
     "layer-backward-plain-B2-T512-E512",
     "layer-backward-plain-B1-T2048-E512",
+    "layer-backward-plain-B1-T2048-E640-H80",
+    "layer-backward-plain-B1-T2048-E768-H96",
+    "layer-backward-plain-B1-T2048-E64",
+    "layer-backward-causal-B1-T2048-E512",
+    "layer-backward-padded-B4-T1024-E512",
+    "layer-backward-cross-B2-T1024-S77-E512",
+    "layer-backward-cross-B1-T2048-S512-E512",
 )
-# How often a layer has each, by direction: the gradient computes scores again, and has two more
-# products of every product.
-COUNTS: dict[str, dict[str, int]] = {
-    "forward": {"projections": 1, "scores": 1, "weighted sums": 1, "softmax": 1},
-    "backward": {"projections": 3, "scores": 3, "weighted sums": 4, "softmax": 2},
+# Whole layers beside the parts; where there are several, the fastest stands for all.
+WHOLE: dict[str, dict[str, tuple[str, ...]]] = {
+    "xla": {OURS: (OURS,), "flax": ("flax-linen", "flax-nnx")},
+    "torch": {"torch": ("torch-sdpa", "torch-native", "torch-weights")},
 }
-WHOLE = {"xla": "jaxmha", "torch": "torch-sdpa"}
-SECONDS, MOST = 0.3, 50
-Parts = dict[str, Callable[[], Any]]
+SECONDS, MOST = 0.15, 50
+Run = Callable[[], Any]
+Step = Product | Softmax
+Pair = tuple[np.ndarray, np.ndarray]
 
 
-def seconds(run: Callable[[], Any]) -> float:
+def seconds(run: Run) -> float:
     """Median of some calls."""
     run()
     start = time.perf_counter()
@@ -52,138 +77,119 @@ def seconds(run: Callable[[], Any]) -> float:
     return median(found)
 
 
-class Inputs(NamedTuple):
-    """Arrays of a framework: features and kernels, heads in blocks of rows as `blocked` would cut
-    them, and the scores of one block.
-    """
-
-    x: Any
-    into: Any
-    out_of: Any
-    rows: Any
-    keys: Any
-    values: Any
-    scores: Any
-
-    @property
-    def steps(self) -> range:
-        """Block after block of every head."""
-        return range(len(self.rows))
-
-    @property
-    def blocks(self) -> int:
-        """Of one head."""
-        return len(self.rows) // len(self.keys)
+def arrays(part: Step, rng: np.random.Generator) -> Pair:
+    """Left and right, stored as they are read; or scores and their slopes."""
+    if isinstance(part, Softmax):
+        scores, slopes = (rng.standard_normal(part.shape, np.float32) for _ in range(2))
+        return scores, slopes
+    found = []
+    for name in ("left", "right"):
+        shape = getattr(part, name)
+        shape = (*shape[:-2], shape[-1], shape[-2]) if part.turned == name else shape
+        shape = (part.times, *shape) if part.many == name and part.times > 1 else shape
+        found.append(rng.standard_normal(shape, np.float32))
+    return found[0], found[1]
 
 
-def inputs(case: Case) -> Inputs:
-    """Random numbers; scores of one block, whose place every block takes."""
-    plan = blocks.plan(
-        case.B, case.N, 1, case.T, case.S, plain=True, gradient=case.direction == "backward"
-    )
-    rng = np.random.default_rng(case.T)
-    heads = case.B * case.N
-    shapes = (
-        (case.B * case.T, case.E), (case.E, 3 * case.E), (case.E, case.E),
-        (heads * plan.blocks, plan.rows, case.H), (heads, case.H, case.S), (heads, case.S, case.H),
-        (plan.rows, case.S),
-    )  # fmt: skip
-    return Inputs(*(rng.standard_normal(shape, np.float32) for shape in shapes))
-
-
-def in_xla(case: Case) -> Parts:
-    """Every part as one compiled program."""
+def in_xla(steps: Sequence[Step], pairs: Sequence[Pair]) -> Run:
+    """All steps as one compiled program; of each step every answer takes the place of the last."""
     import jax
+    import jax.numpy as jnp
 
-    drawn = inputs(case)
-    given = jax.device_put(drawn)
-    count = drawn.blocks
+    def first(step: Step, x: Any) -> Any:
+        if isinstance(step, Product):
+            return jnp.zeros((*step.left[:-1], step.right[-1]))
+        return x if step.gradient else (x[0], x[0][..., 0])
 
-    def again(step: Callable[..., Any]) -> Callable[..., Any]:
-        """Answers take each other's place."""
-
-        def run(x: Any, start: Any) -> Any:
-            return jax.lax.fori_loop(0, len(drawn.steps), lambda i, y: step(i, x, y), start)
-
-        return run
-
-    def softmax(logits: Any) -> Any:
-        exps = jax.numpy.exp(logits - logits.max(-1, keepdims=True))
+    def once(step: Step, x: Any, last: Any, i: Any) -> Any:
+        if isinstance(step, Product):
+            return jnp.matmul(*_operands(step, x[0], x[1], i))
+        if step.gradient:
+            weights = jnp.exp(last[0] - 1.0)
+            return weights, weights * (last[1] + 1.0)
+        exps = jnp.exp(last[0] - last[0].max(-1, keepdims=True))
         return exps, exps.sum(-1)
 
-    programs: dict[str, tuple[Callable[..., Any], Any]] = {
-        "projections": (lambda x, _: (x.x @ x.into, x.x @ x.out_of), None),
-        "scores": (again(lambda i, x, _: x.rows[i] @ x.keys[i // count]), drawn.scores),
-        "weighted sums": (again(lambda i, x, _: x.scores @ x.values[i // count]), drawn.rows[0]),
-        "softmax": (again(lambda i, x, y: softmax(y[0])), (drawn.scores, drawn.scores[:, 0])),
-    }
+    def all_of(step: Step, x: Any) -> Any:
+        if step.times == 1:
+            return once(step, x, first(step, x), 0)
+        return jax.lax.fori_loop(
+            0, step.times, lambda i, last: once(step, x, last, i), first(step, x)
+        )
 
+    given = jax.device_put(list(pairs))
+    compiled: Any = jax.jit(lambda xs: list(map(all_of, steps, xs))).lower(given).compile()
     wait: Any = jax.block_until_ready
-
-    def runs(function: Callable[..., Any], start: Any) -> Callable[[], Any]:
-        compiled: Any = jax.jit(function)
-        there = jax.device_put(start)
-        return lambda: wait(compiled(given, there))
-
-    return {name: runs(*program) for name, program in programs.items()}
+    return lambda: wait(compiled(given))
 
 
-def in_torch(case: Case) -> Parts:
-    """Every part by its own functions, results in the same place."""
+def in_torch(steps: Sequence[Step], pairs: Sequence[Pair]) -> Run:
+    """All steps by its own functions; of each step every answer takes the place of the last."""
     import torch
 
-    drawn = inputs(case)
-    x = Inputs(*(torch.from_numpy(array) for array in drawn))
-    weights, out = torch.empty_like(x.scores), torch.empty_like(x.rows[0])
+    given = [(torch.from_numpy(left), torch.from_numpy(right)) for left, right in pairs]
+    outs = [
+        torch.empty(*step.left[:-1], step.right[-1])
+        if isinstance(step, Product)
+        else torch.empty_like(x)
+        for step, (x, _) in zip(steps, given, strict=True)
+    ]
 
-    def projections() -> None:
-        x.x @ x.into
-        x.x @ x.out_of
+    def once(step: Step, x: Any, other: Any, out: Any, i: int) -> None:
+        if isinstance(step, Product):
+            torch.matmul(*_operands(step, x, other, i), out=out)
+        elif step.gradient:
+            torch.exp(torch.sub(x, 1.0, out=out), out=out)
+            torch.mul(torch.add(other, 1.0, out=other), out, out=other)
+        else:
+            torch.softmax(x, -1, out=out)
 
-    def scores() -> None:
-        for i in drawn.steps:
-            torch.matmul(x.rows[i], x.keys[i // drawn.blocks], out=weights)
+    def run() -> Any:
+        for step, (x, other), out in zip(steps, given, outs, strict=True):
+            for i in range(step.times):
+                once(step, x, other, out, i)
+        return outs
 
-    def weighted() -> None:
-        for i in drawn.steps:
-            torch.matmul(x.scores, x.values[i // drawn.blocks], out=out)
+    return run
 
-    def softmax() -> None:
-        for _ in drawn.steps:
-            torch.softmax(x.scores, -1, out=weights)
 
-    return {
-        "projections": projections, "scores": scores, "weighted sums": weighted, "softmax": softmax,
-    }  # fmt: skip
+def _operands(part: Product, left: Any, right: Any, i: Any) -> list[Any]:
+    """The i-th pair, as the product has it."""
+    pair = {"left": left, "right": right}
+    if part.times > 1:
+        pair[part.many] = pair[part.many][i]
+    if part.turned:
+        pair[part.turned] = pair[part.turned].swapaxes(-1, -2)
+    return list(pair.values())
 
 
 def measure(backend: str, case: Case) -> dict[str, float]:
-    """Seconds of a call of the whole layer and of its parts."""
-    whole = programs.program(WHOLE[backend], case, data.make(case))
-    whole.compile()
-    parts = in_xla(case) if backend == "xla" else in_torch(case)
-    found = {"whole": seconds(whole.run)}
-    return found | {name: seconds(run) for name, run in parts.items()}
+    """Seconds of a call of whole layers, and of the parts of one."""
+    inputs, found = data.make(case), {}
+    for name, peers in WHOLE[backend].items():
+        times = [t for peer in peers if (t := _whole(peer, case, inputs)) is not None]
+        if times:
+            found[name] = min(times)
+    run = {"xla": in_xla, "torch": in_torch}[backend]
+    rng = np.random.default_rng(case.T)
+    for name, steps in work.parts(case).items():
+        found[name] = seconds(run(steps, [arrays(step, rng) for step in steps]))
+    return found
 
 
-def split(case: str, measured: dict[str, float]) -> dict[str, float]:
-    """The whole, what each part takes in it as often as it is there, and the rest.
-
-    >>> one = {"whole": 9.0, "projections": 1.0, "scores": 2.0, "weighted sums": 2.0, "softmax": 3.0}
-    >>> split("layer-forward-plain-B2-T512-E512", one)["rest"]
-    1.0
-    """
-    direction = case.split("-")[1]
-    times = {part: n * measured[part] for part, n in COUNTS[direction].items()}
-    rest = measured["whole"] - sum(times.values())
-    return {"whole": measured["whole"], **times, "rest": rest}
+def _whole(peer: str, case: Case, inputs: Any) -> float | None:
+    try:
+        program = programs.program(peer, case, inputs)
+        program.compile()
+    except (UnsupportedError, ValueError):  # of heads that the layer does not have
+        return None
+    return seconds(program.run)
 
 
 def main() -> None:
     """The command; for `python -m experiments.profile`, which alternates both frameworks."""
     backend = sys.argv[1]
-    chosen = [case for name in CASES for case in cases.select([name])]
-    found: dict[str, Any] = {case.name: measure(backend, case) for case in chosen}
+    found: dict[str, Any] = {name: measure(backend, cases.named(name)) for name in CASES}
     found["sgemm"] = sgemm.rate(backend, sgemm.SQUARE)
     print(json.dumps(found))
 

@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[Experiment, ...]] = {
         Experiment("fuzz", result="results/fuzz.json"),
     ),
     "Speed": (
-        Experiment("benchmarks", result="benchmarks/results/quick.json"),
+        Experiment("benchmarks", result="benchmarks/results/full.json"),
         Experiment(
             "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
         ),

@@ -51,7 +51,7 @@ def attention_fn(
     values: `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at
     least in float32, float32 products are float32 on every platform, dropout makes other draws
     from the same key, integer inputs and masks that are Python scalars are refused, and
-    forward-mode differentiation (`jax.jvp`, `jax.linearize`, `jax.hessian`) needs
+    forward-mode differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs
     `implementation="reference"`.
 
     Args:

@@ -208,6 +208,6 @@ def forward_mode() -> Iterator[None]:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian) of attention needs "
+            "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of attention needs "
             f'implementation="reference": {error}'
         ) from error
