@@ -30,7 +30,7 @@ def conclusion(found: dict[str, Any]) -> str:
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown; the page of the results has every table."""
     name = found["selection"]
-    return f"""![{report.ALT}](results/{report.SOME})
+    return f"""![{report.ALT_SOME}](results/{report.SOME})
 
 ## Against the aims
 

@@ -8,6 +8,23 @@ from experiments.benchmarks.data import Data
 from experiments.benchmarks.program import Program, UnsupportedError
 
 
+def small(peer: str) -> None:
+    """A program of a few numbers, so that the peer's framework, compiler and threads are there."""
+    if peer.startswith("torch"):
+        import torch
+
+        torch.softmax(torch.ones(8, 8) @ torch.ones(8, 8), -1)
+    elif peer == "keras-tf":
+        import tensorflow as tf
+
+        tf.function(lambda x: tf.nn.softmax(x @ x))(tf.ones((8, 8)))
+    else:
+        import jax
+
+        x = jax.numpy.ones((8, 8))
+        jax.block_until_ready(jax.jit(lambda x: jax.nn.softmax(x @ x))(x))
+
+
 def program(peer: str, case: Case, data: Data) -> Program:
     """The case as the peer computes it.
 

@@ -14,6 +14,7 @@ from experiments.tables import markdown
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
 ALT = "Time relative to the fastest peer, for every case"
+ALT_SOME = "Time relative to the fastest peer, for some cases of every kind"
 SOME = "some.png"
 MARKS = ("<!-- benchmarks -->\n", "<!-- /benchmarks -->")
 
@@ -41,7 +42,7 @@ Seconds to trace and compile (torch does neither)."""
 MEMORY = """## Memory
 
 Growth of the process's peak in MiB over its value before the first call, compilation included; a
-fresh process for every number."""
+fresh process for every number, in which a small program of the same framework has run."""
 ERROR = """## Error
 
 Largest error against float64, relative to the largest value of the output; then of the slope of
@@ -217,9 +218,9 @@ def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
     return (
         f"{summary(results)}\n\n{measured(results)}, medians of {results['rounds']} interleaved rounds, float32, "
         f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {packages}). "
-        f"Bold: what is aimed at is not reached; ~: one of {disturbed(results)} disturbed cases. "
-        f"[Every case]({page}); [where the time goes](experiments/profile/README.md).\n\n"
-        f"![{ALT}]({figure})"
+        f"Over: cases beyond the aim of the worst; bold: an aim that is missed; ~: disturbed, as "
+        f"{disturbed(results)} cases were; ^: measured again later. [Every case]({page}); "
+        f"[where the time goes](experiments/profile/README.md).\n\n![{ALT_SOME}]({figure})"
     )
 
 

@@ -1,8 +1,11 @@
 """What the stored profile says, and what was tried against it."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from experiments.benchmarks import cases
+from experiments.benchmarks.cases import Case
+from experiments.benchmarks.peers import OURS
 from experiments.benchmarks.statistics import mean
 from experiments.profile.flags import relative
 from experiments.profile.parts import WHOLE
@@ -15,16 +18,37 @@ COMMAND = "python -m experiments.profile --write"
 LONG = 512
 
 
+class Aim(NamedTuple):
+    """Of the benchmark: a ratio of some cases to another's whole layers, or to their work."""
+
+    of: str
+    other: str
+    ratio: float
+    chosen: Callable[[Case], bool]
+
+
+AIMS = (
+    Aim("forward, T >= 512", "torch", 0.9, lambda c: c.direction == "forward" and c.T >= LONG),
+    Aim("causal or padded", "torch", 0.7, lambda c: c.kind in ("causal", "padded")),
+    Aim(
+        "with gradient, T >= 512", "torch", 0.9, lambda c: c.direction == "backward" and c.T >= LONG
+    ),
+    Aim("with gradient, one head", "torch", 0.7, lambda c: c.direction == "backward" and c.N == 1),
+    Aim("T < 2048", "flax", 1 / 1.2, lambda c: c.T < 2048),
+    Aim("T >= 2048", "flax", 1 / 3, lambda c: c.T >= 2048),
+    Aim("T >= 4096", "flax", 1 / 4, lambda c: c.T >= 4096),
+    Aim("T >= 2048", "work", 1 / 0.85, lambda c: c.T >= 2048),
+)
+
+
 def conclusion(found: dict[str, Any]) -> str:
     """What would be left if only the parts were, beside torch and Flax."""
-    least = {d: mean(_ratios(found, "torch", d)) for d in ("forward", "backward")}
-    flax = [x for direction in least for x in _ratios(found, "flax", direction, 2048)]
+    forward, backward, flax = (_ratios(found, AIMS[i]) for i in (0, 2, 5))
     return (
         "XLA's products and softmax alone, with nothing between them, take "
-        f"{least['forward']:.2f} of torch's fastest whole layers forward and {least['backward']:.2f} "
+        f"{mean(forward):.2f} of torch's fastest whole layers forward and {mean(backward):.2f} "
         f"forward and backward (means of these cases of T >= {LONG}), and {min(flax):.2f} to "
-        f"{max(flax):.2f} of Flax's from T = 2048: XLA's products are slower than torch's at the sizes "
-        "of attention, and its softmax takes more than twice as long"
+        f"{max(flax):.2f} of Flax's from T = 2048. Beside torch's at the same sizes, {_gap(found)}"
     )
 
 
@@ -48,13 +72,17 @@ def text(found: dict[str, Any]) -> str:
                 "layer; `flax`: the faster of linen and nnx. Work: all operations that are needed at the "
                 "rate of XLA's plain product.\n"
             ),
+            markdown(aims(found)),
+            "",
             markdown(limits(found)),
             "",
             "## Parts\n",
-            "Milliseconds. Rest: masks, biases, layout, and what overlaps (then it is below 0).\n",
+            (
+                f"{_rest(found)} Milliseconds; rest: masks, biases, layout, and what overlaps (then it "
+                "is below 0).\n"
+            ),
             markdown(parts(found)),
             "",
-            _gap(found),
             "## Kernels of jaxmha\n",
             _kernels(found["kernels"]),
             "## Calls\n",
@@ -69,16 +97,26 @@ def text(found: dict[str, Any]) -> str:
     )
 
 
+def aims(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row per aim: how near the parts alone come to it."""
+    head = "layers", "relative to", "aim", "parts alone", "least", "most", "cases"
+    rows: list[tuple[str, ...]] = [head]
+    for aim in AIMS:
+        ratios = _ratios(found, aim)
+        numbers = (f"{x:.2f}" for x in (aim.ratio, mean(ratios), min(ratios), max(ratios)))
+        rows.append((aim.of, aim.other, *numbers, str(len(ratios))))
+    return rows
+
+
 def limits(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row per case: the whole and its parts, relative to what they are held against."""
     head = "case", "jaxmha / torch", "parts / torch", "jaxmha / flax", "parts / flax"
     rows: list[tuple[str, ...]] = [(*head, "jaxmha / work", "parts / work", "softmax / work")]
     for name, both in found["parts"].items():
         ours, theirs, work = both["xla"], both["torch"], _work(found, name)
-        alone = sum(ours[part] for part in PARTS)
-        others = theirs["torch"], ours["flax"]
-        ratios = [x / other for other in others for x in (ours["jaxmha"], alone)]
-        ratios += [x / work for x in (ours["jaxmha"], alone, ours["softmax"])]
+        layers = ours[OURS], _alone(ours)
+        ratios = [x / other for other in (theirs["torch"], ours["flax"]) for x in layers]
+        ratios += [x / work for x in (*layers, ours["softmax"])]
         rows.append((f"`{name}`", *(f"{ratio:.2f}" for ratio in ratios)))
     return rows
 
@@ -102,7 +140,7 @@ def split(measured: dict[str, float], whole: str) -> dict[str, float]:
     1.0
     """
     times = {part: measured[part] for part in PARTS}
-    return {"whole": measured[whole], **times, "rest": measured[whole] - sum(times.values())}
+    return {"whole": measured[whole], **times, "rest": measured[whole] - _alone(measured)}
 
 
 def _work(found: dict[str, Any], name: str) -> float:
@@ -111,14 +149,28 @@ def _work(found: dict[str, Any], name: str) -> float:
     return cases.named(name).flop / rate * 1e-6
 
 
-def _ratios(found: dict[str, Any], other: str, direction: str, T: int = LONG) -> list[float]:
-    """Parts in XLA relative to another's whole layer, of all long cases."""
-    backend = "torch" if other == "torch" else "xla"
-    return [
-        sum(both["xla"][part] for part in PARTS) / both[backend][other]
-        for name, both in found["parts"].items()
-        if cases.named(name).direction == direction and T <= cases.named(name).T
-    ]
+def _ratios(found: dict[str, Any], aim: Aim) -> list[float]:
+    """Parts in XLA relative to what the aim is relative to."""
+    ratios = []
+    for name, both in found["parts"].items():
+        if aim.chosen(cases.named(name)):
+            wholes = {"work": _work(found, name), **both["torch"], **both["xla"]}
+            ratios.append(_alone(both["xla"]) / wholes[aim.other])
+    return ratios
+
+
+def _alone(measured: dict[str, float]) -> float:
+    return sum(measured[part] for part in PARTS)
+
+
+def _rest(found: dict[str, Any]) -> str:
+    """How far whole layers are from their parts."""
+    ratios = {n: both["xla"][OURS] / _alone(both["xla"]) for n, both in found["parts"].items()}
+    most = max(ratios, key=ratios.__getitem__)
+    return (
+        f"jaxmha's whole layers take {mean(list(ratios.values())):.2f} of the time of their parts, on "
+        f"average, and {ratios[most]:.2f} at most (`{most}`)."
+    )
 
 
 def _gap(found: dict[str, Any]) -> str:
@@ -127,14 +179,15 @@ def _gap(found: dict[str, Any]) -> str:
         part: mean([both["xla"][part] / both["torch"][part] for both in found["parts"].values()])
         for part in PARTS
     }
-    shown = ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items())
-    return f"XLA's time over torch's for the same part, mean of all cases: {shown}.\n"
+    shown = ", ".join(f"{part} take {ratio:.2f}" for part, ratio in ratios.items())
+    return f"{shown} of the time, on average"
 
 
 def _memory(grown: dict[str, dict[str, float]]) -> str:
     head = (
         "Growth of the process's peak in MiB over its value before the first call, a fresh process "
-        "for every number. What the smallest case takes is compiling, for the most part.\n"
+        "for every number, in which a small program of the same framework has run. What the smallest "
+        "case takes is compiling, for the most part.\n"
     )
     rows = [("case", *next(iter(grown.values())))]
     for name, by_peer in grown.items():
