@@ -476,7 +476,8 @@ def test_some_cases_are_measured_again(
         ("--rounds 0", "--rounds must be between 1 and 1000, got 0"),
         ("--threads 9999", "--threads must be between 1 and"),
         ("--minutes 0", "--minutes must be more than 0, got 0"),
-        ("--again --resume", "--again measures every peer from the start"),
+        ("--again --resume", "--again measures every peer of its cases: leave --peer,"),
+        ("--again --minutes 3", "leave --peer, --resume and --minutes out"),
         ("--write --peer jaxmha", "--write stores whole selections"),
     ],
 )

@@ -79,9 +79,9 @@ def check(chosen: Namespace) -> None:
             raise ValueError(f"--{name} must be between 1 and {most}, got {value}")
     if chosen.minutes is not None and not chosen.minutes > 0:
         raise ValueError(f"--minutes must be more than 0, got {chosen.minutes:g}")
-    if chosen.again and (chosen.peer or chosen.resume):
+    if chosen.again and (chosen.peer or chosen.resume or chosen.minutes):
         raise ValueError(
-            "--again measures every peer from the start: leave --peer and --resume out"
+            "--again measures every peer of its cases: leave --peer, --resume and --minutes out"
         )
     if chosen.write and not chosen.again and (chosen.case or chosen.peer):
         raise ValueError("--write stores whole selections: leave --case and --peer out")

@@ -36,7 +36,9 @@ def text(found: dict[str, Any]) -> str:
         ways = list(entry["cases"][0]["ways"])
         heads = [f"**{way}**" if way == entry["chosen"] else way for way in ways]
         kind = f"{entry['kind']} attention{' and its gradient' if entry['gradient'] else ''}"
-        parts.append(f"## {entry['what'][0].upper()}{entry['what'][1:]}\n\nMilliseconds of {kind}:\n")
+        parts.append(
+            f"## {entry['what'][0].upper()}{entry['what'][1:]}\n\nMilliseconds of {kind}:\n"
+        )
         parts.append(f"| case | {' | '.join(heads)} |\n|---|{'---|' * len(ways)}")
         for case in entry["cases"]:
             times = {way: 1e3 * case["ways"][way]["median"] for way in ways}

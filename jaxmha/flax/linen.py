@@ -183,7 +183,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
           `(*B, T, Do)`, in `dtype` where it is given.
 
         Raises:
-          ValueError: a shape does not fit; names the argument, the axes and the shape received.
+          ValueError: a shape does not fit; names the input (query, key or value), the axes and the
+            shape received.
         """
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
@@ -306,7 +307,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     def prefill(
         self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
-        """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`.
+        """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`. Nothing is dropped.
+
+        Parameters are made by `init` through the layer's own call.
 
         >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
         >>> variables = layer.init(jax.random.key(0), x)
@@ -325,7 +328,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`.
 
-        `implementation` does not act: a step over such a cache has a way of its own.
+        Nothing is dropped. `implementation` does not act: a step over such a cache has a way of its own.
         """
         return with_cache(self, decode_step, inputs, cache, mask, self.force_fp32_for_softmax)
 

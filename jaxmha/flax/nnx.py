@@ -321,6 +321,8 @@ class MultiHeadAttention(Attributes):
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
 
+        Nothing is dropped, whatever `deterministic` says.
+
         >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
         >>> out, cache = layer.prefill(x, KVCache.empty(layer.to_params()[0], 3, 8))
         >>> out, cache = layer.decode_step(x[:, :1], cache)
@@ -335,7 +337,7 @@ class MultiHeadAttention(Attributes):
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there.
 
-        `implementation` does not act: a step over such a cache has a way of its own.
+        Nothing is dropped. `implementation` does not act: a step over such a cache has a way of its own.
         """
         return with_cache(self, decode_step, inputs, cache, mask)
 

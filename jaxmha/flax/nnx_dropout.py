@@ -10,7 +10,7 @@ def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
 
     Raises:
       ValueError: nobody says whether dropout acts, or there is no stream.
-      TypeError: `rngs` are neither.
+      TypeError: `rngs` cannot be called for a key.
     """
     if not module.semantics.dropout_rate:
         return None
