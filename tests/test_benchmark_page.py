@@ -27,6 +27,7 @@ def stored() -> dict[str, Any]:
             "case": case.as_dict(),
             "gflop": 50.0,
             "sgemm": {"xla": 100.0, "torch": 150.0},
+            "probes": [{"xla": 180.0}, {"xla": 200.0, "torch": 300.0}],
             "noisy": case.T < 512,
             "peers": found,
         }
@@ -67,7 +68,7 @@ def test_numbers_of_the_page() -> None:
     assert stats.speed_of(entry, "torch-sdpa") == 25.0
     assert stats.memory_relative(entry, ["flax-nnx", "torch-sdpa"]) == 0.125
     assert stats.gap_to_torch(entry) == (0.5, 1.5, 0.5 / 1.5)
-    assert stats.to_products(entry) == 2.0
+    assert stats.to_products(entry) == 4.0
     assert stats.swapped_relative(entry, stats.time_of) is None
     entry["peers"]["flax-nnx+jaxmha"] = {"seconds": [2.0, 1.0, 3.0], "memory": 2**21}
     entry["peers"]["flax-linen+jaxmha"] = {"seconds": [9.0]}  # flax-linen itself has no time

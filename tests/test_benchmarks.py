@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -463,6 +464,51 @@ def test_some_cases_are_measured_again(
     with pytest.raises(SystemExit, match="2"):
         command.parsed(["--again"])
     assert "quick.json: leave --again out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--again", "{", "quick.json is no JSON"),
+        ("--again", "[]", "--again: .*quick.json has no peers, cases, seconds"),
+        ("--again", "{}", "--again: .*quick.json has no peers, cases, seconds, date, command"),
+        ("--resume", "{}", "--resume: .*quick.json has no identity, found, seconds"),
+    ],
+)
+def test_damaged_results_are_named(
+    option: str,
+    text: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(unfinished, "BUILD", tmp_path)
+    (tmp_path / "quick.json").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        command.parsed([option])
+    said = capsys.readouterr().err
+    assert re.search(message, said)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("blocked", ["results", "build", "results/quick.md"])
+def test_where_nothing_can_be_stored_nothing_is_measured(
+    blocked: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(unfinished, "BUILD", tmp_path / "build")
+    if blocked.endswith("md"):
+        (tmp_path / blocked).mkdir(parents=True)
+    else:
+        (tmp_path / blocked).write_text("a file")
+    with pytest.raises(SystemExit, match="2"):
+        command.parsed(["--write"])
+    assert f"{tmp_path / blocked}: results cannot be stored there: " in capsys.readouterr().err
 
 
 # The command line.

@@ -18,6 +18,7 @@ from jaxmha.implementations import (
     blocked,
     blocked_dropout,
     blocks,
+    one_block,
     over_blocks,
     pairs,
     reach,
@@ -542,6 +543,42 @@ def test_a_band_in_the_wrong_place_is_noticed(
     monkeypatch.setattr(bands, "placed", lambda words, *place: words)
     with pytest.raises(AssertionError):
         conformance.values(case, tiny, "float32", jit=True)
+
+
+def test_rows_without_keys_take_the_narrowest_band() -> None:
+    B, N, T, S, H = 3, 2, 5, 1024, 7
+    widths: list[int] = []
+
+    def run(rules: Any, query: Any, key: Any, value: Any, words: Any) -> Any:
+        jax.debug.callback(lambda: widths.append(key.shape[2]))
+        return jnp.full((*query.shape[:3], H), jnp.nan), None
+
+    query, key = jnp.ones((B, N, T, H)), jnp.ones((B, N, S, H))
+    there = jnp.arange(S)[None] < jnp.array([[0], [300], [S]])
+    plan = blocked.cut(query, key, skips=True)
+    rules = one_block.Rules(None, None, (None, None), None, 0.0, (), lse=False)
+    out, _ = jax.block_until_ready(bands.of_keys(run, plan, rules, query, key, key, there, None))  # type: ignore[no-untyped-call]
+    jax.effects_barrier()  # type: ignore[no-untyped-call]
+    assert sorted(widths) == [256, 512, 1024]
+    assert not out[0].any()
+
+
+@pytest.mark.parametrize("sizes", [{"side": 0}, {"target": -5}, {"least_rows": 1.5}, {"rows": 3}])
+def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "SIZES", sizes)
+    x = jnp.ones((1, 5, 2, 3))
+    with pytest.raises(
+        ValueError, match=rf"blocked.SIZES\['{next(iter(sizes))}'\] = .* at least 1"
+    ):
+        jaxmha.dot_product_attention(x, x, x, is_causal=True, implementation="blocked", scale=0.7)
+
+
+def test_blocks_are_cut_for_the_platform_that_is_named() -> None:
+    heads = shape_of((1, 2, 4096, 7), "float32")
+    here = blocked.cut(heads, heads, skips=True)
+    with jaxmha.lowering_for("tpu"):
+        there = blocked.cut(heads, heads, skips=True)
+    assert (here.keys, there.keys) == (blocks.SIDE["cpu"], blocks.SIDE_ELSEWHERE)
 
 
 def test_the_small_case_has_groups_and_an_empty_row() -> None:

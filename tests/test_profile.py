@@ -8,16 +8,20 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.benchmarks import cases
 from experiments.benchmarks.cases import Case
-from experiments.profile import dispatch, flags, kernels, page, parts, work
+from experiments.profile import dispatch, environment, kernels, page, parts, work
+from jaxmha import Mask, dot_product_attention
+from jaxmha.implementations import one_block
 
 
 def test_examples() -> None:
-    for module in (flags, kernels, page, work):
+    for module in (environment, kernels, page, work):
         assert doctest.testmod(module).attempted
         assert not doctest.testmod(module).failed
 
@@ -64,6 +68,54 @@ def test_the_parts_are_all_products_of_a_layer(name: str) -> None:
         assert operations(case) < plain.flop or (case.T, case.kind) == (512, "padded")
     else:
         assert operations(case) == case.flop
+
+
+LAYERS = [
+    case
+    for case in cases.CASES
+    if case.scope == "layer" and case.kind != "decode" and case.T <= 4096
+]
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=[case.name for case in LAYERS])
+def test_blocks_are_those_that_attention_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of the blocks, as they come while a program is traced; how many there are is work."""
+    seen: set[tuple[int, ...]] = set()
+
+    def forward(rules: Any, rows: Any, keys: Any, *others: Any) -> Any:
+        seen.add((math.prod(rows.shape[:-2]), rows.shape[-2], keys.shape[-1]))
+        return right_forward(rules, rows, keys, *others)
+
+    def backward(rules: Any, per_row: Any, per_key: Any, *others: Any) -> Any:
+        keys, slope = per_key[0], per_row[1]
+        seen.add((math.prod(keys.shape[:-2]), slope.shape[-2], keys.shape[-2]))
+        return right_backward(rules, per_row, per_key, *others)
+
+    right_forward, right_backward = one_block.forward, one_block.backward
+    monkeypatch.setattr(one_block, "forward", forward)
+    monkeypatch.setattr(one_block, "backward", backward)
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        mask = None if case.lengths is None else Mask.lengths(key_value=jnp.array(case.lengths))
+        return dot_product_attention(
+            query, key, value, mask=mask, is_causal=case.kind == "causal", implementation="blocked"
+        )
+
+    def both_ways(*heads: Any) -> Any:
+        out, slopes = jax.vjp(attend, *heads)
+        return slopes(out)
+
+    shape: Any = jax.ShapeDtypeStruct
+    query, key = (
+        shape((case.B, size, heads, case.H), "float32")
+        for size, heads in ((case.T, case.N), (case.S, case.K))
+    )
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jax.eval_shape(attend if case.direction == "forward" else both_ways, query, key, key)
+    expected = [work.cut(case)]
+    if case.direction == "backward":  # what is not differentiated is traced as well
+        expected += [work.cut(case, gradient=True), work.cut(replace(case, direction="forward"))]
+    assert seen == {(b.cells, b.rows, b.keys) for cut in expected for b in cut}
 
 
 @pytest.mark.parametrize("run", [parts.in_xla, parts.in_torch], ids=["xla", "torch"])

@@ -278,6 +278,16 @@ DAMAGE = {
 }
 
 
+def test_results_of_other_code_are_named(heads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = json.loads((heads / "results.json").read_text())
+    kept = ("sources", "command", "date")
+    (heads / "results.json").write_text(json.dumps({key: stored[key] for key in kept}))
+    assert command.main(["--check"]) == 1
+    assert "results.json has no" in capsys.readouterr().out
+    assert command.main(["--keep", "--output", str(heads / "page.html")]) == 2
+    assert capsys.readouterr().err.count("other code made it") == 1
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_files_are_named_or_made_again(
     name: str, heads: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

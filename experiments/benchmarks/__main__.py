@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
 ROUNDS = 7
-BUDGET = {"quick": 3.0, "full": 60.0, "chosen": 60.0}
+BUDGET = {"quick": 3.0, "full": 600.0, "chosen": 60.0}
 
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
@@ -50,7 +50,7 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
     parser.add_argument(
         "--again",
         action="store_true",
-        help="measure the --case, or all marked ~, again, and put them among those stored",
+        help="measure the --case, or all marked ~, again; in the end put them among those stored",
     )
     parser.add_argument("--minutes", type=float, help="begin no case after so long")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
@@ -106,11 +106,16 @@ def settle(chosen: Namespace) -> None:
     )
     chosen.known, chosen.spent = unfinished.NOTHING, 0.0
     chosen.answered, chosen.date = chosen.cases, _today()
+    chosen.digest = chosen.identity["sources"]
     chosen.command = " ".join(["python -m experiments.benchmarks", *sys.argv[1:]])
     if chosen.resume:
         chosen.known, chosen.spent = unfinished.resume(chosen.kept, chosen.identity)
     elif chosen.again:
         replace_some(chosen)
+    if not chosen.list:
+        unfinished.check_folder(chosen.kept.parent)
+        if chosen.write:
+            unfinished.check_folder(report.RESULTS, report.files(chosen.selection))
 
 
 def replace_some(chosen: Namespace) -> None:
@@ -130,7 +135,7 @@ def replace_some(chosen: Namespace) -> None:
     chosen.answered = select(quick=not chosen.full)
     chosen.spent, chosen.write = stored["seconds"], True
     chosen.date, chosen.command = stored["date"], stored["command"]
-    chosen.kept = unfinished.BUILD / "again.json"
+    chosen.digest = stored.get("digest")
 
 
 def collect(chosen: Namespace) -> dict[str, Any]:
@@ -161,7 +166,8 @@ def collect(chosen: Namespace) -> dict[str, Any]:
 
         def done(found: dict[str, Any]) -> None:
             progress.advance(task)
-            unfinished.keep(chosen.kept, chosen.identity, found, chosen.spent + passed())
+            if not chosen.again:
+                unfinished.keep(chosen.kept, chosen.identity, found, chosen.spent + passed())
 
         results = measure.measure(
             chosen.cases,
@@ -182,13 +188,14 @@ def collect(chosen: Namespace) -> dict[str, Any]:
         again = {case.name for case in chosen.cases}
         for entry in results["cases"]:
             if entry["name"] in again:
-                entry["again"] = _today()
+                entry |= {"again": _today(), "digest": chosen.identity["sources"]}
     return {
         "question": "How fast is attention on this CPU, beside every peer?",
         "command": chosen.command,
         "selection": chosen.selection,
         "seed": "crc32 of the name of the case",
         "date": chosen.date,
+        "digest": chosen.digest,
         "seconds": round(chosen.spent + passed()),
         "asked": len(chosen.answered),
         "machine": machine.describe(),

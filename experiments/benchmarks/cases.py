@@ -183,7 +183,7 @@ def select(patterns: Sequence[str] = (), *, quick: bool = False) -> list[Case]:
     """
     pool = [case for case in CASES if case.quick or not quick or patterns]
     for pattern in patterns:
-        if not any(_matches(case, pattern) for case in pool):
+        if not pattern or not any(_matches(case, pattern) for case in pool):
             raise ValueError(
                 f"--case {pattern!r} matches none of {len(pool)} cases: names look like "
                 f"{pool[0].name!r}; --full --list prints them all"

@@ -68,8 +68,9 @@ def measure(
 
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
     `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
-    measured, those of least work first. `answered`: of which the answer is, if not of `cases`. No case is begun when it is `late`. `say` hears what is
-    going on, `done` is called after each case with all that was found.
+    measured, those of least work first. `answered`: of which the answer is, if not of `cases`. No
+    case is begun when it is `late`. `say` hears what is going on, `done` is called after each case
+    with all that was found.
     """
     measured = {entry["name"]: entry for entry in known["cases"]}
 

@@ -19,11 +19,13 @@ def conclusion(found: dict[str, Any]) -> str:
         peers: [r for e in entries if (r := stats.relative(e, peers))]
         for peers in (ON_JAX, stats.TORCH)
     }
-    on_jax, torch = (f"{stats.mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios.values())
+    on_jax, torch = (
+        f"{stats.mean(r):.2f} ({min(r):.2f} to {max(r):.2f}; {len(r)} shapes)"
+        for r in ratios.values()
+    )
     return (
         f"A layer of T >= 2048 takes {on_jax} of the time of the fastest other on JAX, and {torch} of that "
-        f"of the fastest way through torch: means and extremes of {len(entries)} shapes, forward or "
-        "forward and backward."
+        "of the fastest way through torch: means and extremes, forward or forward and backward."
     )
 
 
@@ -37,7 +39,7 @@ def text(found: dict[str, Any]) -> str:
 {report.summary(found)}
 
 Over: cases above the aim of the worst. Bold: what is aimed at is not reached.
-[Where the time goes](../profile/), and what XLA's own products and softmax would leave of the aims.
+[Where the time goes](../profile/), and what XLA's own products and softmax leave of the aims.
 [Compilation, memory and errors](results/{name}.md); `make bench` measures the {len(report.some(found)["cases"])} cases of the
 figure in five minutes, into results/quick.md.
 

@@ -4,6 +4,7 @@ makes the pages and the README's part again from the stored JSON."""
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from experiments.benchmarks import statistics as stats
@@ -230,21 +231,30 @@ def filled(text: str, part: str) -> str:
     return f"{before}{MARKS[0]}{part}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
 
 
+def files(selection: str) -> list[str]:
+    """That `write` puts into the folder."""
+    return [*(f"{selection}.{kind}" for kind in ("json", "md", "png")), SOME]
+
+
 def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None = README) -> Path:
     """Stores JSON, page and figure; where these are the most cases there are, the README's part."""
     from experiments.benchmarks import figure
 
     name = results["selection"]
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(page(results, f"{name}.png"))
-    figure.draw(results, folder / f"{name}.png")
-    if most(folder) == name:
-        figure.draw(some(results), folder / SOME)
-        if readme is not None:
-            place = folder.relative_to(readme.parent).as_posix()
-            part = readme_part(results, f"{place}/{name}.md", f"{place}/{SOME}")
-            readme.write_text(filled(readme.read_text(), part))
+    with TemporaryDirectory(dir=folder) as made:  # all of them, or none
+        new = Path(made)
+        (new / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+        (new / f"{name}.md").write_text(page(results, f"{name}.png"))
+        figure.draw(results, new / f"{name}.png")
+        if name in ("full", most(folder)):
+            figure.draw(some(results), new / SOME)
+        for path in new.iterdir():
+            path.replace(folder / path.name)
+    if readme is not None and most(folder) == name:
+        place = folder.relative_to(readme.parent).as_posix()
+        part = readme_part(results, f"{place}/{name}.md", f"{place}/{SOME}")
+        readme.write_text(filled(readme.read_text(), part))
     return folder / f"{name}.md"
 
 

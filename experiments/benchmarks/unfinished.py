@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from experiments import machine
@@ -49,7 +51,7 @@ def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """
     if not path.is_file():
         return NOTHING, 0.0
-    stored = json.loads(path.read_text())
+    stored = _loaded("--resume", path, "identity", "found", "seconds")
     _check("--resume", path, stored["identity"], key)
     return stored["found"], stored["seconds"]
 
@@ -62,11 +64,36 @@ def stored(path: Path, key: dict[str, Any]) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"--again: there is no {path}: leave --again out to make it")
-    results: dict[str, Any] = json.loads(path.read_text())
+    results = _loaded("--again", path, "peers", "cases", "seconds", "date", "command")
     peers = {name: peer["absent"] for name, peer in results["peers"].items()}
     same = {name: value for name, value in key.items() if name not in ("sources", "cases")}
     _check("--again", path, results | {"peers": peers}, same)
     return results
+
+
+def check_folder(folder: Path, files: Iterable[str] = ()) -> None:
+    """Raises ValueError where such files cannot be put into a folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder}: results cannot be stored there: {error.strerror}") from error
+    for name in files:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: results cannot be stored there: it is no file")
+
+
+def _loaded(option: str, path: Path, *keys: str) -> dict[str, Any]:
+    """Raises ValueError where it is not what a run has stored."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{option}: {path} is no JSON: {error}") from error
+    missing = [key for key in keys if key not in found]
+    if missing:
+        raise ValueError(f"{option}: {path} has no {', '.join(missing)}: leave {option} out")
+    return found
 
 
 def _check(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) -> None:

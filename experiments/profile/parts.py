@@ -7,8 +7,8 @@ threads would disturb the other's.
 """
 
 import json
-import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -188,7 +188,9 @@ def _whole(peer: str, case: Case, inputs: Any) -> float | None:
 
 def main() -> None:
     """The command; for `python -m experiments.profile`, which alternates both frameworks."""
-    backend = sys.argv[1]
+    parser = ArgumentParser(prog="python -m experiments.profile.parts", description=__doc__)
+    parser.add_argument("backend", choices=WHOLE)
+    backend = parser.parse_args().backend
     found: dict[str, Any] = {name: measure(backend, cases.named(name)) for name in CASES}
     found["sgemm"] = sgemm.rate(backend, sgemm.SQUARE)
     print(json.dumps(found))

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from experiments.benchmarks.cases import Case
 from jaxmha.implementations import bands, blocks
 
+ITEMSIZE = 4  # of float32
 PARTS = ("projections", "scores", "weighted sums", "softmax")
 
 
@@ -72,9 +73,10 @@ def parts(case: Case) -> dict[str, list[Product | Softmax]]:
         n, _, r, s = block
         scores = Product(n, block.of(s, case.H), block.of(case.H, r))
         sums = Product(n, block.of(s, r), block.of(r, case.H), many="right")
-        found["scores"] += [scores, scores]
+        found["scores"] += [scores, scores._replace(turned="right")]
         found["softmax"].append(Softmax(n, block.of(s, r), gradient=True))
-        found["weighted sums"] += [sums, sums, Product(n, block.of(case.H, s), block.of(s, r))]
+        found["weighted sums"] += [sums, sums._replace(turned="right")]
+        found["weighted sums"].append(Product(n, block.of(case.H, s), block.of(s, r)))
     return found
 
 
@@ -83,12 +85,7 @@ def cut(case: Case, *, gradient: bool = False) -> list[Block]:
     alone = case.direction == "forward"
     least, most = bands.ROWS["cpu"]
     if case.kind == "causal" and alone and least <= case.T <= most:
-        count = max(min(-(-case.T // rows), n) for rows, n in bands.OF_ROWS)
-        size = -(-case.T // count)
-        return [
-            Block(case.B * case.K, 1, _group(case) * min(size, case.T - t), min(case.T, t + size))
-            for t in range(0, case.T, size)
-        ]
+        return _bands_of_rows(case)
     if case.kind == "padded" and alone:
         return _bands_of_keys(case)
     skips = case.kind in ("causal", "padded")
@@ -107,6 +104,21 @@ def cut(case: Case, *, gradient: bool = False) -> list[Block]:
         for j in range(plan.chunks)
     )
     return [Block(seen * plan.groups, plan.heads, rows, plan.keys)]
+
+
+def _bands_of_rows(case: Case) -> list[Block]:
+    whole = blocks.plan(case.B, case.K, _group(case), case.T, case.S, skips=True)
+    size, heads = bands.cut(whole, ITEMSIZE)
+    found = []
+    for t in range(0, case.T, size):
+        rows, S = min(size, case.T - t), min(case.T, t + size)
+        least = bands.least_rows(whole, size, S, ITEMSIZE)
+        plan = blocks.plan(1, heads, _group(case), rows, S, least_rows=least)
+        steps = case.B * case.K // heads
+        found.append(
+            Block(steps * plan.steps * plan.blocks, plan.cells, _group(case) * plan.rows, S)
+        )
+    return found
 
 
 def _bands_of_keys(case: Case) -> list[Block]:

@@ -100,9 +100,13 @@ def outgrown(experiment: Experiment) -> str | None:
 def damaged(experiment: Experiment) -> str | None:
     """What keeps its page from being made, or None."""
     try:
-        found(experiment)
+        stored = found(experiment)
+        if stored is not None:
+            experiment.page.text(stored)
     except records.UnreadableError as error:
         return str(error)
+    except KeyError as error:
+        return f"{records.shown(experiment.results)} has no {error}: other code made it"
     return lost(experiment)
 
 

@@ -20,7 +20,7 @@ from jaxmha.flax.heads import (
     sizes_of,
     widen,
 )
-from jaxmha.flax.settings import cast, read_pairs, widened
+from jaxmha.flax.settings import cast, read_mask, widened
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
@@ -77,7 +77,7 @@ def with_cache(
         inputs,
         cache,
         semantics=semantics,
-        mask=read_pairs(mask, module.local_window_size),
+        mask=read_mask(mask, module.local_window_size),
         rotate=module.rotate,
         **more,
     )

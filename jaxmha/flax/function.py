@@ -127,23 +127,21 @@ def attention_fn(
         raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
     checks.are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
-    if not query.ndim == key.ndim == value.ndim >= 3 or not (
-        query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
+    if not (
+        query.ndim == key.ndim == value.ndim >= 3
+        and query.shape[:-3] == key.shape[:-3]
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[-1] == key.shape[-1]
     ):
         raise ValueError(
             "expected query (*B, T, N, H), key (*B, S, K, H) and value (*B, S, K, h) with the same "
-            f"*B, got shapes {query.shape}, {key.shape}, {value.shape}"
-        )
-    if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            "expected query (*B, T, N, H), key (*B, S, K, H) and value (*B, S, K, h), got shapes "
-            f"{query.shape}, {key.shape}, {value.shape}"
+            f"*B, S, K and H, got shapes {query.shape}, {key.shape}, {value.shape}"
         )
     query, key, value = (jnp.asarray(cast(x, dtype)) for x in (query, key, value))
     query, key = rotated(query, key, rotate, input_positions)
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax's weights stay in it
         query, key, value = cast((query, key, value), np.float32)
-    pairs = read_mask(mask, Mask.causal() if is_causal else Mask())
+    pairs = read_mask(mask, is_causal=is_causal)
     how = How(read, dropout_rng if drops else None, module is not None, implementation)
     out, weights = attend_heads(query, key, value, bias, pairs, how)
     if module is not None:

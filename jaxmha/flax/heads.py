@@ -81,10 +81,12 @@ def attend_layer(
 
 
 def fixed(how: How) -> How:
+    """Such that jit can take it: a list of implementations is a tuple."""
     return replace(how, implementation=hashable(how.implementation))
 
 
 def check_arrays(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
+    """Raises TypeError for what is no array of a layer, or would be rounded without a word."""
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
     checks.are_arrays(bias=bias, **names)
     checks.no_silent_rounding(params=params, bias=bias, **names)
@@ -181,6 +183,7 @@ def _positions(batch: Sequence[int], size: int) -> Any:
 
 
 def sizes_of(query: Any, key: Any) -> dict[str, int]:
+    """Of heads `*B T N H`, `*B S K H` those that masks and biases have."""
     return {"T": query.shape[-3], "N": query.shape[-2], "S": key.shape[-3]}
 
 

@@ -29,7 +29,7 @@ from jaxmha.flax.settings import (
     cast,
     head_sizes,
     read_inputs,
-    read_pairs,
+    read_mask,
     refuse,
     settings_of,
     widened,
@@ -208,7 +208,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        pairs = read_pairs(mask, self.local_window_size, is_causal)
+        pairs = read_mask(mask, self.local_window_size, is_causal)
         how = How(semantics, dropout_rng if drops else None, sow_weights, self.implementation)
         asked = bias, pairs, self.rotate, how, input_positions
         if self.decode:

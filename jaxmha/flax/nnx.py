@@ -31,7 +31,7 @@ from jaxmha.flax.settings import (
     cast,
     head_sizes,
     read_inputs,
-    read_pairs,
+    read_mask,
     refuse,
     refuse_shardings,
     settings_of,
@@ -258,7 +258,7 @@ class MultiHeadAttention(Attributes):
         refuse_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         params = cast(params_of(self), self.dtype)
-        pairs = read_pairs(mask, self.local_window_size, is_causal)
+        pairs = read_mask(mask, self.local_window_size, is_causal)
         key = dropout_key(self, deterministic, rngs)
         how = How(self.semantics, key, sow_weights, self.implementation)
         asked = bias, pairs, self.rotate, how, input_positions

@@ -103,13 +103,8 @@ def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any,
     return made[id(query)], made[id(key)], made[id(value)]
 
 
-def read_pairs(mask: Any, window: Window, is_causal: bool = False) -> Mask:
-    """All that a call of a module says about who attends."""
-    return read_mask(mask, window_mask(window), Mask.causal() if is_causal else Mask())
-
-
-def read_mask(mask: Any, *more: Mask) -> Mask:
-    """A mask argument of flax as a `Mask`: in an array what is not zero attends."""
+def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask:
+    """All that a call of flax says about who attends: in an array what is not zero attends."""
     if isinstance(mask, Mask):
         read = mask
     elif mask is None:
@@ -119,9 +114,7 @@ def read_mask(mask: Any, *more: Mask) -> Mask:
     else:
         array = jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)
-    for other in more:
-        read &= other
-    return read
+    return read & window_mask(window) & (Mask.causal() if is_causal else Mask())
 
 
 def window_mask(window: Window) -> Mask:

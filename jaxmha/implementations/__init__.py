@@ -191,9 +191,13 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         found: Result = IMPLEMENTATIONS[name].attend(these)
         return found if request.return_lse else found._replace(lse=None)
 
+    def elsewhere(*arrays: Any) -> Result:  # most likely on a CPU
+        with platforms.lowering_for("cpu"):
+            return by(portable, *arrays)
+
     result = jax.lax.platform_dependent(
         *(*request[:5], request.dropout_key),
-        default=lambda *arrays: by(portable, *arrays),
+        default=elsewhere,
         **{KERNELS[name]: lambda *arrays: by(name, *arrays)},
     )
     return result

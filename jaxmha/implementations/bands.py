@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations import blocks, tiles
+from jaxmha.implementations import blocks, platforms, tiles
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs
@@ -27,6 +27,9 @@ OF_ROWS = ((128, 4), (256, 8))
 # From so many rows, up to so many; of fewer, all heads together are one kernel, and of more, blocks
 # leave out as much and take less time to compile.
 ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
+# What masks a logit, of the largest number: not all of it, which bfloat16, of which some devices make
+# their products, would round to infinity.
+LOW = -0.5
 Answer = tuple[jax.Array, jax.Array | None]
 
 
@@ -44,9 +47,26 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
 
 def _leaves_out(plan: Plan, above: int) -> bool:
     """Whether rows see at least a quarter less, on average, than the last one does."""
-    least, most = ROWS.get(jax.default_backend(), (0, 0))
+    least, most = ROWS.get(platforms.current().name, (0, 0))
     seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
     return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])
+
+
+def cut(plan: Plan, itemsize: int, target: int | None = None) -> tuple[int, int]:
+    """Rows of a band of rows, and how many heads are worked on at a time.
+
+    >>> cut(blocks.plan(1, 8, 1, 2048, 2048, skips=True), 4)
+    (256, 1)
+    """
+    count = max(min(-(-plan.T // rows), most) for rows, most in OF_ROWS)
+    size = -(-plan.T // count)
+    target = blocks.TARGET[platforms.current().name] if target is None else target
+    return size, blocks.divisor(plan.K, target // (itemsize * plan.G * size * plan.S))
+
+
+def least_rows(plan: Plan, size: int, S: int, itemsize: int) -> int:
+    """Of the blocks of a band with S keys: it is one, if that is not very large."""
+    return min(plan.G * size, blocks.MOST_OF_LEAST // (itemsize * S))
 
 
 def of_rows(
@@ -66,20 +86,16 @@ def of_rows(
       rules, query, key, value, words: as `blocked.core` has them.
     """
     B, K, G, T = plan.B, plan.K, plan.G, plan.T
-    count = max(min(-(-T // rows), most) for rows, most in OF_ROWS)
-    size, itemsize = -(-T // count), query.dtype.itemsize
-    target = dict(rules.sizes).get("target", blocks.TARGET[jax.default_backend()])
-    heads = blocks.divisor(K, target // (itemsize * G * size * plan.S))
+    itemsize = query.dtype.itemsize
+    size, heads = cut(plan, itemsize, dict(rules.sizes).get("target"))
 
     def band(t: int, step: Any, query: Any, key: Any, value: Any) -> Answer:
         rows = query[:, t : t + size]
         S = min(plan.S, t + rows.shape[1] + rules.above)
-        # One block, if it is not very large.
-        least_rows = min(G * size, blocks.MOST_OF_LEAST // (itemsize * S))
         here = rules._replace(
             above=rules.above + t,
             whole=rules.whole or (plan.K * G, T),
-            sizes=(("least_rows", least_rows), *rules.sizes),
+            sizes=(("least_rows", least_rows(plan, size, S, itemsize)), *rules.sizes),
         )
         b, k = step * heads // K, step * heads % K
         at = None if words is None else placed(words, b, k * G, t, 0)
@@ -101,7 +117,7 @@ def of_rows(
 
 
 def _parts(plan: Plan) -> int:
-    return -(-plan.S // min(plan.keys, LEAST.get(jax.default_backend(), LEAST_ELSEWHERE)))
+    return -(-plan.S // min(plan.keys, LEAST.get(platforms.current().name, LEAST_ELSEWHERE)))
 
 
 def of_keys(
@@ -121,7 +137,8 @@ def of_keys(
     (B, N, T, _), S = query.shape, plan.S
     rules = rules._replace(whole=rules.whole or (N, T))
     # One more feature, 1 for queries: a product adds the mask where XLA would leave its kernel.
-    low = jnp.where(there, 0.0, float(np.finfo(key.dtype).min)).astype(key.dtype)[:, None, :, None]
+    low = jnp.where(there, 0.0, LOW * float(np.finfo(key.dtype).max)).astype(key.dtype)
+    low = low[:, None, :, None]
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
     some = there.any(1).reshape(-1, 1, 1)
@@ -133,7 +150,7 @@ def of_keys(
         widths = [-(-S * (i + 1) // count) for i in range(count)]
         there = jnp.broadcast_to(there, (B, S))
         first = there.argmax(1)
-        needed = S - there[:, ::-1].argmax(1) - first
+        needed = jnp.where(there.any(1), S - there[:, ::-1].argmax(1) - first, 0)
         which = (needed[:, None] > jnp.array([widths[:-1]])).sum(1)
 
         def row(x: Any) -> Answer:

@@ -3,7 +3,8 @@
 Scores exist for one block at a time; blocks that conditions rule out are never computed, and where
 a block has none but allowed pairs no condition is looked at. The gradient recomputes scores from
 the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention
-does not need O(n^2) memory" (2021).
+does not need O(n^2) memory" (2021). So recomputed, slopes of logits are differences of two products:
+their rounding is of the size of these, also where they cancel.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
-from jaxmha.implementations import bands, blocks, empty_rows, pairs, shards, tiles
+from jaxmha.implementations import bands, blocks, empty_rows, pairs, platforms, shards, tiles
 from jaxmha.implementations.blocked_dropout import words_of
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.one_block import Rules, Running
@@ -69,8 +70,18 @@ def cut(
     seen = None if before is None or after is None else before + after + 1
     return blocks.plan(
         B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=seen,
-        itemsize=query.dtype.itemsize, platform=jax.default_backend(), **dict(sizes),
+        itemsize=query.dtype.itemsize, platform=platforms.current().name, **dict(sizes),
     )  # fmt: skip
+
+
+def _sizes() -> tuple[tuple[str, int], ...]:
+    for name, size in SIZES.items():
+        if name not in ("target", "least_rows", "side") or not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"blocked.SIZES[{name!r}] = {size!r}: target, least_rows and side may be there, "
+                "integers of at least 1"
+            )
+    return tuple(SIZES.items())
 
 
 def _drops(request: Request) -> bool:
@@ -96,7 +107,7 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         conditions = pairs.of_mask(request.mask, T, S)
         plain = request.mask.empty and request.bias is None and not _drops(request)
         skips = not request.mask.empty
-        sizes = tuple(SIZES.items())
+        sizes = _sizes()
         window = conditions.window
         plan = cut(query, key, skips=skips, plain=plain, window=window, sizes=sizes)
         bias = None if request.bias is None else request.bias.astype(accumulate)

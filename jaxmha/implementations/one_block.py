@@ -102,7 +102,8 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here.
 
-    Rows and their slopes are `[c] H r`, so that each product has row-major operands.
+    Rows and their slopes come and go as `[c] H r`, so that each product has row-major operands; the
+    slopes of the output are `[c] r h`.
     """
     rows, slope, lse, shift = per_row
     keys, values, flipped = per_key

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations import blocks
+from jaxmha.implementations import blocks, platforms
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.request import allowed_pairs
 from jaxmha.mask import Mask, near
@@ -87,7 +87,7 @@ def live(
     if bias is None and pairs.segments is None and pairs.array is None:
         rows, keys = _live_intervals(pairs, T, S)
         return _unless_all(rows), _unless_all(keys)
-    plan = blocks.plan(B, N, 1, T, S, platform=jax.default_backend())
+    plan = blocks.plan(B, N, 1, T, S, platform=platforms.current().name)
     return _live_blocks(pairs, bias, plan)
 
 
