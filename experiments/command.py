@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import records
+from experiments import folders, records
 
 
 def parser(name: str, about: str | None, examples: str) -> ArgumentParser:
@@ -53,6 +53,8 @@ def in_rounds(
     if chosen.rounds < 1:
         made.exit(2, f"--rounds must be at least 1, got {chosen.rounds}\n")
     try:
+        if chosen.write:
+            folders.check(folder, ["results.json"])
         found = collect(chosen.rounds)
     except ValueError as error:
         made.exit(2, f"{error}\n")

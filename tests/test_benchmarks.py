@@ -466,13 +466,28 @@ def test_some_cases_are_measured_again(
     assert "quick.json: leave --again out" in capsys.readouterr().err
 
 
+def stored(**other: Any) -> str:
+    return json.dumps(json.loads((report.RESULTS / "quick.json").read_text()) | other)
+
+
 @pytest.mark.parametrize(
     ("option", "text", "message"),
     [
         ("--again", "{", "quick.json is no JSON"),
-        ("--again", "[]", "--again: .*quick.json has no peers, cases, seconds"),
-        ("--again", "{}", "--again: .*quick.json has no peers, cases, seconds, date, command"),
-        ("--resume", "{}", "--resume: .*quick.json has no identity, found, seconds"),
+        (
+            "--again",
+            "[]",
+            "quick.json has no peers, sgemm, quiet, cases, seconds, date, command as ",
+        ),
+        ("--again", "null", "--again: .*quick.json has no peers, sgemm, quiet, cases, seconds"),
+        ("--again", stored(peers=[]), "quick.json has no peers as a run"),
+        ("--again", stored(peers={"jaxmha": None}), "quick.json has no absent as a run"),
+        ("--again", stored(seconds="x"), "quick.json has no seconds as a run"),
+        ("--again", stored(cases=None), "quick.json has no cases as a run"),
+        ("--again", stored(cases=[{"name": "x"}]), "quick.json has no peers as a run"),
+        ("--resume", "{}", "--resume: .*quick.json has no identity, found, seconds as a run"),
+        ("--resume", '{"identity": 1, "found": {}, "seconds": 3}', "quick.json has no identity as"),
+        ("--resume", '{"identity": {}, "found": {}, "seconds": 3}', "no sgemm, quiet, cases as a"),
     ],
 )
 def test_damaged_results_are_named(
@@ -493,7 +508,7 @@ def test_damaged_results_are_named(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("blocked", ["results", "build", "results/quick.md"])
+@pytest.mark.parametrize("blocked", ["results", "build", "results/quick.md", "build/quick.json"])
 def test_where_nothing_can_be_stored_nothing_is_measured(
     blocked: str,
     tmp_path: Path,
@@ -502,7 +517,7 @@ def test_where_nothing_can_be_stored_nothing_is_measured(
 ) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(unfinished, "BUILD", tmp_path / "build")
-    if blocked.endswith("md"):
+    if "." in blocked:
         (tmp_path / blocked).mkdir(parents=True)
     else:
         (tmp_path / blocked).write_text("a file")

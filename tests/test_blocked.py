@@ -555,15 +555,17 @@ def test_rows_without_keys_take_the_narrowest_band() -> None:
 
     query, key = jnp.ones((B, N, T, H)), jnp.ones((B, N, S, H))
     there = jnp.arange(S)[None] < jnp.array([[0], [300], [S]])
-    plan = blocked.cut(query, key, skips=True)
-    rules = one_block.Rules(None, None, (None, None), None, 0.0, (), lse=False)
+    plan = blocked.cut(query, key, platform="cpu", skips=True)
+    rules = one_block.Rules(None, None, (None, None), None, 0.0, (), lse=False, platform="cpu")
     out, _ = jax.block_until_ready(bands.of_keys(run, plan, rules, query, key, key, there, None))  # type: ignore[no-untyped-call]
     jax.effects_barrier()  # type: ignore[no-untyped-call]
     assert sorted(widths) == [256, 512, 1024]
     assert not out[0].any()
 
 
-@pytest.mark.parametrize("sizes", [{"side": 0}, {"target": -5}, {"least_rows": 1.5}, {"rows": 3}])
+@pytest.mark.parametrize(
+    "sizes", [{"side": 0}, {"side": True}, {"target": -5}, {"least_rows": 1.5}, {"rows": 3}]
+)
 def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "SIZES", sizes)
     x = jnp.ones((1, 5, 2, 3))
@@ -573,12 +575,32 @@ def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
         jaxmha.dot_product_attention(x, x, x, is_causal=True, implementation="blocked", scale=0.7)
 
 
-def test_blocks_are_cut_for_the_platform_that_is_named() -> None:
-    heads = shape_of((1, 2, 4096, 7), "float32")
-    here = blocked.cut(heads, heads, skips=True)
+@pytest.mark.parametrize(
+    ("implementation", "platform"), [("blocked", "tpu"), (("splash", "blocked"), "cpu")]
+)
+def test_blocks_are_cut_for_the_platform_that_is_named(
+    implementation: Any, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of the gradient, traced later; beside a kernel for where that does not run."""
+    right, found = blocks.plan, []
+
+    def plan(*sizes: int, **more: Any) -> blocks.Plan:
+        found.append((more["platform"], more.get("gradient", False)))
+        return right(*sizes, **more)
+
+    monkeypatch.setattr(blocks, "plan", plan)
+    x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
+
+    def attend(x: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            x, x, x, is_causal=True, local_window_size=3, implementation=implementation
+        )
+
     with jaxmha.lowering_for("tpu"):
-        there = blocked.cut(heads, heads, skips=True)
-    assert (here.keys, there.keys) == (blocks.SIDE["cpu"], blocks.SIDE_ELSEWHERE)
+        _, pull = jax.vjp(attend, x)
+        pull(x)
+    pull(x)
+    assert set(found) == {(platform, False), (platform, True)}
 
 
 def test_the_small_case_has_groups_and_an_empty_row() -> None:

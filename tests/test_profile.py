@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 
 from experiments.benchmarks import cases
 from experiments.benchmarks.cases import Case
+from experiments.profile import __main__ as profile
 from experiments.profile import dispatch, environment, kernels, page, parts, work
 from jaxmha import Mask, dot_product_attention
 from jaxmha.implementations import one_block
@@ -158,3 +160,14 @@ def test_an_unknown_case_gives_one_message() -> None:
     assert found.returncode == 2
     assert "nothing" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_where_nothing_can_be_stored_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.json").mkdir()
+    monkeypatch.setattr(profile, "HERE", tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        profile.main(["--write"])
+    said = capsys.readouterr().err
+    assert said == f"{tmp_path / 'results.json'}: results cannot be stored there: it is no file\n"

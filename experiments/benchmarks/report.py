@@ -242,7 +242,7 @@ def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None =
 
     name = results["selection"]
     folder.mkdir(exist_ok=True)
-    with TemporaryDirectory(dir=folder) as made:  # all of them, or none
+    with TemporaryDirectory(dir=folder) as made:  # none is replaced before all are made
         new = Path(made)
         (new / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
         (new / f"{name}.md").write_text(page(results, f"{name}.png"))

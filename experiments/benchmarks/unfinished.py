@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from experiments import machine
@@ -12,6 +10,7 @@ from experiments import machine
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "benchmarks"
 NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
+MEASURED: dict[str, Any] = {name: type(empty) for name, empty in NOTHING.items()}
 
 
 # What is timed, and how; the rest of the folder only shows it.
@@ -49,9 +48,10 @@ def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
     Raises:
       ValueError: it was another machine, or other versions, sources or options.
     """
-    if not path.is_file():
+    if not path.exists():
         return NOTHING, 0.0
-    stored = _loaded("--resume", path, "identity", "found", "seconds")
+    stored = _loaded("--resume", path, identity=dict, found=dict, seconds=int | float)
+    _whole("--resume", path, stored["found"], **MEASURED)
     _check("--resume", path, stored["identity"], key)
     return stored["found"], stored["seconds"]
 
@@ -62,38 +62,40 @@ def stored(path: Path, key: dict[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: there are none, or it was another machine, or other versions or options.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"--again: there is no {path}: leave --again out to make it")
-    results = _loaded("--again", path, "peers", "cases", "seconds", "date", "command")
+    others: dict[str, Any] = {"seconds": int | float, "date": str, "command": str}
+    results = _loaded("--again", path, peers=dict, **MEASURED, **others)
+    for peer in results["peers"].values():
+        _whole("--again", path, peer, absent=str | None)
     peers = {name: peer["absent"] for name, peer in results["peers"].items()}
     same = {name: value for name, value in key.items() if name not in ("sources", "cases")}
     _check("--again", path, results | {"peers": peers}, same)
     return results
 
 
-def check_folder(folder: Path, files: Iterable[str] = ()) -> None:
-    """Raises ValueError where such files cannot be put into a folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{folder}: results cannot be stored there: {error.strerror}") from error
-    for name in files:
-        if (folder / name).exists() and not (folder / name).is_file():
-            raise ValueError(f"{folder / name}: results cannot be stored there: it is no file")
-
-
-def _loaded(option: str, path: Path, *keys: str) -> dict[str, Any]:
+def _loaded(option: str, path: Path, /, **kinds: Any) -> dict[str, Any]:
     """Raises ValueError where it is not what a run has stored."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{option}: {path} is no JSON: {error}") from error
-    missing = [key for key in keys if key not in found]
-    if missing:
-        raise ValueError(f"{option}: {path} has no {', '.join(missing)}: leave {option} out")
+    _whole(option, path, found, **kinds)
     return found
+
+
+def _whole(option: str, path: Path, found: Any, /, **kinds: Any) -> None:
+    """Raises ValueError where something is not there, or of another kind."""
+    has = found if isinstance(found, dict) else {}
+    wrong = [
+        name for name, kind in kinds.items() if name not in has or not isinstance(has[name], kind)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{option}: {path} has no {', '.join(wrong)} as a run stores them: leave {option} out"
+        )
+    for entry in has["cases"] if "cases" in kinds else ():
+        _whole(option, path, entry, name=str, peers=dict)
 
 
 def _check(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) -> None:

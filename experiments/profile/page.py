@@ -202,7 +202,7 @@ def _kernels(traced: list[dict[str, Any]]) -> str:
     head = (
         "XLA's own trace, milliseconds of a call. A kernel is of the first kind that is in it, so that one "
         "with products may hold a softmax too; kernels that run side by side add up to more than the "
-        "call.\n"
+        "call, which takes longer than without a trace.\n"
     )
     kinds = list(dict.fromkeys(kind for entry in traced for kind in entry["kernels"]))
     rows = [("case", "call", *kinds)]
@@ -221,7 +221,7 @@ def _dispatch(measured: dict[str, dict[str, float]]) -> str:
 
 def _environment(measured: dict[str, Any]) -> str:
     head = (
-        "Time / error of jaxmha, relative to none of them. They belong to the process: the library sets "
-        "none.\n"
+        "Time / error of jaxmha, relative to none of them; of every setting the fastest of some "
+        "processes in turns. They belong to the process: the library sets none.\n"
     )
     return f"{head}\n{markdown(environment.table(measured))}\n"

@@ -83,16 +83,15 @@ def parts(case: Case) -> dict[str, list[Product | Softmax]]:
 def cut(case: Case, *, gradient: bool = False) -> list[Block]:
     """The blocks of scores of one way through; forward is as without a gradient, or beside one."""
     alone = case.direction == "forward"
-    least, most = bands.ROWS["cpu"]
-    if case.kind == "causal" and alone and least <= case.T <= most:
-        return _bands_of_rows(case)
-    if case.kind == "padded" and alone:
-        return _bands_of_keys(case)
     skips = case.kind in ("causal", "padded")
     plan = blocks.plan(
         case.B, case.K, _group(case), case.T, case.S,
         skips=skips, plain=not skips, gradient=gradient,
     )  # fmt: skip
+    if case.kind == "causal" and alone and bands.rows_leave_out(plan, above=0):
+        return _bands_of_rows(case, plan)
+    if case.kind == "padded" and alone:
+        return _bands_of_keys(case, bands.widths(plan))
     rows = _group(case) * plan.rows
     if plan.chunks == 1:
         return [Block(plan.steps * plan.blocks, plan.cells, rows, case.S)]
@@ -106,8 +105,7 @@ def cut(case: Case, *, gradient: bool = False) -> list[Block]:
     return [Block(seen * plan.groups, plan.heads, rows, plan.keys)]
 
 
-def _bands_of_rows(case: Case) -> list[Block]:
-    whole = blocks.plan(case.B, case.K, _group(case), case.T, case.S, skips=True)
+def _bands_of_rows(case: Case, whole: blocks.Plan) -> list[Block]:
     size, heads = bands.cut(whole, ITEMSIZE)
     found = []
     for t in range(0, case.T, size):
@@ -121,15 +119,11 @@ def _bands_of_rows(case: Case) -> list[Block]:
     return found
 
 
-def _bands_of_keys(case: Case) -> list[Block]:
+def _bands_of_keys(case: Case, of: list[int]) -> list[Block]:
     assert case.lengths is not None
-    part = min(blocks.plan(case.B, case.K, _group(case), case.T, case.S, skips=True).keys,
-               bands.LEAST["cpu"])  # fmt: skip
-    count = min(bands.MOST, -(-case.S // part))
-    rows, widths = (case.B, [case.S]) if count <= 2 else (1, [])
-    if count > 2:
-        of = [-(-case.S * (i + 1) // count) for i in range(count)]
-        widths = [next(width for width in of if width >= length) for length in case.lengths]
+    rows, widths = case.B, of
+    if len(of) > 1:
+        rows, widths = 1, [next(width for width in of if width >= n) for n in case.lengths]
     found = []
     for width in widths:
         plan = blocks.plan(rows, case.K, _group(case), case.T, width, plain=True)

@@ -141,9 +141,9 @@ def attention_fn(
     query, key = rotated(query, key, rotate, input_positions)
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax's weights stay in it
         query, key, value = cast((query, key, value), np.float32)
-    pairs = read_mask(mask, is_causal=is_causal)
+    mask = read_mask(mask, is_causal=is_causal)
     how = How(read, dropout_rng if drops else None, module is not None, implementation)
-    out, weights = attend_heads(query, key, value, bias, pairs, how)
+    out, weights = attend_heads(query, key, value, bias, mask, how)
     if module is not None:
         sow(module, weights)
     return out

@@ -208,9 +208,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        pairs = read_mask(mask, self.local_window_size, is_causal)
+        mask = read_mask(mask, self.local_window_size, is_causal)
         how = How(semantics, dropout_rng if drops else None, sow_weights, self.implementation)
-        asked = bias, pairs, self.rotate, how, input_positions
+        asked = bias, mask, self.rotate, how, input_positions
         if self.decode:
             out, weights = self._decode(params, inputs, dtype, *asked)
         else:

@@ -258,10 +258,10 @@ class MultiHeadAttention(Attributes):
         refuse_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         params = cast(params_of(self), self.dtype)
-        pairs = read_mask(mask, self.local_window_size, is_causal)
+        mask = read_mask(mask, self.local_window_size, is_causal)
         key = dropout_key(self, deterministic, rngs)
         how = How(self.semantics, key, sow_weights, self.implementation)
-        asked = bias, pairs, self.rotate, how, input_positions
+        asked = bias, mask, self.rotate, how, input_positions
         if self.decode if decode is None else decode:
             if self.cached_key is None:
                 raise ValueError("there is no cache to decode with: call init_cache first")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations import blocks, platforms, tiles
+from jaxmha.implementations import blocks, tiles
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.pairs import NOTHING, Pairs
@@ -40,19 +40,22 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
     if bias is not None or rules.window != (None, None):
         return None
     if conditions == NOTHING:
-        return "rows" if rules.above is not None and _leaves_out(plan, rules.above) else None
+        rows = rules.above is not None and rows_leave_out(plan, rules.above, rules.platform)
+        return "rows" if rows else None
     keys_alone = conditions._replace(keys=None) == NOTHING and rules.above is None
     return "keys" if keys_alone and rules.soft_cap is None else None
 
 
-def _leaves_out(plan: Plan, above: int) -> bool:
-    """Whether rows see at least a quarter less, on average, than the last one does."""
-    least, most = ROWS.get(platforms.current().name, (0, 0))
+def rows_leave_out(plan: Plan, above: int, platform: str = "cpu") -> bool:
+    """Whether bands of rows are worth it: rows see at least a quarter less, on average, than the last one does."""
+    least, most = ROWS.get(platform, (0, 0))
     seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
     return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])
 
 
-def cut(plan: Plan, itemsize: int, target: int | None = None) -> tuple[int, int]:
+def cut(
+    plan: Plan, itemsize: int, *, platform: str = "cpu", target: int | None = None
+) -> tuple[int, int]:
     """Rows of a band of rows, and how many heads are worked on at a time.
 
     >>> cut(blocks.plan(1, 8, 1, 2048, 2048, skips=True), 4)
@@ -60,7 +63,8 @@ def cut(plan: Plan, itemsize: int, target: int | None = None) -> tuple[int, int]
     """
     count = max(min(-(-plan.T // rows), most) for rows, most in OF_ROWS)
     size = -(-plan.T // count)
-    target = blocks.TARGET[platforms.current().name] if target is None else target
+    if target is None:
+        target = blocks.TARGET.get(platform, blocks.TARGET_ELSEWHERE)
     return size, blocks.divisor(plan.K, target // (itemsize * plan.G * size * plan.S))
 
 
@@ -87,7 +91,8 @@ def of_rows(
     """
     B, K, G, T = plan.B, plan.K, plan.G, plan.T
     itemsize = query.dtype.itemsize
-    size, heads = cut(plan, itemsize, dict(rules.sizes).get("target"))
+    target = dict(rules.sizes).get("target")
+    size, heads = cut(plan, itemsize, platform=rules.platform, target=target)
 
     def band(t: int, step: Any, query: Any, key: Any, value: Any) -> Answer:
         rows = query[:, t : t + size]
@@ -116,8 +121,16 @@ def of_rows(
     return out, None if lse is None else lse.reshape(B, K * G, T)
 
 
-def _parts(plan: Plan) -> int:
-    return -(-plan.S // min(plan.keys, LEAST.get(platforms.current().name, LEAST_ELSEWHERE)))
+def widths(plan: Plan, platform: str = "cpu") -> list[int]:
+    """Keys of the bands of keys, the narrowest first; of one there are all.
+
+    >>> widths(blocks.plan(4, 8, 1, 1024, 1024, skips=True))
+    [256, 512, 768, 1024]
+    """
+    least = min(plan.keys, LEAST.get(platform, LEAST_ELSEWHERE))
+    count = min(MOST, -(-plan.S // least))
+    count = count if count > 2 else 1  # two leave out less than they cost
+    return [-(-plan.S * (i + 1) // count) for i in range(count)]
 
 
 def of_keys(
@@ -142,16 +155,14 @@ def of_keys(
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
     some = there.any(1).reshape(-1, 1, 1)
-    count = min(MOST, _parts(plan))
-    count = count if count > 2 else 1  # two leave out less than they cost
-    if count == 1:
+    of = widths(plan, rules.platform)
+    if len(of) == 1:
         out, lse = run(rules, query, key, value, words)
     else:
-        widths = [-(-S * (i + 1) // count) for i in range(count)]
         there = jnp.broadcast_to(there, (B, S))
         first = there.argmax(1)
         needed = jnp.where(there.any(1), S - there[:, ::-1].argmax(1) - first, 0)
-        which = (needed[:, None] > jnp.array([widths[:-1]])).sum(1)
+        which = (needed[:, None] > jnp.array([of[:-1]])).sum(1)
 
         def row(x: Any) -> Answer:
             b, which, first, *heads = x
@@ -166,7 +177,7 @@ def of_keys(
                 out, lse = run(rules, rows, part, weighed, at)
                 return out[0], None if lse is None else lse[0]
 
-            found: Answer = jax.lax.switch(which, [lambda w=w: band(w) for w in widths])
+            found: Answer = jax.lax.switch(which, [lambda w=w: band(w) for w in of])
             return found
 
         out, lse = jax.lax.map(row, (jnp.arange(B), which, first, query, key, value))

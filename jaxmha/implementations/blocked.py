@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmha import sharding
@@ -55,6 +56,7 @@ def cut(
     query: Any,
     key: Any,
     *,
+    platform: str,
     skips: bool = False,
     plain: bool = False,
     gradient: bool = False,
@@ -63,25 +65,27 @@ def cut(
 ) -> Plan:
     """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked.
 
-    `sizes`: of blocks, in place of the rule; of two for one name the later.
+    `platform`: whose sizes the rule takes. `sizes`: of blocks, in place of the rule; of two for one
+    name the later.
     """
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     before, after = window
     seen = None if before is None or after is None else before + after + 1
     return blocks.plan(
         B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=seen,
-        itemsize=query.dtype.itemsize, platform=platforms.current().name, **dict(sizes),
+        itemsize=query.dtype.itemsize, platform=platform, **dict(sizes),
     )  # fmt: skip
 
 
 def _sizes() -> tuple[tuple[str, int], ...]:
     for name, size in SIZES.items():
-        if name not in ("target", "least_rows", "side") or not isinstance(size, int) or size < 1:
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if name not in ("target", "least_rows", "side") or not whole or size < 1:
             raise ValueError(
                 f"blocked.SIZES[{name!r}] = {size!r}: target, least_rows and side may be there, "
                 "integers of at least 1"
             )
-    return tuple(SIZES.items())
+    return tuple((name, int(size)) for name, size in SIZES.items())
 
 
 def _drops(request: Request) -> bool:
@@ -107,9 +111,11 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         conditions = pairs.of_mask(request.mask, T, S)
         plain = request.mask.empty and request.bias is None and not _drops(request)
         skips = not request.mask.empty
-        sizes = _sizes()
-        window = conditions.window
-        plan = cut(query, key, skips=skips, plain=plain, window=window, sizes=sizes)
+        # Once, as the gradient may be traced where no platform is named any more.
+        platform, sizes, window = platforms.current().name, _sizes(), conditions.window
+        plan = cut(
+            query, key, platform=platform, skips=skips, plain=plain, window=window, sizes=sizes
+        )
         bias = None if request.bias is None else request.bias.astype(accumulate)
         live = pairs.live(conditions, bias, B, N, T, S)
         rows, keys = (sharding.in_order(x, 2) for x in live)
@@ -127,6 +133,7 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
             semantics.dropout_rate if _drops(request) else 0.0,
             semantics.dropout_broadcast,
             request.return_lse or semantics.fully_masked != "zero",
+            platform,
             None if request.part is None else (request.part.N, request.part.T),
             sizes,
         )
@@ -178,7 +185,7 @@ def core(
 
     def run(rules: Rules, query: Any, key: Any, value: Any, words: Any) -> Any:
         plain = rules.above is None and words is None
-        part = cut(query, key, plain=plain, sizes=rules.sizes)
+        part = cut(query, key, platform=rules.platform, plain=plain, sizes=rules.sizes)
         return blockwise(part, rules, query, key, value, None, NOTHING, words)
 
     kind = bands.kind(plan, rules, traced, bias)
@@ -227,8 +234,10 @@ def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[An
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, out, lse = saved
     plain, skips = bias is None and words is None, plan.chunks > 1
-    window, sizes = rules.window, rules.sizes
-    plan = cut(query, key, skips=skips, plain=plain, gradient=True, window=window, sizes=sizes)
+    plan = cut(
+        query, key, platform=rules.platform, skips=skips, plain=plain, gradient=True,
+        window=rules.window, sizes=rules.sizes,
+    )  # fmt: skip
     per_row = rows_of_gradient(plan, query, out, lse, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)

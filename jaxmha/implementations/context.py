@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import sharding
-from jaxmha.implementations import blocked, platforms, shards
+from jaxmha.implementations import blocked, shards
 from jaxmha.implementations.blocked_dropout import placed
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.one_block import Rules
@@ -167,8 +167,9 @@ def corner(
         traced.array,
         None if below is None else (below - shift).reshape(-1),
     )
-    sizes = (*SIZES.get(platforms.current().name, {}).items(), *static.rules.sizes)
-    plan = blocked.cut(query, key, skips=local != NOTHING, sizes=sizes)
+    platform = static.rules.platform
+    sizes = (*SIZES.get(platform, {}).items(), *static.rules.sizes)
+    plan = blocked.cut(query, key, platform=platform, skips=local != NOTHING, sizes=sizes)
     rules = static.rules._replace(window=(None, None), above=None, sizes=sizes)
     if words is not None:
         words = placed(words, 0, 0, t, s)

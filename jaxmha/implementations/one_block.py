@@ -18,6 +18,7 @@ class Rules(NamedTuple):
     Attributes:
       window, above: conditions that are numbers.
       lse: whether anyone reads it.
+      platform: for which blocks are cut.
       whole: N and T, where the arrays are a part of something larger.
       sizes: of blocks, where they are not those of the rule.
     """
@@ -29,6 +30,7 @@ class Rules(NamedTuple):
     dropout_rate: float
     dropout_broadcast: tuple[str, ...]
     lse: bool
+    platform: str
     whole: tuple[int, int] | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
