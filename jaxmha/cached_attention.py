@@ -4,6 +4,8 @@ Source of the blockwise softmax: Milakov and Gimelshein, "Online normalizer calc
 softmax" (2018).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +14,11 @@ import numpy as np
 
 from jaxmha import extra_positions
 from jaxmha.arrays import Array
+from jaxmha.implementations import platforms
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
-from jaxmha.products import resolved
+from jaxmha.products import operand_dtype, resolved, split_scale
 from jaxmha.semantics import Semantics
 
 BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
@@ -58,10 +61,16 @@ def attend_cache(
     (B, T, N, H), (_, K, S, h) = query.shape, cached_values.shape
     G, dtype = N // K, query.dtype
     accumulate = accumulation_dtype(dtype)
-    precision = resolved(semantics.precision)
     scale = H**-0.5 if semantics.scale is None else semantics.scale
+    # A cache of bfloat16 is read as it lies: a copy in float32 takes longer than the products.
+    common = jnp.result_type(query, cached_keys, cached_values)
+    operands = operand_dtype(common, semantics.precision, platforms.current().name)
+    precision = resolved(semantics.precision) if operands is None else "default"
+    scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
+    operands = operands or accumulate
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=accumulate)
     rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
-    rows = rows.reshape(B, K, G * T, H)
+    rows = rows.reshape(B, K, G * T, H).astype(operands)
     last = lengths[:, None] - 1
     left, _ = mask.window_size or (None, None)
     size = min(block, S)
@@ -91,17 +100,19 @@ def attend_cache(
         n, s = there.shape[1], keys.shape[2]
         pairs = there if n > 1 else jnp.broadcast_to(there, (B, K * G, T, s))
         pairs = pairs.reshape(B, K, G * T, s)
-        keys, values = keys.astype(accumulate), values.astype(accumulate)
+        keys, values = keys.astype(operands), values.astype(operands)
         if not dead_too:
             values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
-        logits = _logits(rows, keys, precision)
+        logits = _logits(rows, keys, product)
+        if rest != 1.0:
+            logits *= rest
         if semantics.logits_soft_cap is not None:
             logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
         logits = jnp.where(pairs, logits, -jnp.inf)
         higher = jnp.maximum(highest, logits.max(-1))
         exps, shrink = jnp.exp(logits - higher[..., None]), jnp.exp(highest - higher)
-        product = jnp.einsum("bkrs,bksh->bkrh", exps, values, precision=precision)
-        return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + product
+        weighed = product("bkrs,bksh->bkrh", exps.astype(operands), values)
+        return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + weighed
 
     shape = (B, K, G * T)
     lowest = float(np.finfo(accumulate).min)  # finite, so that nothing becomes NaN
@@ -157,11 +168,11 @@ def attend_cache(
     return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
 
 
-def _logits(rows: jax.Array, keys: jax.Array, precision: Any) -> jax.Array:
+def _logits(rows: jax.Array, keys: jax.Array, product: Callable[..., jax.Array]) -> jax.Array:
     """`B K r s` of rows `B K r H` and keys `B K s H`."""
     if rows.shape[2] == 1:
-        return jnp.einsum("bkrh,bksh->bkrs", rows, keys, precision=precision)
+        return product("bkrh,bksh->bkrs", rows, keys)
     # Few rows times many keys is several times slower on CPUs than the other way round, which
     # XLA would undo.
-    found = jnp.einsum("bksh,bkrh->bksr", keys, rows, precision=precision)
+    found = product("bksh,bkrh->bksr", keys, rows)
     return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]

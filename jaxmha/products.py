@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.arrays import DTypeLike
+
 # A plain loop over k terms, which is what backends make of a small product, has errors that grow
 # with k; parts joined pairwise have errors that grow with a part and the logarithm of how many
 # there are. Up to this many multiplications they cost microseconds; beyond it they would cost the
@@ -51,6 +53,29 @@ def matmul(
         half, rest = len(sums) // 2, sums[len(sums) // 2 * 2 :]
         sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=False)] + rest
     return sums[0]
+
+
+def operand_dtype(dtype: DTypeLike, precision: Any, platform: str) -> np.dtype[Any] | None:
+    """What heads of `dtype` are multiplied in, where that is not the dtype of the sums.
+
+    bfloat16 as it is, where devices multiply it and no precision is asked for: CPUs would make
+    float32 of it again and again, and float16 has no room for the slopes of logits.
+
+    >>> operand_dtype(jnp.bfloat16, None, "cuda"), operand_dtype(jnp.bfloat16, None, "cpu")
+    (dtype(bfloat16), None)
+    """
+    native = dtype == jnp.bfloat16 and precision is None and platform != "cpu"
+    return np.dtype(dtype) if native else None
+
+
+def split_scale(scale: float) -> tuple[float, float]:
+    """A scale as a power of two, by which a product in binary is exact, and what is left, 1 to 2.
+
+    >>> split_scale(-0.125), split_scale(6.0)
+    ((-0.125, 1.0), (4.0, 1.5))
+    """
+    rest = 2 * abs(math.frexp(scale)[0]) or 1.0
+    return scale / rest, rest
 
 
 def resolved(precision: Any) -> Any:

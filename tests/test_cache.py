@@ -80,6 +80,21 @@ def test_dtypes(dtype: str) -> None:
         tolerance.assert_close(out, np.asarray(want), factor=tolerance.LAYER)
 
 
+@pytest.mark.parametrize("semantics", [Semantics(), Semantics(scale=-11.0, logits_soft_cap=30.0)])
+@pytest.mark.parametrize("new", [1, 3])
+def test_products_of_bfloat16(semantics: Semantics, new: int) -> None:
+    """As devices that multiply it run them; queries that were scaled and rounded would differ."""
+    params, x = make("bfloat16", use_bias_kv=True)
+    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, T), semantics=semantics)
+    found = {}
+    for platform in ("cpu", "tpu"):
+        with jaxmha.lowering_for(platform):
+            found[platform], _ = jaxmha.decode_step(
+                params, x[:, 5 : 5 + new], cache, semantics=semantics
+            )
+    tolerance.assert_close(found["tpu"], np.asarray(found["cpu"], np.float64))
+
+
 def test_sequences_of_different_lengths() -> None:
     """Prompts padded on the right; every sequence goes on from its own end."""
     params, x = make()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+import jaxmha
 from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
 from jaxmha.mask import Mask
 from tests import cases, conformance, tolerance
@@ -37,6 +38,20 @@ def test_values(implementation: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", everyday(["bfloat16", "float16"], "bfloat16"))
 def test_values_in_half_precision(implementation: str, case: Case, dtype: str) -> None:
     conformance.values(case, implementation, dtype, jit=False)
+
+
+@pytest.mark.parametrize("case", everyday(CASES, "soft_cap", "everything"))
+def test_products_of_bfloat16(case: Case) -> None:
+    """Where devices multiply it: values, lse and gradients are within the same few roundings."""
+    with jaxmha.lowering_for("tpu"):
+        conformance.kernel(case, "blocked", "bfloat16", lse=True)
+
+
+def test_logits_are_scaled_after_products_of_bfloat16() -> None:
+    """Queries that were scaled and rounded would move logits of this size by a tenth."""
+    case = Case("large", H=11, scale=3.0)
+    with jaxmha.lowering_for("tpu"):
+        conformance.kernel(case, "blocked", "bfloat16", lse=True)
 
 
 @by_implementation

@@ -141,6 +141,54 @@ def test_another_platform_gets_plain_xla() -> None:
         assert TPU not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="tpu")
 
 
+DOT = re.compile(
+    r"dot_general .*precision = \[(\w+), \w+\] : \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\) -> tensor<\w+x(\w+)>"
+)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "options", "operands"),
+    [
+        ("cuda", "bfloat16", {"dropout_rate": 0.1}, "bf16"),
+        ("tpu", "bfloat16", {}, "bf16"),
+        ("tpu", "bfloat16", {"precision": "high"}, "f32"),
+        ("tpu", "float16", {}, "f32"),
+        ("tpu", "float32", {}, "f32"),
+        ("cpu", "bfloat16", {}, "f32"),
+    ],
+)
+def test_products_are_of_what_devices_multiply(
+    platform: str, dtype: str, options: dict[str, Any], operands: str
+) -> None:
+    """Forward and backward; sums are float32. The sums of slope times output are not a product."""
+    key = jax.random.key(0) if "dropout_rate" in options else None
+    heads = array(1, T, 2, H, dtype=dtype)
+
+    def attend(*heads: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            *heads, **options, dropout_key=key, implementation="blocked"
+        )
+
+    with jaxmha.lowering_for(platform):
+        text = lowered(gradient(attend), heads, heads, heads, platform=platform)
+    found = [kinds for kinds in DOT.findall(text) if "HIGHEST" not in kinds or operands == "f32"]
+    assert len(found) >= 5
+    assert {kinds[1:] for kinds in found} == {(operands, operands, "f32")}
+
+
+@pytest.mark.parametrize(("dtype", "widened"), [("bfloat16", False), ("float16", True)])
+def test_a_cache_of_bfloat16_is_read_as_it_lies(dtype: str, widened: bool) -> None:
+    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H, dtype=dtype)
+    cache = jax.eval_shape(lambda: jaxmha.KVCache.empty(params, B, S))
+
+    with jaxmha.lowering_for("cuda"):
+        text = lowered(
+            lambda x, cache: jaxmha.decode_step(params, x, cache),
+            array(B, 1, N * H, dtype=dtype), cache, platform="cuda",
+        )  # fmt: skip
+    assert (f"tensor<{B}x{N}x{S}x{H}xf32>" in text) == widened
+
+
 def test_materialised_scores_are_noticed() -> None:
     text = lowered(
         lambda *x: CALLS["full"](*x, implementation="reference"), *HEADS, COUNTS, THERE,

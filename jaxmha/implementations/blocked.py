@@ -30,6 +30,7 @@ from jaxmha.implementations.over_blocks import (
 )
 from jaxmha.implementations.pairs import NOTHING, Pairs
 from jaxmha.implementations.request import Request, Result, accumulation_dtype
+from jaxmha.products import operand_dtype, split_scale
 
 # Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
 # blocks.plan. Read once, while a program is traced; its gradient and its parts have the same.
@@ -93,7 +94,8 @@ def _drops(request: Request) -> bool:
 
 
 def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs.
+    """Computes the request; sums are float32, or float64 for float64 inputs, and products are of
+    bfloat16 where `operand_dtype` says so.
 
     `spread`: what computes `core` on many devices.
     """
@@ -102,6 +104,9 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     scale = H**-0.5 if semantics.scale is None else semantics.scale
+    platform = platforms.current().name  # once: the gradient may be traced where none is named
+    operands = operand_dtype(request.query.dtype, semantics.precision, platform)
+    scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
     query *= scale
     out: jax.Array
     lse: jax.Array | None
@@ -111,8 +116,7 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
         conditions = pairs.of_mask(request.mask, T, S)
         plain = request.mask.empty and request.bias is None and not _drops(request)
         skips = not request.mask.empty
-        # Once, as the gradient may be traced where no platform is named any more.
-        platform, sizes, window = platforms.current().name, _sizes(), conditions.window
+        sizes, window = _sizes(), conditions.window
         plan = cut(
             query, key, platform=platform, skips=skips, plain=plain, window=window, sizes=sizes
         )
@@ -136,6 +140,8 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
             platform,
             None if request.part is None else (request.part.N, request.part.T),
             sizes,
+            operands,
+            rest,
         )
         traced = conditions._replace(
             window=(None, None), above=None if static is not None else conditions.above
@@ -176,7 +182,7 @@ def core(
     Args:
       plan: the cut.
       rules: what is static.
-      query: `B N T H`, scaled. key: `B K S H`. value: `B K S h`.
+      query: `B N T H`, scaled but for `rules.scale`. key: `B K S H`. value: `B K S h`.
       bias: `b n t s`.
       traced: the conditions that are arrays.
       words: of the threefry key of dropout.

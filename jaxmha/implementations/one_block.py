@@ -21,6 +21,9 @@ class Rules(NamedTuple):
       platform: for which blocks are cut.
       whole: N and T, where the arrays are a part of something larger.
       sizes: of blocks, where they are not those of the rule.
+      operands: dtype of what is multiplied, which loses nothing of rows, keys and values; None:
+        their own.
+      scale: of the logits, beside what the rows have of it.
     """
 
     soft_cap: float | None
@@ -33,6 +36,8 @@ class Rules(NamedTuple):
     platform: str
     whole: tuple[int, int] | None = None
     sizes: tuple[tuple[str, int], ...] = ()
+    operands: np.dtype[Any] | None = None
+    scale: float = 1.0
 
 
 class Running(NamedTuple):
@@ -59,7 +64,7 @@ def forward(
     before: Running | None,
 ) -> Running:
     """One block more: rows `[c] r H`, keys `[c] H s`, values `[c] s h`."""
-    logits = matmul(rows, keys, precision=rules.precision)
+    logits = _scaled(rules, _product(rules, rows, keys))
     if rules.soft_cap is not None:
         logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
     if mask_or_bias is not None:
@@ -71,11 +76,22 @@ def forward(
     total = _sum(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)
-    out = matmul(exps, values, precision=rules.precision)
+    out = _product(rules, exps, values)
     if before is None:
         return Running(out, highest, total)
     shrink = jnp.exp(before.highest - highest)
     return Running(before.out * shrink + out, highest, before.total * shrink + total)
+
+
+def _product(rules: Rules, a: jax.Array, b: jax.Array) -> jax.Array:
+    if rules.operands is None:
+        return matmul(a, b, precision=rules.precision)
+    x, y = (x.astype(rules.operands) for x in (a, b))
+    return matmul(x, y, precision="default", dtype=a.dtype)
+
+
+def _scaled(rules: Rules, x: jax.Array) -> jax.Array:
+    return x if rules.scale == 1.0 else x * rules.scale
 
 
 def _masked(logits: jax.Array, mask_or_bias: jax.Array) -> jax.Array:
@@ -109,8 +125,8 @@ def backward(
     """
     rows, slope, lse, shift = per_row
     keys, values, flipped = per_key
-    product = partial(matmul, precision=rules.precision)
-    logits = product(keys, rows)
+    product = partial(_product, rules)
+    logits = _scaled(rules, product(keys, rows))
     bent = None
     if rules.soft_cap is not None:
         bent = jnp.tanh(logits / rules.soft_cap)
@@ -126,7 +142,7 @@ def backward(
         dropped, slopes = weights * factor, slopes * factor
     value_slope = product(dropped, slope)
     d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
-    d_logits = d_added if bent is None else d_added * (1 - bent * bent)
+    d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))
     key_slope = product(d_logits, jnp.swapaxes(rows, -1, -2))
     row_slope = product(flipped, d_logits)
     return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)
