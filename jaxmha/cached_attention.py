@@ -64,7 +64,8 @@ def attend_cache(
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     # A cache of bfloat16 is read as it lies: a copy in float32 takes longer than the products.
     common = jnp.result_type(query, cached_keys, cached_values)
-    operands = operand_dtype(common, semantics.precision, platforms.current().name)
+    platform = platforms.current().name
+    operands = operand_dtype(common, semantics.precision, platform)
     precision = resolved(semantics.precision) if operands is None else "default"
     scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
     operands = operands or accumulate
@@ -103,7 +104,7 @@ def attend_cache(
         keys, values = keys.astype(operands), values.astype(operands)
         if not dead_too:
             values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
-        logits = _logits(rows, keys, product)
+        logits = _logits(rows, keys, product, platform)
         if rest != 1.0:
             logits *= rest
         if semantics.logits_soft_cap is not None:
@@ -168,9 +169,11 @@ def attend_cache(
     return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
 
 
-def _logits(rows: jax.Array, keys: jax.Array, product: Callable[..., jax.Array]) -> jax.Array:
+def _logits(
+    rows: jax.Array, keys: jax.Array, product: Callable[..., jax.Array], platform: str
+) -> jax.Array:
     """`B K r s` of rows `B K r H` and keys `B K s H`."""
-    if rows.shape[2] == 1:
+    if rows.shape[2] == 1 or platform != "cpu":
         return product("bkrh,bksh->bkrs", rows, keys)
     # Few rows times many keys is several times slower on CPUs than the other way round, which
     # XLA would undo.

@@ -157,9 +157,9 @@ def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     folded = []
     logits = module._logits
 
-    def spy(rows: Any, keys: Any, precision: Any) -> Any:
+    def spy(rows: Any, keys: Any, *others: Any) -> Any:
         jax.debug.callback(lambda: folded.append(keys.shape[2]))
-        return logits(rows, keys, precision)
+        return logits(rows, keys, *others)
 
     monkeypatch.setattr(module, "_logits", spy)
     jax.clear_caches()  # type: ignore[no-untyped-call]
