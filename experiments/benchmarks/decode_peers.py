@@ -1,5 +1,5 @@
 """One decode step of a whole layer, for peers that have a cache: it is written in place, and every
-call appends the same token after the same past."""
+call appends the same token after the same past, whose length is known when the program runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,13 +53,14 @@ def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
 
 def jaxmha_program(case: Case, data: Data) -> Program:
     params, past, *cached = _past(case, data)
-    lengths = jnp.full(case.B, past, jnp.int32)
     keys, values = (jnp.copy(jnp.moveaxis(x, 2, 1)) for x in cached)
 
     def step(params: Any, cache: Any, token: Any) -> Any:
-        return jaxmha.decode_step(params, token, cache._replace(lengths=lengths))
+        out, longer = jaxmha.decode_step(params, token, cache)
+        return out, longer._replace(lengths=cache.lengths)
 
-    return _program(data, step, params, jaxmha.KVCache(keys, values, lengths + 0))
+    lengths = jnp.full(case.B, past, jnp.int32)
+    return _program(data, step, params, jaxmha.KVCache(keys, values, lengths))
 
 
 def linen_program(case: Case, data: Data) -> Program:
@@ -68,11 +69,10 @@ def linen_program(case: Case, data: Data) -> Program:
     module = module.clone(decode=True)
 
     def step(variables: Any, cache: Any, token: Any) -> Any:
-        cache = cache | {"cache_index": jnp.array(past, jnp.int32)}
         out, changed = module.apply(
             variables | {"cache": cache}, token, deterministic=True, mutable=["cache"]
         )
-        return out, changed["cache"]
+        return out, changed["cache"] | {"cache_index": cache["cache_index"]}
 
     cache = {"cached_key": keys, "cached_value": values, "cache_index": jnp.array(past, jnp.int32)}
     return _program(data, step, variables, cache)
@@ -85,12 +85,13 @@ def nnx_program(case: Case, data: Data) -> Program:
     module = flax_converter.to_module(params)
     module.init_cache((case.B, case.S, case.E))
     module.cached_key[...], module.cached_value[...] = keys, values
+    module.cache_index[...] = jnp.array(past, jnp.int32)
     graph, state, cache, rest = nnx.split(module, nnx.Param, nnx.Cache, ...)
 
     def step(state: Any, cache: Any, token: Any) -> Any:
         module = nnx.merge(graph, state, cache, rest)
-        module.cache_index[...] = jnp.array(past, jnp.int32)
         out = module(token, deterministic=True, decode=True)
+        module.cache_index[...] -= 1
         return out, nnx.state(module, nnx.Cache)
 
     return _program(data, step, state, cache)
@@ -102,12 +103,14 @@ def jax_nn_program(case: Case, data: Data) -> Program:
 
     def step(params: Any, cache: Any, token: Any) -> Any:
         query, *new = (jnp.einsum("btd,dnh->btnh", token, p.kernel) + p.bias for p in params[:3])
-        cache = tuple(x.at[:, past].set(y[:, 0]) for x, y in zip(cache, new, strict=True))
+        *heads, past = cache
+        heads = [x.at[:, past].set(y[:, 0]) for x, y in zip(heads, new, strict=True)]
         lengths = jnp.full(case.B, past + 1)
-        context = jax.nn.dot_product_attention(query, *cache, key_value_seq_lengths=lengths)
-        return jnp.einsum("btnh,nhd->btd", context, params.out.kernel) + params.out.bias, cache
+        context = jax.nn.dot_product_attention(query, *heads, key_value_seq_lengths=lengths)
+        out = jnp.einsum("btnh,nhd->btd", context, params.out.kernel) + params.out.bias
+        return out, (*heads, past)
 
-    return _program(data, step, params, (keys, values))
+    return _program(data, step, params, (keys, values, jnp.array(past, jnp.int32)))
 
 
 PROGRAMS: dict[str, Callable[[Case, Data], Program]] = {
