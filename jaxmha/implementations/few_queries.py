@@ -5,6 +5,8 @@ the products. Here one product of matrices takes all heads together: each query 
 zeros for the other heads, and of each output the own head is taken.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,15 +41,58 @@ def attend(request: Request) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs."""
     if request.mask.empty and request.bias is None:
         return _apart(request)
-    # Zeroing what nothing attends is a copy of all keys and values; a sum is a tenth of that, and
-    # finite only if they all are.
-    finite = [jnp.isfinite(x.astype(np.float32).sum()) for x in request[:3]]
+    leaves, tree = jax.tree.flatten(request)
+    arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
+    static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
+
+    def whole(arrays: list[Any]) -> Request:
+        rest = iter(arrays)
+        found: Request = jax.tree.unflatten(tree, [next(rest) if x is None else x for x in static])
+        return found
+
+    result: Result = _masked(whole, arrays)
+    return result
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _masked(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
+    """Zeroing what nothing attends is a copy of all keys and values. Where none of them is NaN or
+    infinite it is not needed, and what is shows in the products, which are small."""
+    finite = []
+
+    def logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+        found = _logits(query, key, precision)
+        finite.append(jnp.isfinite(found.sum()))
+        return found
+
+    def out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+        found = _out(weights, value, precision)
+        finite.append(jnp.isfinite(found).all())  # XLA would make one sum per head
+        return found
+
+    request = whole(arrays)
+    quick = reference.attend(request, reference.Products(logits, out), all_finite=True)
     result: Result = jax.lax.cond(
-        _all(finite[0] & finite[1] & finite[2]),
-        lambda: reference.attend(request, ALL_HEADS, all_finite=True),
-        lambda: _apart(request),
+        _all(finite[0] & finite[1]), lambda: quick, lambda: _apart(request)
     )
     return result
+
+
+@_masked.defjvp
+def _slopes(whole: Callable[[list[Any]], Request], primals: Any, tangents: Any) -> Any:
+    """Products that are computed and not answered would have slopes too, 0 * NaN."""
+
+    def careful(arrays: list[Any]) -> Result:
+        request = whole(arrays)
+        finite = [jnp.isfinite(x.astype(np.float32).sum()) for x in request[:3]]
+        result: Result = jax.lax.cond(
+            _all(finite[0] & finite[1] & finite[2]),
+            lambda: reference.attend(request, ALL_HEADS, all_finite=True),
+            lambda: _apart(request),
+        )
+        return result
+
+    return jax.jvp(careful, primals, tangents)
 
 
 def _apart(request: Request) -> Result:
