@@ -26,7 +26,9 @@ class KVCache(NamedTuple):
     """Keys and values of the tokens so far; position p stands in slot `p % S`.
 
     A plain pytree: donate it to the step that returns its successor. A cache of an earlier time
-    is had back by smaller lengths: `cache._replace(lengths=earlier)`.
+    is had back by smaller lengths, `cache._replace(lengths=earlier)`, while what it looks at still
+    stands in its slots: beside `Mask.window(left, ...)` up to S - left tokens can be taken back
+    once a cache has gone round.
 
     Attributes:
       key: `(B, K, S, H)`, S slots.
@@ -173,7 +175,8 @@ def decode_step(
 
     A step costs what the longest sequence has, not what the cache has room for. Each sequence has
     its own length. Where one has no room left its outputs are NaN (and its cache useless), since
-    a compiled program cannot raise.
+    a compiled program cannot raise. Steps have no reverse-mode gradient: train with
+    `multi_head_attention` on whole sequences.
 
     Args:
       params: of the layer; Dq = Dk = Dv.

@@ -61,10 +61,11 @@ def operand_dtype(dtype: DTypeLike, precision: Any, platform: str) -> np.dtype[A
     bfloat16 as it is, where devices multiply it and no precision is asked for: CPUs would make
     float32 of it again and again, and float16 has no room for the slopes of logits.
 
-    >>> operand_dtype(jnp.bfloat16, None, "cuda"), operand_dtype(jnp.bfloat16, None, "cpu")
-    (dtype(bfloat16), None)
+    >>> with jax.default_matmul_precision(None):
+    ...     [operand_dtype(jnp.bfloat16, None, platform) for platform in ("cuda", "cpu")]
+    [dtype(bfloat16), None]
     """
-    native = dtype == jnp.bfloat16 and precision is None and platform != "cpu"
+    native = dtype == jnp.bfloat16 and _asked(precision) is None and platform != "cpu"
     return np.dtype(dtype) if native else None
 
 
@@ -80,7 +81,11 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 def resolved(precision: Any) -> Any:
     """The precision asked for, else that of JAX's configuration, else the highest."""
-    return precision or jax.config.jax_default_matmul_precision or "highest"  # type: ignore[attr-defined]
+    return _asked(precision) or "highest"
+
+
+def _asked(precision: Any) -> Any:
+    return precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:

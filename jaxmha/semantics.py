@@ -64,8 +64,8 @@ class Semantics:
         `nan`, or `mean` of the values over all key positions.
       softmax_dtype: None: at least float32; float64 stays float64.
       precision: of matrix products, as in `jax.lax.dot_general`; None: `jax_default_matmul_precision`
-        where that is set, else `highest`: float32 is float32 on every platform, and bfloat16 is
-        multiplied as it is, with float32 sums, where devices can.
+        where that is set, else `highest`: float32 is float32 on every platform, and then bfloat16
+        is multiplied as it is, with float32 sums, where devices can.
       dropout_rate: probability that a weight is dropped; acts only where a key is given.
       dropout_broadcast: axes of BNTS that share a draw; flax shares over `("B", "N")`.
       add_zero_attn: an extra position whose key and value are zero.

@@ -235,11 +235,14 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
 
     compiled = jax.jit(jax.grad(value, has_aux=True))
     clean, answer = compiled(*split(arrays))
-    for poison in (np.nan, np.inf, -np.inf):
+    one = tuple(np.argwhere(dead)[0]) + (0,) * (arrays["key"].ndim - dead.ndim)
+    # One of it leaves their sum finite, but not what it is multiplied with.
+    huge = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    for poison, where in ((np.nan, dead), (np.inf, dead), (-np.inf, dead), (huge, one)):
         spoiled = dict(arrays)
         for name in ("key", "value"):
             spoiled[name] = arrays[name].copy()
-            spoiled[name][dead] = poison
+            spoiled[name][where] = poison
         slopes, spoiled_answer = compiled(*split(spoiled))
         for x, y in zip(spoiled_answer, answer, strict=True):
             tolerance.assert_same(x, y, f"output, weights or lse {x.shape} with {poison}")

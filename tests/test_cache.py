@@ -88,7 +88,7 @@ def test_products_of_bfloat16(semantics: Semantics, new: int) -> None:
     _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, T), semantics=semantics)
     found = {}
     for platform in ("cpu", "tpu"):
-        with jaxmha.lowering_for(platform):
+        with jaxmha.lowering_for(platform), jax.default_matmul_precision(None):
             found[platform], _ = jaxmha.decode_step(
                 params, x[:, 5 : 5 + new], cache, semantics=semantics
             )
@@ -200,6 +200,22 @@ def test_rollback() -> None:
     want, _ = jaxmha.decode_step(params, x[:, 4:5], cache)
     got, _ = jaxmha.decode_step(params, x[:, 4:5], back)
     tolerance.assert_same(got, want)
+
+
+@pytest.mark.parametrize(("taken_back", "there"), [(2, True), (3, False)])
+def test_rollback_of_a_cache_that_has_gone_round(taken_back: int, there: bool) -> None:
+    """Up to S - left tokens; beyond, slots hold later ones."""
+    params, x = make()
+    left = 3
+    window = Mask.window(left, None)
+    cache = KVCache.empty(params, B, left + 2)
+    for t in range(T):
+        _, cache = jaxmha.decode_step(params, x[:, t : t + 1], cache, mask=window)
+    back = cache._replace(lengths=cache.lengths - taken_back)
+    at = slice(T - taken_back, T - taken_back + 1)
+    out, _ = jaxmha.decode_step(params, x[:, at], back, mask=window)
+    want = np.asarray(full(params, x, mask=window)[:, at])
+    assert (tolerance.error(out, want) < tolerance.FLOORS["float32"] * 2) == there
 
 
 def test_prompts_padded_on_the_left() -> None:

@@ -152,6 +152,7 @@ DOT = re.compile(
         ("cuda", "bfloat16", {"dropout_rate": 0.1}, "bf16"),
         ("tpu", "bfloat16", {}, "bf16"),
         ("tpu", "bfloat16", {"precision": "high"}, "f32"),
+        ("tpu", "bfloat16", {"configured": "high"}, "f32"),
         ("tpu", "float16", {}, "f32"),
         ("tpu", "float32", {}, "f32"),
         ("cpu", "bfloat16", {}, "f32"),
@@ -162,6 +163,8 @@ def test_products_are_of_what_devices_multiply(
 ) -> None:
     """Forward and backward; sums are float32. The sums of slope times output are not a product."""
     key = jax.random.key(0) if "dropout_rate" in options else None
+    configured = options.get("configured")
+    options = {name: value for name, value in options.items() if name != "configured"}
     heads = array(1, T, 2, H, dtype=dtype)
 
     def attend(*heads: Any) -> Any:
@@ -169,7 +172,7 @@ def test_products_are_of_what_devices_multiply(
             *heads, **options, dropout_key=key, implementation="blocked"
         )
 
-    with jaxmha.lowering_for(platform):
+    with jaxmha.lowering_for(platform), jax.default_matmul_precision(configured):
         text = lowered(gradient(attend), heads, heads, heads, platform=platform)
     found = [kinds for kinds in DOT.findall(text) if "HIGHEST" not in kinds or operands == "f32"]
     assert len(found) >= 5
@@ -181,7 +184,7 @@ def test_a_cache_of_bfloat16_is_read_as_it_lies(dtype: str, widened: bool) -> No
     params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H, dtype=dtype)
     cache = jax.eval_shape(lambda: jaxmha.KVCache.empty(params, B, S))
 
-    with jaxmha.lowering_for("cuda"):
+    with jaxmha.lowering_for("cuda"), jax.default_matmul_precision(None):
         text = lowered(
             lambda x, cache: jaxmha.decode_step(params, x, cache),
             array(B, 1, N * H, dtype=dtype), cache, platform="cuda",

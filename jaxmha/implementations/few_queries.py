@@ -39,8 +39,6 @@ def supports(request: Request) -> str | None:
 
 def attend(request: Request) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs."""
-    if request.mask.empty and request.bias is None:
-        return _apart(request)
     leaves, tree = jax.tree.flatten(request)
     arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
     static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
@@ -50,12 +48,26 @@ def attend(request: Request) -> Result:
         found: Request = jax.tree.unflatten(tree, [next(rest) if x is None else x for x in static])
         return found
 
-    result: Result = _masked(whole, arrays)
+    result: Result = _attend(whole, arrays)
     return result
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _masked(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
+def _attend(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
+    request = whole(arrays)
+    if request.mask.empty and request.bias is None:
+        return _apart(request)
+    return _masked(request)
+
+
+@_attend.defjvp
+def _slopes(whole: Callable[[list[Any]], Request], primals: Any, tangents: Any) -> Any:
+    """Slopes of products of all heads together would reach the other heads, 0 * NaN, and those of
+    keys head by head are a copy of all of them anyway, and no slower."""
+    return jax.jvp(lambda arrays: reference.attend(whole(arrays)), primals, tangents)
+
+
+def _masked(request: Request) -> Result:
     """Zeroing what nothing attends is a copy of all keys and values. Where none of them is NaN or
     infinite it is not needed, and what is shows in the products, which are small."""
     finite = []
@@ -70,29 +82,11 @@ def _masked(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
         finite.append(jnp.isfinite(found).all())  # XLA would make one sum per head
         return found
 
-    request = whole(arrays)
     quick = reference.attend(request, reference.Products(logits, out), all_finite=True)
     result: Result = jax.lax.cond(
         _all(finite[0] & finite[1]), lambda: quick, lambda: _apart(request)
     )
     return result
-
-
-@_masked.defjvp
-def _slopes(whole: Callable[[list[Any]], Request], primals: Any, tangents: Any) -> Any:
-    """Products that are computed and not answered would have slopes too, 0 * NaN."""
-
-    def careful(arrays: list[Any]) -> Result:
-        request = whole(arrays)
-        finite = [jnp.isfinite(x.astype(np.float32).sum()) for x in request[:3]]
-        result: Result = jax.lax.cond(
-            _all(finite[0] & finite[1] & finite[2]),
-            lambda: reference.attend(request, ALL_HEADS, all_finite=True),
-            lambda: _apart(request),
-        )
-        return result
-
-    return jax.jvp(careful, primals, tangents)
 
 
 def _apart(request: Request) -> Result:
@@ -103,7 +97,7 @@ def _apart(request: Request) -> Result:
         return result
     assert result.lse is not None
     apart: Result = jax.lax.cond(
-        _all(~jnp.isnan(jax.lax.stop_gradient(result.lse)).any()),
+        _all(~jnp.isnan(result.lse).any()),
         lambda: result,
         lambda: reference.attend(request, EACH_HEAD),
     )
