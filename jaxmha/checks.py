@@ -13,19 +13,17 @@ from jax import export
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 
-FLOAT64 = np.dtype(np.float64)
-
 
 def no_silent_rounding(**arguments: Any) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
-    if jax.dtypes.canonicalize_dtype(FLOAT64) == FLOAT64:
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         return
     # Paths of sound leaves would take longer than everything else that is checked.
-    if not any(getattr(leaf, "dtype", None) == FLOAT64 for leaf in jax.tree.leaves(arguments)):
+    if not any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arguments)):
         return
     for name, tree in arguments.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if getattr(leaf, "dtype", None) == FLOAT64:
+            if getattr(leaf, "dtype", None) == np.float64:
                 raise TypeError(
                     f"{name}{jax.tree_util.keystr(path)} is float64, which JAX would round to "
                     "float32: call jax.config.update('jax_enable_x64', True), or cast it yourself"
