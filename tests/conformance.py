@@ -114,6 +114,12 @@ def scalar(case: Case, implementation: str, dtype: str = "float64") -> Callable[
     return lambda inside, others: weighted(parts, *run(inside | others))
 
 
+def both(function: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = False) -> Any:
+    """Compiled: the value alone, then it and its gradients, which may be another program."""
+    slopes = jax.value_and_grad(function, argnums, has_aux=has_aux)
+    return jax.jit(lambda *arguments: (function(*arguments), slopes(*arguments)))
+
+
 def split(arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays with gradients, and the others."""
     inside = {name: x for name, x in arrays.items() if name in DIFFERENTIABLE}
@@ -233,8 +239,8 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
         answer = run(inside | others)
         return weighted(parts, answer[0], answer[-1]), answer
 
-    compiled = jax.jit(jax.grad(value, has_aux=True))
-    clean, answer = compiled(*split(arrays))
+    compiled = both(value, has_aux=True)
+    (_, alone), ((_, answer), clean) = compiled(*split(arrays))
     one = tuple(np.argwhere(dead)[0]) + (0,) * (arrays["key"].ndim - dead.ndim)
     # One of it leaves their sum finite, but not what it is multiplied with.
     huge = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
@@ -243,8 +249,8 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
         for name in ("key", "value"):
             spoiled[name] = arrays[name].copy()
             spoiled[name][where] = poison
-        slopes, spoiled_answer = compiled(*split(spoiled))
-        for x, y in zip(spoiled_answer, answer, strict=True):
+        (_, spoiled_alone), ((_, spoiled_answer), slopes) = compiled(*split(spoiled))
+        for x, y in zip((*spoiled_alone, *spoiled_answer), (*alone, *answer), strict=True):
             tolerance.assert_same(x, y, f"output, weights or lse {x.shape} with {poison}")
         for name, slope in slopes.items():
             assert np.isfinite(slope.astype(np.float32)).all(), f"gradient of {name}, {poison}"

@@ -147,24 +147,22 @@ DOT = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "options", "operands"),
+    ("platform", "dtype", "options", "configured", "operands"),
     [
-        ("cuda", "bfloat16", {"dropout_rate": 0.1}, "bf16"),
-        ("tpu", "bfloat16", {}, "bf16"),
-        ("tpu", "bfloat16", {"precision": "high"}, "f32"),
-        ("tpu", "bfloat16", {"configured": "high"}, "f32"),
-        ("tpu", "float16", {}, "f32"),
-        ("tpu", "float32", {}, "f32"),
-        ("cpu", "bfloat16", {}, "f32"),
+        ("cuda", "bfloat16", {"dropout_rate": 0.1}, None, "bf16"),
+        ("tpu", "bfloat16", {}, None, "bf16"),
+        ("tpu", "bfloat16", {"precision": "high"}, None, "f32"),
+        ("tpu", "bfloat16", {}, "high", "f32"),
+        ("tpu", "float16", {}, None, "f32"),
+        ("tpu", "float32", {}, None, "f32"),
+        ("cpu", "bfloat16", {}, None, "f32"),
     ],
 )
 def test_products_are_of_what_devices_multiply(
-    platform: str, dtype: str, options: dict[str, Any], operands: str
+    platform: str, dtype: str, options: dict[str, Any], configured: Any, operands: str
 ) -> None:
     """Forward and backward; sums are float32. The sums of slope times output are not a product."""
     key = jax.random.key(0) if "dropout_rate" in options else None
-    configured = options.get("configured")
-    options = {name: value for name, value in options.items() if name != "configured"}
     heads = array(1, T, 2, H, dtype=dtype)
 
     def attend(*heads: Any) -> Any:

@@ -95,7 +95,7 @@ def attention(implementation: str) -> Any:
         finite = jnp.where(lse == -jnp.inf, 0.0, lse)  # an empty row has no logits
         return (out * weight).sum() + finite.sum(), out
 
-    return jax.jit(jax.grad(run, has_aux=True))
+    return conformance.both(run, has_aux=True)
 
 
 @cache
@@ -106,7 +106,7 @@ def layer(implementation: str) -> Any:
         )
         return (out * weight).sum(), out
 
-    return jax.jit(jax.grad(run, argnums=(0, 1), has_aux=True))
+    return conformance.both(run, (0, 1), has_aux=True)
 
 
 def check_attention(implementation: str, **drawn: Any) -> None:
