@@ -1,6 +1,7 @@
 """Decoding with a cache of keys and values."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
-from jaxmha.cached_attention import BLOCK, attend_cache, refuse_structure
+from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, refuse_structure
 from jaxmha.layer import combine, project
-from jaxmha.mask import Mask
+from jaxmha.mask import Mask, near
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Semantics
 
@@ -33,7 +34,7 @@ class KVCache(NamedTuple):
     Attributes:
       key: `(B, K, S, H)`, S slots.
       value: `(B, K, S, h)`.
-      lengths: `(B,)` int32, tokens so far of each sequence.
+      lengths: `(B,)` int32, tokens so far of each sequence; a negative length is 0.
     """
 
     key: Array
@@ -51,7 +52,13 @@ class KVCache(NamedTuple):
           batch_size: B.
           length: S. With `Mask.window(left, ...)` in every step, left + 1 slots are enough for
             sequences of any length.
-          dtype: default that of the parameters.
+          dtype: default that of the parameters. Keys and values are rounded to it once, when a
+            token is written, as `astype` rounds: beyond its largest value they are inf, or NaN
+            where it has no inf. Steps compute in the dtype of their inputs. float8 has a quarter
+            of the bytes of float32.
+
+        Raises:
+          TypeError: dtype is not floating, has no zero (float8_e8m0fnu), or is float64 without x64.
 
         >>> from jaxmha import init_params
         >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -59,7 +66,8 @@ class KVCache(NamedTuple):
         (5, 2, 7, 3)
         """
         sizes = check(params)
-        dtype = np.dtype(dtype) if dtype is not None else checks.promoted(**_kernels(params))
+        dtype = checks.promoted(**_kernels(params)) if dtype is None else dtype
+        dtype = checks.floating_dtype(dtype)
         shape = (batch_size, sizes["K"], length)
         return cls(
             jnp.zeros((*shape, sizes["H"]), dtype),
@@ -86,7 +94,9 @@ def prefill(
       cache: whatever it held is forgotten.
       semantics: as in `multi_head_attention`; dropout does not act.
       mask: beside the causal one; `Mask.lengths(key_value=lengths)` says how long the prompts are.
-      rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`.
+      rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`. It is a
+        static argument: give the same function in every call, or a `functools.partial` of the same
+        function and equal arguments. A new lambda compiles anew.
       implementation: as in `multi_head_attention`.
 
     Returns:
@@ -95,6 +105,7 @@ def prefill(
     Raises:
       ValueError: T is more than the cache has room for, a shape does not fit, or tokens are in
         zig-zag order.
+      TypeError: the cache holds another dtype than a floating one, or lengths that are no integers.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -102,13 +113,16 @@ def prefill(
     >>> out.shape, cache.lengths.tolist()
     ((1, 3, 6), [3])
     """
-    checks.are_of(MHAParams, params=params)
-    checks.are_of(KVCache, cache=cache)
-    checks.are_of(Semantics, semantics=semantics)
-    checks.are_arrays(x=x)
-    mask = as_mask(mask)
-    chosen = hashable(implementation)
-    out, kept = _prefill(params, x, cache, mask, semantics, rotate=rotate, implementation=chosen)
+    cache = _checked(params, x, cache, semantics)
+    out, kept = _prefill(
+        params,
+        x,
+        cache,
+        as_mask(mask),
+        semantics,
+        rotate=_static(rotate),
+        implementation=hashable(implementation),
+    )
     return out, kept
 
 
@@ -156,7 +170,7 @@ def _prefill(
     )
     lengths = jnp.full(B, T, np.int32)
     if mask.key_value_lengths is not None:
-        lengths = jnp.minimum(lengths, jnp.asarray(mask.key_value_lengths, np.int32))
+        lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
     fresh = cache._replace(lengths=jnp.zeros(B, np.int32))
     kept = _write(fresh, key, value, lengths)
     return combine(params, result.out, semantics=semantics), kept
@@ -194,6 +208,7 @@ def decode_step(
     Raises:
       ValueError: a shape does not fit, the mask has what a cache cannot have, or tokens are in
         zig-zag order.
+      TypeError: as in `prefill`.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -202,10 +217,7 @@ def decode_step(
     >>> out.shape, cache.lengths.tolist()
     ((1, 1, 6), [4])
     """
-    checks.are_of(MHAParams, params=params)
-    checks.are_of(KVCache, cache=cache)
-    checks.are_of(Semantics, semantics=semantics)
-    checks.are_arrays(x=x)
+    cache = _checked(params, x, cache, semantics)
     mask = as_mask(mask)
     refuse_structure(mask)
     if semantics.fully_masked == "mean":
@@ -213,7 +225,9 @@ def decode_step(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
             "use 'zero' or 'nan'"
         )
-    out, longer = _decode_step(params, x, cache, mask, semantics, rotate=rotate, block=BLOCK)
+    out, longer = _decode_step(
+        params, x, cache, mask, semantics, rotate=_static(rotate), block=BLOCK
+    )
     return out, longer
 
 
@@ -230,6 +244,7 @@ def _decode_step(
     block: int,
 ) -> Any:
     B, T, S = _sizes(params, x, cache)
+    lengths = _counts(jnp.asarray(cache.lengths))
     left, _ = mask.window_size or (None, None)
     if T > S or (left is not None and left < S < left + T):
         raise ValueError(
@@ -239,14 +254,61 @@ def _decode_step(
         )
     rings = left is not None and left + T <= S
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
-    positions = jnp.asarray(cache.lengths)[:, None] + tokens
+    positions = lengths[:, None] + tokens
     query, key, value = _heads(params, x, semantics, positions, rotate)
-    cache = _write(cache, key, value, jnp.full(B, T, np.int32))
+    cache = _write(cache._replace(lengths=lengths), key, value, jnp.full(B, T, np.int32))
     mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
     out = attend_cache(params, query, cache, positions, mask, semantics, block)
     if not rings:
-        out = jnp.where((jnp.asarray(cache.lengths) > S).reshape(B, 1, 1, 1), jnp.nan, out)
+        out = nan_where((lengths + T > S).reshape(B, 1, 1, 1), out)
     return combine(params, out, semantics=semantics), cache
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """A `functools.partial` that is equal to another one of equal parts, for static arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, heads: jax.Array, positions: jax.Array) -> Any:
+        return self.function(*self.args, heads, positions, **dict(self.keywords))
+
+
+def _static(rotate: Rotate | None) -> Rotate | None:
+    if type(rotate) is not partial:
+        return rotate
+    found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))
+    try:
+        hash(found)
+    except TypeError:  # an array among the arguments
+        return rotate
+    return found
+
+
+def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) -> KVCache:
+    """The cache, its NumPy lengths of any integer dtype made int32 before jit cuts them."""
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(KVCache, cache=cache)
+    checks.are_of(Semantics, semantics=semantics)
+    checks.are_arrays(x=x)
+    checks.are_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
+    checks.no_silent_rounding(**{"cache.key": cache.key, "cache.value": cache.value})
+    for name in ("key", "value"):
+        checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
+    if not jnp.issubdtype(cache.lengths.dtype, np.integer):
+        raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
+    if not isinstance(cache.lengths, np.ndarray):
+        return cache
+    return cache._replace(lengths=_counts(cache.lengths))
+
+
+def _counts(lengths: Any) -> Any:
+    """Lengths of any integer dtype as int32 of at least 0."""
+    if lengths.dtype != np.int32:
+        lengths = near(lengths).astype(np.int32)
+    return lengths.clip(0)
 
 
 def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
@@ -286,6 +348,8 @@ def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KV
     else:
         rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (key.shape[0], T))
     starts = jnp.asarray(cache.lengths)
+    if S == 0:
+        return cache
     slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: nowhere
 
     def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:

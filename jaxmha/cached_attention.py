@@ -16,6 +16,7 @@ from jaxmha import extra_positions
 from jaxmha.arrays import Array
 from jaxmha.implementations import platforms
 from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.implementations.shards import alike
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
 from jaxmha.products import operand_dtype, resolved, split_scale
@@ -60,10 +61,12 @@ def attend_cache(
     cached_keys, cached_values, lengths = map(jnp.asarray, cache)
     (B, T, N, H), (_, K, S, h) = query.shape, cached_values.shape
     G, dtype = N // K, query.dtype
+    if 0 in (B, T, S):
+        return jnp.zeros((B, T, N, h), dtype)
     accumulate = accumulation_dtype(dtype)
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     # A cache of bfloat16 is read as it lies: a copy in float32 takes longer than the products.
-    common = jnp.result_type(query, cached_keys, cached_values)
+    common = _common_dtype(query.dtype, cached_keys.dtype, cached_values.dtype)
     platform = platforms.current().name
     operands = operand_dtype(common, semantics.precision, platform)
     precision = resolved(semantics.precision) if operands is None else "default"
@@ -72,6 +75,9 @@ def attend_cache(
     product = partial(jnp.einsum, precision=precision, preferred_element_type=accumulate)
     rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
     rows = rows.reshape(B, K, G * T, H).astype(operands)
+    rows, cached_keys, cached_values, lengths, positions, mask = alike(
+        (rows, cached_keys, cached_values, lengths, positions, mask)
+    )
     last = lengths[:, None] - 1
     left, _ = mask.window_size or (None, None)
     size = min(block, S)
@@ -122,6 +128,7 @@ def attend_cache(
         jnp.zeros(shape, accumulate),
         jnp.zeros((*shape, h), accumulate),
     )
+    nothing, _ = alike((nothing, rows))
     used = jnp.minimum(jnp.max(last) + 1, S)
 
     def whole() -> tuple[Any, ...]:
@@ -149,9 +156,9 @@ def attend_cache(
 
     # Cutting a block out is a copy, which costs more than reading all where much is used. Where
     # slots that nothing attends hold NaN, that fails, and blocks are right.
-    unread = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nothing)
-    state = jax.lax.cond(used * WORTH_A_COPY > S, whole, lambda: unread)
-    state = jax.lax.cond(jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
+    much = used * WORTH_A_COPY > S
+    state = jax.lax.cond(much, whole, lambda: nothing)
+    state = jax.lax.cond(much & jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
 
     heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
     more = [
@@ -167,6 +174,22 @@ def attend_cache(
     if semantics.fully_masked == "nan":
         out = jnp.where(empty, jnp.nan, out)
     return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
+
+
+def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, and NaN where the condition holds.
+
+    A constant NaN would be reported by `jax_debug_nans` where no row is NaN.
+    """
+    infinite = jnp.where(condition, jnp.inf, 0.0).astype(x.dtype)
+    return jnp.where(condition, infinite - infinite, x)
+
+
+def _common_dtype(query: np.dtype[Any], *cached: np.dtype[Any]) -> np.dtype[Any]:
+    """Promoted; float8, which is only stored, is widened to the dtype of the queries."""
+    wide = [dtype for dtype in cached if dtype.itemsize > 1]
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(query, *wide))
 
 
 def _logits(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from jaxmha.arrays import DTypeLike
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 
@@ -37,6 +38,22 @@ def are_arrays(**arguments: Any) -> None:
             raise TypeError(f"{name} must be an array, got {type(value).__name__}")
 
 
+def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
+    """A dtype that can hold heads; TypeError unless it is floating, has a sign and a zero, and is
+    not one that JAX would round."""
+    dtype = np.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating, got {dtype}")
+    if np.array([-1, 0]).astype(dtype).tolist() != [-1, 0]:  # float8_e8m0fnu, made for scales
+        raise TypeError(f"{name} must be floating with a sign and a zero, got {dtype}")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(
+            f"{name}={dtype} would be rounded to float32: call "
+            "jax.config.update('jax_enable_x64', True)"
+        )
+    return dtype
+
+
 def are_of(kind: type, **arguments: Any) -> None:
     """Raises TypeError for an argument that is of another type of jaxmha's, or of none."""
     for name, value in arguments.items():
@@ -59,8 +76,12 @@ def promoted(**arrays: Any) -> np.dtype[Any]:
     for name, array in there.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be a floating array, got {array.dtype}")
-    with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jnp.result_type(*there.values()))
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            return np.dtype(jnp.result_type(*there.values()))
+    except jax.dtypes.TypePromotionError:  # float8 is promoted to nothing
+        dtypes = ", ".join(f"{name} is {array.dtype}" for name, array in there.items())
+        raise TypeError(f"no common dtype: {dtypes}; cast them to one") from None
 
 
 def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:

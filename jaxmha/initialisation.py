@@ -9,10 +9,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.checks import are_sizes
+from jaxmha.checks import are_sizes, floating_dtype
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.params import MHAParams, Projection
 from jaxmha.semantics import one_of
@@ -71,13 +70,7 @@ def init_params(
         value_features=value_features,
         out_features=out_features,
     )
-    dtype = np.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be floating, got {dtype}")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(
-            f"dtype={dtype} would be rounded to float32: call jax.config.update('jax_enable_x64', True)"
-        )
+    dtype = floating_dtype(dtype)
     if head_dim is None and features % num_heads:
         raise ValueError(
             f"features Dq={features} is not a multiple of num_heads N={num_heads}: give head_dim"

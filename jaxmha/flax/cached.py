@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmha import sharding
 from jaxmha.cache import KVCache, Rotate
-from jaxmha.cached_attention import refuse_structure
+from jaxmha.cached_attention import nan_where, refuse_structure
 from jaxmha.flax.heads import (
     How,
     between,
@@ -135,5 +135,5 @@ def _attend_cached(
     wide = widen(params, bias, mask, batch, sizes_of(query, keys), how.semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
     out, weights = between(params, query, *heads, wide, how)
-    out = jnp.where(index + T > S, jnp.nan, out)
+    out = nan_where(index + T > S, out)
     return combine(params, out, semantics=how.semantics), weights, (keys, values, index + T)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.cache import KVCache, Rotate, decode_step, prefill
-from jaxmha.checks import are_sizes, no_silent_rounding
+from jaxmha.checks import are_sizes, floating_dtype, no_silent_rounding
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -285,7 +285,7 @@ class MultiHeadAttention(Attributes):
         ((3, 1, 6), 1)
         """
         shape = (*input_shape[:-1], self.num_kv_heads)
-        held = None if dtype is None else np.dtype(dtype)
+        held = None if dtype is None else floating_dtype(dtype)
         self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), held))
         self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), held))
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))

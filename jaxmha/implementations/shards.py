@@ -2,7 +2,7 @@
 on one device's arrays, which no partitioner replicates."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxmha import sharding
 from jaxmha.implementations.request import Part, Request, Result
 from jaxmha.sharding import Axes
+
+Tree = TypeVar("Tree")
 
 
 class Split(NamedTuple):
@@ -88,7 +90,7 @@ def split(B: int, N: int, K: int) -> Split | None:
     return Split(axes, b, n, k if n else (), B, N)
 
 
-def alike(arrays: Any) -> Any:
+def alike(arrays: Tree) -> Tree:
     """Arrays, each of which differs between devices as soon as one does: what a loop carries does,
     and gradients of what all devices share are summed once, over devices, outside."""
     leaves, tree = jax.tree.flatten(arrays)
@@ -98,7 +100,8 @@ def alike(arrays: Any) -> Any:
         return arrays
     more = [tuple(names - before) for before in varying]
     leaves = [jax.lax.pcast(x, axes, to="varying") for x, axes in zip(leaves, more, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
+    found: Tree = jax.tree.unflatten(tree, leaves)
+    return found
 
 
 def project(

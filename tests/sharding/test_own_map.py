@@ -1,5 +1,6 @@
 """Attention inside a `jax.shard_map` of the caller, which checks what differs between devices."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxmha
-from jaxmha import Mask
+from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
 from jaxmha.implementations import blocked, few_queries
 from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh
@@ -71,3 +72,62 @@ def test_answers_and_gradients(
         return jax.jit(jax.grad(value, has_aux=True))(arrays)
 
     assert_alike(of(lambda heads: mapped(*heads)), of(lambda x: attend("reference", x)))
+
+
+DECODING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"mask": Mask.window(3, None)},
+    "extra positions, soft cap": {"semantics": Semantics(add_zero_attn=True, logits_soft_cap=3.0)},
+    "padding": {"mask": Mask.padding(key_value=np.arange(S)[None] != 1)},
+}
+
+
+@pytest.mark.parametrize("length", [S, 2048], ids=["read whole", "read in blocks"])
+@pytest.mark.parametrize("split", ["rows", "rows, shared cache", "heads"])
+@pytest.mark.parametrize("name", everyday(DECODING, "window"))
+def test_decoding(name: str, split: str, length: int) -> None:
+    """A step reads its cache by branches and loops, whose states differ between devices."""
+    options = dict(DECODING[name])
+    if name == "padding":
+        visible = np.arange(length)[None] != 1
+        options["mask"] = Mask.padding(key_value=visible)
+    params = jaxmha.init_params(jax.random.key(0), num_heads=4, num_kv_heads=2, features=8)
+    x = RNG.standard_normal((2, 4, 8)).astype(np.float32)
+    spec: Any = PartitionSpec
+    rows, head = spec("x"), spec(None, "x")
+    cache = KVCache.empty(params, 2, length)
+    in_specs: Any = (spec(), rows, rows)
+    out_specs: Any = (rows, rows)
+    if split == "heads":
+        assert params.out is not None
+        params = params._replace(out=params.out._replace(bias=None))
+        inputs = Projection(head, spec("x"))
+        weights = MHAParams(inputs, inputs, inputs, Projection(spec("x")))
+        own = KVCache(head, head, spec())
+        in_specs, out_specs = (weights, spec(), own), (spec(), own)
+    if split == "rows, shared cache":
+        cache = KVCache(*(part[:1] for part in cache))
+        in_specs = (spec(), rows, spec())
+
+    summed: Any = partial(jax.lax.psum, axis_name="x")
+
+    def run(params: Any, x: Any, cache: Any) -> Any:
+        outs = []
+        for step in (x[:, :3], x[:, 3:]):
+            out, cache = jaxmha.decode_step(params, step, cache, **options)
+            outs.append(out)
+        out = jnp.concatenate(outs, 1)
+        return (summed(out) if split == "heads" else out), cache
+
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh(x=2), in_specs=in_specs, out_specs=out_specs))
+    out, longer = mapped(params, x, cache)
+    whole = KVCache.empty(params, 2, length)
+    want, kept = run_alone(params, x, whole, options)
+    assert_alike(out, want)
+    assert_alike(longer.key, kept.key)
+
+
+def run_alone(params: Any, x: Any, cache: Any, options: Any) -> Any:
+    out, cache = jaxmha.decode_step(params, x[:, :3], cache, **options)
+    last, cache = jaxmha.decode_step(params, x[:, 3:], cache, **options)
+    return jnp.concatenate((out, last), 1), cache

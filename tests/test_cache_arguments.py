@@ -1,0 +1,212 @@
+"""A cache keeps what it is given, in the dtype and the lengths that it is given, or refuses it."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmha
+import jaxmha.flax.nnx
+from jaxmha import KVCache, Mask, Semantics
+from tests import tolerance
+from tests.everyday import everyday
+from tests.test_cache import B, D, T, make
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4")
+NO_STORAGE = ("int8", "uint8", "int32", "bool", "complex64", "int4", "float8_e8m0fnu")
+
+
+def named(dtype: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+
+def hand_made(cache: KVCache, dtype: Any) -> KVCache:
+    return cache._replace(key=cache.key.astype(dtype), value=cache.value.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", everyday(NO_STORAGE, "int8", "float8_e8m0fnu"))
+def test_dtypes_that_hold_no_keys(dtype: str) -> None:
+    """Keys cut to integers would attend in silence."""
+    params, x = make()
+    with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
+        KVCache.empty(params, B, T, named(dtype))
+    if dtype != "float8_e8m0fnu":
+        cache = hand_made(KVCache.empty(params, B, T), named(dtype))
+        for run in (jaxmha.prefill, jaxmha.decode_step):
+            with pytest.raises(TypeError, match=rf"cache\.key.*{dtype}"):
+                run(params, x[:, :1], cache)
+
+
+def test_float64_is_not_rounded() -> None:
+    params, x = make()
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        KVCache.empty(params, B, T, np.float64)
+    cache = KVCache.empty(params, B, T)
+    cache = cache._replace(key=np.zeros(cache.key.shape), value=np.zeros(cache.value.shape))
+    for run in (jaxmha.prefill, jaxmha.decode_step):
+        with pytest.raises(TypeError, match=r"cache\.key is float64"):
+            run(params, x[:, :1], cache)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("dtype", everyday((*FLOAT8, "float16", "bfloat16"), "float8_e4m3fn"))
+def test_small_dtypes_are_rounded_once(dtype: str, new: int) -> None:
+    """A step attends the rounded keys and values exactly."""
+    params, x = make()
+    small = KVCache.empty(params, B, T, named(dtype))
+    _, cache = jaxmha.prefill(params, x[:, :5], small)
+    assert cache.key.dtype == cache.value.dtype == named(dtype)
+    out, longer = jaxmha.decode_step(params, x[:, 5 : 5 + new], cache)
+    assert longer.key.dtype == named(dtype)
+    assert out.dtype == x.dtype
+
+    query, key, value = jaxmha.project(params, x[:, : 5 + new])
+    key, value = (y.astype(named(dtype)).astype(y.dtype) for y in (key, value))
+    heads = jaxmha.dot_product_attention(
+        query[:, 5:], key, value, mask=Mask.causal(5), implementation="reference"
+    )
+    tolerance.assert_close(out, np.asarray(jaxmha.combine(params, heads)), factor=2)
+
+
+def test_keys_and_values_of_two_dtypes() -> None:
+    params, x = make()
+    cache = KVCache.empty(params, B, T)
+    mixed = cache._replace(key=cache.key.astype(jnp.float8_e5m2), value=cache.value.astype("f2"))
+    _, mixed = jaxmha.prefill(params, x[:, :5], mixed)
+    out, mixed = jaxmha.decode_step(params, x[:, 5:6], mixed)
+    assert np.isfinite(np.asarray(out)).all()
+    assert (mixed.key.dtype, mixed.value.dtype) == (jnp.float8_e5m2, jnp.float16)
+
+
+def test_negative_lengths_are_empty() -> None:
+    params, x = make()
+    lengths = np.asarray([-2, 3, 0], np.int32)
+    for given in (lengths, jnp.asarray(lengths)):
+        _, cache = jaxmha.prefill(
+            params, x[:, :4], KVCache.empty(params, B, T), mask=Mask.lengths(key_value=given)
+        )
+        assert cache.lengths.tolist() == [0, 3, 0]
+    taken_back = cache._replace(lengths=cache.lengths - 2)
+    out, longer = jaxmha.decode_step(params, x[:, :1], taken_back)
+    want, _ = jaxmha.decode_step(params, x[:, :1], cache._replace(lengths=np.array([0, 1, 0])))
+    tolerance.assert_same(out, want)
+    assert longer.lengths.tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
+def test_lengths_of_any_integer_dtype(dtype: str) -> None:
+    params, x = make()
+    _, cache = jaxmha.prefill(
+        params, x[:, :3], KVCache.empty(params, B, T), mask=Mask.lengths(key_value=np.full(B, 2))
+    )
+    want, longer = jaxmha.decode_step(params, x[:, 3:4], cache)
+    out, same = jaxmha.decode_step(params, x[:, 3:4], cache._replace(lengths=np.full(B, 2, dtype)))
+    tolerance.assert_same(out, want)
+    assert same.lengths.dtype == longer.lengths.dtype == np.int32
+
+
+@pytest.mark.parametrize("huge", [2**31, 2**32, 2**63 - 1])
+def test_lengths_of_any_size(huge: int) -> None:
+    """More than there is room for."""
+    params, x = make()
+    lengths = np.full(B, huge)
+    _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T))
+    out, _ = jaxmha.decode_step(params, x[:, :1], cache._replace(lengths=lengths))
+    assert np.isnan(np.asarray(out)).all()
+
+
+def test_lengths_that_are_none() -> None:
+    params, x = make()
+    cache = KVCache.empty(params, B, T)
+    lengths: Any = [1, 2, 3]
+    for run in (jaxmha.prefill, jaxmha.decode_step):
+        with pytest.raises(TypeError, match=r"cache\.lengths must be an array, got list"):
+            run(params, x[:, :1], cache._replace(lengths=lengths))
+        with pytest.raises(TypeError, match=r"cache\.lengths must be .*integer.*float32"):
+            run(params, x[:, :1], cache._replace(lengths=np.ones(B, np.float32)))
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(("b", "t", "s"), [(0, 1, 7), (2, 0, 7), (0, 0, 7), (2, 0, 0), (0, 0, 0)])
+def test_empty_sizes(b: int, t: int, s: int, window: bool) -> None:
+    params, _ = make(use_bias_kv=True)
+    mask = Mask.window(2, None) if window else None
+    cache = KVCache.empty(params, b, s)
+    for run in (jaxmha.prefill, jaxmha.decode_step):
+        out, longer = run(params, jnp.zeros((b, t, D)), cache, mask=mask)
+        assert out.shape == (b, t, D)
+        assert longer.lengths.tolist() == [t] * b
+
+
+def test_equal_rotations_are_one_program() -> None:
+    """`partial(rope, ...)` written in the call is a new object in every step."""
+    params = jaxmha.init_params(jax.random.key(0), num_heads=2, head_dim=6, features=D)
+    cache, x = KVCache.empty(params, 1, 7), jnp.ones((1, 1, D))
+    traced = []
+
+    def turn(x: Any, positions: Any, base: float) -> Any:
+        traced.append(base)
+        return jaxmha.rope(x, positions, base=base)
+
+    for _ in range(3):
+        _, cache = jaxmha.decode_step(params, x, cache, rotate=partial(turn, base=9.0))
+    assert traced == [9.0, 9.0]  # queries and keys, once
+    jaxmha.decode_step(params, x, cache, rotate=partial(turn, base=8.0))
+    assert traced[2:] == [8.0, 8.0]
+
+
+def test_a_rotation_with_an_array_is_no_key_of_a_program() -> None:
+    params, x = make()
+
+    def turn(by: Any, x: Any, positions: Any) -> Any:
+        return x * by
+
+    cache = KVCache.empty(params, B, T)
+    out, _ = jaxmha.prefill(params, x, cache, rotate=partial(turn, jnp.float32(1.0)))
+    want, _ = jaxmha.prefill(params, x, cache)
+    tolerance.assert_same(out, want)
+
+
+def test_no_nan_is_made_to_be_thrown_away() -> None:
+    """`jax_debug_nans` finds NaN of the user's."""
+    params, x = make()
+    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 64))
+    want, _ = jaxmha.decode_step(params, x[:, 5:6], cache)
+    with jax.debug_nans(True), jax.disable_jit():
+        out, _ = jaxmha.decode_step(params, x[:, 5:6], cache)
+    tolerance.assert_close(out, np.asarray(want), factor=2)
+
+
+def test_strict_promotion_of_a_small_cache() -> None:
+    params, x = make()
+    cache = KVCache.empty(params, B, T, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        _, cache = jaxmha.prefill(params, x[:, :5], cache)
+        out, _ = jaxmha.decode_step(params, x[:, 5:6], cache, semantics=Semantics(scale=0.3))
+    assert out.dtype == x.dtype
+
+
+def test_dtypes_without_a_common_one() -> None:
+    """float8 is promoted to nothing."""
+    params, x = make()
+    params = params._replace(key=jax.tree.map(lambda a: a.astype(jnp.float8_e5m2), params.key))
+    q, k = jnp.ones((1, 2, 1, 3)), jnp.ones((1, 2, 1, 3), jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match="no common dtype: query is float32, key is float8_e4m3fn"):
+        jaxmha.dot_product_attention(q, k, k)
+    with pytest.raises(TypeError, match="no common dtype"):
+        jaxmha.multi_head_attention(params, x)
+    with pytest.raises(TypeError, match="no common dtype"):
+        jaxmha.decode_step(params, x[:, :1], KVCache.empty(make()[0], B, T))
+
+
+def test_the_cache_of_a_module() -> None:
+    layer = jaxmha.flax.nnx.MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="dtype must be floating, got int8"):
+        layer.init_cache((3, 5, 6), np.int8)
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        layer.init_cache((3, 5, 6), np.float64)
