@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
-from jaxmha import checks, implementations, sharding
+from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.axes import bind
 from jaxmha.implementations.request import Request, Result, simplified
@@ -24,11 +26,11 @@ def dot_product_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, "*B"] | None = None,
     key_value_seq_lengths: Int[Array, "*B"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | Sequence[int | None] | None = None,
     segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
     logits_soft_cap: float | None = None,
     fully_masked: FullyMasked = "zero",
@@ -39,14 +41,14 @@ def dot_product_attention(
     dropout_key: Any = None,
     return_weights: ReturnWeights = False,
     return_lse: bool = False,
+    return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
     """Softmax-weighted values: `softmax(scale * query @ key + bias) @ value`, per head.
 
-    The arguments of `jax.nn.dot_product_attention` with their names, order and layout, and more
-    (`return_lse` is its `return_residual`, and implementations have other names). Here rows with
-    nothing left to attend have one declared answer, and keys that nothing may attend influence
-    nothing, whatever they hold.
+    The arguments of `jax.nn.dot_product_attention` with their names, order and layout, and more;
+    [the differences](../guide/jax_nn.md) are listed. Here rows with nothing left to attend have one
+    declared output, and keys that nothing may attend influence nothing, whatever they hold.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -54,7 +56,8 @@ def dot_product_attention(
       value: `(B, S, K, h)`.
       bias: added to the logits, broadcastable to `(B, N, T, S)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(B, N, T, S)`, True = attend; or a `Mask`.
-      scale: factor of the logits, default `H ** -0.5`.
+      scale: factor of the logits, default `H ** -0.5`. An array of shape (), such as a learned
+        temperature, may be traced and has a gradient; half precision is then multiplied in float32.
       is_causal: query i attends keys j <= i (aligned top-left; `Mask.causal(offset)` otherwise).
       query_seq_lengths: `(B,)`; rows beyond are 0.
       key_value_seq_lengths: `(B,)`; keys beyond are excluded.
@@ -70,11 +73,14 @@ def dot_product_attention(
       return_weights: also return the weights `(B, N, T, S)`: `"before_dropout"` (= True) or
         `"after_dropout"`.
       return_lse: also return the log-sum-exp of the logits `(B, N, T)` in float32 (float64 for
-        float64 inputs), -inf on empty rows.
+        float64 inputs), -inf on empty rows. It has a gradient.
+      return_residual: also return it as `jax.nn` does: `(B, T, N)`, in the dtype of out, without a
+        gradient, and on empty rows -2.38e38 (-inf in float16, float64, and where a bias alone
+        excludes).
       implementation: a name, or names in order of preference; None: the first that supports it.
 
     Returns:
-      `out[, weights][, lse]`; out is `(B, T, N, h)` in the promoted dtype of the inputs.
+      `out[, weights][, lse][, residual]`; out is `(B, T, N, h)` in the promoted dtype of the inputs.
 
     Raises:
       ValueError: a shape or value does not fit; names the argument, the axes and the shape.
@@ -87,8 +93,7 @@ def dot_product_attention(
     """
     checks.are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a Python bool, got {type(is_causal).__name__}")
+    scale, traced = traced_scale.split(scale)
     semantics = Semantics(
         scale=scale,
         logits_soft_cap=logits_soft_cap,
@@ -98,30 +103,64 @@ def dot_product_attention(
         dropout_rate=dropout_rate,
         dropout_broadcast=tuple(dropout_broadcast),
     )
-    structure: dict[str, Any] = {"causal_offset": 0 if is_causal else None}
-    if local_window_size is not None:
-        window = local_window_size
-        left, right = window if isinstance(window, tuple) else (window, window)
-        structure["window_size"] = Mask.window(left, right).window_size
-    structure["query_lengths"] = query_seq_lengths
-    structure["key_value_lengths"] = key_value_seq_lengths
-    if segment_ids is not None:
-        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        structure["query_segments"], structure["key_value_segments"] = pair
+    returned = Returned(
+        checks.weights_kind(return_weights),
+        checks.flag("return_lse", return_lse),
+        checks.flag("return_residual", return_residual),
+    )
+    keywords = _keywords(
+        checks.flag("is_causal", is_causal),
+        query_seq_lengths,
+        key_value_seq_lengths,
+        local_window_size,
+        segment_ids,
+    )
     with implementations.forward_mode():
         return _dot_product_attention(
             query,
             key,
             value,
             bias,
-            mask,
-            Mask(**structure),
+            as_mask(mask),
+            keywords,
+            traced,
             dropout_key,
             semantics,
-            return_weights=checks.weights_kind(return_weights),
-            return_lse=return_lse,
+            returned=returned,
             implementation=hashable(implementation),
         )
+
+
+class Returned(NamedTuple):
+    """What is returned after the output: fields as the arguments of `dot_product_attention`."""
+
+    weights: ReturnWeights
+    lse: bool
+    residual: bool
+
+
+def _keywords(
+    is_causal: bool, query_lengths: Any, key_value_lengths: Any, window: Any, segment_ids: Any
+) -> Mask:
+    """The keyword arguments that say who attends, as one mask."""
+    several = isinstance(segment_ids, tuple | list)
+    ids = tuple(segment_ids) if several else (segment_ids, segment_ids)
+    if len(ids) != 2:
+        raise ValueError(
+            "segment_ids must be one array (B, T), or a pair of query ids (B, T) and key/value ids "
+            f"(B, S), got {len(ids)}"
+        )
+    checks.are_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
+    for x in ids:
+        checks.are_arrays(segment_ids=x)
+    return Mask(
+        0 if is_causal else None,
+        checks.window(window).window_size,
+        query_lengths=query_lengths,
+        key_value_lengths=key_value_lengths,
+        query_segments=ids[0],
+        key_value_segments=ids[1],
+    )
 
 
 _KEYWORDS = {
@@ -132,28 +171,29 @@ _KEYWORDS = {
 }
 
 
-def _places(query: Any, *_: Any, return_weights: Any, return_lse: bool, **__: Any) -> Any:
+def _places(query: Any, *_: Any, returned: Returned, **__: Any) -> Any:
     spread = sharding.of_heads(query)
     if spread is None:
         return None
-    more = [spread.pairs] * (bool(return_weights) + return_lse)
+    more = [spread.pairs] * (bool(returned.weights) + returned.lse)
+    more += [spread.heads] * returned.residual
     return spread.axes, (spread.heads, *more) if more else spread.heads
 
 
-@partial(jax.jit, static_argnames=("return_weights", "return_lse", "implementation"))
+@partial(jax.jit, static_argnames=("returned", "implementation"))
 @sharding.by_types(_places)
 def _dot_product_attention(
     query: Any,
     key: Any,
     value: Any,
     bias: Any,
-    mask: Any,
+    mask: Mask,
     keywords: Mask,
+    scale: Any,
     dropout_key: Any,
     semantics: Semantics,
     *,
-    return_weights: ReturnWeights,
-    return_lse: bool,
+    returned: Returned,
     implementation: str | tuple[str, ...] | None,
 ) -> Any:
     if query.ndim not in (3, 4):
@@ -168,28 +208,46 @@ def _dot_product_attention(
     query, key, value = (
         x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)
     )
-    merged = checks.flatten_mask(as_mask(mask), batch, sizes) & checks.flatten_mask(
+    merged = checks.flatten_mask(mask, batch, sizes) & checks.flatten_mask(
         keywords, batch, sizes, _KEYWORDS
     )
-    result = attend(
+    bias = None if bias is None else checks.flatten_bias(bias, batch, sizes)
+    if scale is not None:
+        query, key, value = traced_scale.scaled(scale, (query, key, value), bias, merged)
+    out, weights, lse = attend(
         query,
         key,
         value,
-        None if bias is None else checks.flatten_bias(bias, batch, sizes),
+        bias,
         merged,
         semantics,
         dropout_key,
-        return_weights,
+        returned.weights,
         implementation,
-        return_lse=return_lse,
+        return_lse=returned.lse or returned.residual,
     )
-    answer: tuple[Any, ...] = (result.out,)
-    if return_weights:
-        answer += (result.weights,)
-    if return_lse:
-        answer += (result.lse,)
-    answer = tuple(x.reshape(*batch, *x.shape[1:]) for x in answer)
-    return answer if len(answer) > 1 else answer[0]
+    found: list[Any] = [out.astype(dtype)]
+    if weights is not None:
+        found.append(weights.astype(dtype))
+    if returned.lse:
+        found.append(lse)
+    if returned.residual:
+        found.append(_residual(lse, bias, merged, sizes, dtype))
+    found = [x.reshape(*batch, *x.shape[1:]) for x in found]
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _residual(
+    lse: Any, bias: jax.Array | None, mask: Mask, sizes: dict[str, int], dtype: np.dtype[Any]
+) -> jax.Array:
+    """lse as `jax.nn` returns it, where a mask puts a number of float32 in place of logits."""
+    if not mask.empty and dtype != np.float64:
+        masked: Any = lse == -jnp.inf
+        if bias is not None:  # what it excludes is -inf there too
+            some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)
+            masked &= sharding.in_order(some, 2)
+        lse = jnp.where(masked, -0.7 * float(np.finfo(np.float32).max), lse)
+    return jax.lax.stop_gradient(jnp.moveaxis(lse, 1, 2).astype(dtype))
 
 
 def attend(
@@ -214,11 +272,12 @@ def attend(
         )
     if query.shape[3] == 0:
         raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
+    limits.check(semantics, query.dtype)
     request = Request(
         query,
         key,
         value,
-        bias,
+        limits.held(bias, query.dtype),
         simplified(mask),
         semantics,
         dropout_key,

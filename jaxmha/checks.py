@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmha.arrays import DTypeLike
+from jaxmha.arrays import DTypeLike, none_foreign
+from jaxmha.arrays import are_arrays as are_arrays
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 
@@ -31,13 +32,6 @@ def no_silent_rounding(**arguments: Any) -> None:
                 )
 
 
-def are_arrays(**arguments: Any) -> None:
-    """Raises TypeError for an argument that is there and no array."""
-    for name, value in arguments.items():
-        if value is not None and not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            raise TypeError(f"{name} must be an array, got {type(value).__name__}")
-
-
 def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     """A dtype that can hold heads; TypeError unless it is floating, has a sign and a zero, and is
     not one that JAX would round."""
@@ -55,10 +49,36 @@ def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
 
 
 def are_of(kind: type, **arguments: Any) -> None:
-    """Raises TypeError for an argument that is of another type of jaxmha's, or of none."""
+    """Raises TypeError for an argument that is of another type of jaxmha's, or of none, or holds
+    tensors of another framework."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
+        none_foreign(name, value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool that shapes the program; TypeError for anything else, 0 and 1 included."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    traced = isinstance(value, jax.core.Tracer)
+    raise TypeError(
+        f"{name} must be a bool, True or False, got {type(value).__name__}"
+        f"{': it shapes the program and cannot be traced' if traced else ''}"
+    )
+
+
+def window(sides: Any) -> Mask:
+    """`local_window_size` as a mask: w or (left, right)."""
+    if sides is None:
+        return Mask()
+    if isinstance(sides, np.ndarray) and sides.ndim:
+        sides = tuple(sides)
+    if not isinstance(sides, Sequence) or isinstance(sides, str):
+        sides = (sides, sides)
+    if len(sides) != 2:
+        raise ValueError(f"local_window_size must be w or (left, right), got {sides!r}")
+    return Mask.window(*sides)
 
 
 def are_sizes(**arguments: Any) -> None:
@@ -86,6 +106,8 @@ def promoted(**arrays: Any) -> np.dtype[Any]:
 
 def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
     """`True` is "before_dropout". Raises ValueError for anything else."""
+    if isinstance(return_weights, np.bool_):
+        return_weights = bool(return_weights)
     if not isinstance(return_weights, bool | str):
         raise ValueError(  # noqa: TRY004
             f"return_weights must be a bool or a name, got {return_weights!r}"
@@ -133,7 +155,10 @@ def flatten_mask(
 
 def flatten_bias(bias: Any, batch: Sequence[int], sizes: dict[str, int]) -> jax.Array:
     """A bias argument with four axes, each of full size or 1; TypeError unless floating."""
-    promoted(bias=bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        instead = "a Boolean array, True = attend, belongs in mask="
+        instead = instead if bias.dtype == np.bool_ else "cast it, bias.astype(query.dtype)"
+        raise TypeError(f"bias must be a floating array, got {bias.dtype}: {instead}")
     return flatten_batch("bias", bias, batch, "#N #T #S", sizes)
 
 
@@ -175,9 +200,22 @@ def flatten_batch(
             f"{name}: expected axes ({', '.join(['*B', *letters])}) with *B={tuple(batch)}"
             f"{f', {known}' if known else ''}"
             f"{' (# may be 1; axes on the left may be missing)' if '#' in axes else ''}, "
-            f"got shape {given}"
+            f"got shape {given}{_missing_axes(name, given, batch, sizes) if '#' in axes else ''}"
         )
     if all(size == 1 for size in lead):
         return jnp.reshape(array, (1, *core))
     full = jnp.broadcast_to(array.reshape(*padded, *core), (*batch, *core))
     return jnp.reshape(full, (math.prod(batch), *core))
+
+
+def _missing_axes(
+    name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
+) -> str:
+    """How an array of batch rows, but without axes between, gets those."""
+    keys, pairs = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
+    if batch and shape == keys:
+        padding = f", or Mask.padding(key_value={name})" * (name == "mask")
+        return f": of (*B, S) make (*B, 1, 1, S), {name}[..., None, None, :]{padding}"
+    if batch and shape == pairs:
+        return f": of (*B, T, S) make (*B, 1, T, S), {name}[..., None, :, :]"
+    return ""

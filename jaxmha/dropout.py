@@ -36,14 +36,21 @@ def keep(
     B, N, T, S = (
         1 if axis in broadcast else size for axis, size in zip("BNTS", shape, strict=True)
     )
-    rows = jnp.arange(B * N * T)
+
+    def places(size: int) -> jax.Array:
+        return jnp.arange(size, dtype=jnp.uint32)
+
+    rows = places(B * N * T)
     if part is not None:
         first_b, first_n = (0 if a in broadcast else x for a, x in zip("BN", part[:2], strict=True))
         heads = 1 if "N" in broadcast else part.N
-        b = (jnp.arange(B) + first_b).reshape(B, 1, 1)
-        n = (jnp.arange(N) + first_n).reshape(1, N, 1)
-        rows = ((b * heads + n) * T + jnp.arange(T).reshape(1, 1, T)).reshape(-1)
-    return draw(threefry(key), rate, rows, jnp.arange(S)).reshape(B, N, T, S)
+        b, n = (
+            places(size) + jnp.asarray(first).astype(jnp.uint32)
+            for size, first in ((B, first_b), (N, first_n))
+        )
+        b, n = b.reshape(B, 1, 1), n.reshape(1, N, 1)
+        rows = ((b * heads + n) * T + places(T).reshape(1, 1, T)).reshape(-1)
+    return draw(threefry(key), rate, rows, places(S)).reshape(B, N, T, S)
 
 
 def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> jax.Array:

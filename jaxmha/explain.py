@@ -85,11 +85,11 @@ def explain(
     'cudnn'
     """
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
-    # Options with shapes are traced, the others shape the program.
+    # Options with shapes alone are traced, the others are as the call gets them.
     traced = {
         name: x
         for name, x in options.items()
-        if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(x))
     }
     static = {name: x for name, x in options.items() if name not in traced}
     question = Question(implementation)

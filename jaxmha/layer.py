@@ -77,8 +77,8 @@ def multi_head_attention(
     checks.are_of(Semantics, semantics=semantics)
     checks.are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a Python bool, got {type(is_causal).__name__}")
+    is_causal = checks.flag("is_causal", is_causal)
+    mask = as_mask(mask)
     with forward_mode():
         return _multi_head_attention(
             params,
@@ -108,7 +108,7 @@ def _multi_head_attention(
     key: Any,
     value: Any,
     bias: Any,
-    mask: Any,
+    mask: Mask,
     dropout_key: Any,
     semantics: Semantics,
     *,
@@ -131,7 +131,7 @@ def _multi_head_attention(
         for x in _distinct(query, key, value)
     ]
     extra = extra_positions.count(params, semantics)
-    structure = as_mask(mask) & (Mask.causal() if is_causal else Mask())
+    structure = mask & (Mask.causal() if is_causal else Mask())
     mask = extra_positions.widen_mask(structure, extra, batch, sizes)
     bias = extra_positions.widen_bias(bias, extra, batch, sizes)
     live = live_features(math.prod(batch), bias, mask, sizes, extra, semantics.fully_masked)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxmha import picture
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, are_arrays, none_foreign
+from jaxmha.integers import comparable, library, narrow, near
 
 
 @jax.tree_util.register_pytree_node_class
@@ -18,8 +19,8 @@ from jaxmha.arrays import Array
 class Mask:
     """Pairs (query i, key j) that may attend: a record of conditions that all have to hold.
 
-    Build one with the constructors below and join with `&`. Structure is kept, not
-    materialised, so that an implementation can skip work; `to_array` materialises it, and
+    Build one with the constructors below and join with `&`, also with a Boolean array. Structure is
+    kept, not materialised, so that an implementation can skip work; `to_array` materialises it, and
     `print` shows it as a picture.
 
     >>> mask = Mask.causal() & Mask.lengths(key_value=np.array([3, 1]))
@@ -37,45 +38,93 @@ class Mask:
     key_value_segments: Array | None = None
     array: Array | None = None
 
+    def __post_init__(self) -> None:
+        """Integers mean what they say from here on, whatever their dtype was."""
+        offset, window = self.causal_offset, self.window_size
+        changed: dict[str, Any] = {
+            "causal_offset": near(offset) if isinstance(offset, int) else narrow(offset),
+            "query_lengths": narrow(self.query_lengths),
+            "key_value_lengths": narrow(self.key_value_lengths),
+        }
+        if window is not None:
+            left, right = (near(x) if isinstance(x, int) else x for x in window)
+            changed["window_size"] = left, right
+        ids = comparable(self.query_segments, self.key_value_segments)
+        changed["query_segments"], changed["key_value_segments"] = ids
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
+
     @classmethod
     def causal(cls, offset: int | np.integer[Any] | Int[Array, "*B"] = 0) -> "Mask":
         """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has one per batch row."""
-        known = isinstance(offset, int | np.integer | np.ndarray)
-        return cls(causal_offset=near(offset) if known else offset)
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            _are_integers("an integer or an integer array", offset=offset)
+        return cls(causal_offset=offset)
 
     @classmethod
     def window(cls, left: int | None, right: int | None) -> "Mask":
         """`i - left <= j <= i + right`; None: no bound on that side."""
-        for side in (left, right):
-            if side is not None and (isinstance(side, bool) or not hasattr(side, "__index__")):
-                raise TypeError(f"window sides must be integers or None, got ({left}, {right})")
-            if side is not None and side < 0:
-                raise ValueError(f"window sides must be >= 0 or None, got ({left}, {right})")
-        left, right = (None if side is None else near(index(side)) for side in (left, right))
-        return cls(window_size=(left, right))
+        sides = _side(left, (left, right)), _side(right, (left, right))
+        return cls(window_size=sides)
 
     @classmethod
     def lengths(
-        cls, query: Int[Array, "*B"] | None = None, key_value: Int[Array, "*B"] | None = None
+        cls, *, query: Int[Array, "*B"] | None = None, key_value: Int[Array, "*B"] | None = None
     ) -> "Mask":
-        """The first `query` rows and the first `key_value` keys of each batch row, `(B,)`."""
+        """Of each batch row the first so many queries, and the first so many keys, attend.
+
+        Args:
+          query: `(B,)`, lengths of the queries; their outputs beyond are 0.
+          key_value: `(B,)`, lengths of the keys and values: what a padded batch has.
+
+        >>> Mask.lengths(key_value=np.array([3, 1])).to_array(1, 4, np).astype(int).tolist()
+        [[[[1, 1, 1, 0]]], [[[1, 0, 0, 0]]]]
+        """
+        _are_integers("an integer array", query=query, key_value=key_value)
         return cls(query_lengths=query, key_value_lengths=key_value)
 
     @classmethod
     def padding(
-        cls, query: Bool[Array, "*B T"] | None = None, key_value: Bool[Array, "*B S"] | None = None
+        cls,
+        *,
+        query: Bool[Array, "*B T"] | None = None,
+        key_value: Bool[Array, "*B S"] | None = None,
     ) -> "Mask":
-        """Any pattern of positions that are there (True), `(B, T)` and `(B, S)`."""
+        """Any pattern of positions that are there (True).
+
+        Args:
+          query: `(B, T)`, queries that attend.
+          key_value: `(B, S)`, keys and values that are attended: of a tokenizer's `attention_mask`
+            it is `attention_mask != 0`.
+
+        >>> attention_mask = np.array([[1, 1, 0]])
+        >>> Mask.padding(key_value=attention_mask != 0).to_array(1, 3, np).astype(int).tolist()
+        [[[[1, 1, 0]]]]
+        """
+        are_arrays(query=query, key_value=key_value)
         return cls(query_padding=query, key_value_padding=key_value)
 
     @classmethod
-    def segments(cls, query_ids: Int[Array, "*B T"], key_value_ids: Int[Array, "*B S"]) -> "Mask":
-        """Pairs of equal ids, `(B, T)` and `(B, S)`: packed sequences."""
+    def segments(
+        cls, *, query_ids: Int[Array, "*B T"], key_value_ids: Int[Array, "*B S"]
+    ) -> "Mask":
+        """Only pairs of equal ids attend: packed sequences.
+
+        Args:
+          query_ids: `(B, T)`, the sequence of each query.
+          key_value_ids: `(B, S)`, the sequence of each key; the same array where T is S.
+
+        >>> ids = np.array([[0, 0, 1]])
+        >>> Mask.segments(query_ids=ids, key_value_ids=ids).to_array(3, 3, np).astype(int).tolist()
+        [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
+        """
+        _are_integers("an integer array", query_ids=query_ids, key_value_ids=key_value_ids)
         return cls(query_segments=query_ids, key_value_segments=key_value_ids)
 
     @classmethod
     def dense(cls, array: Bool[Array, "..."]) -> "Mask":
         """A Boolean array broadcastable to BNTS, True = attend."""
+        none_foreign("mask", array)
         if getattr(array, "dtype", None) is None:
             raise TypeError(
                 f"mask must be a Boolean array or a Mask, got {type(array).__name__}: make it an "
@@ -88,13 +137,15 @@ class Mask:
             )
         return cls(array=array)
 
-    def __and__(self, other: "Mask") -> "Mask":
+    def __and__(self, other: "Mask | Array") -> "Mask":
         if not isinstance(other, Mask):
-            return NotImplemented
+            if not hasattr(other, "dtype"):
+                return NotImplemented
+            other = Mask.dense(other)
         # Two pairs of segment ids cannot be one pair: the second becomes an array.
         if self.query_segments is not None and other.query_segments is not None:
             ids = other.query_segments, other.key_value_segments
-            same = _same_segment(*ids, _library(*ids))
+            same = _same_segment(*ids, library(*ids))
             other = replace(other, query_segments=None, key_value_segments=None) & Mask(array=same)
         return Mask(
             *(
@@ -103,6 +154,18 @@ class Mask:
                 for a, b in [(getattr(self, field.name), getattr(other, field.name))]
             )
         )
+
+    __rand__ = __and__
+    __array_ufunc__ = None  # of an array on the left NumPy would ask each entry
+
+    def _no_structure(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "a Mask holds conditions of which all hold: `&` joins them, and has no counterpart in "
+            "`|`, `^` and `~`. Make arrays first: Mask.dense(a.to_array(T, S) | b.to_array(T, S)), "
+            "Mask.dense(~a.to_array(T, S))"
+        )
+
+    __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _no_structure
 
     def __repr__(self) -> str:
         return picture.describe(self)
@@ -117,10 +180,11 @@ class Mask:
 
     def to_array(self, T: int, S: int, xp: Any = jnp) -> Bool[Array, "#B #N T S"]:
         """Materialises the mask, broadcastable to BNTS, by `jax.numpy` or by `numpy`."""
-        i, j = xp.arange(T).reshape(1, 1, T, 1), xp.arange(S).reshape(1, 1, 1, S)
+        i, j = (xp.arange(size, dtype=np.int32) for size in (T, S))
+        i, j = i.reshape(1, 1, T, 1), j.reshape(1, 1, 1, S)
         allowed: Array = xp.ones((1, 1, T, S), bool)
         if self.causal_offset is not None:
-            allowed = allowed & (j <= i + _over_rows(near(self.causal_offset), i, xp))
+            allowed = allowed & (j <= i + _over_rows(near(self.causal_offset), xp))
         left, right = self.window_size or (None, None)
         if left is not None:
             allowed = allowed & (j >= i - left)
@@ -128,7 +192,7 @@ class Mask:
             allowed = allowed & (j <= i + right)
         for lengths, position in ((self.query_lengths, i), (self.key_value_lengths, j)):
             if lengths is not None:
-                allowed = allowed & (position < _over_rows(lengths, i, xp))
+                allowed = allowed & (position < _over_rows(lengths, xp))
         if self.query_padding is not None:
             allowed = allowed & xp.asarray(self.query_padding)[..., None, :, None]
         if self.key_value_padding is not None:
@@ -148,29 +212,48 @@ class Mask:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], traced: tuple[Any, ...]) -> "Mask":
+        """Leaves as they are: they may be no arrays at all."""
         (static_offset, window), (offset, *arrays) = static, traced
-        return cls(offset if static_offset is None else static_offset, window, *arrays)
-
-
-# Further than any position; its sum with one is a number of 32 bits.
-FAR = 2**30
-
-
-def near(bound: Any) -> Any:
-    """A bound, or an array of them, no further than any position is; its dtype stays."""
-    if isinstance(bound, int):
-        return max(-FAR, min(bound, FAR))
-    limits = np.iinfo(bound.dtype)
-    if limits.max <= FAR:
-        return bound
-    return _library(bound).clip(bound, max(-FAR, int(limits.min)), FAR)
+        mask = object.__new__(cls)
+        values = (offset if static_offset is None else static_offset, window, *arrays)
+        for name, value in zip(_FIELDS, values, strict=True):
+            object.__setattr__(mask, name, value)
+        return mask
 
 
 _FIELDS = tuple(field.name for field in fields(Mask))  # the static ones first
 
 
-def _over_rows(per_batch: Any, like: Any, xp: Any) -> Any:
-    return xp.reshape(xp.asarray(per_batch).astype(like.dtype), (-1, 1, 1, 1))
+def _are_integers(kind: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is None and kind == "an integer array":
+            continue
+        none_foreign(name, value)
+        dtype = getattr(value, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, np.integer):
+            hint = f": make it one with np.asarray({name})" * isinstance(value, list | tuple)
+            found = type(value).__name__ if dtype is None else dtype
+            raise TypeError(f"{name} must be {kind}, got {found}{hint}")
+
+
+def _side(side: Any, window: tuple[Any, Any]) -> int | None:
+    if side is None:
+        return None
+    shown = f"({window[0]}, {window[1]})"
+    if isinstance(side, jax.core.Tracer):
+        raise TypeError(
+            f"window sides shape the program and cannot be traced, got {shown}: make them static "
+            "(static_argnames of jax.jit); a traced right side alone is Mask.causal(offset)"
+        )
+    if isinstance(side, bool | np.bool_) or not hasattr(side, "__index__"):
+        raise TypeError(f"window sides must be integers or None, got {shown}")
+    if side < 0:
+        raise ValueError(f"window sides must be >= 0 or None, got {shown}")
+    return index(side)
+
+
+def _over_rows(per_batch: Any, xp: Any) -> Any:
+    return xp.reshape(xp.asarray(per_batch, np.int32), (-1, 1, 1, 1))
 
 
 def _same_segment(query_ids: Any, key_value_ids: Any, xp: Any) -> Any:
@@ -182,8 +265,8 @@ def _same_segment(query_ids: Any, key_value_ids: Any, xp: Any) -> Any:
 def _smaller(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
-    xp = _library(a, b)
-    return xp.minimum(xp.asarray(a), xp.asarray(b))
+    xp = library(a, b)
+    return xp.minimum(xp.asarray(a, np.int32), xp.asarray(b, np.int32))
 
 
 def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -194,14 +277,9 @@ def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _both(a: Any, b: Any) -> Any:
-    rank, xp = max(a.ndim, b.ndim), _library(a, b)
+    rank, xp = max(a.ndim, b.ndim), library(a, b)
     a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
     return xp.logical_and(a, b)
-
-
-def _library(*arrays: Any) -> Any:
-    """NumPy stays NumPy, so that converters need no device."""
-    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 # How two conditions of one kind become one that holds where both do.

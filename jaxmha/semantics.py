@@ -2,7 +2,7 @@
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -53,7 +53,7 @@ PATHS: dict[str, dict[str, Path]] = {
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Semantics:
     """How attention behaves: one frozen, hashable value, static under jit.
 
@@ -113,6 +113,17 @@ class Semantics:
             if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
                 raise ValueError(f"softmax_dtype must be a floating dtype, got {dtype}")
             object.__setattr__(self, "softmax_dtype", dtype)
+
+    def _compared(self) -> tuple[object, ...]:
+        """To NumPy float64 is None, and jit would take one program for both."""
+        dtype = None if self.softmax_dtype is None else np.dtype(self.softmax_dtype).name
+        return (*(getattr(self, x.name) for x in fields(self) if x.name != "softmax_dtype"), dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Semantics) and self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
 
     @classmethod
     def torch(
@@ -222,11 +233,16 @@ class Semantics:
         )
 
 
+_ARRAYS = (
+    ": an array is a scale of dot_product_attention; for a layer multiply the queries' kernel by it"
+)
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} must be a Python number, since it is static, got {type(value).__name__}"
-            f"{': multiply the queries by it instead' if name == 'scale' else ''}"
+            f"{_ARRAYS if name == 'scale' else ''}"
         )
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")

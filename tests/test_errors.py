@@ -212,11 +212,10 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["key_value_seq_lengths", "array", "list"],
     ),
     "scale as text": ({"scale": "1"}, TypeError, ["scale", "number", "str"]),
-    "scale as an array": (
-        {"scale": jnp.ones(())},
-        TypeError,
-        ["scale", "static", "multiply the queries"],
-    ),
+    "scale of several numbers": ({"scale": jnp.ones(2)}, ValueError, ["scale", "one", "(2,)"]),
+    "scale per head": ({"scale": zeros(6, 1)}, ValueError, ["scale", "one number", "(6, 1)"]),
+    "complex scale": ({"scale": jnp.ones((), "complex64")}, TypeError, ["scale", "complex64"]),
+    "Boolean scale": ({"scale": zeros(dtype=bool)}, TypeError, ["scale", "real", "bool"]),
     "scale that is not a number": ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
     "infinite soft cap": (
         {"logits_soft_cap": float("inf")},
@@ -444,11 +443,11 @@ def test_mask_constructors() -> None:
         Mask.dense(zeros(5, 7, dtype=np.int32))
     with pytest.raises(ValueError, match="window"):
         Mask.window(1, -1)
-    padding = Mask.padding(key_value=[[True] * 7] * 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"key_value must be an array, got list: .*np\.asarray"):
+        Mask.padding(key_value=[[True] * 7] * 2)  # type: ignore[arg-type]
+    held = Mask(key_value_padding=[[True] * 7] * 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="key_value_padding must be an array, got list"):
-        jaxmha.dot_product_attention(**ARRAYS, mask=padding)
-    with pytest.raises(TypeError):
-        _ = Mask.causal() & jnp.ones((5, 7), bool)  # type: ignore[operator]
+        jaxmha.dot_product_attention(**ARRAYS, mask=held)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

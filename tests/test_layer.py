@@ -46,9 +46,14 @@ def mask_of(others: dict[str, Any]) -> Mask | None:
     if "local_window_size" in others:
         mask &= Mask.window(*others["local_window_size"])
     if "segment_ids" in others:
-        mask &= Mask.segments(*others["segment_ids"])
-    mask &= Mask.lengths(others.get("query_seq_lengths"), others.get("key_value_seq_lengths"))
-    return mask & Mask.padding(others.get("query_padding"), others.get("key_value_padding"))
+        query_ids, key_value_ids = others["segment_ids"]
+        mask &= Mask.segments(query_ids=query_ids, key_value_ids=key_value_ids)
+    mask &= Mask.lengths(
+        query=others.get("query_seq_lengths"), key_value=others.get("key_value_seq_lengths")
+    )
+    return mask & Mask.padding(
+        query=others.get("query_padding"), key_value=others.get("key_value_padding")
+    )
 
 
 def semantics_of(case: LayerCase) -> Semantics:

@@ -42,17 +42,21 @@ def _window(left: int | None, right: int | None) -> Made:
 
 def _lengths(query: Any, key_value: Any) -> Made:
     conditions = {"query_seq_lengths": query, "key_value_seq_lengths": key_value}
-    return Mask.lengths(query, key_value), conditions
+    return Mask.lengths(query=query, key_value=key_value), conditions
 
 
 def _padding(query: Any, key_value: Any) -> Made:
     conditions = {"query_padding": query, "key_value_padding": key_value}
-    return Mask.padding(query, key_value), conditions
+    return Mask.padding(query=query, key_value=key_value), conditions
 
 
 def _segments() -> Made:
     pair = _ids(T), _ids(S)
-    return Mask.segments(*pair), {"segment_ids": pair}
+    return _segments_of(pair), {"segment_ids": pair}
+
+
+def _segments_of(pair: tuple[Any, Any]) -> Mask:
+    return Mask.segments(query_ids=pair[0], key_value_ids=pair[1])
 
 
 def _dense(*shape: int) -> Made:
@@ -176,11 +180,11 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[], Mask]]] = {
     "causal": ({"is_causal": True}, Mask.causal),
     "lengths": (
         {"query_seq_lengths": _lower, "key_value_seq_lengths": _upper},
-        lambda: Mask.lengths(_lower, _upper),
+        lambda: Mask.lengths(query=_lower, key_value=_upper),
     ),
     "window": ({"local_window_size": (2, 1)}, lambda: Mask.window(2, 1)),
     "window_int": ({"local_window_size": 2}, lambda: Mask.window(2, 2)),
-    "segments": ({"segment_ids": _pair}, lambda: Mask.segments(*_pair)),
+    "segments": ({"segment_ids": _pair}, lambda: _segments_of(_pair)),
     "dense": ({"mask": _array}, lambda: Mask.dense(_array)),
 }
 

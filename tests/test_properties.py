@@ -68,9 +68,11 @@ class Draw:
         self.bias = bias
         self.mask = (
             Mask.causal(offsets.astype(np.int32))
-            & Mask.lengths(None, lengths.astype(np.int32))
-            & Mask.padding(None, there)
-            & Mask.segments(ids(T).astype(np.int32), ids(S).astype(np.int32))
+            & Mask.lengths(key_value=lengths.astype(np.int32))
+            & Mask.padding(key_value=there)
+            & Mask.segments(
+                query_ids=ids(T).astype(np.int32), key_value_ids=ids(S).astype(np.int32)
+            )
             & Mask.dense(rng.random((B, N, T, S)) < density)
         )
         allowed = np.array(self.mask.to_array(T, S)) & (bias != -np.inf)

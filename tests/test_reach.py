@@ -8,6 +8,8 @@ import pytest
 from jaxmha import Mask
 from jaxmha.implementations import blocks, pairs, reach
 
+PACKED = np.repeat(np.arange(8, dtype=np.int32), 512)[None]
+
 
 def conditions_of(kind: str, T: int, S: int) -> Mask:
     rng, B = np.random.default_rng(T + S), 2
@@ -18,9 +20,11 @@ def conditions_of(kind: str, T: int, S: int) -> Mask:
         "offsets": Mask.causal(np.array([-3, 5], np.int32)),
         "window": Mask.window(7, 3),
         "left window": Mask.window(0, None) & Mask.causal(9),
-        "lengths": Mask.lengths(np.array([T, 1], np.int32), np.array([S // 2, 0], np.int32)),
+        "lengths": Mask.lengths(
+            query=np.array([T, 1], np.int32), key_value=np.array([S // 2, 0], np.int32)
+        ),
         "padding": Mask.padding(key_value=rng.random((B, S)) < 0.9),
-        "segments": Mask.segments(*ids),
+        "segments": Mask.segments(query_ids=ids[0], key_value_ids=ids[1]),
         "array": Mask.dense(rng.random((B, 3, T, S)) < 0.5) & Mask.causal(),
         "keys": Mask.dense(np.arange(S) % 40 < 30),
     }[kind]
@@ -67,7 +71,7 @@ def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batche
         (Mask.causal(), 0.54),
         (Mask.window(255, 0), 0.13),
         (Mask.lengths(key_value=np.array([1024, 2048], np.int32)), 0.38),
-        (Mask.segments(*[np.repeat(np.arange(8, dtype=np.int32), 512)[None]] * 2), 0.13),
+        (Mask.segments(query_ids=PACKED, key_value_ids=PACKED), 0.13),
     ],
     ids=["causal", "window", "lengths", "segments"],
 )

@@ -64,7 +64,7 @@ def import_masks(
       TypeError: the mask is not Boolean, the bias not floating, lengths are not integers.
 
     >>> import_masks(key_value_seq_lengths=np.array([3, 1]), local_window_size=2)[0]
-    Mask(window_size=(2, 2), key_value_lengths=int64[2])
+    Mask(window_size=(2, 2), key_value_lengths=int32[2])
     """
     one_of("emptied_by_bias", emptied_by_bias, ("refused", "empty"))
     values = {

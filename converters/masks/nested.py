@@ -67,7 +67,7 @@ def import_nested(
         )
     if packed:
         ids = [np.repeat(np.arange(len(n), dtype=np.int32), n)[None] for n in lengths]
-        mask = Mask.segments(ids[0], ids[1])
+        mask = Mask.segments(query_ids=ids[0], key_value_ids=ids[1])
         arrays = [np.concatenate(rows)[None] for rows in (queries, keys, values)]
     else:
         mask = Mask.lengths(query=lengths[0], key_value=lengths[1])

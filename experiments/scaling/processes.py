@@ -145,7 +145,7 @@ def error(layout: str, masked: str, path: Path) -> float:
     masks = {
         "padded": Mask.lengths(key_value=np.asarray([T, T // 2, 7, T - 1])),
         "window": Mask.window(T // 3, None),
-        "segments": Mask.segments(segments, segments),
+        "segments": Mask.segments(query_ids=segments, key_value_ids=segments),
     }
     mask = Mask.causal() & masks[masked]
     implementation = layout if layout in ("ring", "allgather") else None

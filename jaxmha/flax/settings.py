@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha import checks
+from jaxmha.arrays import none_foreign
 from jaxmha.checks import are_arrays, are_of, are_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
@@ -112,19 +114,12 @@ def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask
     elif not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
         raise TypeError(f"mask must be an array or a jaxmha.Mask, got {type(mask).__name__}")
     else:
-        array = jnp.asarray(mask)
+        none_foreign("mask", mask)
+        # Of a NumPy array as it is: JAX might round 64 bits to zero.
+        array = mask if isinstance(mask, np.ndarray) else jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)
-    return read & window_mask(window) & (Mask.causal() if is_causal else Mask())
-
-
-def window_mask(window: Window) -> Mask:
-    """`local_window_size` as a mask: w or (left, right)."""
-    if window is None:
-        return Mask()
-    sides = window if isinstance(window, tuple) else (window, window)
-    if len(sides) != 2:
-        raise ValueError(f"local_window_size must be w or (left, right), got {window!r}")
-    return Mask.window(*sides)
+    causal = Mask.causal() if checks.flag("is_causal", is_causal) else Mask()
+    return read & checks.window(window) & causal
 
 
 def as_tuple(several: Any) -> Any:

@@ -53,7 +53,7 @@ def kept(
     at = [
         jnp.zeros(1, jnp.uint32)
         if axis in broadcast
-        else (start + jnp.arange(size)).astype(jnp.uint32) + before
+        else jnp.asarray(start).astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32) + before
         for axis, start, size, before in zip("BNTS", starts, sizes, first, strict=True)
     ]
     full = whole or (plan.K * plan.G, plan.T)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmha import sharding
 from jaxmha.implementations.request import Request, accumulation_dtype
@@ -17,8 +18,8 @@ def answer(request: Request, out: jax.Array, empty: jax.Array) -> jax.Array:
         return out
     lengths = request.mask.query_lengths
     if lengths is not None:
-        positions = jnp.arange(T).reshape(1, T, 1)
-        within = positions < jnp.asarray(lengths).astype(positions.dtype).reshape(-1, 1, 1)
+        positions = jnp.arange(T, dtype=np.int32).reshape(1, T, 1)
+        within = positions < jnp.asarray(lengths).reshape(-1, 1, 1)
         empty &= sharding.in_order(within, 1)
     if policy == "mean" and request.value.shape[1]:
         values = request.value.astype(accumulation_dtype(request.value.dtype))

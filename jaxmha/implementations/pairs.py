@@ -13,7 +13,8 @@ import numpy as np
 from jaxmha.implementations import blocks, platforms
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.request import allowed_pairs
-from jaxmha.mask import Mask, near
+from jaxmha.integers import near
+from jaxmha.mask import Mask
 
 
 class Pairs(NamedTuple):
@@ -50,9 +51,8 @@ def of_mask(mask: Mask, T: int, S: int) -> Pairs:
     ):
         found = None if padding is None else jnp.asarray(padding)
         if lengths is not None:
-            positions = jnp.arange(size).reshape(1, size)
-            lengths = jnp.asarray(lengths).astype(positions.dtype)
-            within = positions < lengths.reshape(-1, 1)
+            positions = jnp.arange(size, dtype=np.int32).reshape(1, size)
+            within = positions < jnp.asarray(lengths).reshape(-1, 1)
             found = within if found is None else found & within
         there.append(found)
     segments = None
@@ -60,7 +60,7 @@ def of_mask(mask: Mask, T: int, S: int) -> Pairs:
         segments = jnp.asarray(mask.query_segments), jnp.asarray(mask.key_value_segments)
     above = None if mask.causal_offset is None else near(mask.causal_offset)
     if above is not None and not isinstance(above, int):
-        above = jnp.asarray(above).astype(jnp.arange(0).dtype).reshape(-1)
+        above = jnp.asarray(above).reshape(-1)
     array = None if mask.array is None else jnp.asarray(mask.array)
     if array is not None:
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -71,11 +71,18 @@ def live_positions(
     mask: Mask, bias: jax.Array | None, B: int, N: int, T: int, S: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Queries `b T` and keys `b S` that some pair of some head uses; None: all of them."""
-    if not all(isinstance(size, int) and size for size in (B, T, S)):
-        found = allowed_pairs(mask, bias, T, S)
-        return (None, None) if found is None else (found.any((1, 3)), found.any((1, 2)))
-    rows, keys = live(of_mask(mask, T, S), bias, B, N, T, S)
+    rows, keys = live_heads(mask, bias, B, N, T, S)
     return tuple(None if x is None else x.any(1) for x in (rows, keys))  # type: ignore[return-value]
+
+
+def live_heads(
+    mask: Mask, bias: jax.Array | None, B: int, N: int, T: int, S: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Queries `b n T` and keys `b n S` that some pair uses, of any sizes; None: all of them."""
+    if all(isinstance(size, int) and size for size in (B, T, S)):
+        return live(of_mask(mask, T, S), bias, B, N, T, S)
+    found = allowed_pairs(mask, bias, T, S)
+    return (None, None) if found is None else (found.any(3), found.any(2))
 
 
 def live(
@@ -97,7 +104,7 @@ def _live_intervals(pairs: Pairs, T: int, S: int) -> tuple[Any, Any]:
     What is static stays NumPy.
     """
     below, above = pairs.window
-    i, j = np.arange(T).reshape(1, T), np.arange(S).reshape(1, S)
+    i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
     start: Any = np.zeros_like(i) if below is None else i - below
     stop: Any = np.full_like(i, S) if above is None else i + above + 1
     first: Any = np.zeros_like(j) if above is None else j - above
@@ -107,7 +114,7 @@ def _live_intervals(pairs: Pairs, T: int, S: int) -> tuple[Any, Any]:
         first = np.maximum(first, j - pairs.above)
     elif pairs.above is not None:
         start, stop, first, last = (jnp.asarray(x) for x in (start, stop, first, last))
-        offset = jnp.asarray(pairs.above, stop.dtype).reshape(-1, 1)
+        offset = jnp.asarray(pairs.above, np.int32).reshape(-1, 1)
         stop = jnp.minimum(stop, jnp.asarray(i + 1) + offset)
         first = jnp.maximum(first, jnp.asarray(j) - offset)
     rows = _any_between(pairs.keys, start, stop, S)
@@ -147,10 +154,10 @@ def _live_blocks(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[jax.
             found = finite if found is None else found & finite
         assert found is not None
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, plan.S))
-        inside = i * rows + jnp.arange(rows) < plan.T
+        inside = i * rows + jnp.arange(rows, dtype=np.int32) < plan.T
         return found.any(3), (found & inside.reshape(1, 1, rows, 1)).any(2)
 
-    seeing, seen = jax.lax.map(block, jnp.arange(plan.blocks))
+    seeing, seen = jax.lax.map(block, jnp.arange(plan.blocks, dtype=np.int32))
     seeing = jnp.moveaxis(seeing, 0, 2)
     seeing = seeing.reshape(*seeing.shape[:2], plan.blocks * rows)
     return seeing[:, :, : plan.T], seen.any(0)
@@ -186,8 +193,11 @@ def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array |
       place: the block.
       rows_too: also the condition on rows alone, which makes a row of the answer False.
     """
-    i = (place.t + jnp.arange(place.rows)).reshape(1, 1, place.rows, 1)
-    j = (place.s + jnp.arange(place.keys)).reshape(1, 1, 1, place.keys)
+    i, j = (
+        jnp.asarray(start, np.int32) + jnp.arange(size, dtype=np.int32)
+        for start, size in ((place.t, place.rows), (place.s, place.keys))
+    )
+    i, j = i.reshape(1, 1, place.rows, 1), j.reshape(1, 1, 1, place.keys)
     below, above = pairs.window
     found: list[jax.Array] = []
     if below is not None:

@@ -46,7 +46,8 @@ def table(conditions: Pairs, plan: Plan) -> Reach | None:
         unknown: Any = jax.lax.optimization_barrier
         kind = unknown(kind)
         order = jnp.argsort(kind, axis=-1, stable=True)
-    return Reach(order.astype(np.int32), (kind == 0).sum(-1), (kind < 2).sum(-1))
+    counts = ((kind < most).sum(-1).astype(np.int32) for most in (1, 2))
+    return Reach(order.astype(np.int32), *counts)
 
 
 def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
@@ -94,7 +95,7 @@ def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
             part = jax.lax.dynamic_slice_in_dim(array, i * rows, rows, 2)
             return part.any(2), part.all(2)
 
-        found = jax.lax.map(of_keys, jnp.arange(row_blocks))
+        found = jax.lax.map(of_keys, jnp.arange(row_blocks, dtype=np.int32))
         shape = b, n, row_blocks, key_blocks, columns
         any_, all_ = (jnp.moveaxis(x, 0, 2).reshape(shape) for x in found)
         any_, all_ = any_.any(-1), all_.all(-1)
@@ -114,7 +115,8 @@ def visit_all(
     if plan.chunks == 1:
         return visit(0, reached is None, carry)
     if reached is None:
-        return jax.lax.fori_loop(0, plan.chunks, lambda j, carry: visit(j, True, carry), carry)
+        first, last = np.int32(0), np.int32(plan.chunks)
+        return jax.lax.fori_loop(first, last, lambda j, carry: visit(j, True, carry), carry)
     g = step // plan.groups if len(reached.order) > 1 else 0
     order, clear, needed = (jnp.asarray(x)[g, i] for x in reached)
     # A loop that never runs would still be compiled.

@@ -84,7 +84,7 @@ def _run(
     rows, columns = _padded(T), _padded(S)
     there = parts.conditions.keys
     if parts.key_lengths is not None:
-        there = jnp.arange(S).reshape(1, S) < parts.key_lengths[:, None]
+        there = jnp.arange(S, dtype=np.int32).reshape(1, S) < parts.key_lengths[:, None]
     if there is None and columns > S:
         there = jnp.ones((1, S), bool)
     if there is not None and ids is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmha.implementations.blocks import Plan
 
@@ -63,7 +64,10 @@ def each(f: Callable[[Any, Any], Any], count: int, xs: Any, *, unroll: bool = Fa
     if count == 1:
         return f(0, xs)
     _, found = jax.lax.scan(
-        lambda _, x: (None, f(*x)), None, (jnp.arange(count), xs), unroll=count if unroll else 1
+        lambda _, x: (None, f(*x)),
+        None,
+        (jnp.arange(count, dtype=np.int32), xs),
+        unroll=count if unroll else 1,
     )
     return found
 
@@ -80,7 +84,9 @@ def refine(f: Callable[..., Any], count: int, x: Any, carry: Any, others: Any) -
         mine, carry = f(i, mine, carry, its)
         return jax.tree.map(lambda array, part: array.at[i].set(part), x, mine), carry
 
-    refined: tuple[Any, Any] = jax.lax.fori_loop(0, count, step, (x, carry))
+    refined: tuple[Any, Any] = jax.lax.fori_loop(
+        np.int32(0), np.int32(count), step, (x, carry)
+    )
     return refined
 
 

@@ -146,7 +146,7 @@ def test_prefill_runs_the_implementation_that_is_named() -> None:
         Mask.lengths(query=jnp.ones(B, int)),
         Mask.lengths(key_value=jnp.ones(B, int)),
         Mask.padding(query=jnp.ones((B, 1), bool)),
-        Mask.segments(jnp.ones((B, 1), int), jnp.ones((B, 3), int)),
+        Mask.segments(query_ids=jnp.ones((B, 1), int), key_value_ids=jnp.ones((B, 3), int)),
     ],
     ids=repr,
 )

@@ -91,11 +91,11 @@ def random_mask(number: int, kinds: set[str], excluded: float, sizes: Sizes = US
         left, right = (int(side) for side in rng.integers(0, S + 1, 2))
         mask &= Mask.window(None if left > T else left, None if right > T else right)
     if "lengths" in kinds:
-        mask &= Mask.lengths(rng.integers(0, T + 2, B), rng.integers(0, S + 2, B))
+        mask &= Mask.lengths(query=rng.integers(0, T + 2, B), key_value=rng.integers(0, S + 2, B))
     if "padding" in kinds:
         mask &= Mask.padding(query=kept(B, T)) & Mask.padding(key_value=kept(B, S))
     if "segments" in kinds:
-        mask &= Mask.segments(ids(T), ids(S))
+        mask &= Mask.segments(query_ids=ids(T), key_value_ids=ids(S))
     if "array" in kinds:
         mask &= Mask.dense(kept(B, 1, T, S))
     if "heads" in kinds:

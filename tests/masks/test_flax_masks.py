@@ -185,7 +185,8 @@ def test_helpers(library: Any) -> None:
     mask, bias = import_masks(mask=library.combine_masks(padding, causal, packed))
     assert bias is None
     assert mask is not None
-    expected = Mask.causal() & Mask.segments(ids, ids) & Mask.padding(query=ids > 0)
+    expected = Mask.causal() & Mask.segments(query_ids=ids, key_value_ids=ids)
+    expected &= Mask.padding(query=ids > 0)
     expected &= Mask.padding(key_value=ids > 0)
     np.testing.assert_array_equal(mask.to_array(T, T), expected.to_array(T, T))
 

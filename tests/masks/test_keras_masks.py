@@ -225,7 +225,7 @@ def test_dropout_rate_takes_the_scores_path(kind: Kind) -> None:
 
 def test_structure_is_kept() -> None:
     sizes: Any = {"query_length": T, "key_length": S}
-    mask = Mask.causal() & Mask.padding(padding(T, 0), padding(S, 1))
+    mask = Mask.causal() & Mask.padding(query=padding(T, 0), key_value=padding(S, 1))
     mha, gqa = (export_masks(mask, kind=kind, **sizes) for kind in LAYERS)
     assert mha.keys() == {"use_causal_mask", "value_mask", "attention_mask"}
     assert mha["attention_mask"].shape == (B, T, 1)

@@ -17,7 +17,10 @@ WRONG = {
     "queries": (Mask.padding(query=np.ones((3, 4), bool)), r"\(#B, T\) with .*T=5.*\(3, 4\)"),
     "array": (Mask.dense(np.ones((3, 1, 5, 6), bool)), r"#S\) with .*S=7.*\(3, 1, 5, 6\)"),
     "axes": (Mask.dense(np.ones((1, 3, 2, 5, 7), bool)), r"#S\) with .*\(1, 3, 2, 5, 7\)"),
-    "segments": (Mask.segments(np.ones((1, 5), int), np.ones((1, 5), int)), r"S=7.*\(1, 5\)"),
+    "segments": (
+        Mask.segments(query_ids=np.ones((1, 5), int), key_value_ids=np.ones((1, 5), int)),
+        r"S=7.*\(1, 5\)",
+    ),
     "rows": (
         Mask.padding(key_value=np.ones((3, 7), bool)) & Mask.lengths(key_value=np.ones(4, int)),
         r"B=[34].*got shape \((3, 7|4,)\)",

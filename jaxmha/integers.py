@@ -1,0 +1,102 @@
+"""Lengths, offsets and ids of any integer dtype, as 32 bits that mean the same.
+
+JAX without x64 cuts integers of 64 bits to their lowest 32, without a word, wherever they enter a
+program; and sums with 8 or 16 bits overflow.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Further than any position; its sum with one is a number of 32 bits.
+FAR = 2**30
+_LIMITS = np.iinfo(np.int32)
+
+
+def library(*arrays: Any) -> Any:
+    """NumPy stays NumPy, so that converters need no device."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def near(bound: Any) -> Any:
+    """An offset or a length, or an int32 array of them, no further than any position is."""
+    if isinstance(bound, int):
+        return max(-FAR, min(bound, FAR))
+    bound = narrow(bound)
+    return library(bound).clip(bound, -FAR, FAR) if is_integers(bound) else bound
+
+
+def narrow(bound: Any) -> Any:
+    """Integers of any dtype as int32; those that do not fit become the nearest that do.
+
+    Anything but an array of integers stays as it is.
+    """
+    if not is_integers(bound) or bound.dtype == np.int32:
+        return bound
+    given = jnp.iinfo(bound.dtype)
+    low, high = max(_LIMITS.min, int(given.min)), min(_LIMITS.max, int(given.max))
+    if (low, high) != (given.min, given.max):
+        # The dtype of the bounds: NumPy and JAX agree on no other way.
+        bound = library(bound).clip(bound, *np.asarray([low, high], given.dtype))
+    return bound.astype(np.int32)
+
+
+def comparable(query_ids: Any, key_value_ids: Any) -> tuple[Any, Any]:
+    """Ids of one dtype that JAX holds, equal exactly where they were.
+
+    Ids of which JAX would cut bits are renumbered.
+
+    Raises:
+      TypeError: they are of different dtypes and traced, so that neither dtype holds both.
+    """
+    if not (is_integers(query_ids) and is_integers(key_value_ids)):
+        return query_ids, key_value_ids
+    pair = _fitting(query_ids), _fitting(key_value_ids)
+    dtypes = {np.dtype(x.dtype) for x in pair}
+    if dtypes == {np.dtype(np.int32)}:
+        return pair
+    held = all(jax.dtypes.canonicalize_dtype(x) == x for x in dtypes)
+    if held and len(dtypes) == 1 and library(*pair) is jnp:
+        return pair
+    if all(_known(x) for x in pair):
+        return _renumbered(*pair)
+    if held and np.dtype(np.uint64) not in dtypes and np.dtype(np.int64) in dtypes:
+        return pair[0].astype(np.int64), pair[1].astype(np.int64)
+    raise TypeError(
+        f"segment ids: no integer dtype of this program holds both {pair[0].dtype} of the queries "
+        f"and {pair[1].dtype} of the keys: make both one dtype where they are made"
+    )
+
+
+def is_integers(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
+        x.dtype, np.integer
+    )
+
+
+def _fitting(ids: Any) -> Any:
+    """As int32 where that is known to hold them."""
+    given = jnp.iinfo(ids.dtype)
+    if given.min >= _LIMITS.min and given.max <= _LIMITS.max:
+        return ids.astype(np.int32)
+    if library(ids) is jnp:
+        return ids
+    fits = ids.size == 0 or (ids.min() >= _LIMITS.min and ids.max() <= _LIMITS.max)
+    return ids.astype(np.int32) if fits else ids
+
+
+def _known(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def _renumbered(*pair: Any) -> tuple[Any, Any]:
+    """By rank among all ids of both; those below 0 stay below it."""
+    ids = [np.asarray(x) for x in pair]
+    bits = np.concatenate([x.astype(np.uint64).reshape(-1) for x in ids])  # wraps those below 0
+    below = np.concatenate([(x < 0).reshape(-1) for x in ids])
+    known, ranks = np.unique(bits, return_inverse=True)
+    ranks = np.where(below, ranks - known.size, ranks).astype(np.int32)
+    query, key_value = np.split(ranks, [ids[0].size])
+    return query.reshape(ids[0].shape), key_value.reshape(ids[1].shape)

@@ -1,0 +1,46 @@
+"""Numbers at the ends of what float32 holds: what is finite stays so, or is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.semantics import Semantics
+
+# Of a larger cap the quotient of a logit of size 1 has no normal number.
+LARGEST_CAP: dict[str, float] = {"float32": 1e30, "float64": 1e290}
+
+
+def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
+    """Raises where logits of heads of `dtype` cannot hold what semantics say.
+
+    Raises:
+      ValueError: a number is not finite in that dtype.
+      TypeError: the softmax is asked for in float64, and x64 is off.
+    """
+    accumulate = accumulation_dtype(dtype)
+    for name, given, most in (
+        ("scale", semantics.scale, float(np.finfo(accumulate).max)),
+        ("logits_soft_cap", semantics.logits_soft_cap, LARGEST_CAP[accumulate.name]),
+    ):
+        if given is not None and abs(given) > most:
+            raise ValueError(f"{name} of {accumulate} logits must be at most {most:.3g}, got {given}")
+    if (
+        semantics.softmax_dtype == np.float64
+        and jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+    ):
+        raise TypeError(
+            "softmax_dtype is float64, which JAX would round to float32: call "
+            "jax.config.update('jax_enable_x64', True), or leave it out"
+        )
+
+
+def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
+    """A bias in a dtype that sums of heads of `dtype` hold: what is finite excludes nothing."""
+    accumulate = accumulation_dtype(dtype)
+    if bias is None or bias.dtype != np.float64 or accumulate == np.float64:
+        return bias
+    most = float(np.finfo(accumulate).max)
+    beyond = jnp.isfinite(bias) & (jnp.abs(bias) > most)
+    nearest = jnp.sign(bias) * most + (bias - jax.lax.stop_gradient(bias))  # its gradient is 1
+    return jnp.where(beyond, nearest, bias).astype(accumulate)

@@ -1,0 +1,52 @@
+"""A scale that is an array: a learned temperature, with its gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import sharding
+from jaxmha.arrays import Array, none_foreign
+from jaxmha.implementations import pairs
+from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.mask import Mask
+
+
+def split(scale: Any) -> tuple[Any, Array | None]:
+    """The static scale, a number or None, and the one that is traced, or None.
+
+    Raises:
+      ValueError: an array of another shape than ().
+      TypeError: an array of no real numbers.
+    """
+    none_foreign("scale", scale)
+    if not isinstance(scale, jax.Array | np.ndarray):
+        return scale, None
+    if scale.shape != ():
+        raise ValueError(f"scale: expected one number, got shape {scale.shape}")
+    real = jnp.issubdtype(scale.dtype, np.floating) or jnp.issubdtype(scale.dtype, np.integer)
+    if not real:
+        raise TypeError(f"scale must be a real number, got {scale.dtype}")
+    return (1.0, scale) if isinstance(scale, jax.Array) else (scale.item(), None)
+
+
+def scaled(
+    scale: Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    bias: jax.Array | None,
+    mask: Mask,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Heads `B T N H`, `B S K H` and `B S K h` in the dtype of sums, the queries scaled.
+
+    Half precision would round the product, and with it the gradient of the scale. Rows that attend
+    nothing are zero, whatever they hold: the gradient of the scale is a sum over all of them.
+    """
+    accumulate = accumulation_dtype(heads[0].dtype)
+    query, key, value = (x.astype(accumulate) for x in heads)
+    (B, T, N, _), S = query.shape, key.shape[1]
+    rows, _ = pairs.live_heads(mask, bias, B, N, T, S)
+    if rows is not None:
+        rows = jnp.moveaxis(sharding.in_order(rows, 2), 1, 2)[..., None]
+        query = jnp.where(rows, query, 0.0)
+    return query * jnp.asarray(scale).astype(accumulate), key, value
