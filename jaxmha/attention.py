@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike
@@ -28,10 +28,10 @@ def dot_product_attention(
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[Array, "*B"] | None = None,
-    key_value_seq_lengths: Int[Array, "*B"] | None = None,
+    query_seq_lengths: Integer[Array, "*B"] | None = None,
+    key_value_seq_lengths: Integer[Array, "*B"] | None = None,
     local_window_size: int | Sequence[int | None] | None = None,
-    segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+    segment_ids: Integer[Array, "*B T"] | tuple[Integer[Array, "*B T"], Integer[Array, "*B S"]] | None = None,
     logits_soft_cap: float | None = None,
     fully_masked: FullyMasked = "zero",
     softmax_dtype: DTypeLike | None = None,

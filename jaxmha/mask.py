@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Integer
 
 from jaxmha import picture
 from jaxmha.arrays import Array, are_arrays, none_foreign
@@ -55,7 +55,7 @@ class Mask:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def causal(cls, offset: int | np.integer[Any] | Int[Array, "*B"] = 0) -> "Mask":
+    def causal(cls, offset: int | np.integer[Any] | Integer[Array, "*B"] = 0) -> "Mask":
         """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has one per batch row."""
         if isinstance(offset, bool) or not isinstance(offset, int):
             _are_integers("an integer or an integer array", offset=offset)
@@ -69,7 +69,7 @@ class Mask:
 
     @classmethod
     def lengths(
-        cls, *, query: Int[Array, "*B"] | None = None, key_value: Int[Array, "*B"] | None = None
+        cls, *, query: Integer[Array, "*B"] | None = None, key_value: Integer[Array, "*B"] | None = None
     ) -> "Mask":
         """Of each batch row the first so many queries, and the first so many keys, attend.
 
@@ -106,7 +106,7 @@ class Mask:
 
     @classmethod
     def segments(
-        cls, *, query_ids: Int[Array, "*B T"], key_value_ids: Int[Array, "*B S"]
+        cls, *, query_ids: Integer[Array, "*B T"], key_value_ids: Integer[Array, "*B S"]
     ) -> "Mask":
         """Only pairs of equal ids attend: packed sequences.
 
