@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Integer
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
-from jaxmha.arrays import Array, DTypeLike
+from jaxmha.arrays import Array, DTypeLike, are_arrays
 from jaxmha.axes import bind
 from jaxmha.implementations.request import Request, Result, simplified
 from jaxmha.mask import Mask
@@ -31,7 +31,9 @@ def dot_product_attention(
     query_seq_lengths: Integer[Array, "*B"] | None = None,
     key_value_seq_lengths: Integer[Array, "*B"] | None = None,
     local_window_size: int | Sequence[int | None] | None = None,
-    segment_ids: Integer[Array, "*B T"] | tuple[Integer[Array, "*B T"], Integer[Array, "*B S"]] | None = None,
+    segment_ids: Integer[Array, "*B T"]
+    | tuple[Integer[Array, "*B T"], Integer[Array, "*B S"]]
+    | None = None,
     logits_soft_cap: float | None = None,
     fully_masked: FullyMasked = "zero",
     softmax_dtype: DTypeLike | None = None,
@@ -91,11 +93,11 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, is_causal=True).shape
     (2, 5, 4, 3)
     """
-    checks.are_arrays(query=query, key=key, value=value, bias=bias)
+    are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
-    scale, traced = traced_scale.split(scale)
+    known_scale, traced = traced_scale.split(scale)
     semantics = Semantics(
-        scale=scale,
+        scale=known_scale,
         logits_soft_cap=logits_soft_cap,
         fully_masked=fully_masked,
         softmax_dtype=softmax_dtype,
@@ -150,9 +152,9 @@ def _keywords(
             "segment_ids must be one array (B, T), or a pair of query ids (B, T) and key/value ids "
             f"(B, S), got {len(ids)}"
         )
-    checks.are_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
+    are_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
     for x in ids:
-        checks.are_arrays(segment_ids=x)
+        are_arrays(segment_ids=x)
     return Mask(
         0 if is_causal else None,
         checks.window(window).window_size,
@@ -241,7 +243,7 @@ def _residual(
     lse: Any, bias: jax.Array | None, mask: Mask, sizes: dict[str, int], dtype: np.dtype[Any]
 ) -> jax.Array:
     """lse as `jax.nn` returns it, where a mask puts a number of float32 in place of logits."""
-    if not mask.empty and dtype != np.float64:
+    if not mask.empty:
         masked: Any = lse == -jnp.inf
         if bias is not None:  # what it excludes is -inf there too
             some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)

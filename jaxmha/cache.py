@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxmha import checks, extra_positions, sharding
-from jaxmha.arrays import Array, DTypeLike
+from jaxmha.arrays import Array, DTypeLike, are_arrays
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
 from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, refuse_structure
+from jaxmha.integers import near
 from jaxmha.layer import combine, project
-from jaxmha.mask import Mask, near
+from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Semantics
 
@@ -292,8 +293,8 @@ def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) ->
     checks.are_of(MHAParams, params=params)
     checks.are_of(KVCache, cache=cache)
     checks.are_of(Semantics, semantics=semantics)
-    checks.are_arrays(x=x)
-    checks.are_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
+    are_arrays(x=x)
+    are_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
     checks.no_silent_rounding(**{"cache.key": cache.key, "cache.value": cache.value})
     for name in ("key", "value"):
         checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmha.arrays import DTypeLike, none_foreign
-from jaxmha.arrays import are_arrays as are_arrays
+from jaxmha.arrays import DTypeLike, are_arrays, none_foreign
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 

@@ -35,7 +35,7 @@ def narrow(bound: Any) -> Any:
     """
     if not is_integers(bound) or bound.dtype == np.int32:
         return bound
-    given = jnp.iinfo(bound.dtype)
+    given = _limits(bound)
     low, high = max(_LIMITS.min, int(given.min)), min(_LIMITS.max, int(given.max))
     if (low, high) != (given.min, given.max):
         # The dtype of the bounds: NumPy and JAX agree on no other way.
@@ -76,9 +76,13 @@ def is_integers(x: Any) -> bool:
     )
 
 
+def _limits(x: Any) -> Any:
+    return jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]
+
+
 def _fitting(ids: Any) -> Any:
     """As int32 where that is known to hold them."""
-    given = jnp.iinfo(ids.dtype)
+    given = _limits(ids)
     if given.min >= _LIMITS.min and given.max <= _LIMITS.max:
         return ids.astype(np.int32)
     if library(ids) is jnp:

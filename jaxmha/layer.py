@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxmha import checks, extra_positions, sharding
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, are_arrays
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
 from jaxmha.implementations import forward_mode, shards
@@ -75,7 +75,7 @@ def multi_head_attention(
     value = key if value is None else value
     checks.are_of(MHAParams, params=params)
     checks.are_of(Semantics, semantics=semantics)
-    checks.are_arrays(query=query, key=key, value=value, bias=bias)
+    are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
     is_causal = checks.flag("is_causal", is_causal)
     mask = as_mask(mask)
@@ -177,7 +177,7 @@ def project(
     value = key if value is None else value
     checks.are_of(MHAParams, params=params)
     checks.are_of(Semantics, semantics=semantics)
-    checks.are_arrays(query=query, key=key, value=value)
+    are_arrays(query=query, key=key, value=value)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value)
     query, key, value = project_live(params, *_distinct(query, key, value), semantics)
     return query, key, value
@@ -253,7 +253,7 @@ def combine(
     """
     checks.are_of(MHAParams, params=params)
     checks.are_of(Semantics, semantics=semantics)
-    checks.are_arrays(heads=heads)
+    are_arrays(heads=heads)
     checks.no_silent_rounding(params=params, heads=heads)
     out: jax.Array = _combine(params, heads, semantics)
     return out

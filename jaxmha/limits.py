@@ -24,7 +24,9 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
         ("logits_soft_cap", semantics.logits_soft_cap, LARGEST_CAP[accumulate.name]),
     ):
         if given is not None and abs(given) > most:
-            raise ValueError(f"{name} of {accumulate} logits must be at most {most:.3g}, got {given}")
+            raise ValueError(
+                f"{name} of {accumulate} logits must be at most {most:.3g}, got {given}"
+            )
     if (
         semantics.softmax_dtype == np.float64
         and jax.dtypes.canonicalize_dtype(np.float64) != np.float64

@@ -69,7 +69,10 @@ class Mask:
 
     @classmethod
     def lengths(
-        cls, *, query: Integer[Array, "*B"] | None = None, key_value: Integer[Array, "*B"] | None = None
+        cls,
+        *,
+        query: Integer[Array, "*B"] | None = None,
+        key_value: Integer[Array, "*B"] | None = None,
     ) -> "Mask":
         """Of each batch row the first so many queries, and the first so many keys, attend.
 

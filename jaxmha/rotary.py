@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jaxmha.arrays import Array
-from jaxmha.checks import are_arrays, no_silent_rounding, promoted
+from jaxmha.arrays import Array, are_arrays
+from jaxmha.checks import no_silent_rounding, promoted
 from jaxmha.implementations.request import accumulation_dtype
 
 

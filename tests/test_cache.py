@@ -278,8 +278,8 @@ def test_no_room_is_never_silent() -> None:
 def test_wrong_arguments() -> None:
     params, x = make()
     cache, ids = KVCache.empty(params, B, T), np.zeros((B, T), np.int32)
+    packed = Mask.segments(query_ids=ids, key_value_ids=ids)
     with pytest.raises(ValueError, match=r"mask: .* got causal_offset, segments"):
-        packed = Mask.segments(query_ids=ids, key_value_ids=ids)
         jaxmha.decode_step(params, x[:, :1], cache, mask=Mask.causal() & packed)
     with pytest.raises(ValueError, match="'mean' is the mean over all keys"):
         jaxmha.decode_step(params, x[:, :1], cache, semantics=Semantics(fully_masked="mean"))

@@ -1,6 +1,7 @@
 """Every row of the page "Coming from jax.nn", beside the live function."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,7 @@ def test_residual(name: str, dtype: str) -> None:
         heads = Q[:, :1], *heads
         assert 40 * T >= few_queries.LEAST_KEYS
     heads = tuple(jnp.asarray(x, dtype) for x in heads)
-    (_, found), (_, want) = (
-        f(*heads, **options, return_residual=True) for f in (ours, theirs)
-    )
+    (_, found), (_, want) = (f(*heads, **options, return_residual=True) for f in (ours, theirs))
     assert found.shape == want.shape == heads[0].shape[:-1]
     same(found, want, {"float32": 1e-5, "bfloat16": 0.04, "float16": 0.005}[dtype])
 
@@ -125,7 +124,7 @@ def test_residual_in_float64() -> None:
         f(*heads, key_value_seq_lengths=LENGTHS, return_residual=True)[1] for f in (ours, theirs)
     )
     same(found, want, 1e-6)  # its own is computed in float32
-    assert found[1, 0, 0] == want[1, 0, 0] == -np.inf
+    np.testing.assert_allclose(found[1], LOW)
 
 
 def test_residual_and_lse() -> None:
@@ -171,9 +170,7 @@ def test_learned_temperature_of_every_implementation(
     lengths = np.array([3, 2], np.int32)
 
     def loss(scale: Any, q: Any, **options: Any) -> Any:
-        out, lse = ours(
-            q, K, V, scale=scale, query_seq_lengths=lengths, return_lse=True, **options
-        )
+        out, lse = ours(q, K, V, scale=scale, query_seq_lengths=lengths, return_lse=True, **options)
         return (out**2).sum() + jnp.where(lse > -jnp.inf, lse, 0.0).sum()
 
     found = jax.grad(loss)(jnp.float32(0.7), spoiled, implementation=implementation)
@@ -238,7 +235,7 @@ def test_dtypes_that_differ() -> None:
         theirs(Q, K.astype(np.float16), V)
     assert ours(Q, K.astype(np.float16), V).dtype == np.float32
     same(theirs(Q, K, V.astype(np.float64)), theirs())
-    with pytest.raises(TypeError, match="value is float64.*round"):
+    with pytest.raises(TypeError, match=r"value is float64.*round"):
         ours(Q, K, V.astype(np.float64))
     assert theirs(*(x.astype(np.int32) for x in (Q, K, V))).shape == Q.shape
     with pytest.raises(TypeError, match="query must be a floating array, got int32"):
@@ -256,14 +253,15 @@ def test_bias_that_is_no_float(dtype: Any) -> None:
     """A Boolean one is added as 0 and 1, which is hardly ever meant."""
     bias = BIAS > 0
     same(theirs(bias=bias.astype(dtype)), theirs(bias=bias.astype(np.float32)))
-    for call in (
+    calls: list[Callable[[Any], Any]] = [
         lambda x: ours(bias=x),
         lambda x: jaxmha.multi_head_attention(
             jaxmha.init_params(jax.random.key(0), num_heads=N, features=8),
             np.ones((B, T, 8), np.float32),
             bias=x,
         ),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(TypeError, match="bias must be a floating array"):
             call(bias.astype(dtype))
 
@@ -285,9 +283,9 @@ def test_causality_is_top_left_in_both() -> None:
 def test_windows_that_are_traced() -> None:
     assert jax.jit(lambda w: theirs(local_window_size=(w, w)))(1).shape == Q.shape
     for window in (lambda w: w, lambda w: (w, 1), lambda w: [1, w]):
-        with pytest.raises(TypeError, match="window sides .*cannot be traced"):
+        with pytest.raises(TypeError, match=r"window sides .*cannot be traced"):
             jax.jit(lambda w, window=window: ours(local_window_size=window(w)))(1)
-    with pytest.raises(TypeError, match="is_causal must be a bool.*cannot be traced"):
+    with pytest.raises(TypeError, match=r"is_causal must be a bool.*cannot be traced"):
         jax.jit(lambda c: ours(is_causal=c))(True)
 
 
@@ -299,7 +297,8 @@ def test_negative_windows() -> None:
 
 def test_gradient_of_a_bias_has_its_shape_in_both() -> None:
     bias = BIAS[:1, :1]
-    same(*(jax.grad(lambda x, f=f: (f(bias=x) ** 2).sum())(bias) for f in (ours, theirs)), 2e-5)
+    found, want = (jax.grad(lambda x, f=f: (f(bias=x) ** 2).sum())(bias) for f in (ours, theirs))
+    same(found, want, 2e-5)
 
 
 def test_softmax_of_float64() -> None:
@@ -328,7 +327,7 @@ def test_infinities_are_looked_for() -> None:
     jax.config.update("jax_debug_infs", True)  # type: ignore[no-untyped-call]
     try:
         with pytest.raises(FloatingPointError):
-            jax.block_until_ready(ours(key_value_seq_lengths=LENGTHS, return_lse=True))
+            np.asarray(ours(key_value_seq_lengths=LENGTHS, return_lse=True)[1])
         theirs(key_value_seq_lengths=LENGTHS)
     finally:
         jax.config.update("jax_debug_infs", False)  # type: ignore[no-untyped-call]

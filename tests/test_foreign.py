@@ -92,7 +92,9 @@ def test_torch_tensors(what: str) -> None:
 
     call, array = CALLS[what]
     named = what.split(" of ")[0].replace(".", r"\.")
-    told = rf"{named} must be an array .*torch\.Tensor: give {named}\.detach\(\)\.cpu\(\)\.numpy\(\)"
+    told = (
+        rf"{named} must be an array .*torch\.Tensor: give {named}\.detach\(\)\.cpu\(\)\.numpy\(\)"
+    )
     with pytest.raises(TypeError, match=told):
         call(torch.from_numpy(np.asarray(array)))
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from tests import reference, tolerance
+from tests import tolerance
 
 T, S = 1031, 1103  # primes; more than one block of rows and of keys, in more than one tile
 RNG = np.random.default_rng(0)
@@ -99,11 +99,12 @@ def test_forward_programs_are_traced(name: str, platform: str, configuration: st
     """Without a gradient there are bands, and other platforms cut otherwise."""
     mask, options = REQUESTS[name]
     options = {k: jax.random.key(1) if k == "dropout_key" else x for k, x in options.items()}
-    heads = [jax.ShapeDtypeStruct((1, n, 1, 2), "float32") for n in (T, S, S)]
+    shape: Any = jax.ShapeDtypeStruct
+    heads = [shape((1, n, 1, 2), "float32") for n in (T, S, S)]
     with jaxmha.lowering_for(platform):
         out = jax.eval_shape(
-            lambda *heads: jaxmha.dot_product_attention(
-                *heads, mask=mask, implementation="blocked", **options
+            lambda q, k, v: jaxmha.dot_product_attention(
+                q, k, v, mask=mask, implementation="blocked", **options
             ),
             *heads,
         )

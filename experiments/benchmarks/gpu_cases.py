@@ -140,7 +140,7 @@ def _dense(rng: Any, case: Case) -> Mask:
 
 
 def _segments(rng: Any, case: Case) -> Mask:
-    ids = (np.sort(rng.integers(0, 4, (case.B, n)), 1).astype(np.int32) for n in (case.T, case.S))
+    ids = [np.sort(rng.integers(0, 4, (case.B, n)), 1).astype(np.int32) for n in (case.T, case.S)]
     return Mask.segments(query_ids=ids[0], key_value_ids=ids[1])
 
 

@@ -10,7 +10,7 @@ from flax.nnx.nn import dtypes
 from jaxtyping import Float, Int
 
 from jaxmha import checks
-from jaxmha.arrays import Array, DTypeLike
+from jaxmha.arrays import Array, DTypeLike, are_arrays
 from jaxmha.cache import Rotate
 from jaxmha.flax.heads import How, Implementation, attend_heads, rotated
 from jaxmha.flax.settings import behaviour, cast, read_mask, refuse
@@ -125,7 +125,7 @@ def attention_fn(
     drops = read.dropout_rate > 0 and not deterministic
     if drops and dropout_rng is None:
         raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
-    checks.are_arrays(query=query, key=key, value=value, bias=bias)
+    are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
     if not (
         query.ndim == key.ndim == value.ndim >= 3

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import checks, extra_positions, sharding
+from jaxmha.arrays import are_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.cache import Rotate
 from jaxmha.implementations import forward_mode
@@ -88,7 +89,7 @@ def fixed(how: How) -> How:
 def check_arrays(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
     """Raises TypeError for what is no array of a layer, or would be rounded without a word."""
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
-    checks.are_arrays(bias=bias, **names)
+    are_arrays(bias=bias, **names)
     checks.no_silent_rounding(params=params, bias=bias, **names)
 
 
@@ -152,7 +153,7 @@ def check_positions(
         raise ValueError(
             "input_positions: nothing is rotated; give rotate, such as jaxmha.rope, as well"
         )
-    checks.are_arrays(input_positions=positions)
+    are_arrays(input_positions=positions)
     expected, others = queries.shape[:-features], keys.shape[:-features]
     if positions.shape != expected or others != expected:
         raise ValueError(

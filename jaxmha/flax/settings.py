@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import checks
-from jaxmha.arrays import none_foreign
-from jaxmha.checks import are_arrays, are_of, are_sizes
+from jaxmha.arrays import are_arrays, none_foreign
+from jaxmha.checks import are_of, are_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Precision, Semantics, one_of

@@ -201,7 +201,11 @@ def _travel(
             return jax.lax.fori_loop(0, needed.astype(np.int32), lambda _, x: met(x), state)
 
         state = carry, moving
-        return pair(0, state) if m == 1 else jax.lax.fori_loop(np.int32(0), np.int32(m * m), pair, state)
+        return (
+            pair(0, state)
+            if m == 1
+            else jax.lax.fori_loop(np.int32(0), np.int32(m * m), pair, state)
+        )
 
     at = 0
     for first, last in _runs(static, traced):
@@ -214,7 +218,9 @@ def _travel(
 
         if last > first:
             state = carry, moving
-            (carry, moving), _ = jax.lax.scan(step, state, np.arange(first + 1, last + 1, dtype=np.int32))
+            (carry, moving), _ = jax.lax.scan(
+                step, state, np.arange(first + 1, last + 1, dtype=np.int32)
+            )
         at = last
     return carry, moving, at
 

@@ -55,7 +55,9 @@ class Split(NamedTuple):
             return jax.lax.dynamic_slice_in_dim(x, first // G, 1, axis)
         if N % G == 0:
             return jax.lax.dynamic_slice_in_dim(x, first // G, N // G, axis)
-        return jnp.take(x, jnp.minimum((first + jnp.arange(N, dtype=np.int32)) // G, K - 1), axis=axis)
+        return jnp.take(
+            x, jnp.minimum((first + jnp.arange(N, dtype=np.int32)) // G, K - 1), axis=axis
+        )
 
     def starts(self) -> tuple[Any, Any]:
         """The first batch row and query head of this device."""

@@ -84,9 +84,7 @@ def refine(f: Callable[..., Any], count: int, x: Any, carry: Any, others: Any) -
         mine, carry = f(i, mine, carry, its)
         return jax.tree.map(lambda array, part: array.at[i].set(part), x, mine), carry
 
-    refined: tuple[Any, Any] = jax.lax.fori_loop(
-        np.int32(0), np.int32(count), step, (x, carry)
-    )
+    refined: tuple[Any, Any] = jax.lax.fori_loop(np.int32(0), np.int32(count), step, (x, carry))
     return refined
 
 
