@@ -549,7 +549,7 @@ def test_rows_without_keys_take_the_narrowest_band() -> None:
     B, N, T, S, H = 3, 2, 5, 1024, 7
     widths: list[int] = []
 
-    def run(rules: Any, query: Any, key: Any, value: Any, words: Any) -> Any:
+    def run(rules: Any, query: Any, key: Any, value: Any, words: Any, keys: Any) -> Any:
         jax.debug.callback(lambda: widths.append(key.shape[2]))
         return jnp.full((*query.shape[:3], H), jnp.nan), None
 

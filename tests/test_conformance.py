@@ -179,6 +179,38 @@ def test_heads_stay_apart(implementation: str, name: str, array: str, poison: fl
 
 
 @by_implementation
+@pytest.mark.parametrize("kind", everyday(["lengths", "padding", "dense", "bias"], "lengths"))
+def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str) -> None:
+    """Down to the lowest float32, of the only key that is left; also where a row max is so low."""
+    lowest = float(np.finfo(np.float32).min)
+    logits = np.array([-1.0, -1e38, -2.25e38, -2.9e38, lowest], np.float32)
+    (B, S), keep = (len(logits), 3), np.array([True, False, False])
+    query, value = np.ones((B, 2, 1, 1), np.float32), np.ones((B, S, 1, 1), np.float32)
+    key = np.stack([logits, -logits, 0 * logits], 1).reshape(B, S, 1, 1)
+    value[:, 1:] = 7.0
+    options: dict[str, Any] = {
+        "lengths": {"key_value_seq_lengths": np.ones(B, np.int32)},
+        "padding": {"mask": Mask.padding(key_value=np.broadcast_to(keep, (B, S)))},
+        "dense": {"mask": np.broadcast_to(keep, (B, 1, 2, S))},
+        "bias": {"bias": np.where(keep, 0, -np.inf).astype("f").reshape(1, 1, 1, S)},
+    }[kind]
+
+    def of(*heads: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            *heads, scale=1.0, return_lse=True, implementation=implementation, **options
+        )
+
+    out, lse = jax.jit(of)(query, key, value)
+    assert np.array_equal(out, np.ones_like(query))
+    assert np.array_equal(lse[..., 0], np.broadcast_to(logits[:, None], (B, 1)))
+    found = jax.jit(lambda *heads: jax.vjp(of, *heads)[1]((query, 0 * lse)))(query, key, value)
+    d_value = np.where(keep, 2.0, 0.0).reshape(1, S, 1, 1)
+    assert np.array_equal(found[2], np.broadcast_to(d_value, value.shape))
+    assert not np.any(found[0])
+    assert not np.any(found[1])
+
+
+@by_implementation
 def test_bias_of_excluded_pairs(implementation: str) -> None:
     """What a bias holds where the mask is False has no influence."""
     case = Case("excluded", bias="BNTS", mask="BNTS")

@@ -4,6 +4,7 @@ One collective each way, and memory of O(S) per device for one layer at a time: 
 gathers again. Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxmha import sharding
 from jaxmha.implementations import blocked, context
 from jaxmha.implementations.context import Static
+from jaxmha.implementations.one_block import Softmax
 from jaxmha.implementations.pairs import Pairs
 from jaxmha.implementations.request import Request, Result
 
@@ -47,32 +49,46 @@ def _local(
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of one device's queries `B N t H`, from keys and values of all."""
+    found = _of_parts(blocked.core, static, query, key, value, bias, traced, words)
+    return found[0], found[1]
+
+
+def _of_parts(
+    compute: Callable[..., Any],
+    static: Static,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    traced: Pairs,
+    words: Any,
+) -> tuple[jax.Array, ...]:
+    """`compute` of every part of the queries of one device."""
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = context.split_parts(static, query)
 
     def part(x: Any) -> Any:
         rows, start = x
         plan, rules, pairs, at = context.corner(static, rows, k, traced, words, start, 0)
-        return blocked.core(plan, rules, rows, k, v, bias, pairs, at)
+        return compute(plan, rules, rows, k, v, bias, pairs, at)
 
-    out, lse = _each(part, (queries, _starts(static)))
-    return context.join_parts(out), context.join_parts(lse)
+    return tuple(map(context.join_parts, _each(part, (queries, _starts(static)))))
 
 
 def _forward(static: Static, *arguments: Any) -> Any:
-    out, lse = _local(static, *arguments)
-    return (out, lse), (*arguments, out, lse)
+    found = Softmax(*_of_parts(blocked.blockwise, static, *arguments))
+    return blocked.shown(static.rules, found), (*arguments, found)
 
 
 def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    query, key, value, bias, traced, words, out, lse = saved
+    query, key, value, bias, traced, words, found = saved
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
-    rows = tuple(context.split_parts(static, x) for x in (query, out, lse, *slopes))
+    rows = tuple(context.split_parts(static, x) for x in (query, *found, *slopes))
 
     def part(x: Any) -> Any:
-        (q, o, l, *slope), start = x
+        (q, out, row_max, row_sum, *slope), start = x
         plan, rules, pairs, at = context.corner(static, q, k, traced, words, start, 0)
-        saved = q, k, v, bias, pairs, at, o, l
+        saved = q, k, v, bias, pairs, at, Softmax(out, row_max, row_sum)
         return blocked.core_backward(plan, rules, saved, tuple(slope))[:4]
 
     dq, dk, dv, d_bias = _each(part, (rows, _starts(static)))

@@ -27,9 +27,8 @@ OF_ROWS = ((128, 4), (256, 8))
 # From so many rows, up to so many; of fewer, all heads together are one kernel, and of more, blocks
 # leave out as much and take less time to compile.
 ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
-# What masks a logit, of the largest number: not all of it, which bfloat16, of which some devices make
-# their products, would round to infinity.
-LOW = -0.5
+# Where a product of one and -inf is -inf: elsewhere it may be of parts of its factors, which are NaN.
+MASKED_BY_PRODUCT = ("cpu",)
 Answer = tuple[jax.Array, jax.Array | None]
 
 
@@ -149,15 +148,16 @@ def of_keys(
     """
     (B, N, T, _), S = query.shape, plan.S
     rules = rules._replace(whole=rules.whole or (N, T))
-    # One more feature, 1 for queries: a product adds the mask where XLA would leave its kernel.
-    low = jnp.where(there, 0.0, LOW * float(np.finfo(key.dtype).max)).astype(key.dtype)
-    low = low[:, None, :, None]
-    query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
-    key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
+    masked = rules.platform in MASKED_BY_PRODUCT
+    if masked:
+        # One more feature, 1 for queries: a product adds the mask where XLA would leave its kernel.
+        low = jnp.where(there, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
+        query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
+        key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
     some = there.any(1).reshape(-1, 1, 1)
     of = widths(plan, rules.platform)
     if len(of) == 1:
-        out, lse = run(rules, query, key, value, words)
+        out, lse = run(rules, query, key, value, words, None if masked else there)
     else:
         there = jnp.broadcast_to(there, (B, S))
         first = there.argmax(1)
@@ -165,8 +165,8 @@ def of_keys(
         which = (needed[:, None] > jnp.array([of[:-1]])).sum(1)
 
         def row(x: Any) -> Answer:
-            b, which, first, *heads = x
-            rows, keys, values = (y[None] for y in heads)
+            b, which, first, *arrays = x
+            rows, keys, values, mine = (y[None] for y in arrays)
 
             def band(width: int) -> Answer:
                 s = jnp.minimum(first, S - width)
@@ -174,12 +174,13 @@ def of_keys(
                     jax.lax.dynamic_slice_in_dim(y, s, width, 2) for y in (keys, values)
                 )
                 at = None if words is None else placed(words, b, 0, 0, s)
-                out, lse = run(rules, rows, part, weighed, at)
+                its = None if masked else jax.lax.dynamic_slice_in_dim(mine, s, width, 1)
+                out, lse = run(rules, rows, part, weighed, at, its)
                 return out[0], None if lse is None else lse[0]
 
             found: Answer = jax.lax.switch(which, [lambda w=w: band(w) for w in of])
             return found
 
-        out, lse = jax.lax.map(row, (jnp.arange(B), which, first, query, key, value))
+        out, lse = jax.lax.map(row, (jnp.arange(B), which, first, query, key, value, there))
     out = jnp.where(some[..., None], out, 0.0)
     return out, None if lse is None else jnp.where(some, lse, -jnp.inf)

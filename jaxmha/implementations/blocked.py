@@ -1,10 +1,12 @@
 """Attention block by block: time and memory of a fused kernel, in plain XLA.
 
 Scores exist for one block at a time; blocks that conditions rule out are never computed, and where
-a block has none but allowed pairs no condition is looked at. The gradient recomputes scores from
-the log-sum-exp. Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention
-does not need O(n^2) memory" (2021). So recomputed, slopes of logits are differences of two products:
-their rounding is of the size of these, also where they cancel.
+a block has none but allowed pairs no condition is looked at. The gradient recomputes weights from
+row max and row sum: the lse of large logits holds fewer digits than a weight. Where a block has all
+keys of its rows, row sum and delta are those of the recomputed weights, so that gradients of logits
+cancel as they should; else delta is the sum of out * dout, and they cancel to rounding of both.
+Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need
+O(n^2) memory" (2021).
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from jaxmha import sharding
 from jaxmha.implementations import bands, blocks, empty_rows, pairs, platforms, shards, tiles
 from jaxmha.implementations.blocked_dropout import words_of
 from jaxmha.implementations.blocks import Plan
-from jaxmha.implementations.one_block import Rules, Running
+from jaxmha.implementations.one_block import Rules, Running, Softmax
 from jaxmha.implementations.over_blocks import (
     backward,
     finished,
@@ -189,10 +191,13 @@ def core(
     """
     heads = query, key, value
 
-    def run(rules: Rules, query: Any, key: Any, value: Any, words: Any) -> Any:
+    def run(
+        rules: Rules, query: Any, key: Any, value: Any, words: Any, keys: Any = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        of_band = NOTHING._replace(keys=keys)
         plain = rules.above is None and words is None
         part = cut(query, key, platform=rules.platform, plain=plain, sizes=rules.sizes)
-        return blockwise(part, rules, query, key, value, None, NOTHING, words)
+        return shown(rules, blockwise(part, rules, query, key, value, None, of_band, words))
 
     kind = bands.kind(plan, rules, traced, bias)
     if kind == "rows":
@@ -200,7 +205,12 @@ def core(
     if kind == "keys":
         assert traced.keys is not None
         return bands.of_keys(run, plan, rules, *heads, traced.keys, words)
-    return blockwise(plan, rules, *heads, bias, traced, words)
+    return shown(rules, blockwise(plan, rules, *heads, bias, traced, words))
+
+
+def shown(rules: Rules, found: Softmax) -> tuple[jax.Array, jax.Array | None]:
+    """Output and, if anyone reads it, lse."""
+    return found.out, found.lse if rules.lse else None
 
 
 def blockwise(
@@ -212,39 +222,40 @@ def blockwise(
     bias: jax.Array | None,
     traced: Pairs,
     words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`core`, of blocks that `plan` cuts."""
+) -> Softmax:
+    """`core`, of blocks that `plan` cuts; the statistics are None where nobody reads the lse."""
 
-    def answer(running: Running) -> tuple[jax.Array, jax.Array | None]:
-        out, lse = finished(rules, running, words)
+    def answer(running: Running) -> Any:
+        found = finished(rules, running, words)
         # A second answer would keep XLA from making one kernel of small blocks.
-        return out, lse if rules.lse else None
+        return found if rules.lse else (found.out, None, None)
 
-    parts = tiles.tiles(plan, query), tiles.chunks(plan, key), tiles.chunks(plan, value)
-    out, lse = forward(plan, rules, parts, bias, traced, words, answer)
-    out = tiles.rows(plan, out)
-    return out, tiles.rows(plan, lse[..., None])[..., 0] if rules.lse else None
+    # Not filled up with 0, which times infinity is NaN.
+    parts = tiles.tiles(plan, query, 1.0), tiles.chunks(plan, key), tiles.chunks(plan, value)
+    found = forward(plan, rules, parts, bias, traced, words, answer)
+    whole: Any = (None if x is None else tiles.rows(plan, x) for x in found)
+    return Softmax(*whole)
 
 
 def core_forward(
     plan: Plan, rules: Rules, *arguments: Any
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
     # Beside a gradient bands and steps without a loop save little and take long to compile.
-    out, lse = blockwise(replace(plan, unroll=False), rules._replace(lse=True), *arguments)
-    out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
-    lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
-    return (out, lse if rules.lse else None), (*arguments, out, lse)
+    found = blockwise(replace(plan, unroll=False), rules._replace(lse=True), *arguments)
+    names = "attention_out", "attention_lse", "attention_lse"
+    found = Softmax(*map(checkpoint_name, found, names))
+    return shown(rules, found), (*arguments, found)
 
 
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
-    query, key, value, bias, traced, words, out, lse = saved
+    query, key, value, bias, traced, words, found = saved
     plain, skips = bias is None and words is None, plan.chunks > 1
     plan = cut(
         query, key, platform=rules.platform, skips=skips, plain=plain, gradient=True,
         window=rules.window, sizes=rules.sizes,
     )  # fmt: skip
-    per_row = rows_of_gradient(plan, query, out, lse, *slopes)
+    per_row = rows_of_gradient(plan, query, found, *slopes, whole=plan.chunks == 1)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)
     if bias_slope is not None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxmha.products import matmul, pairwise_sum
 
+# Exponentials of so much are finite, and so are sums of them.
+MOST_ABOVE = 60.0
 LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
@@ -41,11 +43,28 @@ class Rules(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Of the keys visited so far: weighted values, highest logit, and sum of exponentials."""
+    """Of the keys visited so far: values times exp(logit - row max), row max, sum of these exps."""
 
     out: jax.Array
-    highest: jax.Array
-    total: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+
+
+class Softmax(NamedTuple):
+    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty rows.
+
+    The lse is exact to its own spacing only, which for large logits is many of a weight: gradients
+    read both of its parts.
+    """
+
+    out: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+
+    @property
+    def lse(self) -> jax.Array:
+        """`B N T`, -inf on empty rows."""
+        return (self.row_max + jnp.log(self.row_sum))[..., 0]
 
 
 def nothing_yet(rows: jax.Array, h: int) -> Running:
@@ -70,17 +89,17 @@ def forward(
     if mask_or_bias is not None:
         logits = _masked(logits, mask_or_bias)
     # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
-    lowest = LOWEST[rows.dtype.name] if before is None else before.highest
-    highest = jnp.maximum(logits.max(-1, keepdims=True), lowest)
-    exps = jnp.exp(logits - highest)
-    total = _sum(exps)
+    lowest = LOWEST[rows.dtype.name] if before is None else before.row_max
+    row_max = jnp.maximum(logits.max(-1, keepdims=True), lowest)
+    exps = jnp.exp(logits - row_max)
+    row_sum = _sum(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)
     out = _product(rules, exps, values)
     if before is None:
-        return Running(out, highest, total)
-    shrink = jnp.exp(before.highest - highest)
-    return Running(before.out * shrink + out, highest, before.total * shrink + total)
+        return Running(out, row_max, row_sum)
+    alpha = jnp.exp(before.row_max - row_max)
+    return Running(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
 
 
 def _product(rules: Rules, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -117,13 +136,15 @@ def backward(
     per_key: tuple[jax.Array, ...],
     mask_or_bias: jax.Array | None,
     keep: jax.Array | None,
+    whole: bool,
 ) -> tuple[jax.Array, ...]:
     """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here.
 
     Rows and their slopes come and go as `[c] H r`, so that each product has row-major operands; the
-    slopes of the output are `[c] r h`.
+    slopes of the output are `[c] r h`. `whole`: the block has all keys of its rows; else slope and
+    shift are divided by the row sum, and delta is in the shift.
     """
-    rows, slope, lse, shift = per_row
+    rows, slope, row_max, shift = per_row
     keys, values, flipped = per_key
     product = partial(_product, rules)
     logits = _scaled(rules, product(keys, rows))
@@ -133,15 +154,23 @@ def backward(
         logits = rules.soft_cap * bent
     if mask_or_bias is not None:
         logits = _masked(logits, jnp.swapaxes(mask_or_bias, -1, -2))
-    weights = jnp.exp(logits - jnp.swapaxes(lse, -1, -2))
+    # Logits may be rounded in another way than forward, and be above the row max.
+    exps = jnp.exp(jnp.minimum(logits - jnp.swapaxes(row_max, -1, -2), MOST_ABOVE))
+    if whole:
+        row_sum = exps.sum(-2, keepdims=True)
+        divisor = jnp.where(row_sum == 0, 1.0, row_sum)
+        slope = slope / jnp.swapaxes(divisor, -1, -2)
     slopes = product(values, jnp.swapaxes(slope, -1, -2))
-    dropped = weights
+    dropped = exps
     if keep is not None:
         factor = jnp.where(jnp.swapaxes(keep, -1, -2), 1 / (1 - rules.dropout_rate), 0.0)
         factor = factor.astype(rows.dtype)
-        dropped, slopes = weights * factor, slopes * factor
+        dropped, slopes = exps * factor, slopes * factor
     value_slope = product(dropped, slope)
-    d_added = weights * (slopes + jnp.swapaxes(shift, -1, -2))
+    shift = jnp.swapaxes(shift, -1, -2)
+    if whole:  # of the same weights, slopes of the logits of a row sum to 0
+        shift = (shift - (exps * slopes).sum(-2, keepdims=True)) / divisor
+    d_added = exps * (slopes + shift)
     d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))
     key_slope = product(d_logits, jnp.swapaxes(rows, -1, -2))
     row_slope = product(flipped, d_logits)

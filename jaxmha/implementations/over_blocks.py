@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxmha.implementations import one_block, pairs, reach, tiles
 from jaxmha.implementations.blocked_dropout import kept
 from jaxmha.implementations.blocks import Plan
-from jaxmha.implementations.one_block import Rules, Running
+from jaxmha.implementations.one_block import Rules, Running, Softmax
 from jaxmha.implementations.pairs import NOTHING, Pairs, Place
 
 Chunk = Callable[[Any], tuple[jax.Array, jax.Array]]
@@ -75,26 +75,39 @@ def forward(
     return tiles.refine(more, plan.steps, before, None, parts)[0]
 
 
-def finished(rules: Rules, seen: Running, words: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Output, 0 on empty rows, and lse, -inf there, of what rows have seen."""
-    divisor = jnp.maximum(seen.total, 1.0)  # the highest logit alone gives 1
+def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:
+    """Output and statistics of what rows have seen."""
+    divisor = _divisor(seen.row_sum)
     out = seen.out / (divisor if words is None else divisor * (1 - rules.dropout_rate))
-    return out, (seen.highest + jnp.log(seen.total))[..., 0]
+    return Softmax(out, seen.row_max, seen.row_sum)
+
+
+def _divisor(row_sum: jax.Array) -> jax.Array:
+    """1 on empty rows; in others the largest logit alone gives 1."""
+    return jnp.maximum(row_sum, 1.0)
 
 
 def rows_of_gradient(
-    plan: Plan, query: Any, out: Any, lse: Any, slope: Any, slope_lse: Any
+    plan: Plan, query: Any, softmax: Softmax, slope: Any, slope_lse: Any, *, whole: bool = False
 ) -> tuple[jax.Array, ...]:
-    """What the gradient reads of every row, cut: query, which is transposed, slope, lse and shift."""
-    # d logit = weight * (slope @ value - slope . out + slope of lse); empty rows have weight 0.
-    slope, out = tiles.tiles(plan, slope), tiles.tiles(plan, out)
-    # As a product: XLA's CPU makes of a sum a kernel that holds all terms several times.
-    shift = -jnp.einsum("...h,...h->...", slope, out, precision="highest")[..., None]
-    if slope_lse is not None:
-        shift += tiles.tiles(plan, slope_lse[..., None])
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    """What the gradient reads of every row, cut: query, which is transposed, slope, row max and shift.
+
+    `whole`: a block has all keys of its rows, and makes row sum and delta of its own weights.
+    """
+    # d logit = weight * (slope @ value - delta + slope of lse), delta = slope . out; a weight is
+    # exp(logit - row max) / row sum, and of empty rows 0.
+    row_max = jnp.where(softmax.row_sum == 0, jnp.inf, softmax.row_max)
     query = jnp.swapaxes(tiles.tiles(plan, query), -1, -2)
-    return query, slope, tiles.tiles(plan, lse[..., None], jnp.inf), shift
+    slope, row_max = tiles.tiles(plan, slope), tiles.tiles(plan, row_max, jnp.inf)
+    shift = jnp.zeros_like(softmax.row_sum) if slope_lse is None else slope_lse[..., None]
+    shift = tiles.tiles(plan, shift)
+    if whole:
+        return query, slope, row_max, shift
+    out, row_sum = tiles.tiles(plan, softmax.out), tiles.tiles(plan, softmax.row_sum)
+    divisor = _divisor(row_sum)
+    # As a product: XLA's CPU makes of a sum a kernel that holds all terms several times.
+    shift -= jnp.einsum("...h,...h->...", slope, out, precision="highest")[..., None]
+    return query, slope / divisor, row_max, shift / divisor
 
 
 def backward(
@@ -110,12 +123,13 @@ def backward(
 ) -> Any:
     """Slopes of the bias and of query, key and value, all of them cut, the query's transposed.
 
-    `before`: slopes of query, key and value so far, which are added to in place; no bias then.
+    `before`: slopes of query, key and value so far, which are added to in place; no bias then, and
+    blocks are never whole.
     `read`: as in `forward`.
     """
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
-    dtype = per_row[0].dtype
+    dtype, whole = per_row[0].dtype, plan.chunks == 1 and before is None
     bias_slope = None if bias is None else jnp.zeros_like(bias, dtype)
 
     def block(index: Any, i: Any, parts: Any, chunk: Any, start: Any) -> Any:
@@ -126,7 +140,7 @@ def backward(
                 plan, rules, NOTHING if clear else conditions, bias, words, place, dtype
             )
             more_dq, more_dk, more_dv, d_added = one_block.backward(
-                rules, parts, chunk(j), mask_or_bias, keep
+                rules, parts, chunk(j), mask_or_bias, keep, whole
             )
             if bias_slope is not None:
                 bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)

@@ -19,7 +19,7 @@ from jaxmha.implementations import context, one_block, over_blocks, tiles
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.context import Static
 from jaxmha.implementations.kernels import is_dense
-from jaxmha.implementations.one_block import Rules
+from jaxmha.implementations.one_block import Rules, Softmax
 from jaxmha.implementations.pairs import Pairs
 from jaxmha.implementations.request import Request, Result
 
@@ -55,6 +55,13 @@ def _ring(
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of one device's queries `B N t H`, from keys and values of all."""
+    found = _softmax(static, query, key, value, traced, words)
+    return found.out, found.lse
+
+
+def _softmax(
+    static: Static, query: Any, key: Any, value: Any, traced: Pairs, words: Any
+) -> Softmax:
     cut = _cut(static, query, key, traced, words)
     rows = jnp.stack([tiles.tiles(cut.plan, x) for x in context.split_parts(static, query)])
     rows = _once(rows)
@@ -68,22 +75,24 @@ def _ring(
         return jax.tree.map(lambda x, part: x.at[i].set(part), seen, more)
 
     seen, _, _ = _travel(static, cut, traced, words, start, _chunks(static, cut, key, value), meet)
-    out, lse = over_blocks.finished(cut.rules, seen, words)
-    whole = (jnp.stack([tiles.rows(cut.plan, x) for x in y]) for y in (out, lse[..., None]))
-    out, lse = (context.join_parts(x) for x in whole)
-    return out, lse[..., 0]
+    found = over_blocks.finished(cut.rules, seen, words)
+    whole = (jnp.stack([tiles.rows(cut.plan, x) for x in y]) for y in found)
+    return Softmax(*map(context.join_parts, whole))
 
 
 def _forward(static: Static, *arguments: Any) -> Any:
-    out, lse = _ring(static, *arguments)
-    return (out, lse), (*arguments, out, lse)
+    found = _softmax(static, *arguments)
+    return (found.out, found.lse), (*arguments, found)
 
 
 def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    query, key, value, traced, words, out, lse = saved
+    query, key, value, traced, words, found = saved
     cut = _cut(static, query, key, traced, words)
-    rows = [context.split_parts(static, x) for x in (query, out, lse, *slopes)]
-    parts = [over_blocks.rows_of_gradient(cut.plan, *part) for part in zip(*rows, strict=True)]
+    rows = [context.split_parts(static, x) for x in (query, *found, *slopes)]
+    parts = [
+        over_blocks.rows_of_gradient(cut.plan, part[0], Softmax(*part[1:4]), *part[4:])
+        for part in zip(*rows, strict=True)
+    ]
     rows = _once(jax.tree.map(lambda *x: jnp.stack(x), *parts))
     kv = _chunks(static, cut, key, value)
     read = partial(_numbers, key.dtype, query.dtype)

@@ -1,0 +1,197 @@
+"""Errors of gradients are those of `jax.nn` or less, over shapes, causality and distributions.
+
+The unit is the RMS error of the exact result when it is rounded to float32.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+
+OPTIMISED = True  # compiled as users compile it
+
+SHAPES = (  # B T S N H
+    (1, 7, 7, 1, 8),
+    (1, 10, 10, 1, 512),
+    (1, 33, 65, 3, 16),
+    (8, 64, 64, 8, 64),
+    (2, 5, 200, 4, 32),
+    (1, 200, 300, 2, 32),
+    (2, 127, 127, 4, 64),
+    (1, 512, 512, 2, 80),
+    (1, 257, 509, 2, 64),
+    (1, 1031, 1031, 2, 64),
+)
+NAMES = ("out_alone", "out", "dq", "dk", "dv")
+Arrays = tuple[Any, ...]
+
+
+def _outliers(x: Any) -> Any:
+    """One feature is 30 times as large as the others."""
+    return x * np.where(np.arange(x.shape[-1]) == 1, 30.0, 1.0)
+
+
+# Queries, keys and values of a generator and their shapes.
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Arrays]] = {
+    "normal": lambda r, q, k: (r.standard_normal(q), r.standard_normal(k), r.standard_normal(k)),
+    "queries x 8": lambda r, q, k: (
+        8 * r.standard_normal(q), r.standard_normal(k), r.standard_normal(k),
+    ),
+    "queries x 30": lambda r, q, k: (
+        30 * r.standard_normal(q), r.standard_normal(k), r.standard_normal(k),
+    ),
+    "uniform 0 1": lambda r, q, k: (r.random(q), r.random(k), r.random(k)),
+    "uniform 1 2": lambda r, q, k: (1 + r.random(q), 1 + r.random(k), 1 + r.random(k)),
+    "student t": lambda r, q, k: (
+        r.standard_t(2, q), r.standard_t(2, k), r.standard_normal(k),
+    ),
+    "lognormal": lambda r, q, k: (r.lognormal(size=q), r.lognormal(size=k), r.lognormal(size=k)),
+    "outlier feature": lambda r, q, k: (
+        _outliers(r.standard_normal(q)), _outliers(r.standard_normal(k)), r.standard_normal(k),
+    ),
+    "constant and noise": lambda r, q, k: (
+        3 + 0.1 * r.standard_normal(q), 3 + 0.1 * r.standard_normal(k),
+        3 + 0.1 * r.standard_normal(k),
+    ),
+    "one hot": lambda r, q, k: (
+        20.0 * (r.integers(q[-1], size=q[:-1])[..., None] == np.arange(q[-1])),
+        1.0 * (r.integers(k[-1], size=k[:-1])[..., None] == np.arange(k[-1])),
+        r.standard_normal(k),
+    ),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One configuration of the grid."""
+
+    shape: tuple[int, ...]
+    causal: bool
+    distribution: str
+
+
+GRID = [Case(s, c, d) for s in SHAPES for c in (False, True) for d in DISTRIBUTIONS]
+
+
+def draw(case: Case) -> Arrays:
+    """Queries, keys, values and the cotangent of the output, in float32."""
+    B, T, S, N, H = case.shape
+    kind = [*DISTRIBUTIONS].index(case.distribution)
+    rng = np.random.default_rng([*case.shape, case.causal, kind])
+    heads = DISTRIBUTIONS[case.distribution](rng, (B, T, N, H), (B, S, N, H))
+    return *(x.astype(np.float32) for x in heads), rng.standard_normal((B, T, N, H)).astype("f")
+
+
+def exact(case: Case, arrays: Arrays) -> dict[str, Any]:
+    """Output and gradients in float64, by the softmax Jacobian."""
+    q, k, v, g = (np.moveaxis(x.astype(np.float64), 2, 1) for x in arrays)
+    scale = case.shape[-1] ** -0.5
+    logits = scale * q @ np.swapaxes(k, -1, -2)
+    if case.causal:
+        logits = np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    d_weights = g @ np.swapaxes(v, -1, -2)
+    delta = (weights * d_weights).sum(-1, keepdims=True)
+    d_logits = scale * weights * (d_weights - delta)
+    turned = np.swapaxes(d_logits, -1, -2)
+    found = {"out": weights @ v, "dq": d_logits @ k, "dk": turned @ q}
+    found |= {"out_alone": found["out"], "dv": np.swapaxes(weights, -1, -2) @ g}
+    return {name: np.moveaxis(x, 1, 2) for name, x in found.items()}
+
+
+@cache
+def program(name: str, causal: bool) -> Callable[..., dict[str, Any]]:
+    """Output alone, and output with the gradients, of `jax.nn` or of an implementation of ours."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if name == "jax.nn":
+            return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
+        chosen = None if name == "default" else name
+        return jaxmha.dot_product_attention(q, k, v, is_causal=causal, implementation=chosen)
+
+    def both(q: Any, k: Any, v: Any, g: Any) -> dict[str, Any]:
+        out, back = jax.vjp(attend, q, k, v)
+        return {"out": out, **dict(zip(("dq", "dk", "dv"), back(g), strict=True))}
+
+    alone, together = jax.jit(attend), jax.jit(both)
+    return lambda q, k, v, g: {"out_alone": alone(q, k, v), **together(q, k, v, g)}
+
+
+def errors(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+    """RMS errors in units of rounding."""
+    rms = {}
+    for name in NAMES:
+        exact_one = wanted[name]
+        rounding = exact_one.astype(np.float32) - exact_one
+        unit = max(float(np.sqrt((rounding**2).mean())), float(np.finfo(np.float32).tiny))
+        error = np.asarray(found[name], np.float64) - exact_one
+        rms[name] = float(np.sqrt((error**2).mean())) / unit
+    return rms
+
+
+def measure(case: Case, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Errors of every implementation of one configuration."""
+    arrays = draw(case)
+    wanted = exact(case, arrays)
+    given = [jnp.asarray(x) for x in arrays]
+    return {name: errors(program(name, case.causal)(*given), wanted) for name in names}
+
+
+# Small products, and large ones of odd sizes.
+QUICK = [
+    case
+    for case in GRID
+    if case.shape in ((1, 33, 65, 3, 16), (1, 257, 509, 2, 64))
+    and case.distribution in ("queries x 30", "student t", "uniform 1 2", "outlier feature")
+]
+
+
+def ratios(grid: list[Case]) -> dict[str, Any]:
+    """Errors in those of `jax.nn`."""
+    found = [measure(case, ("default", "jax.nn")) for case in grid]
+    return {
+        name: np.array([errors["default"][name] / errors["jax.nn"][name] for errors in found])
+        for name in NAMES
+    }
+
+
+def test_large_logits_and_offsets() -> None:
+    """Weights computed again from the lse, or from logits that round differently, lose digits."""
+    found = ratios(QUICK)
+    for name in ("dq", "dk", "dv"):
+        assert np.exp(np.log(found[name]).mean()) <= 1.0, name
+        assert found[name].max() <= 2.0, name
+
+
+@pytest.mark.slow
+def test_the_mean_over_the_grid() -> None:
+    for name, found in ratios(GRID).items():
+        assert np.exp(np.log(found).mean()) <= 1.0, name
+
+
+def test_gradients_that_are_zero() -> None:
+    """A saturated softmax: uniform inputs and weights, one head of 512 features."""
+    rng = np.random.default_rng(1)
+    x = rng.random((1, 10, 512)).astype(np.float32)
+    weights = [rng.random((512, 512)).astype(np.float32) for _ in range(3)]
+
+    def gradients(name: str) -> list[float]:
+        def loss(weights: Any) -> Any:
+            heads = [(x @ w)[:, :, None] for w in weights]
+            if name == "jax.nn":
+                return jax.nn.dot_product_attention(*heads).sum()
+            return jaxmha.dot_product_attention(*heads, implementation=name).sum()
+
+        d_query, d_key, d_value = (np.abs(d).max() for d in jax.jit(jax.grad(loss))(weights))
+        return [float(d_query / d_value), float(d_key / d_value)]
+
+    theirs = gradients("jax.nn")
+    for implementation in ("blocked", "reference"):
+        for mine, limit in zip(gradients(implementation), theirs, strict=True):
+            assert mine <= limit
