@@ -1,24 +1,23 @@
 """The .weights.h5 format of Keras 3: HDF5 groups with datasets named by position.
 
-Only hard links to plain numeric datasets are followed. HDF5 can also point into other files, run
-filter plugins and declare more than it stores; all of that is refused before data is read.
+Only hard links to plain numeric datasets are read. The reader is the one of this package, which
+follows no name and knows no other file; the HDF5 library writes. The library walks what it finds
+without asking whether it ends, opens files that a dataset names, and believes sizes.
 
 Format: https://keras.io/api/models/model_saving_apis/weights_saving_and_loading/
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import digests
+from jaxmha.converters.checkpoint import digests, hdf5_file
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
-    CheckpointError,
     ForbiddenContent,
     IncompleteCheckpoint,
     MalformedFile,
@@ -26,22 +25,32 @@ from jaxmha.converters.checkpoint.errors import (
     PathEscape,
     UnsupportedDtype,
     UnsupportedFormat,
-    damage,
 )
-from jaxmha.converters.checkpoint.hdf5_attribute import text_attribute
-from jaxmha.converters.checkpoint.hdf5_index import check_index, root_address
+from jaxmha.converters.checkpoint.hdf5_attribute import Attributes
+from jaxmha.converters.checkpoint.hdf5_data import Box, Dataset, dataset
+from jaxmha.converters.checkpoint.hdf5_file import UNDEFINED, File
+from jaxmha.converters.checkpoint.hdf5_header import (
+    DATASPACE,
+    DATATYPE,
+    LAYOUT,
+    LINK_INFO,
+    SYMBOL_TABLE,
+    Header,
+    check_extension,
+    read_header,
+)
+from jaxmha.converters.checkpoint.hdf5_heap import Texts
+from jaxmha.converters.checkpoint.hdf5_links import links
+from jaxmha.converters.checkpoint.hdf5_type import dataspace, datatype, no_dtype
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.source import Source
-from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY, over
+from jaxmha.converters.checkpoint.tensor import BFLOAT16, NUMPY
 
-MAGIC = b"\x89HDF\r\n\x1a\n"
+MAGIC = hdf5_file.MAGIC
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
 _DIGEST = "jaxmha.digest"  # an attribute of datasets, and of the root for all of them
-_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
-_MOST_DEFLATED = 1032  # deflate cannot expand further
 _LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
-_AGAIN = "save it again with model.save_weights"
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
 
 
@@ -49,59 +58,25 @@ def read(source: Source, limits: Limits) -> Contents:
     """Walks all groups and checks every dataset.
 
     Raises:
-        MissingDependency, ForbiddenContent, MalformedFile, AmbiguousFile, UnsupportedFormat,
-        UnsupportedDtype, IncompleteCheckpoint, BudgetExceeded, PathEscape.
+        ForbiddenContent, MalformedFile, AmbiguousFile, UnsupportedFormat, UnsupportedDtype,
+        IncompleteCheckpoint, BudgetExceeded, PathEscape.
     """
-    h5py = _h5py(source.path)
-    # The checked descriptor is handed over, so that no name is opened a second time.
-    raw = source.file()
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(raw.close)
-        with damage(source.path, "HDF5", _AGAIN):
-            root = root_address(source)
-            check_index(source, root, "/", limits.members)
-            file = h5py.File(raw, "r")
-            cleanup.callback(file.close)
-            walk = _Walk(h5py, source, limits)
-            walk.group(file.id, root, "", 1)
-        close = cleanup.pop_all().close
+    file = File(source, limits)
+    walk = _Walk(file)
+    every = walk.all()
+    if every is not None:
+        texts = walk.names.items()
+        digests.check_manifest(every, walk.budget.info, walk.digests, texts, source.path)
 
-    def load(name: str) -> np.ndarray:
-        return part(name, ())
+    def part(name: str, box: Box) -> np.ndarray:
+        return walk.datasets[name].read(file, name, box)
 
-    def view(name: str) -> np.ndarray | None:
-        info, dataset = walk.budget.info[name], file[name]
-        at = dataset.id.get_offset()  # None: not in one piece
-        little = dataset.dtype == dataset.dtype.newbyteorder("<")
-        if at is None or not little or dataset.id.get_storage_size() != info.nbytes:
-            return None
-        return over(source, at, info.shape, info.dtype)
-
-    def part(name: str, box: tuple[slice, ...]) -> np.ndarray:
-        info = walk.budget.info[name]
-        with damage(source.path, "HDF5", _AGAIN, name):
-            data = np.asarray(file[name][box])
-        return (
-            data.view(BFLOAT16)
-            if info.dtype == BFLOAT16
-            else data.astype(info.dtype, "C", copy=False)
-        )
-
-    try:
-        every = text_attribute(source, root, _DIGEST, "/")
-        if every is not None:
-            texts = walk.names.items()
-            digests.check_manifest(every, walk.budget.info, walk.digests, texts, source.path)
-    except CheckpointError:
-        close()
-        raise
     return Contents(
         walk.budget.info,
-        load,
+        lambda name: part(name, ()),
         names=walk.names,
         digests=walk.digests,
-        close=close,
-        view=view,
+        view=lambda name: walk.datasets[name].view(source),
         part=part,
     )
 
@@ -159,121 +134,120 @@ def _no_clash(plan: Plan, name: str) -> Iterator[None]:
 class _Walk:
     """One pass over all links, from the root."""
 
-    def __init__(self, h5py: Any, source: Source, limits: Limits) -> None:
-        self.h5py, self.source, self.limits = h5py, source, limits
-        self.budget = Budget(source.path, source.size, limits)
+    def __init__(self, file: File) -> None:
+        self.file, self.limits, self.path = file, file.limits, file.source.path
+        self.budget = Budget(self.path, file.source.size, self.limits)
+        self.texts = Texts(file)
         self.names: dict[str, str] = {}
         self.digests: dict[str, str] = {}
+        self.datasets: dict[str, Dataset] = {}
         self.groups: set[int] = set()
+        self.linked: dict[int, tuple[Dataset, str | None]] = {}  # datasets by address
         self.links = 0
 
-    def fail(
-        self, kind: type[CheckpointError], problem: str, member: str, remedy: str = _AGAIN
-    ) -> NoReturn:
-        raise kind(self.source.path, problem, remedy, member or "/")
+    def all(self) -> str | None:
+        """Walks the file; the digest of all of it, if it has one."""
+        file = self.file
+        with file.damage("/"):
+            if file.extension != UNDEFINED:
+                check_extension(file, file.extension)
+            header, attributes = self.object(file.root)
+            if not _is_group(header):
+                raise ValueError("the root is not a group")
+            every = attributes.text(_DIGEST)
+            if any(key in attributes for key in _LEGACY):
+                self.legacy()
+            self.group(file.root, header, attributes, "", 1)
+        with file.damage("/"):
+            file.check_overlaps()
+        return every
 
-    def group(self, group: Any, address: int, path: str, depth: int) -> None:
-        """Checks a group, whose index is sound, and everything below it."""
-        h5py = self.h5py
-        self.budget.spend("the depth of groups", depth, self.limits.depth, path)
-        if address in self.groups:
-            self.fail(AmbiguousFile, "the group is linked twice, or into itself", path)
+    def legacy(self) -> NoReturn:
+        self.file.fail(UnsupportedFormat, "a Keras 2 style .h5 file", _CONVERT_LEGACY)
+
+    def object(self, address: int) -> tuple[Header, Attributes]:
+        """The header and the attributes of the object at an address."""
+        header = read_header(self.file, address)
+        return header, Attributes(self.file, header, self.texts)
+
+    def group(
+        self, address: int, header: Header, attributes: Attributes, path: str, depth: int
+    ) -> None:
+        """Checks a group and everything below it."""
+        self.budget.spend("the depth of groups", depth, self.limits.depth, path or "/")
         self.groups.add(address)
-        self.links += group.get_num_objs()
+        children = [(self.name(raw), target) for raw, target in links(self.file, header)]
+        self.links += len(children)
         self.budget.spend("the number of links", self.links, self.limits.members)
-        children = dict(self.child(group, path, raw) for raw in group)
-        if not path and any(
-            key in children or h5py.h5a.exists(group, key.encode()) for key in _LEGACY
-        ):
-            self.fail(UnsupportedFormat, "a Keras 2 style .h5 file", path, _CONVERT_LEGACY)
+        if not path and any(name in _LEGACY for name, _ in children):
+            self.legacy()
         if path.rpartition("/")[2] == VARIABLES:
-            self.variables(address, path, list(children))
-        for name, target in children.items():
+            self.variables(attributes, path, [name for name, _ in children])
+        for name, target in children:
             child = f"{path}/{name}" if path else name
-            check_index(self.source, target, child, self.limits.members)
-            item = h5py.h5o.open(group, name.encode())
-            if isinstance(item, h5py.h5g.GroupID):
-                self.group(item, target, child, depth + 1)
-            elif isinstance(item, h5py.h5d.DatasetID):
-                self.dataset(item, target, child)
-            else:
-                self.fail(ForbiddenContent, "neither a group nor a dataset", child)
+            with self.file.damage(child):
+                self.item(target, child, depth)
 
-    def child(self, group: Any, path: str, raw: bytes) -> tuple[str, int]:
-        """The name and address of a link, which must be hard."""
-        h5l = self.h5py.h5l
-        link = group.links.get_info(raw)
+    def name(self, raw: bytes) -> str:
+        """The name of a link, which may not be a path."""
         try:
             name = raw.decode()
         except UnicodeDecodeError:
-            self.fail(MalformedFile, "a link name is not UTF-8", path)
-        check_name(self.source.path, name, self.limits)
+            self.file.fail(MalformedFile, "a link name is not UTF-8")
+        check_name(self.path, name, self.limits)
         if "/" in name:
-            self.fail(PathEscape, "a link name is a path", path)
-        if link.type != h5l.TYPE_HARD:
-            what = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}
-            self.fail(
-                ForbiddenContent, what.get(link.type, "a user-defined link"), f"{path}/{name}"
-            )
-        return name, link.u
+            self.file.fail(PathEscape, "a link name is a path")
+        return name
 
-    def variables(self, address: int, path: str, children: list[str]) -> None:
+    def item(self, address: int, path: str, depth: int) -> None:
+        """Checks the object that a link leads to."""
+        check_name(self.path, path, self.limits)
+        if address in self.groups:
+            self.file.fail(AmbiguousFile, "the group is linked twice, or into itself")
+        if address in self.linked:
+            self.budget.tensor(path, *self.linked[address][0].info)
+        else:
+            header, attributes = self.object(address)
+            if _is_group(header):
+                self.group(address, header, attributes, path, depth + 1)
+                return
+            if not header.one.keys() >= {DATASPACE, DATATYPE, LAYOUT}:
+                self.file.fail(ForbiddenContent, "neither a group nor a dataset")
+            self.linked[address] = self.dataset(header, attributes, path)
+        self.datasets[path], kept = self.linked[address]
+        if kept is not None:
+            self.digests[path] = kept
+
+    def variables(self, attributes: Attributes, path: str, children: list[str]) -> None:
         """Positions must run from 0, and the user's name of the layer is an attribute."""
         positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
         if positions != list(range(len(positions))):
-            self.fail(IncompleteCheckpoint, f"the variables are numbered {positions[:9]}", path)
-        name = text_attribute(self.source, address, "name", path)
+            problem = f"the variables are numbered {positions[:9]}"
+            self.file.fail(IncompleteCheckpoint, problem)
+        name = attributes.text("name")
         if name:
-            check_name(self.source.path, name, self.limits)
+            check_name(self.path, name, self.limits)
             self.names[path.rpartition("/")[0]] = name
 
-    def dataset(self, item: Any, address: int, name: str) -> None:
-        """Checks storage, type and size."""
-        h5py = self.h5py
-        layout = item.get_create_plist()
-        if layout.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
-            self.fail(ForbiddenContent, "an unknown storage layout", name)
-        filters = {layout.get_filter(i)[0] for i in range(layout.get_nfilters())}
-        if not filters <= _FILTERS.keys():
-            unknown = sorted(filters - _FILTERS.keys())
-            self.fail(ForbiddenContent, f"the filter {unknown[0]} would load a plugin", name)
-        dtype, width = self.dtype(item, address, name)
-        space = item.get_space()
-        if space.get_simple_extent_type() == h5py.h5s.NULL:
-            self.fail(MalformedFile, "the dataset has no shape", name)
-        info = self.budget.tensor(name, tuple(space.get_simple_extent_dims()), dtype)
+    def dataset(
+        self, header: Header, attributes: Attributes, path: str
+    ) -> tuple[Dataset, str | None]:
+        """A dataset, whose type, size and storage are checked, and its digest."""
+        file = self.file
+        kind = datatype(file, header.one[DATATYPE])
+        if kind.opaque and attributes.text("dtype") != "bfloat16":
+            no_dtype(file)
+        shape, largest = dataspace(file, header.one[DATASPACE])
+        info = self.budget.tensor(path, shape, kind.dtype)
+        kept = attributes.text(_DIGEST)
+        return dataset(file, header, info, largest, kind, self.budget), kept
 
-        kept = text_attribute(self.source, address, _DIGEST, name)
-        if kept is not None:
-            self.digests[name] = kept
-        declared, stored = info.size * width, item.get_storage_size()
-        if stored > self.source.size:
-            self.fail(MalformedFile, "stores more than the file has", name)
-        if layout.get_layout() == h5py.h5d.CHUNKED:
-            chunk = math.prod(layout.get_chunk()) * width
-            allowed = declared + self.limits.chunk_bytes
-            self.budget.spend("the chunk size", chunk, allowed, name)
-        if declared > stored * (_MOST_DEFLATED if filters & {1, 32000} else 1):
-            self.fail(MalformedFile, f"declares {declared} bytes and stores {stored}", name)
 
-    def dtype(self, item: Any, address: int, name: str) -> tuple[np.dtype, int]:
-        """The dtype in NumPy and its width in the file."""
-        h5t = self.h5py.h5t
-        kind, width = item.get_type().get_class(), item.get_type().get_size()
-        if kind == h5t.OPAQUE:
-            text = text_attribute(self.source, address, "dtype", name)
-            if width == 2 and text == "bfloat16":
-                return BFLOAT16, width
-            self.fail(UnsupportedDtype, "bytes of a dtype that the file does not name", name)
-        numeric = kind in (h5t.INTEGER, h5t.FLOAT)
-        pair = kind in (h5t.COMPOUND, h5t.ENUM) and item.get_type().get_nmembers() == 2
-        dtype = item.dtype.newbyteorder("=") if numeric or pair else None
-        # h5py stores complex numbers as a pair of floats and Booleans as an enumeration of two.
-        if dtype is None or (pair and dtype.kind not in "bc"):
-            self.fail(ForbiddenContent, "holds objects, text or records, not numbers", name)
-        if dtype not in DTYPES:
-            self.fail(UnsupportedDtype, f"the dtype {dtype}", name)
-        return np.dtype(dtype.type), width
+def _is_group(header: Header) -> bool:
+    found = header.one.keys() & {SYMBOL_TABLE, LINK_INFO}
+    if found and header.one.keys() & {DATASPACE, DATATYPE, LAYOUT}:
+        raise ValueError("it is both a group and a dataset")
+    return bool(found)
 
 
 def _h5py(path: Path) -> Any:
@@ -281,6 +255,6 @@ def _h5py(path: Path) -> Any:
         import h5py
     except ImportError as e:
         raise MissingDependency(
-            path, "reading .weights.h5 needs h5py", "pip install 'jaxmha[files]'"
+            path, "writing .weights.h5 needs h5py", "pip install 'jaxmha[files]'"
         ) from e
     return h5py

@@ -42,6 +42,9 @@ class Limits:
     name_bytes: int = 1024
     rank: int = 32
     dimension: int = 2**53
+    steps: int = (
+        2_000_000  # messages, nodes, entries of an HDF5 file; Keras takes some 25 per tensor
+    )
     chunk_bytes: int = 64 << 20  # one HDF5 chunk beyond the size of its dataset
 
 

@@ -1351,13 +1351,6 @@ def h5_chunk_tree_loop(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@case(".weights.h5", ck.UnsupportedFormat)
-def h5_dense_links(path: Path) -> None:
-    with h5py.File(path, "w", libver="latest") as file:
-        for i in range(20):
-            file.create_group(f"layer_{i}/vars")
-
-
 @case(".weights.h5", ck.MalformedFile)
 def h5_continuation_loop(path: Path) -> None:
     """An object header whose last message continues at the header itself."""
