@@ -1,16 +1,19 @@
 """The config.json beside a checkpoint: what it says that no tensor holds."""
 
-import json
+import math
 from collections.abc import Container, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jaxmha.converters.checkpoint.errors import UnreadableFile
+from jaxmha.converters.checkpoint import json_text
+from jaxmha.converters.checkpoint.errors import BudgetExceeded, UnreadableFile, shown
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
 
 CONFIG = "config.json"
-_LARGEST = 16 << 20
+_LIMITS = Limits(memory=8 << 20)  # some 30,000 entries; walking them takes 0.1 s
+_MOST_FOUND = 1000
 
 # What it says of attention, and the value that changes nothing.
 BEHAVIOUR: dict[str, Any] = {
@@ -47,10 +50,17 @@ def read(path: Path) -> Any:
             return {}
         raise
     try:
-        Budget(source.path, 0, Limits()).spend("its size", source.size, _LARGEST)
-        return json.loads(source.read(0, source.size))
+        most = _LIMITS.document_bytes
+        Budget(source.path, 0, _LIMITS).spend("its size", source.size, most)
+        return _parsed(source.path, source.read(0, source.size))
     finally:
         source.close()
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: Path, raw: bytes) -> Any:
+    """The content of a configuration; one command asks for it several times."""
+    return json_text.load(raw, Budget(path, len(raw), _LIMITS))
 
 
 def search(content: Any, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Any]]:
@@ -59,15 +69,29 @@ def search(content: Any, keys: Container[str]) -> Iterable[tuple[tuple[str, ...]
     >>> list(search({"a": [{"n": 3}], "n": 5}, ["n"]))
     [(('a', 'n'), 3), (('n',), 5)]
     """
-    todo: list[tuple[tuple[str, ...], Any, bool]] = [((), content, False)]
+    # The way to a value is a key and the way to what it stands in, which all keys there share.
+    todo: list[tuple[tuple[Any, ...], Any, bool]] = [((), content, False)]
+    found = 0
     while todo:
         way, value, fresh = todo.pop()
-        if fresh and way[-1] in keys:
-            yield way, value
+        if fresh and way[0] in keys:
+            found += 1
+            if found > _MOST_FOUND:
+                problem = f"has more than {_MOST_FOUND} values of {shown(way[0])} and the like"
+                raise BudgetExceeded(CONFIG, problem, "leave it out, or shorten it")
+            yield _keys(way), value
         if isinstance(value, dict):
-            todo += [((*way, key), item, True) for key, item in reversed(value.items())]
+            todo += [((key, way), item, True) for key, item in reversed(value.items())]
         elif isinstance(value, list):
             todo += [(way, item, False) for item in reversed(value)]
+
+
+def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
+    keys: list[str] = []
+    while way:
+        key, way = way
+        keys.append(key)
+    return tuple(reversed(keys))
 
 
 def refuse_behaviour(path: Path) -> None:
@@ -83,16 +107,28 @@ def refuse_behaviour(path: Path) -> None:
                 else "set Semantics(scale=..., logits_soft_cap=...)"
             )
             raise ValueError(
-                f"{path.parent / CONFIG} has {key}={value!r}: it changes attention and is in no tensor, "
+                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in no tensor, "
                 f"so that a file of another layout would lose it; read the blocks by import_params and {remedy}"
             )
 
 
 def epsilons(path: Path) -> dict[str, float]:
-    """What the config.json beside a checkpoint says of the epsilon of norms, by key."""
+    """What the config.json beside a checkpoint says of the epsilon of norms, by key.
+
+    Only positive numbers that a float holds: of others nothing is known.
+    """
     keys = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
     found = search(_readable(path), keys)
-    return {way[-1]: float(value) for way, value in found if type(value) in (int, float)}
+    return {way[-1]: float(value) for way, value in found if _is_positive(value)}
+
+
+def _is_positive(value: Any) -> bool:
+    if type(value) not in (int, float):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:
+        return False
 
 
 def offset_norms(path: Path) -> dict[str, str]:

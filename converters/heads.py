@@ -8,6 +8,9 @@ from typing import NamedTuple
 from jaxmha.axes import bind, parse
 from jaxmha.converters import configuration
 from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint import errors as checkpoint_errors
+from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.checkpoint.limits import Limits
 from jaxmha.converters.configuration import CONFIG
 
 # Where configurations keep the head count, and of which part of the model.
@@ -17,6 +20,7 @@ CONFIG_KEYS = {
     "decoder_attention_heads": ("decoder",),
     "decoder_num_attention_heads": ("decoder",),
 }
+_SHOWN = 8  # values in a message
 # What a configuration is within another of, beside those that say it (`text_config`).
 _PARTS = ("encoder", "decoder")
 # Parts that tensors call otherwise than configurations do.
@@ -83,7 +87,7 @@ class Configured(NamedTuple):
         best = [c for place, c in placed if place == min(place for place, _ in placed)]
         if len({c.heads for c in best}) == 1:
             return best[0][:2]
-        shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts)
+        shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
         return None, f"{self.path} has several head counts ({shown})"
 
 
@@ -171,12 +175,16 @@ def in_config(path: Path) -> Configured | None:
     config = path.parent / CONFIG
     try:
         content = configuration.read(path)
+        found = [x for x in configuration.search(content, CONFIG_KEYS) if x[1] is not None]
     except (ValueError, RecursionError) as error:
         wrong = f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
         return Configured(config, (), wrong)
-    found = [x for x in configuration.search(content, CONFIG_KEYS) if x[1] is not None]
-    if impossible := [(way, x) for way, x in found if type(x) is not int or x < 1]:
-        shown = ", ".join(f"{': '.join((CONFIG, *way))} is {x!r}" for way, x in impossible)
+    most = Limits.dimension
+    if impossible := [(w, x) for w, x in found if type(x) is not int or not 0 < x <= most]:
+        shown = ", ".join(
+            f"{printable(': '.join((CONFIG, *way)))} is {checkpoint_errors.shown(x)}"
+            for way, x in impossible[:_SHOWN]
+        )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
     counts = tuple(_count(way, heads) for way, heads in found)

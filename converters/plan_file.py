@@ -23,14 +23,15 @@ tensors = ["encoder.layer.0.attention.self.query.weight", ...]
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxmha.converters.checkpoint import ALGORITHMS
 from jaxmha.converters.checkpoint.digests import is_digest
-from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.checkpoint.errors import CheckpointError, printable, shown
+from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.moves import Made
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan
 
@@ -45,6 +46,9 @@ _KEYS = {
     "name": str,
     "tensors": list,
 }
+_LARGEST = 64 << 20
+_MOST_DOTS = 8  # in a line, outside of strings: TOML's parser takes their square
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _FIELDS = {"from": "source", "to": "target", "as": "becomes"}
 
 
@@ -92,9 +96,14 @@ def loads(text: str) -> Plan:
     Raises:
       ValueError: it is no TOML, or a key is missing, unknown, or of another type.
     """
+    bare = _STRING.sub("", text)
+    _demand(
+        re.search(rf"(?:\.[^.\n]*){{{_MOST_DOTS}}}\.", bare) is None,
+        f"the plan has a key of more than {_MOST_DOTS} parts",
+    )
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise ValueError(f"the plan is no TOML: {error}") from error
     except RecursionError:
         raise ValueError("the plan is nested too deeply") from None
@@ -106,31 +115,31 @@ def loads(text: str) -> Plan:
     found = head.get("version")
     _demand(
         type(found) is int and found == VERSION,
-        f"the plan has version {found!r}, and this program reads {VERSION}",
+        f"the plan has version {shown(found)}, and this program reads {VERSION}",
     )
     known = {"version", "source", "digest", "to", "others", "dtype", "notes"}
     extra = sorted(head.keys() - known)
     _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
     settings = {key: head[key] for key in sorted(known - {"version", "notes"}) if key in head}
     for key, value in settings.items():
-        _demand(isinstance(value, str), f"[plan] {key} must be a string, got {value!r}")
+        _demand(isinstance(value, str), f"[plan] {key} must be a string, got {shown(value)}")
     _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
     others = settings.get("others", "pass")
-    _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {others!r}")
+    _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {shown(others)}")
     dtype, digest = settings.get("dtype"), settings.get("digest")
     _demand(
         dtype is None or dtype in DTYPES,
-        f"[plan] dtype must be one of {', '.join(DTYPES)}, got {dtype!r}",
+        f"[plan] dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}",
     )
     _demand(
         digest is None or is_digest(digest),
         f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and all its hexadecimal digits, got "
-        f"{digest!r}: `jaxmha plan` writes that of the source",
+        f"{shown(digest)}: `jaxmha plan` writes that of the source",
     )
     notes = head.get("notes", [])
     _demand(
         isinstance(notes, list) and all(isinstance(note, str) for note in notes),
-        f"[plan] notes must be a list of strings, got {notes!r}",
+        f"[plan] notes must be a list of strings, got {shown(notes)}",
     )
     listed = content.get("module", [])
     _demand(isinstance(listed, list), "modules are written as [[module]]")
@@ -150,7 +159,9 @@ def _move(i: int, table: Any) -> Move:
         _demand(key in table, f"{where} lacks {key!r}")
     for key, value in table.items():
         wanted = _KEYS[key]
-        _demand(type(value) is wanted, f"{where}: {key} must be {wanted.__name__}, got {value!r}")
+        _demand(
+            type(value) is wanted, f"{where}: {key} must be {wanted.__name__}, got {shown(value)}"
+        )
     names = table["tensors"]
     _demand(
         bool(names) and all(isinstance(name, str) for name in names),
@@ -168,11 +179,19 @@ def _demand(fine: bool, message: str) -> None:
 def read(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file. Raises ValueError as `loads` does, with the path."""
     try:
-        return loads(Path(path).read_text(encoding="utf-8"))
+        source = Source(path)
+        try:
+            most = f"the plan has {source.size:,} bytes, the limit is {_LARGEST:,}"
+            _demand(source.size <= _LARGEST, most)
+            return loads(source.read(0, source.size).decode())
+        finally:
+            source.close()
+    except CheckpointError:
+        raise
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: the plan is no UTF-8 text") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import hdf5
+from jaxmha.converters.checkpoint import hdf5, json_text
 from jaxmha.converters.checkpoint import zip as zip_directory
 from jaxmha.converters.checkpoint.contents import Contents
 from jaxmha.converters.checkpoint.errors import (
@@ -19,12 +19,12 @@ from jaxmha.converters.checkpoint.errors import (
     UnsupportedFormat,
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
-from jaxmha.converters.checkpoint.safetensors import parse_json
 from jaxmha.converters.checkpoint.source import Section, Source
 
 WEIGHTS, CONFIG, ABOUT = "model.weights.h5", "config.json", "metadata.json"
 _ASSETS = "assets/"
 _BLOCK = 1 << 20
+_MOST_JSON = 16 << 20  # inflated
 _AGAIN = "save it again with model.save"
 
 
@@ -42,8 +42,9 @@ def read(source: Source, limits: Limits) -> Contents:
             raise IncompleteCheckpoint(path, "the member is missing", _AGAIN, name)
     for name, member in members.items():
         if name in (CONFIG, ABOUT):
-            budget.spend("the size", member.size, limits.index_bytes, name)
-            parse_json(zip_directory.read_member(source, member).tobytes().strip(), path, True)
+            budget.spend("the size", member.size, _MOST_JSON, name)
+            raw = zip_directory.read_member(source, member).tobytes().strip()
+            json_text.parse(raw, budget, _AGAIN, name, numbers=True)
         elif name != WEIGHTS and not name.startswith(_ASSETS):
             raise MalformedFile(path, "Keras writes no such member", _AGAIN, name)
     member = members[WEIGHTS]

@@ -29,12 +29,15 @@ class Limits:
     """
 
     logical_bytes: int | None = None  # of all tensors together; None: max(4 x file, 1 GiB)
+    memory: int = 48 << 20  # for what is built from headers and pickles, beyond twice the file
     header_bytes: int = 100_000_000  # safetensors header, zip directory
     pickle_bytes: int = 64 << 20
     opcodes: int = 500_000  # of a pickle; torch.save takes some 40 per tensor
     tensors: int = 10**6
     aliases: int = 1000  # names of one tensor of a torch file, such as tied weights have
     index_bytes: int = 64 << 20
+    document_bytes: int = 1 << 20  # a config.json, the document of one zarr array
+    files: int = 100_000  # in a folder, with the folders in it
     shards: int = 500  # each is held open
     members: int = 10**6  # zip members, HDF5 links
     depth: int = 64  # nested groups and containers
@@ -48,7 +51,8 @@ class Limits:
     chunk_bytes: int = 64 << 20  # one HDF5 chunk beyond the size of its dataset
 
 
-UNLIMITED = Limits(logical_bytes=2**63 - 1)
+UNLIMITED = Limits(logical_bytes=2**63 - 1, memory=2**63 - 1)
+_TENSOR = 512  # bytes for what is kept of one tensor
 
 
 class Budget:
@@ -58,7 +62,8 @@ class Budget:
         self.path = path
         self.limits = limits
         self.info: dict[str, TensorInfo] = {}
-        self._logical = 0
+        self._logical = self._built = 0
+        self._most_built = limits.memory + 2 * file_bytes
         given = limits.logical_bytes
         self._allowed = max(4 * file_bytes, 1 << 30) if given is None else given
 
@@ -69,6 +74,21 @@ class Budget:
                 self.path, f"{what} is {amount:,}, the limit is {allowed:,}", _RAISE, member
             )
 
+    def build(self, amount: int, what: str, member: str | None = None) -> None:
+        """Charges memory, before it is taken, for what is built from the file.
+
+        Raises:
+            BudgetExceeded: all charges of the file together are more than `Limits.memory` and twice
+                its size.
+        """
+        self._built += amount
+        if self._built > self._most_built:  # the message takes longer than the sum
+            self.spend(f"the memory to build with {what}", self._built, self._most_built, member)
+
+    def grow(self, file_bytes: int) -> None:
+        """Allows the memory of one more file of the same checkpoint."""
+        self._most_built += 2 * file_bytes
+
     def tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorInfo:
         """Registers a declared tensor.
 
@@ -76,6 +96,7 @@ class Budget:
             BudgetExceeded, MalformedFile, PathEscape, AmbiguousFile.
         """
         check_name(self.path, name, self.limits)
+        self.build(_TENSOR, "its tensors", name)
         if name in self.info:
             raise AmbiguousFile(self.path, "two tensors have this name", _RENAME, name)
         self.spend("the rank", len(shape), self.limits.rank, name)

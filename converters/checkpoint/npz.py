@@ -127,12 +127,14 @@ def _header(
         raise MalformedFile(path, "the .npy header is not UTF-8", _AGAIN, name) from None
     if re.search(r"""descr['"]\s*:\s*\[""", text):
         raise UnsupportedDtype(path, "a structured dtype", "store each field alone", name)
-    items = list(_ITEM.finditer(text[1:-1])) if text[:1] + text[-1:] == "{}" else []
+    # Without the spaces at its end: every one of them would be tried as the start of an item.
+    inside = text[1:-1].strip()
+    items = list(_ITEM.finditer(inside)) if text[:1] + text[-1:] == "{}" else []
     header = {item["key"]: item["value"] for item in items}
     if (
         len(items) != 3
         or len(header) != 3
-        or "".join(item[0] for item in items).strip() != text[1:-1].strip()
+        or "".join(item[0] for item in items) != inside
         or header["fortran_order"] not in ("True", "False")
         or not _SHAPE.fullmatch(header["shape"])
         or header["descr"][0] not in "'\""

@@ -11,115 +11,37 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import digests, zarr
+from jaxmha.converters.checkpoint import digests, json_text, ocdbt, zarr
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
-    ForbiddenContent,
     IncompleteCheckpoint,
     IntegrityError,
     MalformedFile,
     MissingDependency,
     PathEscape,
-    UnreadableFile,
     UnsupportedDtype,
     UnsupportedFormat,
     WriteFailed,
     damage,
 )
+from jaxmha.converters.checkpoint.folder import Folder
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
-from jaxmha.converters.checkpoint.safetensors import parse_json
-from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo, to_bytes
 
 SUFFIX = ".orbax"
-TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", "manifest.ocdbt"
+TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", ocdbt.MANIFEST
 SIDECAR = f"{digests.KEY}.json"
-_UNFINISHED = ".orbax-checkpoint-tmp"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
-_DEPTH = 6  # folders within folders
 _CHUNK, _LARGE = 8 << 20, 4 << 20  # bytes; tensorstore holds some chunks at a time
 _PARTS = 8
 _AGAIN = "save it again with orbax"
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return list(entries)
-
-
-class Folder:
-    """A folder of plain files, none of which may change while it is read.
-
-    Raises:
-        UnreadableFile, IncompleteCheckpoint, ForbiddenContent, BudgetExceeded.
-    """
-
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self.path = path
-        if _UNFINISHED in path.name:
-            remedy = "wait for its writer, or name another step"
-            raise IncompleteCheckpoint(path, "the writing of this folder never ended", remedy)
-        self._limits = limits
-        self._files = self._walk()
-        self.size = sum(size for _, size, _ in self._files.values())
-
-    def _walk(self) -> dict[str, tuple[int, int, int]]:
-        budget, found = Budget(self.path, 0, self._limits), {}
-        todo: list[tuple[str, int]] = [(str(self.path), 0)]
-        try:
-            while todo:
-                folder, depth = todo.pop()
-                budget.spend("the depth of folders", depth, _DEPTH)
-                for entry in sorted(_entries(folder), key=lambda entry: entry.name):
-                    inside = os.path.relpath(entry.path, self.path)
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(status.st_mode):
-                        todo.append((entry.path, depth + 1))
-                    elif not stat.S_ISREG(status.st_mode):
-                        problem = "is a link or device, not a plain file"
-                        raise ForbiddenContent(self.path, problem, "copy the files here", inside)
-                    else:
-                        found[inside] = status.st_ino, status.st_size, status.st_mtime_ns
-                        budget.spend("the number of files", len(found), self._limits.members)
-        except OSError as e:
-            problem = f"cannot be listed ({e.strerror or e})"
-            raise UnreadableFile(self.path, problem, "check its permissions") from e
-        return found
-
-    def __contains__(self, file: str) -> bool:
-        return file in self._files
-
-    def read(self, file: str, most: int) -> bytes:
-        """A whole small file of the folder.
-
-        Raises:
-            IncompleteCheckpoint, BudgetExceeded, UnreadableFile.
-        """
-        if file not in self:
-            raise IncompleteCheckpoint(self.path, "the file is missing", _AGAIN, file)
-        source = Source(self.path / file)
-        try:
-            Budget(self.path, 0, self._limits).spend("the file", source.size, most, file)
-            return source.read(0, source.size)
-        finally:
-            source.close()
-
-    def check_unchanged(self) -> None:
-        """Raises IntegrityError if any file came, went or changed."""
-        if self._walk() != self._files:
-            problem = "the folder changed while it was being read"
-            raise IntegrityError(self.path, problem, "wait for its writer, read again")
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def read(folder: Folder, limits: Limits) -> Contents:
@@ -131,45 +53,34 @@ def read(folder: Folder, limits: Limits) -> Contents:
     """
     path = folder.path
     tensorstore = _tensorstore(path)
-    tree = parse_json(folder.read(TREE, limits.index_bytes), path, numbers=True)
+    budget = Budget(path, folder.size, limits)
+    tree = json_text.parse(
+        folder.read(TREE, limits.index_bytes), budget, _AGAIN, TREE, numbers=True
+    )
     leaves = _leaves(path, tree, limits)
     zarr3 = tree.get("use_zarr3", False)
     document, driver = ("zarr.json", "zarr3") if zarr3 else (".zarray", "zarr")
     base: dict[str, Any] = {"driver": "file", "path": f"{os.path.abspath(path)}/"}
     store = {"driver": "ocdbt", "base": base} if MANIFEST in folder else base
-    budget = Budget(path, folder.size, limits)
-    with damage(path, "tensorstore", _AGAIN):
-        keys = tensorstore.KvStore.open(store).result()
-        listed = [key.decode() for key in keys.list().result()]
-    budget.spend("the number of chunks", len(listed), limits.members)
-    stored = {k.removesuffix(f"/{document}") for k in listed if k.endswith(f"/{document}")}
-    if stored != leaves.keys():
-        odd = min(stored ^ leaves.keys())
-        problem = "is stored and not in the tree" if odd in stored else "is in the tree, not stored"
-        raise IncompleteCheckpoint(path, problem, _AGAIN, odd)
-    chunks = dict.fromkeys(stored, 0)
-    for key in listed:
-        array = key.rpartition("/c/")[0] or key.rpartition("/")[0]
-        while array and array not in chunks:
-            array = array.rpartition("/")[0]
-        if array and not key.endswith(document):
-            chunks[array] += 1
+    inside = _Inside(folder, budget, tensorstore, store)
     places: dict[str, str] = {}
     for key, name in leaves.items():
-        with damage(path, "tensorstore", _AGAIN, name):
-            raw = keys.read(f"{key}/{document}").result().value
-        info, chunk = (zarr.read3 if zarr3 else zarr.read2)(
-            path, name, parse_json(raw.strip(), path, True)
+        if f"{key}/{document}" not in inside.keys:
+            raise IncompleteCheckpoint(path, "is in the tree, not stored", _AGAIN, name)
+        array = (zarr.read3 if zarr3 else zarr.read2)(
+            path, name, inside.document(f"{key}/{document}", name)
         )
-        budget.tensor(name, info.shape, info.dtype)
+        info = budget.tensor(name, array.info.shape, array.info.dtype)
         # tensorstore ends the process where it cannot get the memory for one chunk.
-        size = math.prod(chunk) * info.dtype.itemsize
+        size = math.prod(array.chunk) * info.dtype.itemsize
         budget.spend("the chunk size", size, info.nbytes + limits.chunk_bytes, name)
-        wanted = math.prod(-(-n // c) for n, c in zip(info.shape, chunk, strict=True))
-        if wanted != chunks[key]:  # what is missing would read as zeros
-            problem = f"has {chunks[key]} of {wanted} chunks"
-            raise IncompleteCheckpoint(path, problem, _AGAIN, name)
+        inside.check_chunks(key, name, array)
         places[name] = key
+    for key in inside.keys:
+        place = key.removesuffix(f"/{document}")
+        stray = place != key and place not in leaves
+        if stray and not (zarr3 and zarr.is_group(inside.document(key, place))):
+            raise IncompleteCheckpoint(path, "is stored and not in the tree", _AGAIN, place)
     kept = _digests(folder, budget, limits) if SIDECAR in folder else {}
 
     def opened(name: str) -> Any:
@@ -213,6 +124,66 @@ def read(folder: Folder, limits: Limits) -> Contents:
     return Contents(
         budget.info, lambda name: part(name, ()), digests=kept, part=part, stream=stream
     )
+
+
+class _Inside:
+    """The keys of a folder or of the database in it, and what is stored under them.
+
+    Raises:
+        MalformedFile, IncompleteCheckpoint, UnsupportedFormat, BudgetExceeded.
+    """
+
+    def __init__(
+        self, folder: Folder, budget: Budget, tensorstore: Any, store: dict[str, Any]
+    ) -> None:
+        self._folder, self._budget = folder, budget
+        self._store = None
+        self.keys = frozenset(folder)
+        if "base" in store:
+            self.keys = frozenset(ocdbt.keys(folder, tensorstore, store, budget))
+            self._store = tensorstore.KvStore.open(store).result()
+
+    def document(self, key: str, name: str) -> dict[str, Any]:
+        """A JSON document."""
+        most = self._budget.limits.document_bytes
+        # One byte more than is allowed, so that a larger one shows. A database gives whole values.
+        raw = self._read(key, slice(0, most + 1) if self._store is None else None, name)
+        self._budget.spend("its zarr document", len(raw), most, name)
+        return json_text.parse(raw.strip(), self._budget, _AGAIN, name, numbers=True)
+
+    def check_chunks(self, key: str, name: str, array: zarr.Array) -> None:
+        """Raises IncompleteCheckpoint unless every chunk is stored: others would read as zeros.
+
+        orbax and this module store chunks of zeros too.
+        """
+        path, wanted = self._folder.path, math.prod(array.grid)
+        problem = f"has not all of its {wanted:,} chunks"
+        if wanted > len(self.keys):
+            raise IncompleteCheckpoint(path, problem, _AGAIN, name)
+        if array.inner is not None:
+            self._budget.spend(
+                "the index of inner chunks",
+                array.index_bytes(),
+                self._budget.limits.chunk_bytes,
+                name,
+            )
+        for chunk, numbers in array.chunks():
+            place = f"{key}/{chunk}"
+            if place not in self.keys:
+                raise IncompleteCheckpoint(path, f"{problem}: {chunk} is missing", _AGAIN, name)
+            if array.inner is not None:
+                size = array.index_bytes()
+                where = slice(-size, None) if array.inner.at_end else slice(0, size)
+                if not array.is_whole(self._read(place, where, name), numbers):
+                    problem = f"has not all inner chunks of {chunk}"
+                    raise IncompleteCheckpoint(path, problem, _AGAIN, name)
+
+    def _read(self, key: str, part: slice | None, name: str) -> bytes:
+        if self._store is None:
+            return self._folder.read_part(key, part or slice(None))
+        with damage(self._folder.path, "tensorstore", _AGAIN, name):
+            found: bytes = self._store.read(key, byte_range=part).result().value
+        return found
 
 
 def write(path: Path, plan: Plan) -> None:
@@ -362,7 +333,7 @@ def _leaves(path: Path, tree: dict[str, Any], limits: Limits) -> dict[str, str]:
 
 def _digests(folder: Folder, budget: Budget, limits: Limits) -> dict[str, str]:
     path = folder.path
-    kept = parse_json(folder.read(SIDECAR, limits.index_bytes), path)
+    kept = json_text.parse(folder.read(SIDECAR, limits.index_bytes), budget, _AGAIN, SIDECAR)
     every, tensors = kept.get("all"), kept.get("tensors")
     if not isinstance(every, str) or not isinstance(tensors, dict):
         raise IntegrityError(path, "the digests are damaged", _AGAIN, SIDECAR)

@@ -19,8 +19,8 @@ from jaxmha.converters.checkpoint.errors import (
     UnreadableFile,
     shown,
 )
+from jaxmha.converters.checkpoint.folder import Folder
 from jaxmha.converters.checkpoint.limits import Limits
-from jaxmha.converters.checkpoint.orbax import Folder
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
 

@@ -4,7 +4,6 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
-import os
 import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from jaxmha.converters.checkpoint import digests
+from jaxmha.converters.checkpoint import digests, json_text
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
@@ -65,7 +64,7 @@ def read(source: Source, limits: Limits) -> Contents:
     if length > source.size - 8:
         raise MalformedFile(path, f"the header length {length} leaves the file", _AGAIN)
     budget.spend("the header length", length, limits.header_bytes)
-    header = parse_json(source.read(8, length), path)
+    header = json_text.parse(source.read(8, length), budget, _AGAIN)
     metadata = _metadata(source, header.pop("__metadata__", {}))
 
     start = 8 + length
@@ -158,52 +157,14 @@ def _header(plan: Plan, names: list[str]) -> bytes:
 def _digests(source: Source, metadata: dict[str, str], budget: Budget) -> dict[str, str]:
     """Takes the digests out of the metadata and checks what they say about the header."""
     try:
-        kept = json.loads(metadata.pop(digests.KEY))
+        kept = json_text.parse(metadata.pop(digests.KEY).encode(), budget, _AGAIN, digests.KEY)
         every, tensors = kept["all"], kept["tensors"]
         if not isinstance(every, str) or not isinstance(tensors, dict):
             raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         raise IntegrityError(source.path, f"{digests.KEY} is damaged", _AGAIN) from e
     digests.check_manifest(every, budget.info, tensors, metadata.items(), source.path)
     return tensors
-
-
-def parse_json(raw: bytes, path: str | os.PathLike[str], numbers: bool = False) -> dict[str, Any]:
-    """A JSON object without doubt about its content; `numbers` allows 1.0.
-
-    Raises:
-        MalformedFile, AmbiguousFile.
-    """
-    if not raw.startswith(b"{") or not raw.rstrip(b" ").endswith(b"}"):
-        raise MalformedFile(path, "the header does not run from '{' to '}'", _AGAIN)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in items:
-                raise AmbiguousFile(path, "the header has this key twice", _AGAIN, key)
-            items[key] = value
-        return items
-
-    def refused(text: str) -> Any:
-        raise MalformedFile(path, f"the header has the number {text[:40]}", _AGAIN)
-
-    try:
-        header = json.loads(
-            raw.decode(),
-            object_pairs_hook=unique,
-            parse_float=float if numbers else refused,
-            parse_constant=refused,
-        )
-    except (MalformedFile, AmbiguousFile):
-        raise
-    except RecursionError:
-        raise MalformedFile(path, "the header is nested too deeply", _AGAIN) from None
-    except ValueError as e:
-        raise MalformedFile(path, f"the header is not JSON ({e})", _AGAIN) from e
-    if not isinstance(header, dict):
-        raise MalformedFile(path, "the header is not a JSON object", _AGAIN)
-    return header
 
 
 def _metadata(source: Source, metadata: Any) -> dict[str, str]:

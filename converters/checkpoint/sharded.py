@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import safetensors, torch_zip
+from jaxmha.converters.checkpoint import json_text, safetensors, torch_zip
 from jaxmha.converters.checkpoint.contents import Contents
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
@@ -28,6 +28,7 @@ from jaxmha.converters.checkpoint.source import Source
 SUFFIX = ".index.json"
 READERS = {".safetensors": safetensors.read, ".bin": torch_zip.read}
 _AGAIN = "copy or download the whole checkpoint again"
+_KEPT = 512  # bytes of memory for a tensor in its shard
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
@@ -65,6 +66,7 @@ def read(source: Source, limits: Limits) -> Contents:
                 raise MalformedFile(path, f"the shard is not {ending}", _AGAIN, file)
             shard = folder.open(file, source)
             cleanup.callback(shard.close)
+            budget.grow(shard.size)
             contents = READERS[ending](shard, limits)
             cleanup.callback(contents.close)
             opened.append((shard, contents))
@@ -77,6 +79,7 @@ def read(source: Source, limits: Limits) -> Contents:
                     listed = index.shards.get(name)
                     said = f"the index says {shown(listed)}" if listed else "not in the index"
                     raise AmbiguousFile(path, f"is in {shown(file)}, {said}", _AGAIN, name)
+                budget.build(_KEPT, "the index", name)
                 budget.tensor(name, info.shape, info.dtype)
                 where[name] = shard, contents
         missing = index.shards.keys() - where.keys()
@@ -146,8 +149,9 @@ def parse(source: Source, limits: Limits) -> Index:
         MalformedFile, AmbiguousFile, BudgetExceeded.
     """
     path = source.path
-    Budget(path, 0, limits).spend("the index", source.size, limits.index_bytes)
-    document = safetensors.parse_json(source.read(0, source.size).strip(), path, numbers=True)
+    budget = Budget(path, source.size, limits)
+    budget.spend("the index", source.size, limits.index_bytes)
+    document = json_text.parse(source.read(0, source.size).strip(), budget, _AGAIN, numbers=True)
     if not document.keys() <= {"metadata", "weight_map"} or "weight_map" not in document:
         raise MalformedFile(path, "an index has exactly metadata and weight_map", _AGAIN)
     shards, metadata = document["weight_map"], document.get("metadata", {})

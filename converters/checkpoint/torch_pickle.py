@@ -22,7 +22,7 @@ from jaxmha.converters.checkpoint.errors import (
     ForbiddenContent,
     MalformedFile,
 )
-from jaxmha.converters.checkpoint.limits import Limits
+from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.torch_records import GLOBALS, SAVE, Call, Storage, Type, View
 
 _NO_ARGUMENT = b"().Rbst\x85\x86\x87uQ\x88\x89N]}ae"
@@ -44,6 +44,25 @@ _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
+# Bytes of memory that opcodes make: a small number, a text beside its characters, a tuple with its
+# depth, a dict or list and what `flatten` notes of it, an entry of a dict or of the memo, a place on
+# the stack or in a list, and what REDUCE and BINPERSID give.
+_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _PLACE, _RECORD = 32, 64, 320, 200, 100, 16, 200
+
+
+_COSTS = {
+    ord(sign): _PLACE + cost
+    for signs, cost in {
+        "JKMG": _NUMBER,
+        "\x8a": 255,
+        "qr": _ENTRY,
+        "}]": _CONTAINER,
+        ")t\x85\x86\x87": _TUPLE,
+        "s": _ENTRY,
+        "RQ": _RECORD,
+    }.items()
+    for sign in signs
+}
 
 
 class _Ordered(dict[Any, Any]):
@@ -57,14 +76,17 @@ class _Tuple(tuple[Any, ...]):
 
 
 def run(
-    program: bytes, path: str | os.PathLike[str], limits: Limits
+    program: bytes, path: str | os.PathLike[str], limits: Limits, budget: Budget | None = None
 ) -> tuple[Any, dict[str, Storage]]:
     """The object that a program builds, of dict, list, tuple, str, numbers and View; its storages.
+
+    The memory that it takes is charged to the budget, or to one of the program's own size.
 
     Raises:
         ForbiddenContent, MalformedFile, AmbiguousFile, BudgetExceeded.
     """
-    machine = _Machine(path, limits)
+    machine = _Machine(path, limits, budget or Budget(path, len(program), limits))
+    machine.charge(len(program))
     for count, (code, argument) in enumerate(_opcodes(program, machine)):
         if count >= limits.opcodes:
             machine.fail(BudgetExceeded, "too many pickle opcodes", "raise Limits.opcodes")
@@ -99,8 +121,10 @@ def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
             at += 4
             if at + length > end:
                 break
+            raw = program[at : at + length]
+            machine.charge(_TEXT + (2 if raw.isascii() else 5) * length)
             try:
-                yield code, program[at : at + length].decode()
+                yield code, raw.decode()
             except UnicodeDecodeError:
                 machine.fail(MalformedFile, "a string is not UTF-8")
             at += length
@@ -126,14 +150,18 @@ def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
 class _Machine:
     """The stack and memo of one run."""
 
-    def __init__(self, path: str | os.PathLike[str], limits: Limits) -> None:
-        self.path, self.limits = path, limits
+    def __init__(self, path: str | os.PathLike[str], limits: Limits, budget: Budget) -> None:
+        self.path, self.limits, self._budget = path, limits, budget
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, Storage] = {}
 
     def fail(self, kind: type[CheckpointError], problem: str, remedy: str = _AGAIN) -> NoReturn:
         raise kind(self.path, problem, remedy, "data.pkl")
+
+    def charge(self, amount: int) -> None:
+        """Raises BudgetExceeded once all that was made is more than the file may take."""
+        self._budget.build(amount, "its pickle", "data.pkl")
 
     def pop(self) -> Any:
         if not self.stack or self.stack[-1] is _MARK:
@@ -149,6 +177,7 @@ class _Machine:
         self.fail(MalformedFile, "the pickle misses a mark")
 
     def step(self, code: int, argument: Any, count: int) -> None:
+        self.charge(_COSTS.get(code, _PLACE))
         match chr(code):
             case "\x80":
                 if argument != 2:
@@ -198,6 +227,7 @@ class _Machine:
             items = self.pop_to_mark()
         else:
             items = [self.pop() for _ in range(b")\x85\x86\x87".index(code))][::-1]
+        self.charge(8 * len(items))
         made = _Tuple(items)
         made.depth = 1 + max((x.depth for x in items if isinstance(x, _Tuple)), default=0)
         if made.depth > self.limits.tuple_depth:
@@ -208,6 +238,7 @@ class _Machine:
         target = self.stack[-1] if self.stack else None
         if not isinstance(target, dict) or len(items) % 2:
             self.fail(MalformedFile, "SETITEM without a dict, or without pairs")
+        self.charge(_ENTRY * (len(items) // 2))
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in (str, int):
                 self.fail(ForbiddenContent, "a dict key is neither a string nor an integer", SAVE)
@@ -219,6 +250,7 @@ class _Machine:
         target = self.stack[-1] if self.stack else None
         if not isinstance(target, list):
             self.fail(MalformedFile, "APPEND without a list")
+        self.charge(_PLACE * len(items))
         target.extend(items)
 
     def build(self, state: Any) -> None:
@@ -296,6 +328,7 @@ class _Machine:
             )
         if not isinstance(shape, _Tuple) or not isinstance(strides, _Tuple):
             self.fail(MalformedFile, "a tensor has no shape or strides")
+        self._budget.spend("the rank", max(len(shape), len(strides)), self.limits.rank, "data.pkl")
         numbers = (offset, *shape, *strides)
         if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
             self.fail(MalformedFile, "offset, shape or strides of a tensor are not naturals")

@@ -130,6 +130,9 @@ def flatten(
         visiting.add(id(value))
         with_tensors_here = False
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            # Before a key is joined: a long one may stand in many dicts.
+            if isinstance(key, str) and len(key) > limits.name_bytes:
+                raise BudgetExceeded(path, "a name is too long", SAVE, key[:200])
             for found in visit(f"{prefix}.{key}" if prefix else str(key), item, depth + 1):
                 with_tensors_here = True
                 yield found

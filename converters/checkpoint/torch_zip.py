@@ -53,7 +53,7 @@ def read(source: Source, limits: Limits) -> Contents:
     order = _byte_order(source, members)
     budget.spend("the pickle", members[PROGRAM].size, limits.pickle_bytes, PROGRAM)
     program = zip_directory.read_member(source, members[PROGRAM]).tobytes()
-    root, storages = torch_pickle.run(program, path, limits)
+    root, storages = torch_pickle.run(program, path, limits, budget)
     for storage in storages.values():
         _check_storage(source, members, storage)
     views: dict[str, torch_records.View] = {}

@@ -19,6 +19,7 @@ from jaxmha.converters.checkpoint.errors import (
     UnsupportedFormat,
     WriteFailed,
 )
+from jaxmha.converters.checkpoint.folder import Folder
 from jaxmha.converters.checkpoint.limits import UNLIMITED, Budget, is_text
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo
@@ -179,7 +180,7 @@ def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
             pass
         with replacing.temporary_folder(target) as path:
             orbax.write(path, plan)
-            with reading.read(orbax.Folder(path, UNLIMITED), formats.ORBAX, UNLIMITED) as written:
+            with reading.read(Folder(path, UNLIMITED), formats.ORBAX, UNLIMITED) as written:
                 compare(plan, written)
             replacing.commit_folder(path, target, mode)
 

@@ -60,8 +60,16 @@ def test_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
     assert not Path("/tmp/jaxmha-was-run").exists()
 
 
+def test_files_of_a_folder_are_counted_while_they_are_listed(tmp_path: Path) -> None:
+    hostile.SOUND["sound_orbax_of_files"].build(tmp_path / "m.orbax")
+    for i in range(30):
+        (tmp_path / "m.orbax" / f"{i}").mkdir()
+    with pytest.raises(checkpoint.BudgetExceeded, match="the number of files is 21"):
+        checkpoint.open(tmp_path / "m.orbax", limits=checkpoint.Limits(files=20))
+
+
 def test_there_are_enough_cases() -> None:
-    assert len(hostile.CASES) >= 120
+    assert len(hostile.CASES) >= 260
     assert {case.error for case in hostile.CASES.values()} >= {
         checkpoint.AmbiguousFile,
         checkpoint.BudgetExceeded,

@@ -1,0 +1,107 @@
+"""A folder of plain files, listed once and watched for changes."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxmha.converters.checkpoint.errors import (
+    ForbiddenContent,
+    IncompleteCheckpoint,
+    IntegrityError,
+    UnreadableFile,
+)
+from jaxmha.converters.checkpoint.limits import Budget, Limits
+from jaxmha.converters.checkpoint.source import Source
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_DEPTH = 6  # folders within folders
+_AGAIN = "copy the whole folder again"
+
+
+class Folder:
+    """A folder of plain files, none of which may change while it is read.
+
+    Raises:
+        UnreadableFile, IncompleteCheckpoint, ForbiddenContent, BudgetExceeded.
+    """
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.path = path
+        if _UNFINISHED in path.name:
+            remedy = "wait for its writer, or name another step"
+            raise IncompleteCheckpoint(path, "the writing of this folder never ended", remedy)
+        self._limits = limits
+        self._files = self._walk()
+        self.size = sum(size for _, size, _ in self._files.values())
+
+    def _walk(self) -> dict[str, tuple[int, int, int]]:
+        """Inode, size and time of change by the path within."""
+        budget, found = Budget(self.path, 0, self._limits), {}
+        todo, seen = [(str(self.path), "", 0)], 0
+        try:
+            while todo:
+                folder, inside, depth = todo.pop()
+                budget.spend("the depth of folders", depth, _DEPTH)
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        seen += 1
+                        budget.spend("the number of files", seen, self._limits.files)
+                        name, status = inside + entry.name, entry.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(status.st_mode):
+                            todo.append((entry.path, f"{name}/", depth + 1))
+                        elif not stat.S_ISREG(status.st_mode):
+                            problem = "is a link or device, not a plain file"
+                            raise ForbiddenContent(self.path, problem, "copy the files here", name)
+                        else:
+                            found[name] = status.st_ino, status.st_size, status.st_mtime_ns
+        except OSError as e:
+            problem = f"cannot be listed ({e.strerror or e})"
+            raise UnreadableFile(self.path, problem, "check its permissions") from e
+        return found
+
+    def __contains__(self, file: str) -> bool:
+        return file in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def read(self, file: str, most: int) -> bytes:
+        """A whole small file of the folder.
+
+        Raises:
+            IncompleteCheckpoint, BudgetExceeded, UnreadableFile.
+        """
+        source = self._open(file)
+        try:
+            Budget(self.path, 0, self._limits).spend("the file", source.size, most, file)
+            return source.read(0, source.size)
+        finally:
+            source.close()
+
+    def read_part(self, file: str, part: slice) -> bytes:
+        """What of a part of a file of the folder there is; a negative start counts from the end.
+
+        Raises:
+            IncompleteCheckpoint, UnreadableFile.
+        """
+        source = self._open(file)
+        try:
+            begin, end, _ = part.indices(source.size)
+            return source.read(begin, max(0, end - begin))
+        finally:
+            source.close()
+
+    def _open(self, file: str) -> Source:
+        if file not in self:
+            raise IncompleteCheckpoint(self.path, "the file is missing", _AGAIN, file)
+        return Source(self.path / file)
+
+    def check_unchanged(self) -> None:
+        """Raises IntegrityError if any file came, went or changed."""
+        if self._walk() != self._files:
+            problem = "the folder changed while it was being read"
+            raise IntegrityError(self.path, problem, "wait for its writer, read again")
+
+    def close(self) -> None:
+        """Nothing is held open."""

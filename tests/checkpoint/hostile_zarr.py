@@ -1,0 +1,155 @@
+"""Hostile arrays of zarr, and folders and databases of tensorstore that hold them."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmha.converters import checkpoint as ck
+from tests.checkpoint.hostile import case
+from tests.checkpoint.hostile_composed import W, crc32c, orbax
+
+TWO = {"shape": [8], "chunks": [4], "dtype": "<f4"}
+MISSING = 2**64 - 1
+
+
+def lost_chunk(path: Path, stray: str) -> None:
+    """Of two chunks the first is lost, and a stray file lies in its place."""
+    orbax(path, array=TWO)
+    (path / "w" / "0.0").unlink()
+    (path / "w" / "1").write_bytes(np.ones(4, "<f4").tobytes())
+    (path / "w" / stray).parent.mkdir(exist_ok=True)
+    (path / "w" / stray).write_bytes(np.ones(4, "<f4").tobytes())
+
+
+def _register(name: str, stray: str) -> None:
+    def build(path: Path) -> None:
+        lost_chunk(path, stray)
+
+    build.__name__ = f"zarr_lost_chunk_and_{name}"
+    case(".orbax", ck.IncompleteCheckpoint)(build)
+
+
+for _name, _stray in {
+    "rsync": ".0.Xy12ab",
+    "backup": "0.bak",
+    "attributes": ".zattrs",
+    "folder": "x/y",
+    "number": "2",
+    "padded": "00",
+    "other_rank": "0.0",
+    "other_separator": "0/0",
+    "other_version": "c/0",
+    "unicode": "\u0660",
+}.items():
+    _register(_name, _stray)
+
+
+def zarr3(path: Path, array: dict[str, Any], chunks: dict[str, bytes]) -> None:
+    """A folder of one array of version 3."""
+    orbax(path, tree={"use_zarr3": True})
+    (path / "w" / ".zarray").unlink()
+    (path / "w" / "0.0").unlink()
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [2, 3],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 3]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": 0.0,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    (path / "w" / "zarr.json").write_text(json.dumps(document | array))
+    for key, data in chunks.items():
+        (path / "w" / key).parent.mkdir(parents=True, exist_ok=True)
+        (path / "w" / key).write_bytes(data)
+
+
+def sharded(inner: tuple[int, int], at_end: bool = True) -> dict[str, Any]:
+    """The codec of chunks within chunks."""
+    settings = {
+        "chunk_shape": list(inner),
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "index_codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
+        "index_location": "end" if at_end else "start",
+    }
+    return {"codecs": [{"name": "sharding_indexed", "configuration": settings}]}
+
+
+def shard(parts: list[bytes | None], at_end: bool = True) -> bytes:
+    """A chunk of inner chunks, of which some may be missing."""
+    position = 0 if at_end else 16 * len(parts) + 4
+    index = b""
+    for part in parts:
+        index += struct.pack(
+            "<2Q", *((MISSING, MISSING) if part is None else (position, len(part)))
+        )
+        position += len(part or b"")
+    index += crc32c(index).to_bytes(4, "little")
+    data = b"".join(part or b"" for part in parts)
+    return data + index if at_end else index + data
+
+
+ROWS = [W[i : i + 1].tobytes() for i in range(2)]
+
+
+@case(".orbax")
+def sound_zarr3(path: Path) -> None:
+    zarr3(path, {}, {"c/0/0": W.tobytes()})
+
+
+@case(".orbax")
+def sound_zarr3_of_old_keys(path: Path) -> None:
+    encoding = {"name": "v2", "configuration": {"separator": "."}}
+    zarr3(path, {"chunk_key_encoding": encoding}, {"0.0": W.tobytes()})
+
+
+@case(".orbax")
+def sound_zarr3_sharded(path: Path) -> None:
+    zarr3(path, sharded((1, 3)), {"c/0/0": shard(list(ROWS))})
+
+
+@case(".orbax")
+def sound_zarr3_sharded_from_the_start(path: Path) -> None:
+    zarr3(path, sharded((1, 3), at_end=False), {"c/0/0": shard(list(ROWS), at_end=False)})
+
+
+@case(".orbax")
+def sound_zarr_beside_legal_files(path: Path) -> None:
+    orbax(path)
+    for file in (".zattrs", ".zgroup", ".zmetadata", "w/.zattrs", "w/.0.0.Xy12ab", "zarr.json"):
+        (path / file).write_text("{}")
+
+
+@case(".orbax", ck.IncompleteCheckpoint)
+def zarr3_inner_chunk_is_missing(path: Path) -> None:
+    zarr3(path, sharded((1, 3)), {"c/0/0": shard([ROWS[0], None])})
+
+
+@case(".orbax", ck.IncompleteCheckpoint)
+def zarr3_inner_chunk_is_missing_from_the_start(path: Path) -> None:
+    parts = [None, ROWS[1]]
+    zarr3(path, sharded((1, 3), at_end=False), {"c/0/0": shard(parts, at_end=False)})
+
+
+@case(".orbax", ck.IncompleteCheckpoint)
+def zarr3_chunk_under_the_old_key(path: Path) -> None:
+    zarr3(path, {}, {"0.0": W.tobytes()})
+
+
+@case(".orbax", ck.MalformedFile)
+def zarr3_shard_behind_another_codec(path: Path) -> None:
+    outer = sharded((1, 3))["codecs"]
+    nested = [{"name": "transpose", "configuration": {"order": [0, 1]}}, *outer]
+    zarr3(path, {"codecs": nested}, {"c/0/0": shard([ROWS[0], None])})
+
+
+@case(".orbax", ck.MalformedFile)
+def zarr_unknown_separator(path: Path) -> None:
+    orbax(path, array={"dimension_separator": "-"})

@@ -1,0 +1,131 @@
+"""A config.json and a plan that say nonsense: every command refuses them in words, or does without."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import blocks, checkpoint, configuration, engine, heads, migrate, plan_file
+from tests.converters.test_every_layout import params_of
+
+KEYS = (
+    *heads.CONFIG_KEYS,
+    *configuration.BEHAVIOUR,
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rms_norm_eps",
+    "model_type",
+    "text_config",
+)
+NASTY = {
+    "digits": "9" * 4000,
+    "too_many_digits": "9" * 5000,
+    "beyond_a_float": "1e400",
+    "negative": "-1",
+    "negative_zero": "-0.0",
+    "nan": "NaN",
+    "infinity": "-Infinity",
+    "true": "true",
+    "text": '"12"',
+    "unicode_digits": '"\u0661\u0662"',
+    "empty": "[]",
+    "list": "[1, [2, {}]]",
+    "object": '{"num_attention_heads": {"a": []}}',
+    "surrogate": '"\\ud800"',
+    "control": '"\\u001b[31m"',
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention and a norm of Llama, whose head count and epsilon only a configuration says."""
+    layout = blocks.named("llama")
+    path = tmp_path_factory.mktemp("model") / "a.npz"
+    state = engine.export_params(
+        layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
+    )
+    checkpoint.write(path, state | {"model.norm.weight": np.ones(13, np.float32)})
+    return path
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_values_of_a_configuration(key: str, source: Path) -> None:
+    config = source.with_name("config.json")
+    for value in NASTY.values():
+        more = "" if key == "num_attention_heads" else '"num_attention_heads": 6, '
+        config.write_text(f'{{{more}"{key}": {value}}}')
+        info = migrate.inspect(source)
+        assert len(str(info.blocks[0].num_heads_from)) < 2000
+        with contextlib.suppress(ValueError):
+            migrate.plan(source, to="flax")
+        for found in configuration.epsilons(source).values():
+            assert 0 < found < np.inf
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "[]," * 340_000 + "0]",
+        "[" + '{"n_head":1},' * 75_000 + "0]",
+        '{"a":' * 900 + "[" + "[]," * 200_000 + "0]" + "}" * 900,
+        "{" + ",".join(f'"{i:05}":{i}' for i in range(60_000)) + "}",
+        "[" + '{"layer_norm_eps":1e-5},' * 5_000 + "0]",
+    ],
+    ids=["lists", "heads", "nested", "keys", "epsilons"],
+)
+def test_a_megabyte_of_configuration_costs_little(text: str, source: Path) -> None:
+    source.with_name("config.json").write_text(text)
+    start = time.process_time()
+    heads.in_config(source)
+    for read in (
+        configuration.epsilons,
+        configuration.offset_norms,
+        configuration.refuse_behaviour,
+    ):
+        with contextlib.suppress(checkpoint.CheckpointError):
+            read(source)
+    assert time.process_time() - start < 0.6
+
+
+def test_a_configuration_of_more_than_a_megabyte_is_not_read(source: Path) -> None:
+    source.with_name("config.json").write_text(json.dumps({"a": "b" * (1 << 20)}))
+    found = heads.in_config(source)
+    assert found is not None
+    assert "the limit is 1,048,576" in found.wrong
+
+
+PLAN = '[plan]\nversion = 1\nto = "flax"\n[[module]]\nkind = "other"\nfrom = "a"\nto = "b"\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAN + "num_heads = " + "9" * 5000,
+        PLAN + "x" + ".x" * 100_000 + " = 1",
+        PLAN + 'tensors = [{"a".b.c.d.e.f.g.h.i.j.k = 1}]',
+        PLAN + "tensors = " + "[" * 100_000,
+        PLAN + "tensors = 1979-05-27",
+        PLAN.replace("[[module]]", "[module]"),
+        PLAN.replace("[plan]", "[[plan]]"),
+        PLAN.replace("version = 1", "version = true"),
+        PLAN.replace("version = 1", "version = nan"),
+        PLAN.replace('"flax"', "['flax']"),
+        PLAN + 'tensors = ["a"]\nnum_heads = true',
+        PLAN + 'tensors = ["a"]\n[other]\n',
+    ],
+)
+def test_plans_of_nonsense(text: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"plan|module") as caught:
+        plan_file.loads(text)
+    assert len(str(caught.value)) < 1000
+    assert time.process_time() - start < 1
+
+
+def test_a_plan_is_a_plain_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not a regular file"):
+        plan_file.read(tmp_path / "plan.toml")
