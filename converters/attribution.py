@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmha import MHAParams
 from jaxmha.axes import bind
-from jaxmha.converters import factors, forward, oracle, sides, verify
+from jaxmha.converters import factors, forward, oracle, outside, sides, verify
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.factors import Factor
 from jaxmha.converters.layer import Inputs, Layer, of_block, of_call
@@ -82,6 +82,7 @@ class Attribution:
       elements: number of all elements of the output.
       parts: the largest first.
       idle: factors that differ, without effect on these inputs, alone or all together.
+      outside: of `attribute`: tensors outside the block that differ or were not compared, in words.
     """
 
     a: str
@@ -93,11 +94,12 @@ class Attribution:
     elements: int
     parts: tuple[Part, ...]
     idle: tuple[str, ...]
+    outside: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Nothing but rounding differs."""
-        return all(part.name == "rounding" for part in self.parts)
+        """Nothing but rounding differs, inside the block and outside it."""
+        return not self.outside and all(part.name == "rounding" for part in self.parts)
 
     @property
     def headline(self) -> str:
@@ -117,6 +119,7 @@ class Attribution:
         lines = [f"{self.a} and {self.b}: {self.headline}"]
         lines += [f"  {part}" for part in self.parts]
         lines += [f"  without effect here: {sentence}" for sentence in self.idle]
+        lines += [f"  outside the block: {sentence}" for sentence in self.outside]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -171,12 +174,16 @@ def attribute(
     if mask is not None and not (masks_a is None and masks_b is None):
         raise ValueError("give mask= for both layers, or masks_a= and masks_b= for each")
     blocks: list[BlockSide | None] = [None, None]
+    rest: tuple[str, ...] = ()
     plain = [n for n, x in enumerate((a, b)) if not isinstance(x, Layer)]
     if len(plain) == 2:
-        blocks = [
-            _only(side, x)
-            for side, x in zip(verify.read_both(a, b, num_heads), (a, b), strict=True)
-        ]
+        both = verify.read_both(a, b, num_heads)
+        blocks = [_only(side, x) for side, x in zip(both, (a, b), strict=True)]
+        found_outside = outside.compare(*(side.source for side in both))
+        rest = (
+            *(f"{name} differs: {how}" for name, how in found_outside.differing.items()),
+            *(f"not compared: {left}" for left in found_outside.left),
+        )
     elif plain:
         one = (a, b)[plain[0]]
         blocks[plain[0]] = _only(sides.read(one, num_heads), one)
@@ -198,7 +205,8 @@ def attribute(
             found.append(of_call(x, given, masks))
         else:
             found.append(of_block(block, given, **(masks or {"mask": mask})))
-    return _guessed(between(found[0], found[1], given), blocks, seed)
+    guessed = _guessed(between(found[0], found[1], given), blocks, seed)
+    return replace(guessed, outside=rest)
 
 
 def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:

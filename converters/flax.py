@@ -172,11 +172,12 @@ def _exact(key: str, array: NDArray) -> Any:
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every nnx.MultiHeadAttention in a model with its path; a linen pair is one layer, ""."""
-    from flax import nnx
+    """Every nnx.MultiHeadAttention in a model with its path; a linen pair of one is it, ""."""
+    from flax import linen, nnx
 
     if isinstance(model, tuple):
-        yield "", model
+        if isinstance(model[0], linen.MultiHeadDotProductAttention):
+            yield "", model
         return
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.MultiHeadAttention):
