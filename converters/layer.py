@@ -150,9 +150,12 @@ def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name
     presets: dict[str, Any] = {"torch": Semantics.torch, "keras": Semantics.keras}
     dtype = np.asarray(block.params.query.kernel).dtype
     like = presets.get(block.kind, Semantics.flax)(path, dtype=dtype)
-    semantics = replace(
-        block.semantics, fully_masked=like.fully_masked, softmax_dtype=like.softmax_dtype
-    )
+    softmax = like.softmax_dtype
+    if (block.kind, path) == ("keras", "fused"):
+        import keras
+
+        softmax = softmax if keras.backend.backend() == "jax" else None
+    semantics = replace(block.semantics, fully_masked=like.fully_masked, softmax_dtype=softmax)
     filled = Blocked(-3e4 if dtype == np.float16 else -1e9)
     blocked = filled if (block.kind, path) == ("keras", "scores") else Blocked()
     return Layer(block.params, semantics, mask, bias, blocked, output, name)

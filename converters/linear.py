@@ -80,7 +80,8 @@ MATRICES = Layout(
         Entry("linears.2", "Dv (N h)", ("value.kernel",)),
     ),
     ties=TIES,
-    about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer",
+    about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
+    "target that has one, an identity computes the same)",
 )
 LAYOUTS = (LINEAR, LLAMA, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
 import_params, export_params = verbs(LAYOUTS)

@@ -118,3 +118,29 @@ def head_count(whole: Live, prefix: str) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def by_hand(layer: Any, package: str, state: str, variables: Any = None) -> str:
+    """How to take the weights of a class written by hand; empty: nothing is known of its names.
+
+    `state`: the expression that gives its flat dict of arrays.
+    """
+    from jaxmha.converters import linear
+    from jaxmha.converters.blocks import find
+
+    try:
+        whole = STATES[package](layer, *(() if variables is None else (variables,)))
+        shapes = {name: tuple(x.shape) for name, x in whole.state.items() if hasattr(x, "shape")}
+        found = find(shapes)
+    except (ValueError, TypeError, AttributeError):
+        return ""
+    if len(found) != 1 or found[0].layout not in linear.LAYOUTS:
+        return ""
+    (block,) = found
+    heads = head_count(whole, block.prefix) or "N"
+    where = f", prefix={block.prefix!r}" * bool(block.prefix)
+    return (
+        "nothing says what a class of your own computes. Where that is attention, its weights are "
+        f"jaxmha.converters.linear.import_params({state}, layout={block.layout.name!r}, "
+        f"num_heads={heads}{where})"
+    )

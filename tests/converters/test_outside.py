@@ -28,7 +28,10 @@ def bert() -> dict[str, np.ndarray]:
     norms = ("embeddings.LayerNorm", "encoder.layer.0.output.LayerNorm")
     state: dict[str, Any] = {"embeddings.word_embeddings.weight": rng.normal(size=(V, D))}
     for name, shape in linear.items():
-        state |= {f"{name}.weight": rng.normal(size=shape), f"{name}.bias": rng.normal(size=shape[0])}
+        state |= {
+            f"{name}.weight": rng.normal(size=shape),
+            f"{name}.bias": rng.normal(size=shape[0]),
+        }
     for name in norms:
         state |= {f"{name}.weight": rng.normal(size=D), f"{name}.bias": rng.normal(size=D)}
     state = {name: array.astype(np.float32) for name, array in state.items()}
@@ -140,9 +143,7 @@ def test_a_file_of_keras_is_read_by_its_own_convention(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["verify", "diff"])
 @pytest.mark.parametrize("swap", [False, True])
-def test_a_tensor_of_one_side_alone_is_never_passed(
-    folder: Path, command: str, swap: bool
-) -> None:
+def test_a_tensor_of_one_side_alone_is_never_passed(folder: Path, command: str, swap: bool) -> None:
     """A tied head among them, which some formats leave out."""
 
     def change(state: dict[str, Any]) -> None:
