@@ -370,8 +370,8 @@ def _target(named: Layout, in_file: bool) -> Layout:
     if in_file and named.name not in inside:
         raise ValueError(
             f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
-            f"{', '.join(keras.IN_FILE)}, or dense for a class of your own, or write .safetensors, "
-            ".pt or .npz"
+            f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, .pt "
+            "or .npz"
         )
     if not in_file and named.name in inside:
         plain = next(name for name, layout in in_files.items() if layout is named)

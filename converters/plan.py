@@ -351,7 +351,7 @@ def _attention(
     if block is None:
         raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
     made, params = moves.attention(block, file.info, parts, to, move.target, move.num_heads)
-    if _in_file(to) and (lead := np.shape(params.query.kernel)[:-3]):
+    if to.name.endswith("-file") and (lead := np.shape(params.query.kernel)[:-3]):
         raise ValueError(
             f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
             "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
