@@ -96,7 +96,7 @@ def compare(a: Source, b: Source) -> Outside:
     pairs: list[_Pair] = []
     alone: list[dict[str, str]] = [{}, {}]  # name -> key
     harmless: list[tuple[int, str]] = []
-    for place in groups[0].keys() & groups[1].keys():
+    for place in (place for place in groups[0] if place in groups[1]):
         x, y = groups[0][place], groups[1][place]
         read = _as_one_kind(x, y, a, b)
         # Conv1D of GPT-2 keeps kernels as a linear layer of others does not.
@@ -120,7 +120,7 @@ def compare(a: Source, b: Source) -> Outside:
             else:
                 alone[there[0]][own[0]] = leaf
     for side in (0, 1):
-        for place in groups[side].keys() - groups[1 - side].keys():
+        for place in (place for place in groups[side] if place not in groups[1 - side]):
             alone[side] |= {name: key for key, name in groups[side][place].names.items()}
     return _compared((a, b), pairs, alone, harmless)
 
