@@ -9,20 +9,17 @@ floating-point operations, where a layer has a forward of its own.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxmha import MHAParams
-from jaxmha.axes import bind
 from jaxmha.converters import factors, forward, oracle, outside, sides, verify
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.factors import Factor
-from jaxmha.converters.layer import Inputs, Layer, of_block, of_call
+from jaxmha.converters.layer import Inputs, Layer, as_inputs, of_block, of_call
 from jaxmha.converters.sides import BlockSide
-from jaxmha.params import check
 
 # More factors than this are 2 ** MOST mixtures; then all weights become one.
 MOST = 8
@@ -376,43 +373,6 @@ def _weights_at_once(found: list[Factor]) -> list[Factor]:
     values = tuple(dict.fromkeys(v for f in weights for v in f.values))
     one = Factor("weights", "; ".join(f.sentence for f in weights), values)
     return [one, *(f for f in found if f not in weights)]
-
-
-def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
-    """Query, key and value as arrays, checked against a layer; one array stands for all three.
-
-    Raises:
-      ValueError: there are not three, or one has other axes, no rows, or NaN or infinity in it.
-    """
-    if isinstance(inputs, Mapping):
-        if "query" not in inputs or inputs.keys() - {"query", "key", "value"}:
-            names = ", ".join(map(str, inputs))
-            raise ValueError(f"inputs: expected the keys query, key, value, got {names or 'none'}")
-        key = inputs.get("key", inputs["query"])
-        inputs = (inputs["query"], key, inputs.get("value", key))
-    if not isinstance(inputs, tuple | list):
-        inputs = (inputs,) * 3
-    if len(inputs) != 3:
-        raise ValueError(f"inputs: expected query, key, value or one array, got {len(inputs)}")
-    arrays = {id(x): to_numpy(x) for x in inputs}
-    query, key, value = (arrays[id(x)] for x in inputs)
-    sizes = check(params)
-    for name, array, axes in (
-        ("query", query, "B T Dq"),
-        ("key", key, "B S Dk"),
-        ("value", value, "B S Dv"),
-    ):
-        bind(name, array.shape, axes, sizes)
-        if not len(array):
-            raise ValueError(f"{name}: no batch rows, got shape {array.shape}: give at least one")
-        if bad := int((~np.isfinite(array)).sum()):
-            what = "1 element is" if bad == 1 else f"{bad} elements are"
-            reached = "it reaches" if bad == 1 else "they reach"
-            raise ValueError(
-                f"{name}: {what} not finite: outputs that {reached} cannot be compared; pass "
-                "finite inputs"
-            )
-    return query, key, value
 
 
 def _only(side: sides.Side, given: Any) -> BlockSide:

@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxmha import Mask, Semantics
 from jaxmha.converters import attribution, checkpoint, forward, outside, verify
 from jaxmha.converters.attribution import Attribution, percent
-from jaxmha.converters.layer import Inputs, Layer, of_block
+from jaxmha.converters.layer import Inputs, Layer, as_inputs, of_block
 from jaxmha.converters.sides import BlockSide
 from jaxmha.converters.terminal import (
     Json,
@@ -177,7 +177,7 @@ def _inputs(side: BlockSide, file: dict[str, Any] | None, seed: int) -> Inputs:
     if file is None:
         return forward.inputs(side, seed)
     given = {name: file[name] for name in ("query", "key", "value") if name in file}
-    return attribution.as_inputs(given, side.params)
+    return as_inputs(given, side.params)
 
 
 def _masks(file: dict[str, Any] | None) -> tuple[Any, Any] | None:

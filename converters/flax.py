@@ -75,11 +75,8 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
     else:
         instead = ""
         if isinstance(module, nnx.Module) or variables is not None:
-            shown = (
-                "live.flax(module).state"
-                if variables is None
-                else "live.flax(module, variables).state"
-            )
+            given = "module" if variables is None else "module, variables"
+            shown = f"jaxmha.converters.live.flax({given}).state"
             instead = live.by_hand(module, "flax", shown, variables)
         raise TypeError(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "

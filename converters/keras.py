@@ -104,7 +104,7 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
     An `output_shape` of several axes is one axis here, their product: reshape the output to it.
     """
     if not isinstance(layer, _classes()):
-        by_hand = live.by_hand(layer, "keras", "live.keras(layer).state")
+        by_hand = live.by_hand(layer, "keras", "jaxmha.converters.live.keras(layer).state")
         raise TypeError(
             "expected a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
             f"{type(layer).__name__}: "

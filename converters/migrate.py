@@ -364,20 +364,19 @@ def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
 def _target(named: Layout, in_file: bool) -> Layout:
     """The layout as the destination's format has it."""
     in_files = {name: layout for name, (layout, _) in keras.IN_FILE.items()} | by_hand.IN_FILE
-    inside = {layout.name for layout in in_files.values()}
+    plain = {layout.name: name for name, layout in in_files.items()}
     if in_file and named.name in in_files:
         return in_files[named.name]
-    if in_file and named.name not in inside:
+    if in_file and named.name not in plain:
         raise ValueError(
             f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
             f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, .pt "
             "or .npz"
         )
-    if not in_file and named.name in inside:
-        plain = next(name for name, layout in in_files.items() if layout is named)
+    if not in_file and named.name in plain:
         raise ValueError(
             f"layout {named.name} is how Keras names the arrays inside a .weights.h5 file: "
-            f"name {plain} for other files"
+            f"name {plain[named.name]} for other files"
         )
     return named
 
