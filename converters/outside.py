@@ -269,11 +269,14 @@ def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> 
 
 def _differing(x: NDArray, y: NDArray) -> int:
     """Elements whose bits differ; NaN of other bits among them."""
-    if x.ndim == 0 or x.nbytes <= _ROWS:
-        bits = (np.ascontiguousarray(z).reshape(-1, 1).view(np.uint8) for z in (x, y))
-        return int(np.not_equal(*bits).any(axis=-1).sum())
-    step = max(1, _ROWS * len(x) // x.nbytes)
-    return sum(_differing(x[i : i + step], y[i : i + step]) for i in range(0, len(x), step))
+    if x.ndim and x.nbytes > _ROWS and len(x) > 1:
+        step = max(1, _ROWS * len(x) // x.nbytes)
+        return sum(_differing(x[i : i + step], y[i : i + step]) for i in range(0, len(x), step))
+    if x.itemsize in (1, 2, 4, 8):  # a view, whatever the strides
+        bits = f"u{x.itemsize}"
+        return int(np.count_nonzero(x.view(bits) != y.view(bits)))
+    parts = (np.ascontiguousarray(z).reshape(-1, 1).view(np.uint64) for z in (x, y))
+    return int(np.not_equal(*parts).any(axis=-1).sum())
 
 
 def _listed(names: list[str], most: int = 5) -> str:
