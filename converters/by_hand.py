@@ -33,8 +33,10 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
     separator, kernel, bias, turned, about = _STYLES[style]
     if len(names) == 2:
         packed, out = names
-        roles = ("query", "key", "value")
-        rows = [(packed, "Dq", "qkv N H", roles), (out, "N h", "Do", ("out",))]
+        rows: list[tuple[str, str, str, tuple[str, ...]]] = [
+            (packed, "Dq", "qkv N H", ("query", "key", "value")),
+            (out, "N h", "Do", ("out",)),
+        ]
     else:
         rows = [
             (names[0], "Dq", "N H", ("query",)),

@@ -208,8 +208,22 @@ def to_module(
 
 
 # What the weights and the behaviour say of a layer, and what is another layer's.
-_SAID = ("num_heads", "key_dim", "value_dim", "head_dim", "num_query_heads", "num_key_value_heads")
-_SAID += ("dropout", "use_bias", "name", "use_gate", "sliding_window", "attention_axes")
+_SAID = frozenset(
+    [
+        "num_heads",
+        "key_dim",
+        "value_dim",
+        "head_dim",
+        "num_query_heads",
+        "num_key_value_heads",
+        "dropout",
+        "use_bias",
+        "name",
+        "use_gate",
+        "sliding_window",
+        "attention_axes",
+    ]
+)
 
 
 def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:

@@ -159,10 +159,10 @@ def _compared(
                 turned.append(pair.names[0])
             elif text:
                 differing[pair.names[0]] = text
-    for side, which in enumerate(("first", "second")):
+    for side, own in enumerate(("first", "second")):
         for name in sorted(alone[side], key=order.__getitem__):
             other = ("second", "first")[side]
-            left.append(Left(name, which, f"nothing in the {other} has this name"))
+            left.append(Left(name, own, f"nothing in the {other} has this name"))
     notes = []
     if turned:
         notes.append(f"stored transposed, and else the same: {_listed(turned)}")

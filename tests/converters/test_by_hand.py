@@ -241,7 +241,7 @@ def test_a_linen_class_of_ones_own() -> None:
     class Mine(linen.Module):  # type: ignore[misc]
         num_heads: int = N
 
-        @linen.compact
+        @linen.compact  # type: ignore[untyped-decorator]
         def __call__(self, x: Any) -> Any:
             for name in NAMES:
                 x = linen.Dense(D, name=name)(x)

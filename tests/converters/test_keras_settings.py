@@ -62,6 +62,8 @@ def test_an_output_of_several_axes_is_their_product() -> None:
     source = built(output_shape=(3, 5), kernel_initializer="he_normal", seed=7)
     source.output_dense.bias.assign(np.arange(15.0).reshape(3, 5))
     params, semantics = keras.from_module(source)
+    assert params.out is not None
+    assert params.out.bias is not None
     assert (params.out.kernel.shape, params.out.bias.shape) == ((2, 4, 15), (15,))
     plain, same = (
         keras.to_module(params, semantics),

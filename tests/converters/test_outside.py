@@ -55,7 +55,9 @@ def spoiled(folder: Path, change: Any, name: str = "flax.safetensors") -> Path:
         state = {key: file[key] for key in file}
         change(state)
         target = folder / f"broken-{name}"
-        settings = {"names": file.names} if name.endswith("h5") else {"metadata": file.metadata}
+        settings: dict[str, Any] = (
+            {"names": file.names} if name.endswith("h5") else {"metadata": file.metadata}
+        )
         checkpoint.write(target, state, force=True, **settings)
     return target
 
@@ -211,9 +213,9 @@ def test_other_layers_of_live_models_are_compared(framework: str) -> None:
 def _torch() -> tuple[Any, Any, Any]:
     import torch
 
-    models = [torch.nn.TransformerEncoderLayer(D, N, 5) for _ in range(2)]
+    models: list[Any] = [torch.nn.TransformerEncoderLayer(D, N, 5) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    return *models, lambda: torch.nn.init.ones_(models[1].norm1.bias)
+    return models[0], models[1], lambda: torch.nn.init.ones_(models[1].norm1.bias)
 
 
 def _keras() -> tuple[Any, Any, Any]:
@@ -224,9 +226,9 @@ def _keras() -> tuple[Any, Any, Any]:
         x = keras.layers.MultiHeadAttention(N, D // N)(inputs, inputs)
         return keras.Model(inputs, keras.layers.LayerNormalization()(keras.layers.Dense(D)(x)))
 
-    models = [model(), model()]
+    models: list[Any] = [model(), model()]
     models[1].set_weights(models[0].get_weights())
-    return *models, lambda: models[1].layers[-1].gamma.assign(np.zeros(D, "f"))
+    return models[0], models[1], lambda: models[1].layers[-1].gamma.assign(np.zeros(D, "f"))
 
 
 def _nnx() -> tuple[Any, Any, Any]:
@@ -239,5 +241,5 @@ def _nnx() -> tuple[Any, Any, Any]:
             self.norm = nnx.LayerNorm(D, rngs=rngs)
             self.drop = nnx.Dropout(0.5, rngs=rngs)
 
-    models = [Model(), Model()]
-    return *models, lambda: models[1].norm.scale.set_value(np.zeros(D, "f"))
+    models: list[Any] = [Model(), Model()]
+    return models[0], models[1], lambda: models[1].norm.scale.set_value(np.zeros(D, "f"))
