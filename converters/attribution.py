@@ -9,20 +9,17 @@ floating-point operations, where a layer has a forward of its own.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxmha import MHAParams
-from jaxmha.axes import bind
-from jaxmha.converters import factors, forward, oracle, sides, verify
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters import factors, forward, oracle, outside, sides, verify
+from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.factors import Factor
-from jaxmha.converters.layer import Inputs, Layer, of_block, of_call
+from jaxmha.converters.layer import Inputs, Layer, as_inputs, of_block, of_call
 from jaxmha.converters.sides import BlockSide
-from jaxmha.params import check
 
 # More factors than this are 2 ** MOST mixtures; then all weights become one.
 MOST = 8
@@ -82,6 +79,7 @@ class Attribution:
       elements: number of all elements of the output.
       parts: the largest first.
       idle: factors that differ, without effect on these inputs, alone or all together.
+      outside: of `attribute`: tensors outside the block that differ or were not compared, in words.
     """
 
     a: str
@@ -93,11 +91,12 @@ class Attribution:
     elements: int
     parts: tuple[Part, ...]
     idle: tuple[str, ...]
+    outside: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Nothing but rounding differs."""
-        return all(part.name == "rounding" for part in self.parts)
+        """Nothing but rounding differs, inside the block and outside it."""
+        return not self.outside and all(part.name == "rounding" for part in self.parts)
 
     @property
     def headline(self) -> str:
@@ -117,6 +116,7 @@ class Attribution:
         lines = [f"{self.a} and {self.b}: {self.headline}"]
         lines += [f"  {part}" for part in self.parts]
         lines += [f"  without effect here: {sentence}" for sentence in self.idle]
+        lines += [f"  outside the block: {sentence}" for sentence in self.outside]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -171,12 +171,16 @@ def attribute(
     if mask is not None and not (masks_a is None and masks_b is None):
         raise ValueError("give mask= for both layers, or masks_a= and masks_b= for each")
     blocks: list[BlockSide | None] = [None, None]
+    rest: tuple[str, ...] = ()
     plain = [n for n, x in enumerate((a, b)) if not isinstance(x, Layer)]
     if len(plain) == 2:
-        blocks = [
-            _only(side, x)
-            for side, x in zip(verify.read_both(a, b, num_heads), (a, b), strict=True)
-        ]
+        both = verify.read_both(a, b, num_heads)
+        blocks = [_only(side, x) for side, x in zip(both, (a, b), strict=True)]
+        found_outside = outside.compare(*(side.source for side in both))
+        rest = (
+            *(f"{name} differs: {how}" for name, how in found_outside.differing.items()),
+            *(f"not compared: {left}" for left in found_outside.left),
+        )
     elif plain:
         one = (a, b)[plain[0]]
         blocks[plain[0]] = _only(sides.read(one, num_heads), one)
@@ -198,7 +202,8 @@ def attribute(
             found.append(of_call(x, given, masks))
         else:
             found.append(of_block(block, given, **(masks or {"mask": mask})))
-    return _guessed(between(found[0], found[1], given), blocks, seed)
+    guessed = _guessed(between(found[0], found[1], given), blocks, seed)
+    return replace(guessed, outside=rest)
 
 
 def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:
@@ -368,43 +373,6 @@ def _weights_at_once(found: list[Factor]) -> list[Factor]:
     values = tuple(dict.fromkeys(v for f in weights for v in f.values))
     one = Factor("weights", "; ".join(f.sentence for f in weights), values)
     return [one, *(f for f in found if f not in weights)]
-
-
-def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
-    """Query, key and value as arrays, checked against a layer; one array stands for all three.
-
-    Raises:
-      ValueError: there are not three, or one has other axes, no rows, or NaN or infinity in it.
-    """
-    if isinstance(inputs, Mapping):
-        if "query" not in inputs or inputs.keys() - {"query", "key", "value"}:
-            names = ", ".join(map(str, inputs))
-            raise ValueError(f"inputs: expected the keys query, key, value, got {names or 'none'}")
-        key = inputs.get("key", inputs["query"])
-        inputs = (inputs["query"], key, inputs.get("value", key))
-    if not isinstance(inputs, tuple | list):
-        inputs = (inputs,) * 3
-    if len(inputs) != 3:
-        raise ValueError(f"inputs: expected query, key, value or one array, got {len(inputs)}")
-    arrays = {id(x): to_numpy(x) for x in inputs}
-    query, key, value = (arrays[id(x)] for x in inputs)
-    sizes = check(params)
-    for name, array, axes in (
-        ("query", query, "B T Dq"),
-        ("key", key, "B S Dk"),
-        ("value", value, "B S Dv"),
-    ):
-        bind(name, array.shape, axes, sizes)
-        if not len(array):
-            raise ValueError(f"{name}: no batch rows, got shape {array.shape}: give at least one")
-        if bad := int((~np.isfinite(array)).sum()):
-            what = "1 element is" if bad == 1 else f"{bad} elements are"
-            reached = "it reaches" if bad == 1 else "they reach"
-            raise ValueError(
-                f"{name}: {what} not finite: outputs that {reached} cannot be compared; pass "
-                "finite inputs"
-            )
-    return query, key, value
 
 
 def _only(side: sides.Side, given: Any) -> BlockSide:

@@ -104,9 +104,10 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
+    ends = _ends(shapes)
     for variant in (v for candidate in layouts for v in _variants(candidate)):
         first = next(entry.key for entry in variant.entries if not entry.group)
-        for prefix in _prefixes(variant, shapes, first):
+        for prefix in _prefixes(variant, ends, first):
             keys = {
                 entry.key: full
                 for entry in variant.entries
@@ -150,11 +151,13 @@ def damaged(
     """Prefixes that have most arrays of a layout and still are no block, or one of a family that
     cannot be read, with the reason."""
     whole = {block.prefix for block in found}
+    taken = {name for block in found for name in block.keys.values()}
+    ends = _ends(name for name in shapes if name not in taken)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]
-        prefixes = {p: None for entry in usual for p in _prefixes(candidate, shapes, entry.key)}
+        prefixes = {p: None for entry in usual for p in _prefixes(candidate, ends, entry.key)}
         for prefix in prefixes:
             there = [e for e in usual if candidate.path(prefix, e.key) in shapes]
             first = required[0] in there and 2 * sum(not e.group for e in there) >= len(required)
@@ -225,11 +228,23 @@ def _unknown(
 _OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}  # in every framework
 
 
-def _prefixes(candidate: Layout, names: Iterable[str], key: str) -> Iterator[str]:
-    """Where a key of the layout stands."""
+Ends = Mapping[tuple[str, str], Sequence[str]]
+
+
+def _ends(names: Iterable[str]) -> Ends:
+    """Separator and what follows it in a name -> what goes before; no separator: the whole name."""
+    found: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        if name == key or name.endswith(candidate.separator + key):
-            yield name.removesuffix(key).removesuffix(candidate.separator)
+        found.setdefault(("", name), []).append("")
+        for match in re.finditer("[./]", name):
+            found.setdefault((match[0], name[match.end() :]), []).append(name[: match.start()])
+    return found
+
+
+def _prefixes(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
+    """Where a key of the layout stands."""
+    yield from ends.get(("", key), ())
+    yield from ends.get((candidate.separator, key), ())
 
 
 def _variants(candidate: Layout) -> list[Layout]:

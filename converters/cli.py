@@ -1,6 +1,6 @@
 """The command line: a thin skin on `inspection`, `migrate`, `report` and `verify`.
 
-Exit codes: 0 fine, 1 the two sides differ, 2 bad input.
+Exit codes: 0 fine, 1 the two sides differ or a part was not compared, 2 bad input.
 """
 
 from collections import Counter
@@ -21,7 +21,17 @@ from jaxmha.converters import (
     verify,
 )
 from jaxmha.converters.cli_convert import convert, plan
-from jaxmha.converters.terminal import SHOWN, Json, NumHeads, escape, one_message, out, print_json
+from jaxmha.converters.terminal import (
+    SHOWN,
+    Json,
+    NumHeads,
+    escape,
+    one_message,
+    out,
+    print_json,
+    print_outside,
+    print_verdict,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -30,7 +40,7 @@ app = typer.Typer(
     help="Checkpoints between torch, Keras, Flax and Hugging Face: attention and what is beside it.\n\n"
     "Files: .safetensors (one, or shards with an index), .pt (zip), .weights.h5, .keras (read only), "
     ".npz, folders of orbax. Nothing in a file is ever executed.\n\n"
-    "Exit codes: 0 fine, 1 the two sides differ, 2 bad input.",
+    "Exit codes: 0 fine, 1 the two sides differ or a part was not compared, 2 bad input.",
 )
 
 
@@ -137,10 +147,10 @@ def verify_(
     num_heads: NumHeads = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the attention of two checkpoints: weights bit by bit, outputs against float64.
+    """Compare two checkpoints: every tensor bit by bit, outputs of attention against float64.
 
-    Other tensors are compared where both have one of the same name; how many are not is said. Exit
-    code 1 if anything differs.
+    Other layers are read by the conventions of their frameworks. Exit code 1 if anything differs,
+    or if a tensor has no counterpart and was not compared.
     """
     with one_message():
         report = verify.compare(a, b, num_heads=num_heads)
@@ -177,14 +187,10 @@ def _print_report(report: verify.Report) -> None:
         out.print(f"only in the first: {escape(name)}", highlight=False)
     for name in report.only_b:
         out.print(f"only in the second: {escape(name)}", highlight=False)
-    for name in report.outside[:SHOWN]:
-        out.print(f"[red]differs, outside attention:[/red] {escape(name)}", highlight=False)
-    if (more := len(report.outside) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)
+    print_outside(report.outside, report.not_compared)
     for note in report.notes:
         out.print(f"note: {escape(note)}", highlight=False)
-    compared = ", as far as compared: see the notes" if report.notes else ""
-    out.print(f"[green]the same[/green]{compared}" if report.same else "[red]different[/red]")
+    print_verdict(report.same, report.verdict)
 
 
 def _print_layouts(as_json: bool) -> None:

@@ -362,6 +362,10 @@ def _print_conversion(
     for note in done.notes if checked is None else checked.notes:
         out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
     if checked is None:
+        out.print(
+            "[yellow]not compared[/yellow] with the source: `jaxmha verify` does that",
+            highlight=False,
+        )
         return
     if not checked.same:
         err.print(escape(str(checked), keep="\n"), highlight=False)

@@ -1,6 +1,6 @@
 """`jaxmha diff`: what the difference between two checkpoints' attention comes from."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +10,21 @@ import typer
 from rich.table import Table
 
 from jaxmha import Mask, Semantics
-from jaxmha.converters import attribution, checkpoint, forward, verify
+from jaxmha.converters import attribution, checkpoint, forward, outside, verify
 from jaxmha.converters.attribution import Attribution, percent
-from jaxmha.converters.layer import Inputs, Layer, of_block
+from jaxmha.converters.layer import Inputs, Layer, as_inputs, of_block
 from jaxmha.converters.sides import BlockSide
-from jaxmha.converters.terminal import Json, NumHeads, escape, items, one_message, out, print_json
+from jaxmha.converters.terminal import (
+    Json,
+    NumHeads,
+    escape,
+    items,
+    one_message,
+    out,
+    print_json,
+    print_outside,
+    print_verdict,
+)
 from jaxmha.semantics import PATHS
 
 EXAMPLES = (
@@ -63,7 +73,8 @@ def diff(
 ) -> None:
     """Say how much of the difference in output comes from what: weights, masks, scale, dtypes.
 
-    The parts sum to the difference. Exit code 1 if anything but rounding differs.
+    The parts sum to the difference. Tensors outside attention are compared bit by bit, unless one
+    --block is asked for. Exit code 1 if anything but rounding differs, or was not compared.
     """
     with one_message():
         file = None if inputs is None else _read(inputs)
@@ -88,20 +99,36 @@ def diff(
             ]
             found[x.name or y.name] = attribution.between(layers[0], layers[1], given)
         missing = [*only_a, *only_b]
-        same = not missing and all(one.same for one in found.values())
+        rest = outside.NOTHING
+        if block is None:
+            rest = outside.compare(side_a.source, side_b.source)
+            notes += (*rest.notes, *dict.fromkeys((*side_a.notes, *side_b.notes)))
+        else:
+            notes += (f"only block {block or '(top)'} was asked for: nothing else was compared",)
+        different = bool(missing or rest.differing) or not all(x.same for x in found.values())
+        same = not different and not rest.left
         if as_json:
-            blocks = {name: one.to_json() for name, one in found.items()}
             print_json(
-                {"same": same, "blocks": blocks, "only_a": only_a, "only_b": only_b, "notes": notes}
+                {
+                    "same": same,
+                    "different": different,
+                    "blocks": {name: one.to_json() for name, one in found.items()},
+                    "only_a": only_a,
+                    "only_b": only_b,
+                    "notes": notes,
+                    "outside": rest.differing,
+                    "not_compared": [asdict(left) for left in rest.left],
+                }
             )
         else:
             for name, one in found.items():
                 show(name, one)
             for name in missing:
                 out.print(f"only on one side: {escape(name)}", highlight=False)
+            print_outside(rest.differing, rest.left)
             for note in notes:
                 out.print(escape(note), highlight=False)
-            out.print("[green]the same[/green]" if same else "[red]different[/red]")
+            print_verdict(same, verify.verdict(same, different, len(rest.left)))
     raise typer.Exit(0 if same else 1)
 
 
@@ -150,7 +177,7 @@ def _inputs(side: BlockSide, file: dict[str, Any] | None, seed: int) -> Inputs:
     if file is None:
         return forward.inputs(side, seed)
     given = {name: file[name] for name in ("query", "key", "value") if name in file}
-    return attribution.as_inputs(given, side.params)
+    return as_inputs(given, side.params)
 
 
 def _masks(file: dict[str, Any] | None) -> tuple[Any, Any] | None:

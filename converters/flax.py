@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters import live
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import flax as _masks
@@ -72,9 +73,14 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
         known = linen.dot_product_attention
         tree = meta.unbox(variables.get("params", variables))
     else:
+        instead = ""
+        if isinstance(module, nnx.Module) or variables is not None:
+            given = "module" if variables is None else "module, variables"
+            shown = f"jaxmha.converters.live.flax({given}).state"
+            instead = live.by_hand(module, "flax", shown, variables)
         raise TypeError(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
-            f"{type(module).__name__}"
+            f"{type(module).__name__}{f': {instead}' * bool(instead)}"
         )
     if module.attention_fn is not known:
         name = getattr(module.attention_fn, "__qualname__", repr(module.attention_fn))
@@ -99,11 +105,13 @@ def to_module(
     semantics: Semantics = Semantics(),
     *,
     kind: Literal["nnx", "linen"] | None = None,
+    like: Any = None,
 ) -> Any:
     """A live layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
     `kind="linen"` the pair `(linen.MultiHeadDotProductAttention, {"params": ...})`.
 
-    Dropout is deterministic until the caller says otherwise.
+    Dropout is deterministic until the caller says otherwise. `like`: a layer of flax whose compute
+    dtype, precision and mode are kept.
 
     Raises:
       ValueError: the layer cannot hold the parameters or the behaviour, with the reason.
@@ -141,6 +149,9 @@ def to_module(
         "param_dtype": dtype,
         "decode": False,
     }
+    if like is not None:
+        kept = ("dtype", "precision", "deterministic", "decode")
+        settings |= {name: getattr(like, name) for name in kept if hasattr(like, name)}
     if kind == "linen":
         return linen.MultiHeadDotProductAttention(**settings), {"params": unflatten_dict(state)}
     kv_heads = None if sizes["K"] == sizes["N"] else sizes["K"]
@@ -172,11 +183,12 @@ def _exact(key: str, array: NDArray) -> Any:
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every nnx.MultiHeadAttention in a model with its path; a linen pair is one layer, ""."""
-    from flax import nnx
+    """Every nnx.MultiHeadAttention in a model with its path; a linen pair of one is it, ""."""
+    from flax import linen, nnx
 
     if isinstance(model, tuple):
-        yield "", model
+        if isinstance(model[0], linen.MultiHeadDotProductAttention):
+            yield "", model
         return
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.MultiHeadAttention):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters import live
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import keras as _masks
@@ -98,13 +99,16 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
     Raises:
       TypeError: it is not one.
       ValueError: it is not built, or uses what has no counterpart here (gate, several attention
-        axes, tuple output_shape, sliding_window), named.
+        axes, sliding_window), named.
+
+    An `output_shape` of several axes is one axis here, their product: reshape the output to it.
     """
     if not isinstance(layer, _classes()):
+        by_hand = live.by_hand(layer, "keras", "jaxmha.converters.live.keras(layer).state")
         raise TypeError(
             "expected a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
-            f"{type(layer).__name__}: for a model take its layers, for a flat dict of arrays "
-            "import_params"
+            f"{type(layer).__name__}: "
+            + (by_hand or "for a model take its layers, for a flat dict of arrays import_params")
         )
     if not layer.built:
         raise ValueError(
@@ -118,6 +122,10 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
                 f"layer {layer.name!r} has {setting}={config[setting]!r}, which {remedy}"
             )
     state = {"/".join(w.path.split("/")[-2:]): to_numpy(w) for w in layer.weights}
+    if np.size(config.get("output_shape")) > 1:
+        kernel, bias = "attention_output/kernel", "attention_output/bias"
+        state[kernel] = state[kernel].reshape(*state[kernel].shape[:2], -1)
+        state |= {bias: state[bias].reshape(-1)} if bias in state else {}
     grouped = "num_key_value_heads" in config
     params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
     return params, replace(semantics, dropout_rate=float(config["dropout"]))
@@ -137,11 +145,6 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
         "attends over other axes than the second: move that axis there, or flatten several",
     ),
     (
-        "output_shape",
-        lambda shape: shape is not None and np.size(shape) > 1,
-        "spreads the output over several axes: use their product and reshape afterwards",
-    ),
-    (
         "sliding_window",
         lambda window: window is not None,
         "is a mask and not a weight: pass Mask.window(w - 1, w - 1), and import_params(weights)",
@@ -154,9 +157,13 @@ def to_module(
     semantics: Semantics = Semantics(),
     *,
     kind: Literal["mha", "gqa"] | None = None,
+    like: Any = None,
 ) -> Any:
     """A built `keras.layers.MultiHeadAttention` with these weights, or with fewer key/value
     heads or `kind="gqa"` a `GroupQueryAttention`; loaded strictly.
+
+    `like`: a layer whose other settings are kept: initialisers, regularisers, constraints, seed,
+    dtype policy and an `output_shape` of several axes, where the weights fit it.
 
     Raises:
       ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason; or
@@ -176,25 +183,64 @@ def to_module(
         "use_bias": params.query.bias is not None,
         "dtype": state["query/kernel"].dtype.name,
     }
+    if like is not None:
+        settings = _settings_of(like, grouped, sizes["Do"]) | settings
     if grouped:
         layer = keras.layers.GroupQueryAttention(sizes["H"], sizes["N"], sizes["K"], **settings)
     else:
         width = None if sizes["Do"] == sizes["Dq"] else sizes["Do"]
+        settings = {"output_shape": width, **settings}
         layer = keras.layers.MultiHeadAttention(
-            sizes["N"], sizes["H"], value_dim=sizes["h"], output_shape=width, **settings
+            sizes["N"], sizes["H"], value_dim=sizes["h"], **settings
         )
     layer.build(*((None, None, sizes[width]) for width in ("Dq", "Dv", "Dk")))
     there = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
     assert there.keys() == state.keys(), (there.keys(), state.keys())
     for key, variable in there.items():
-        variable.assign(state[key])
-        kept = to_numpy(variable)
+        variable.assign(state[key].reshape(variable.shape))
+        kept = to_numpy(variable).reshape(state[key].shape)
         if kept.dtype != state[key].dtype or kept.tobytes() != state[key].tobytes():
             raise ValueError(
                 f"keras with backend {keras.backend.backend()} keeps {key} as {kept.dtype}, not "
                 f"{state[key].dtype}: on the JAX backend float64 needs jax_enable_x64"
             )
     return layer
+
+
+# What the weights and the behaviour say of a layer, and what is another layer's.
+_SAID = frozenset(
+    [
+        "num_heads",
+        "key_dim",
+        "value_dim",
+        "head_dim",
+        "num_query_heads",
+        "num_key_value_heads",
+        "dropout",
+        "use_bias",
+        "name",
+        "use_gate",
+        "sliding_window",
+        "attention_axes",
+    ]
+)
+
+
+def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
+    """What `to_module` keeps of another layer."""
+    if not isinstance(like, _classes()):
+        raise TypeError(
+            "like must be a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
+            f"{type(like).__name__}"
+        )
+    config = {k: v for k, v in like.get_config().items() if k not in _SAID}
+    shape = config.pop("output_shape", None)
+    if not grouped and shape is not None and np.prod(shape) == Do:
+        config["output_shape"] = shape
+    built = type(like).from_config(like.get_config()).get_config()  # settings as objects again
+    config.pop("build_config", None)
+    config["dtype"] = like.dtype_policy
+    return {k: v for k, v in config.items() if k in built or k == "dtype"}
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmha import Mask, MHAParams, Semantics
 from jaxmha.attention import as_mask
+from jaxmha.axes import bind
 from jaxmha.converters import sides
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.argument import Masks, canonical_bias
@@ -91,6 +92,43 @@ class Layer:
         return mask, bias, self.blocked
 
 
+def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
+    """Query, key and value as arrays, checked against a layer; one array stands for all three.
+
+    Raises:
+      ValueError: there are not three, or one has other axes, no rows, or NaN or infinity in it.
+    """
+    if isinstance(inputs, Mapping):
+        if "query" not in inputs or inputs.keys() - {"query", "key", "value"}:
+            names = ", ".join(map(str, inputs))
+            raise ValueError(f"inputs: expected the keys query, key, value, got {names or 'none'}")
+        key = inputs.get("key", inputs["query"])
+        inputs = (inputs["query"], key, inputs.get("value", key))
+    if not isinstance(inputs, tuple | list):
+        inputs = (inputs,) * 3
+    if len(inputs) != 3:
+        raise ValueError(f"inputs: expected query, key, value or one array, got {len(inputs)}")
+    arrays = {id(x): to_numpy(x) for x in inputs}
+    query, key, value = (arrays[id(x)] for x in inputs)
+    sizes = check(params)
+    for name, array, axes in (
+        ("query", query, "B T Dq"),
+        ("key", key, "B S Dk"),
+        ("value", value, "B S Dv"),
+    ):
+        bind(name, array.shape, axes, sizes)
+        if not len(array):
+            raise ValueError(f"{name}: no batch rows, got shape {array.shape}: give at least one")
+        if bad := int((~np.isfinite(array)).sum()):
+            what = "1 element is" if bad == 1 else f"{bad} elements are"
+            reached = "it reaches" if bad == 1 else "they reach"
+            raise ValueError(
+                f"{name}: {what} not finite: outputs that {reached} cannot be compared; pass "
+                "finite inputs"
+            )
+    return query, key, value
+
+
 def of_block(
     block: BlockSide, inputs: Inputs, mask: Any = None, name: str = "", bias: Any = None
 ) -> Layer:
@@ -150,9 +188,12 @@ def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name
     presets: dict[str, Any] = {"torch": Semantics.torch, "keras": Semantics.keras}
     dtype = np.asarray(block.params.query.kernel).dtype
     like = presets.get(block.kind, Semantics.flax)(path, dtype=dtype)
-    semantics = replace(
-        block.semantics, fully_masked=like.fully_masked, softmax_dtype=like.softmax_dtype
-    )
+    softmax = like.softmax_dtype
+    if (block.kind, path) == ("keras", "fused"):
+        import keras
+
+        softmax = softmax if keras.backend.backend() == "jax" else None
+    semantics = replace(block.semantics, fully_masked=like.fully_masked, softmax_dtype=softmax)
     filled = Blocked(-3e4 if dtype == np.float16 else -1e9)
     blocked = filled if (block.kind, path) == ("keras", "scores") else Blocked()
     return Layer(block.params, semantics, mask, bias, blocked, output, name)

@@ -1,10 +1,8 @@
 """Attention written with plain linear layers: torch Linear, Keras Dense, or bare matrices."""
 
+from jaxmha.converters.by_hand import BY_HAND, DENSE_FILE, TIES
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.verbs import verbs
-
-_MERGED = "its heads are one axis of the kernels, split evenly"
-TIES = {"K": ("N", _MERGED), "h": ("H", _MERGED)}
 
 LINEAR = Layout(
     "linear",
@@ -82,7 +80,8 @@ MATRICES = Layout(
         Entry("linears.2", "Dv (N h)", ("value.kernel",)),
     ),
     ties=TIES,
-    about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer",
+    about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
+    "target that has one, an identity computes the same)",
 )
-LAYOUTS = (LINEAR, LLAMA, DENSE, ANNOTATED, MATRICES)
+LAYOUTS = (LINEAR, LLAMA, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
 import_params, export_params = verbs(LAYOUTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha import __version__
-from jaxmha.converters import blocks, checkpoint, configuration, heads, keras, moves
+from jaxmha.converters import blocks, by_hand, checkpoint, configuration, heads, keras, moves
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
@@ -363,19 +363,20 @@ def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
 
 def _target(named: Layout, in_file: bool) -> Layout:
     """The layout as the destination's format has it."""
-    inside = {layout.name for layout, _ in keras.IN_FILE.values()}
-    if in_file and named.name in keras.IN_FILE:
-        return keras.IN_FILE[named.name][0]
-    if in_file and named.name not in inside:
+    in_files = {name: layout for name, (layout, _) in keras.IN_FILE.items()} | by_hand.IN_FILE
+    plain = {layout.name: name for name, layout in in_files.items()}
+    if in_file and named.name in in_files:
+        return in_files[named.name]
+    if in_file and named.name not in plain:
         raise ValueError(
             f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
-            f"{' or '.join(keras.IN_FILE)}, or write .safetensors, .pt or .npz"
+            f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, .pt "
+            "or .npz"
         )
-    if not in_file and named.name in inside:
-        plain = next(name for name, (layout, _) in keras.IN_FILE.items() if layout is named)
+    if not in_file and named.name in plain:
         raise ValueError(
             f"layout {named.name} is how Keras names the arrays inside a .weights.h5 file: "
-            f"name {plain} for other files"
+            f"name {plain[named.name]} for other files"
         )
     return named
 

@@ -199,7 +199,11 @@ def _rotary_order(name: str, array: NDArray) -> Iterator[NDArray]:
 
 
 def _dropped(name: str, x: NDArray, y: NDArray) -> bool:
-    return name.endswith(".bias") and bool(x.any()) != bool(y.any())
+    return name.endswith(".bias") and bool(x.size) != bool(y.size)
+
+
+def _zero(name: str, x: NDArray, y: NDArray) -> bool:
+    return name.endswith(".bias") and x.shape == y.shape and bool(x.any()) != bool(y.any())
 
 
 def _permuted(name: str, x: NDArray, y: NDArray) -> bool:
@@ -299,6 +303,12 @@ EXCHANGES: tuple[Exchange, ...] = (
 )
 MISTAKES: tuple[Mistake, ...] = (
     Mistake("dropped bias", "copy it, or check that the source has none", _dropped),
+    Mistake(
+        "zero bias",
+        "one side has zeros there, as Keras and Flax begin with: copy the other's, if it is to be the "
+        "same layer",
+        _zero,
+    ),
     Mistake(
         "transposed kernel",
         "torch Linear is (out, in), Dense and Conv1D are (in, out)",

@@ -77,7 +77,8 @@ def _convolution(kernel: str, axes: str, bias: str) -> tuple[Entry, ...]:
 
 TORCH = Convention(
     "torch",
-    "torch torch-separate bert vit timm gpt2 gpt-neox t5 whisper linear llama annotated equinox",
+    "torch torch-separate bert vit timm gpt2 gpt-neox t5 whisper linear llama annotated equinox "
+    "linear-wo linear-tutorial linear-query linear-combine linear-to linear-upper linear-qkv-out",
     {
         "linear": _linear("weight", "Do Di", "bias"),
         "conv1d": _linear("weight", "Di Do", "bias"),
@@ -90,7 +91,8 @@ TORCH = Convention(
 )
 FLAX = Convention(
     "flax",
-    "flax dense",
+    "flax dense dense-wo dense-tutorial dense-query dense-combine dense-to dense-upper dense-qkv "
+    "dense-qkv-out",
     {
         "linear": _linear("kernel", "Di Do", "bias"),
         "norm": _norm("scale", "bias"),
@@ -117,7 +119,8 @@ KERAS = Convention(
 _FIRST, _SECOND = "vars/0", "vars/1"
 KERAS_FILE = Convention(
     "keras-file",
-    "keras-file keras-gqa-file",
+    "keras-file keras-gqa-file dense-file dense-wo-file dense-tutorial-file dense-query-file "
+    "dense-combine-file dense-to-file dense-upper-file dense-qkv-file dense-qkv-out-file",
     {
         "linear": _linear(_FIRST, "Di Do", _SECOND),
         "norm": _norm(_FIRST, _SECOND),

@@ -76,3 +76,9 @@ def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str
     counts = Counter(reason for reason in why.values() if reason in set(unlike))
     for reason, count in counts.items():
         yield f"{count} x a tensor of a norm, carried over as it is: {reason}"
+
+
+def renamed(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Layers that get another path than they had: the name that their user gave them."""
+    if shown := [f"{source} -> {target}" for source, target in layers]:
+        yield f"named as their user called them: {listed(shown)}"

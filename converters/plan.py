@@ -1,7 +1,7 @@
 """What a conversion will do to every tensor: a plan, which is data until `resolve` checks it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from jaxmha.converters import (
     neighbours,
     notes,
     order,
+    user_names,
 )
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
@@ -154,7 +155,8 @@ def make(
                 tuple(block.keys.values()),
                 "attention",
                 count,
-                _user_name(block.prefix, block.layout.separator, file.names) * bool(_in_file(to)),
+                user_names.dotted(block.prefix, block.layout.separator, file.names)
+                * bool(_in_file(to)),
                 confidence(block),
                 block.why,
             )
@@ -175,11 +177,19 @@ def make(
             *[notes.NO_ATTENTION] * (not found),
             *notes.epsilons(layers, convention, found, epsilon or {}),
             *notes.told_by_name(layers),
+            *notes.renamed(_renamed(planned, file.names) if not _in_file(to) else ()),
             *notes.carried_norms(
                 {name: why.get(name, "") for name in rest}, (unlike or {}).values()
             ),
         ),
     )
+
+
+def _renamed(planned: Sequence[Move], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Path in the source and in the target of every layer that is called otherwise there."""
+    for move in planned:
+        if user_names.of_layer(move.source, names) != move.source:
+            yield move.source, move.target
 
 
 def confidence(block: Block) -> str:
@@ -201,7 +211,8 @@ def _neighbour(
     numbers: Counter[str],
 ) -> Move:
     separator = modules.split(next(iter(layer.keys.values())))[1] or layer.convention.separator
-    if convention.group:
+    numbered = convention.group and _in_file(to)
+    if numbered:
         kind = _kind_there(layer, to, convention, layer.prefix)
         group = convention.group[kind]
         target = f"layers/{group}{f'_{numbers[group]}' * (numbers[group] > 0)}"
@@ -217,7 +228,7 @@ def _neighbour(
         tuple(layer.keys.values()),
         kind,
         None,
-        _user_name(layer.prefix, separator, names) * bool(convention.group),
+        user_names.dotted(layer.prefix, separator, names) * bool(numbered),
         layer.confidence,
         layer.why,
     )
@@ -243,21 +254,10 @@ def _in_file(to: Layout) -> str:
     return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")
 
 
-_SWAP = str.maketrans("./", "/.")
-
-
-def _user_name(prefix: str, separator: str, names: Mapping[str, str]) -> str:
-    """What a .weights.h5 file keeps as a layer's name: a path with dots."""
-    name = names.get(prefix)
-    if name is None or list(names.values()).count(name) > 1:
-        return prefix.translate(_SWAP) if separator == "/" else prefix
-    return name if "." in name else name.replace("/", ".")
-
-
 def _target(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
     """The prefix with the other separator; both are exchanged, so that it comes back the same."""
-    name = _user_name(prefix, separator, names)
-    return name.translate(_SWAP) if wanted == "/" else name
+    name = user_names.dotted(prefix, separator, names)
+    return name.translate(user_names.SWAP) if wanted == "/" else name
 
 
 def resolve(plan: Plan, file: Tensors) -> Resolved:
@@ -351,7 +351,7 @@ def _attention(
     if block is None:
         raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
     made, params = moves.attention(block, file.info, parts, to, move.target, move.num_heads)
-    if _in_file(to) and (lead := np.shape(params.query.kernel)[:-3]):
+    if to.name.endswith("-file") and (lead := np.shape(params.query.kernel)[:-3]):
         raise ValueError(
             f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
             "keep one group per layer; unstack every tensor of the file, or write .safetensors, "

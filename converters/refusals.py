@@ -104,6 +104,13 @@ def one_dtype(params: MHAParams) -> None:
         raise ValueError(f"a live layer holds arrays of one dtype: {shown}; cast them first")
 
 
+_NO_OUTPUT = (
+    ": heads are concatenated here, and the target has an output layer. The identity computes the "
+    "same, with N and h the heads and their width: "
+    "params._replace(out=jaxmha.Projection(np.eye(N * h, dtype=dtype).reshape(N, h, N * h)))"
+)
+
+
 def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
     """Raises ValueError for leaves that the layout has no place for, lacks, or needs together."""
     known = {leaf for entry in layout.entries for leaf in entry.leaves}
@@ -115,7 +122,10 @@ def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
         wanted = [leaf for e in layout.entries if e.group == group for leaf in e.leaves]
         missing = [leaf for leaf in wanted if leaf not in present]
         if missing and not group:
-            raise ValueError(f"layout {layout.name} needs {', '.join(missing)}, which is not there")
+            raise ValueError(
+                f"layout {layout.name} needs {', '.join(missing)}, which is not there"
+                + _NO_OUTPUT * ("out.kernel" in missing)
+            )
         if missing and len(missing) < len(wanted):
             there = [leaf for leaf in wanted if leaf in present]
             raise ValueError(

@@ -1,7 +1,7 @@
 """What can be compared: attention blocks of files, states, parameters and live models."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +11,21 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import blocks, checkpoint, configuration, flax, heads, keras, torch
+from jaxmha.converters import (
+    blocks,
+    checkpoint,
+    configuration,
+    flax,
+    heads,
+    keras,
+    live,
+    torch,
+)
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.notes import listed
+from jaxmha.converters.outside import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
 
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
@@ -29,6 +41,7 @@ class BlockSide(NamedTuple):
       forward: runs it: the live layer itself, or jaxmha on the parameters.
       live: whether a live layer runs.
       kind: of a live layer: "torch", "keras", "linen" or "nnx", whatever its class is called.
+      path: where it stands, where `name` is what its user calls it.
     """
 
     name: str
@@ -38,13 +51,18 @@ class BlockSide(NamedTuple):
     forward: Forward
     live: bool
     kind: str = ""
+    path: str = ""
 
 
 class Side(NamedTuple):
-    """What one side holds: its attention blocks, and the names of other arrays."""
+    """What one side holds: its attention blocks, and where all its tensors are.
+
+    `notes`: what was not read or not run, in words.
+    """
 
     blocks: list[BlockSide]
-    others: tuple[str, ...] = ()
+    source: Source = EMPTY
+    notes: tuple[str, ...] = ()
 
 
 FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
@@ -62,14 +80,17 @@ def read(side: Any, num_heads: int | None = None) -> Side:
         path = Path(side)
         with checkpoint.open(path) as file:
             found = _read_state(file, shapes(file), num_heads, path, file.names, file.metadata)
+            source = found.source._replace(source=path, info=dict(file.info))
+            none = f"{path.name}: no tensors, and not read: {listed(file.others)}"
+            found = Side(found.blocks, source, (none,) * bool(file.others))
     elif isinstance(side, MHAParams):
         found = Side(list(layers("", "jaxmha", side, Semantics())))
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
         found = Side(list(layers("", "jaxmha", *side)))
     elif isinstance(side, Mapping):
-        found = _read_state(side, {k: np.shape(v) for k, v in side.items()}, num_heads)
+        found = _read_state(side, _shapes_of(side), num_heads)
     else:
-        found = Side(list(_read_live(side)))
+        found = _read_live(side, num_heads)
     if not found.blocks:
         raise ValueError(f"no attention block found in {_shown(side)}")
     return found
@@ -101,52 +122,35 @@ def _read_state(
         try:
             params, semantics = block.read(state, count)
             name = (names or {}).get(block.prefix, block.prefix)
-            sides += layers(name, block.layout.name, params, semantics)
+            sides += layers(name, block.layout.name, params, semantics, block.prefix)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
             raise ValueError(
                 printable(f"{where}block {block.prefix or '(top)'}: {error}")
             ) from error
-    taken = {name for block in found for name in block.keys.values()}
-    return Side(sides, tuple(name for name in all_shapes if name not in taken))
+    taken = frozenset(name for block in found for name in block.keys.values())
+    return Side(sides, Source(state, state, tuple(found), taken, names or {}))
 
 
-Digest = tuple[str, tuple[int, ...], str]
+def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a flat dict; tensors without a shape that NumPy can tell have none."""
+    return {name: np.shape(array) for name, array in state.items()}
 
 
-def digests(
-    side: Any, names: Iterable[str], *, transposed: bool = False
-) -> dict[str, Digest | None]:
-    """Dtype, shape and digest of some arrays of a path or of a flat dict, one after the other; None:
-    it is no dense array of numbers."""
-    if isinstance(side, str | os.PathLike):
-        with checkpoint.open(side) as file:
-            return {name: _digest(file[name], transposed) for name in names}
-    return {name: _digest(side[name], transposed) for name in names}
-
-
-def _digest(value: Any, transposed: bool) -> Digest | None:
-    try:
-        array = to_numpy(value)
-    except (TypeError, ValueError, RuntimeError):  # a sparse tensor among them
-        return None
-    if array.dtype == object:
-        return None
-    array = array.T if transposed else array
-    return str(array.dtype), array.shape, checkpoint.digest(array)
-
-
-def layers(name: str, layout: str, params: MHAParams, semantics: Semantics) -> Iterator[BlockSide]:
+def layers(
+    name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
+) -> Iterator[BlockSide]:
     """The block; or, where it has leading axes, every layer in it."""
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]
     check(params, len(lead))
     if not lead:
-        yield of_params(name, layout, params, semantics)
+        yield of_params(name, layout, params, semantics)._replace(path=path)
         return
     for index in np.ndindex(lead):
         one = from_leaves({leaf: array[index].copy() for leaf, array in arrays.items()})
-        yield of_params(f"{name}{list(index)}", layout, one, semantics)
+        side = of_params(f"{name}{list(index)}", layout, one, semantics)
+        yield side._replace(path=f"{path}{list(index)}")
 
 
 def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -185,7 +189,8 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
         yield
 
 
-def _read_live(side: Any) -> Iterator[BlockSide]:
+def _read_live(side: Any, num_heads: int | None) -> Side:
+    """The attention layers of a live model, those written by hand, and its other tensors."""
     module = side[0] if isinstance(side, tuple) and side else side
     packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
     package = next((p for p in packages if p in FRAMEWORKS), None)
@@ -194,33 +199,77 @@ def _read_live(side: Any) -> Iterator[BlockSide]:
             f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
             "layer or model of torch, keras or flax, or a linen pair (module, variables)"
         )
+    whole = live.STATES[package](*(side if isinstance(side, tuple) else (side,)))
     framework = FRAMEWORKS[package]
+    found: list[BlockSide] = []
+    taken: set[str] = set()
     for name, layer in framework.attention_layers(side):
-        # A layer that does something else is what a comparison is for.
-        read = getattr(framework, "weights_of", framework.from_module)
-        params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
-        if (lead := np.shape(params.query.kernel)[:-3]) != ():
+        module = layer[0] if isinstance(layer, tuple) else layer
+        path = next((path for path, one in whole.layers.items() if one is module), name)
+        found.append(_live_block(name, layer, package)._replace(path=path))
+        taken |= live.under(whole, module)
+    rest = {name: x for name, x in whole.state.items() if name not in taken}
+    written, more, notes = _by_hand(rest, whole, num_heads)
+    taken |= {name for block in more for name in block.keys.values()}
+    source = Source(whole.state, whole.state, tuple(more), frozenset(taken), whole.names)
+    return Side([*found, *written], source, notes)
+
+
+def _by_hand(
+    state: Mapping[str, Any], whole: live.Live, num_heads: int | None
+) -> tuple[list[BlockSide], list[Block], tuple[str, ...]]:
+    """Attention that a live model's own classes compute: by its weights alone, since nothing says
+    how such a class is called."""
+    there = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
+    written: list[BlockSide] = []
+    notes = []
+    found = blocks.find(there)
+    for block in found:
+        own = live.head_count(whole, block.prefix)
+        if None not in (own, num_heads) and own != num_heads:
             raise ValueError(
-                f"{name or _shown(module)} has stacked layers (leading axes {lead}), which one live "
-                "layer cannot run: compare its weights as a flat dict of arrays"
+                f"num_heads={num_heads} is given, and {block.prefix or 'the layer'} has {own}: leave "
+                "it out, or correct the one that is wrong"
             )
+        count, _ = heads.find(block, there, num_heads or own)
+        params, semantics = block.read(state, count)
+        name = whole.names.get(block.prefix, block.prefix) if block.prefix else ""
+        shown = type(whole.layers.get(block.prefix)).__name__
+        written += layers(
+            name, f"{shown}, weights of layout {block.layout.name}", params, semantics
+        )
+        notes.append(
+            f"{name or shown} is a class of its own: its weights were taken, and its forward not run"
+        )
+    return written, found, tuple(notes)
 
-        def forward(
-            query: NDArray,
-            key: NDArray,
-            value: NDArray,
-            mask: NDArray | None = None,
-            layer: Any = layer,
-        ) -> NDArray:
-            with exact_dtypes(query.dtype):
-                result: NDArray = framework.forward(layer, query, key, value, mask)
-                return result
 
-        shown = type(layer[0] if isinstance(layer, tuple) else layer)
-        label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
-        flavour = "linen" if isinstance(layer, tuple) else "nnx"
-        kind = flavour if package == "flax" else package
-        yield BlockSide(name, label, params, semantics, forward, live=True, kind=kind)
+def _live_block(name: str, layer: Any, package: str) -> BlockSide:
+    framework = FRAMEWORKS[package]
+    # A layer that does something else is what a comparison is for.
+    read = getattr(framework, "weights_of", framework.from_module)
+    params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
+    if (lead := np.shape(params.query.kernel)[:-3]) != ():
+        raise ValueError(
+            f"{name or _shown(layer)} has stacked layers (leading axes {lead}), which one live "
+            "layer cannot run: compare its weights as a flat dict of arrays"
+        )
+
+    def forward(
+        query: NDArray,
+        key: NDArray,
+        value: NDArray,
+        mask: NDArray | None = None,
+    ) -> NDArray:
+        with exact_dtypes(query.dtype):
+            result: NDArray = framework.forward(layer, query, key, value, mask)
+            return result
+
+    shown = type(layer[0] if isinstance(layer, tuple) else layer)
+    label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
+    flavour = "linen" if isinstance(layer, tuple) else "nnx"
+    kind = flavour if package == "flax" else package
+    return BlockSide(name, label, params, semantics, forward, live=True, kind=kind)
 
 
 def _shown(side: Any) -> str:

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -120,3 +120,27 @@ def byte_bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=err, transient=True, disable=silent) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:
+    """Tensors outside attention that differ, and those that were not compared."""
+    lines = [
+        (f"[red]differs, outside attention:[/red] {escape(n)}: {escape(how)}")
+        for n, how in differing.items()
+    ]
+    print_some(lines)
+    print_some([f"[yellow]not compared:[/yellow] {escape(str(one))}" for one in left])
+
+
+def print_some(lines: Sequence[str]) -> None:
+    """The first lines, and how many more there are."""
+    for line in lines[:SHOWN]:
+        out.print(line, soft_wrap=True, highlight=False)
+    if (more := len(lines) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)
+
+
+def print_verdict(same: bool, verdict: str) -> None:
+    """The last line of a comparison."""
+    colour = "green" if same else "red"
+    out.print(f"[{colour}]{escape(verdict)}[/{colour}]", highlight=False)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters import live
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import torch as _masks
@@ -80,9 +81,18 @@ def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semanti
     import torch
 
     if not isinstance(module, torch.nn.MultiheadAttention):
+        instead = (
+            live.by_hand(module, "torch", "module.state_dict()")
+            if isinstance(module, torch.nn.Module)
+            else ""
+        )
         raise TypeError(
-            f"expected a torch.nn.MultiheadAttention, got {type(module).__name__}: for the layers "
-            "inside a model take model.named_modules(), for a state dict import_params"
+            f"expected a torch.nn.MultiheadAttention, got {type(module).__name__}: "
+            + (
+                instead
+                or "for the layers inside a model take model.named_modules(), for a state dict "
+                "import_params"
+            )
         )
     if type(module).forward is not torch.nn.MultiheadAttention.forward:
         raise ValueError(
@@ -104,8 +114,12 @@ def weights_of(module: Any) -> tuple[MHAParams, Semantics]:
     )
 
 
-def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: None = None) -> Any:
+def to_module(
+    params: MHAParams, semantics: Semantics = Semantics(), *, kind: None = None, like: Any = None
+) -> Any:
     """A `torch.nn.MultiheadAttention(batch_first=True)` in eval mode, loaded strictly.
+
+    `like`: a `torch.nn.MultiheadAttention` whose `batch_first` and mode are kept instead.
 
     Raises:
       ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.
@@ -127,11 +141,11 @@ def to_module(params: MHAParams, semantics: Semantics = Semantics(), *, kind: No
         add_zero_attn=semantics.add_zero_attn,
         kdim=sizes["Dk"],
         vdim=sizes["Dv"],
-        batch_first=True,
+        batch_first=True if like is None else like.batch_first,
         dtype=state["out_proj.weight"].dtype,
     )
     module.load_state_dict(state, strict=True)
-    return module.eval()
+    return module.train(like is not None and like.training)
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ do not prove that a layer applies its mask: both are always compared.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxmha import MHAParams
-from jaxmha.converters import forward, mistakes, oracle, sides
+from jaxmha.converters import forward, mistakes, oracle, outside, sides
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.checkpoint.errors import printable
-from jaxmha.converters.notes import listed
+from jaxmha.converters.outside import Left
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check, leaves
 
@@ -107,42 +107,61 @@ class BlockReport:
 class Report:
     """The comparison of two sides; true exactly when they are the same.
 
-    `outside`: arrays of both sides outside attention that differ under one name.
+    Attributes:
+      blocks: of attention. only_a, only_b: names of blocks that have no counterpart.
+      outside: tensors outside attention that differ, by their name in the first side, and how.
+      not_compared: tensors that have no counterpart, or are none of numbers.
     """
 
     blocks: tuple[BlockReport, ...]
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    outside: tuple[str, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict)
+    not_compared: tuple[Left, ...] = ()
+
+    @property
+    def different(self) -> bool:
+        """Something that was compared differs, or a block of attention is on one side alone."""
+        alike = not self.only_a and not self.only_b and not self.outside
+        return not (alike and all(block.same for block in self.blocks))
 
     @property
     def same(self) -> bool:
-        """Every block has a counterpart that is the same, and what has one name beside them too."""
-        alike = not self.only_a and not self.only_b and not self.outside
-        return alike and all(block.same for block in self.blocks)
+        """Every tensor of either side has been compared, and every one is the same."""
+        return not self.different and not self.not_compared
 
     def __bool__(self) -> bool:
         return self.same
+
+    @property
+    def verdict(self) -> str:
+        """In words: "the same", "different", or how much was not compared."""
+        return verdict(self.same, self.different, len(self.not_compared))
 
     def __str__(self) -> str:
         lines = [str(block) for block in self.blocks]
         lines += [f"{printable(name)}: only in the first" for name in self.only_a]
         lines += [f"{printable(name)}: only in the second" for name in self.only_b]
-        lines += [f"{printable(name)}: differs, outside attention" for name in self.outside]
+        lines += [
+            printable(f"{name}: differs, outside attention: {how}")
+            for name, how in self.outside.items()
+        ]
+        lines += [printable(f"not compared: {left}") for left in self.not_compared]
         return "\n".join([*lines, *self.notes])
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
-        return {"same": self.same, **asdict(self)}
+        return {"same": self.same, "different": self.different, **asdict(self)}
 
 
 def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> Report:
-    """Compares every attention block of two sides, and other arrays that have one name in both.
+    """Compares every tensor of two sides: attention blocks, and all that is outside them.
 
     A side is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
     torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired
-    by name, or in order where names differ and their number agrees.
+    by name, or in order where names differ and their number agrees; other layers by name. What
+    only one side has is in `not_compared`, and then the report is not true.
 
     Args:
       a, b: the sides.
@@ -160,38 +179,30 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     side_a, side_b = read_both(a, b, num_heads)
     pairs, only_a, only_b, notes = pair(side_a.blocks, side_b.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
-    common, outside, turned = _outside(a, b, side_a, side_b)
-    if turned and all(x.layout == y.layout for x, y in pairs):
-        outside, turned = (*outside, *turned), ()
-    if turned:
-        notes += (f"stored transposed, and else the same: {listed(turned)}",)
-    for which, side in (("first", side_a), ("second", side_b)):
-        if count := len(side.others) - common:
-            alone = f"{count} {'array' if count == 1 else 'arrays'}"
-            notes += (f"not compared: {alone} of the {which} outside attention",)
-    return Report(reports, only_a, only_b, notes, outside)
+    rest = outside.compare(side_a.source, side_b.source)
+    notes += (*rest.notes, *dict.fromkeys((*side_a.notes, *side_b.notes)))
+    return Report(reports, only_a, only_b, notes, rest.differing, rest.left)
 
 
-def _outside(
-    a: Any, b: Any, side_a: sides.Side, side_b: sides.Side
-) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Of arrays outside attention that have one name on both sides, whatever the separator: how many
-    there are, those that differ, and those of which one side is the other's transpose."""
-    theirs = {name.replace("/", "."): name for name in side_b.others}
-    common = {name: x for name in side_a.others if (x := theirs.get(name.replace("/", ".")))}
-    ours, others = sides.digests(a, common), sides.digests(b, common.values())
-    common = {name: x for name, x in common.items() if ours[name] and others[x]}
-    unlike = {name: x for name, x in common.items() if ours[name] != others[x]}
-    turned = sides.digests(a, unlike, transposed=True)
-    equal = tuple(name for name, x in unlike.items() if turned[name] == others[x])
-    return len(common), tuple(name for name in unlike if name not in equal), equal
+def verdict(same: bool, different: bool, left: int) -> str:
+    """What a comparison found, in words.
+
+    >>> verdict(False, False, 2)
+    'not fully compared: 2 tensors were not compared, and nothing else differs'
+    """
+    if same:
+        return "the same"
+    tensors = f"{left} tensor{' was' if left == 1 else 's were'} not compared"
+    if different:
+        return f"different; {tensors}" if left else "different"
+    return f"not fully compared: {tensors}, and nothing else differs"
 
 
 def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> None:
     """For tests: raises AssertionError with the findings unless `compare` finds both the same."""
     report = compare(a, b, num_heads=num_heads, seed=seed)
     if not report:
-        raise AssertionError(f"the two sides are not the same attention\n{report}")
+        raise AssertionError(f"the two sides are not the same\n{report}")
 
 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
@@ -350,8 +361,9 @@ def _common_heads(found: Sequence[BlockSide]) -> int | None:
 def pair(
     a: Sequence[BlockSide], b: Sequence[BlockSide]
 ) -> tuple[list[tuple[BlockSide, BlockSide]], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """By name, whatever the separator; else in order, where the numbers agree."""
-    by_name = [{side.name.replace("/", "."): side for side in x} for x in (a, b)]
+    """By name or else by path, whatever the separator; else in order, where the numbers agree."""
+    sets = [_by(x, "name") for x in (a, b)], [_by(x, "path") for x in (a, b)]
+    by_name = next((x for x in sets if _pairs(x, (a, b))), sets[0])
     common = [name for name in by_name[0] if name in by_name[1]]
     unique = all(len(names) == len(x) for names, x in zip(by_name, (a, b), strict=True))
     if not unique and len(a) != len(b):
@@ -366,3 +378,13 @@ def pair(
         tuple(side.name for name, side in x.items() if name not in common) for x in by_name
     )
     return [(by_name[0][name], by_name[1][name]) for name in common], only_a, only_b, ()
+
+
+def _by(side: Sequence[BlockSide], what: str) -> dict[str, BlockSide]:
+    return {getattr(block, what).replace("/", "."): block for block in side}
+
+
+def _pairs(found: Sequence[Mapping[str, BlockSide]], both: Sequence[Sequence[BlockSide]]) -> bool:
+    """Whether names are unique on either side, and one is on both."""
+    unique = all(len(names) == len(side) for names, side in zip(found, both, strict=True))
+    return unique and bool(found[0].keys() & found[1].keys())

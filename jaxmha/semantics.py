@@ -41,7 +41,7 @@ PATHS: dict[str, dict[str, Path]] = {
     },
     "torch_sdpa": {"sdpa": Path("zero")},
     "keras": {
-        "fused": Path("mean"),
+        "fused": Path("mean", "float32"),
         "scores": Path("zero", "input", "before_dropout"),
     },
     "flax": {
@@ -173,6 +173,9 @@ class Semantics:
             at inference, or `return_attention_scores`, or inputs of another rank than 3.
           dtype: compute dtype; the softmax of `scores` is in it.
           fields: further fields, such as `dropout_rate`.
+
+        The softmax of `fused` is that of Keras on JAX, which is in float32 for float64 too (Keras on
+        TensorFlow and torch stays in float64: give `softmax_dtype=None`).
 
         Its scores are those before dropout. Keras' finite mask constants are not reproduced:
         they differ from exclusion only where logits are as low as they are (-3e4 in float16).

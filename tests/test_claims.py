@@ -45,7 +45,9 @@ def test_verdicts() -> None:
     verdicts = {
         "In PyTorch, True in a Boolean mask means attend": "true with a condition",
         "The examples run as printed": "false",
-        "What is left after seeding is due to implementation and numerics": "false",
+        "What is left after seeding is due to implementation and numerics": "true with a condition",
+        "They can have a significant impact on convergence and performance": "not shown",
+        "The literature calls lengths tgt_seq_len and src_seq_len": "not shown",
         "Eight heads of 64 give the same tensor as one head of 512": "false",
         "That may be the opposite in other frameworks, such as JAX": "false",
         "In SDPA's Boolean mask True means attend": "true",

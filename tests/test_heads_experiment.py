@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+import jaxmha
 from experiments import records
 from experiments.heads import __main__ as command
-from experiments.heads import cases, figure, measure, page, script
+from experiments.heads import cases, derivation, figure, measure, page, script
 from experiments.heads.cases import Case
 from experiments.train import beside, data, seeds
 from experiments.train.training import Trainer
@@ -211,3 +212,72 @@ def test_gradients_are_compared_by_their_numbers(stored: dict[str, Any]) -> None
         for record in seed:
             record["gradients"][2] = 9.0
     assert "gradients differ at least as much for Wq and Wk and Wv," in page.text(found)
+
+
+def _layer(wq: Any, wk: Any, wv: Any, wo: Any, heads: int) -> jaxmha.MHAParams:
+    params = measure.cut((wq, wk, wv), heads)
+    if wo is None:
+        return params
+    return params._replace(out=jaxmha.Projection(wo.reshape(heads, -1, wo.shape[1])))
+
+
+@pytest.mark.parametrize(("heads", "projected"), [(1, True), (h, True), (h, False)])
+def test_the_derived_gradients_are_those_of_jax(heads: int, projected: bool) -> None:
+    """With the shared output projection, and with none, which is the identity."""
+    rng = np.random.default_rng(heads)
+    (wq, wk, wv), x = measure.drawn(2, E, 1, T)
+    wo = rng.normal(size=(E, E)) if projected else np.eye(E)
+    cotangent = rng.normal(size=(T, E))
+    found = derivation.by_hand(x[0], wq, wk, wv, wo, heads, cotangent)
+
+    def loss(params: Any) -> Any:
+        return (jaxmha.multi_head_attention(params, x)[0] * cotangent).sum()
+
+    with jax.enable_x64(True):
+        exact = jax.grad(loss)(_layer(wq, wk, wv, wo if projected else None, heads))
+    for name, projection in zip(("Wq", "Wk", "Wv"), exact[:3], strict=True):
+        own = np.asarray(projection.kernel).reshape(E, E)
+        np.testing.assert_allclose(getattr(found, name), own, rtol=0, atol=1e-12, err_msg=name)
+    if projected:
+        own = np.asarray(exact.out.kernel).reshape(E, E)
+        np.testing.assert_allclose(found.Wo, own, rtol=0, atol=1e-12)
+
+
+def test_heads_meet_only_through_the_loss() -> None:
+    """A cotangent of one head's columns reaches no other head's Wq, and all of one wide head's."""
+    (wq, wk, wv), x = measure.drawn(3, E, 1, T)
+    cotangent = np.random.default_rng(0).normal(size=(T, E))
+    cotangent[:, E // h :] = 0  # of the first head alone
+    many, one = (derivation.by_hand(x[0], wq, wk, wv, np.eye(E), n, cotangent) for n in (h, 1))
+    for name in ("Wq", "Wk", "Wv"):
+        assert not getattr(many, name)[:, E // h :].any()
+    assert (one.Wq[:, E // h :] != 0).all()
+    assert (one.Wk[:, E // h :] != 0).all()
+    assert not one.Wv[:, E // h :].any()
+
+
+def test_a_head_without_output_rows_learns_nothing_until_it_has_some() -> None:
+    (wq, wk, wv), x = measure.drawn(4, E, 1, T)
+    rng = np.random.default_rng(0)
+    wo, cotangent = rng.normal(size=(E, E)), rng.normal(size=(T, E))
+    wo[: E // h] = 0
+    found = derivation.by_hand(x[0], wq, wk, wv, wo, h, cotangent)
+    assert not any(getattr(found, name)[:, : E // h].any() for name in ("Wq", "Wk", "Wv"))
+    assert found.Wo[: E // h].all()
+
+
+def test_the_jacobian_is_that_of_the_softmax() -> None:
+    rng = np.random.default_rng(0)
+    logits, dp = rng.normal(size=(T, S)), rng.normal(size=(T, S))
+    p = derivation.softmax(logits)
+    rows = [(np.diag(row) - np.outer(row, row)) @ d for row, d in zip(p, dp, strict=True)]
+    np.testing.assert_allclose(derivation.through_softmax(p, dp), rows, rtol=0, atol=1e-15)
+    with jax.enable_x64(True):
+        _, back = jax.vjp(jax.nn.softmax, logits)
+        np.testing.assert_allclose(back(dp)[0], rows, rtol=0, atol=1e-15)
+
+
+def test_the_page_has_the_derivation(stored: dict[str, Any]) -> None:
+    shown = page.text(stored)
+    assert "(diag(p) − p pᵀ)" in shown
+    assert "8 heads of 64" in shown

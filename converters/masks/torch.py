@@ -5,8 +5,9 @@ the path that torch takes: `jaxmha.Semantics.torch(path)` is the answer of each.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 from einops import rearrange
@@ -184,6 +185,7 @@ def export_masks(
     return arguments
 
 
+@overload
 def path_of(
     module: Any,
     query: Any,
@@ -193,43 +195,87 @@ def path_of(
     attn_mask: Any = None,
     key_padding_mask: Any = None,
     need_weights: bool = True,
-) -> Path:
+    why: Literal[False] = False,
+) -> Path: ...
+
+
+@overload
+def path_of(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    why: Literal[True],
+) -> tuple[Path, str]: ...
+
+
+def path_of(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    why: bool = False,
+) -> Path | tuple[Path, str]:
     """The path that a live `torch.nn.MultiheadAttention` takes with these tensors, as it is now.
 
-    It depends on the mode (`eval`), on whether gradients are recorded, and on the arguments.
+    It depends on the mode (`eval`), on whether gradients are recorded, and on the arguments. With
+    `why=True` the reason comes with it.
 
     >>> import torch
     >>> module, x = torch.nn.MultiheadAttention(6, 2, batch_first=True), torch.ones(3, 5, 6)
-    >>> path_of(module, x, x, x, need_weights=False)
-    'sdpa'
+    >>> path_of(module, x, x, x, need_weights=False, why=True)
+    ('sdpa', 'the module is in training mode, and need_weights is False')
     >>> with torch.no_grad():
     ...     path_of(module.eval(), x, x, x, need_weights=False)
     'native'
     """
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    off = next(_off_native(module, query, key, value, masks), "")
+    path: Path = "weights" if need_weights else "sdpa"
+    if not off:
+        path, reason = "native", "nothing keeps it off torch's fast path"
+    else:
+        reason = f"{off}, and need_weights is {need_weights}"
+    return (path, reason) if why else path
+
+
+def _off_native(
+    module: Any, query: Any, key: Any, value: Any, masks: Sequence[Any]
+) -> Iterator[str]:
+    """Why a call does not take the fast path, in torch's own order of importance to a reader."""
     import torch
 
-    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
-    native = (
-        torch.backends.mha.get_fastpath_enabled()
-        and query is key is value
-        and query.dim() == 3
-        and not module.training
-        and module.batch_first
-        and module.num_heads % 2 == 0
-        and module.in_proj_weight is not None
-        and module.in_proj_bias is not None
-        and module.in_proj_weight.dtype == query.dtype
-        and module.bias_k is None
-        and module.bias_v is None
-        and not module.add_zero_attn
-        and not any(mask.is_floating_point() for mask in masks)
-        and not torch.is_autocast_enabled()
-        and not (
-            torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (query, *module.parameters()))
-        )
-    )
-    return "native" if native else "weights" if need_weights else "sdpa"
+    tensors = (query, *module.parameters())
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    packed = module.in_proj_weight is not None
+    checks = {
+        "torch.backends.mha.set_fastpath_enabled(False) was called": (
+            not torch.backends.mha.get_fastpath_enabled()
+        ),
+        "the module is in training mode": module.training,
+        "gradients are recorded": recorded,
+        "query, key and value are not one tensor": not (query is key is value),
+        "the input has no batch axis": query.dim() != 3,
+        "the module has batch_first=False": not module.batch_first,
+        "the number of heads is odd": module.num_heads % 2 == 1,
+        "the projections are not packed (kdim or vdim differs)": not packed,
+        "the module has no biases": module.in_proj_bias is None,
+        "weights and input have different dtypes": packed
+        and module.in_proj_weight.dtype != query.dtype,
+        "the module has bias_k and bias_v": module.bias_k is not None or module.bias_v is not None,
+        "the module has add_zero_attn=True": module.add_zero_attn,
+        "a mask is additive": any(mask.is_floating_point() for mask in masks),
+        "autocast is on": torch.is_autocast_enabled(),
+    }
+    yield from (reason for reason, holds in checks.items() if holds)
 
 
 def static_heads(static: Any, num_heads: int) -> NDArray:

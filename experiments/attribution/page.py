@@ -119,7 +119,8 @@ def _split(step: dict[str, Any]) -> tuple[float, float]:
     weights = sum(
         part["share"]
         for part in step["parts"]
-        if part["name"].endswith("weights") or part["name"] in ("biases", "dropped bias")
+        if part["name"].endswith("weights")
+        or part["name"] in ("biases", "dropped bias", "zero bias")
     )
     return weights, _share(step, "mask polarity")
 

@@ -40,10 +40,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "with converted weights outputs are {apart:.0e} apart",
         ),
         Claim(
-            "They have a significant impact on convergence and performance",
+            "They can have a significant impact on convergence and performance",
             "convergence",
-            "measured for starts only, in a small model: {gap:.1f} points of accuracy apart, "
-            "seeds spread by {spread:.1f} ([training](../initialisation/))",
+            "looked for in starts only, in one small model: {gap:.1f} points of accuracy apart, where "
+            "seeds spread by {spread:.1f}; that shows no impact, and not that there can be none "
+            "([training](../initialisation/))",
         ),
         Claim(
             "Both initialise with Xavier (Glorot)",
@@ -87,7 +88,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "What is left after seeding is due to implementation and numerics",
             "intrinsic",
             "weights of their own: sum of differences {own:.0f}; one set of weights in both: "
-            "{copied:.1e}, largest {largest:.1e} ([step by step](../attribution/))",
+            "{copied:.1e}, largest {largest:.1e}; with the mask of ones that the third example "
+            "passes (one axis more) {masked:.2g} apart, since the second reads it the other way round "
+            "([step by step](../attribution/))",
         ),
         Claim(
             "The examples run as printed",
@@ -411,6 +414,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "lengths_names",
             "those names occur {longer} times in multi_head_attention_forward; tgt_len and "
             "src_len {names} times",
+        ),
+        Claim(
+            "The literature calls lengths tgt_seq_len and src_seq_len",
+            "literature_names",
+            "no paper is searched here",
         ),
         Claim(
             "The module is torch.nn.MultiHeadAttention",

@@ -80,9 +80,10 @@ def other_features() -> Found:
 
 
 def convergence() -> Found:
-    """Accuracies of the same model after starts of several frameworks."""
+    """Accuracies of the same model after starts of several frameworks: a gap within the spread of
+    seeds shows no impact here, and does not show that there can be none."""
     gap, spread = initialisation.gap_and_spread(_stored("initialisation"))
-    return found({"starts": gap > spread}, gap=gap, spread=spread)
+    return found({"starts, in one small model": gap > spread or None}, gap=gap, spread=spread)
 
 
 def stable_training() -> Found:

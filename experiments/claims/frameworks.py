@@ -179,15 +179,21 @@ def seeds_leave_a_difference() -> Found:
 
 
 def intrinsic() -> Found:
-    """Both examples with the weights of one."""
-    x, weights = features(), torch_weights()
+    """Both examples with the weights of one, without a mask and with the ones of example 3, which
+    get the axis that they lack."""
+    x, weights, ones = features(), torch_weights(), np.ones((B, 1, T), bool)
     a, b = torch_layer(weights, x), tensorflow_layer(weights, x)
+    masked = apart(tensorflow_layer(weights, x, ones), torch_layer(weights, x, ones))
     own = tensorflow_layer(tensorflow_weights(), x)
     return found(
-        {"weights copied": apart(b, a) > SAME},
+        {
+            "weights copied, the mask of example 3": masked > SAME,
+            "weights copied, no mask": apart(b, a) > SAME,
+        },
         own=np.abs(own - a).sum(),
         copied=np.abs(b - a).sum(),
         largest=np.abs(b - a).max(),
+        masked=masked,
     )
 
 

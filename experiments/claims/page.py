@@ -20,7 +20,8 @@ def conclusion(found: dict[str, Any]) -> str:
     counts = Counter(row[1] for rows in tables(found).values() for row in rows)
     return (
         f"Of {counts.total()} claims {counts['true']} are true, "
-        f"{counts['true with a condition']} with a condition, and {counts['false']} are false."
+        f"{counts['true with a condition']} with a condition, {counts['false']} are false, and "
+        f"{counts['not shown']} are not shown."
     )
 
 
@@ -32,7 +33,7 @@ def text(found: dict[str, Any]) -> str:
     )
     return f"""Every claim has a check that runs: a few lines that return numbers, and whether the
 claim holds, under one condition or several. True is what holds under all of them, false what holds
-under none. Differences are relative to the length of the output; those below 1e-5 are rounding.
+under none; not shown is what no check here could refute or bear out. Differences are relative to the length of the output; those below 1e-5 are rounding.
 
 {parts}
 """
@@ -70,4 +71,6 @@ def sentence(claim: Claim, check: dict[str, Any]) -> str:
         ", ".join(f"*{condition}*" for condition, value in holds.items() if value == wanted)
         for wanted in (True, False)
     )
+    if None in holds.values():
+        return evidence
     return f"True for {fine}; not for {wrong}. {evidence}"

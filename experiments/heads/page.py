@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.heads import derivation
 from experiments.tables import Rows, markdown
 from experiments.train import beside
 
@@ -110,6 +111,7 @@ With the same weights and the same slope of the output, gradients with 8 heads d
 {_as_much(found)} So the difference is not only in how heads
 are optimised: it is there before the first step.
 
+{derivation.text(E, 8)}
 ## When they are the same
 
 Outputs are equal for all values exactly where every head has the weights of the one head. Five

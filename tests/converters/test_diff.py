@@ -21,7 +21,7 @@ def cli(*arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT block; the same with a transposed kernel and without a bias; two blocks."""
+    """A BERT block; the same with a transposed kernel and a bias of zeros; two blocks."""
     path = tmp_path_factory.mktemp("diff")
     rng = np.random.default_rng(0)
     names = [f"self.{name}" for name in ("query", "key", "value")] + ["output.dense"]
@@ -50,7 +50,7 @@ def test_parts_of_two_files(folder: Path) -> None:
     result = cli(folder / "right.safetensors", folder / "wrong.safetensors", "--json")
     assert result.exit_code == 1, result.output
     block = json.loads(result.stdout)["blocks"]["attention"]
-    assert [part["name"] for part in block["parts"]] == ["transposed kernel", "dropped bias"]
+    assert [part["name"] for part in block["parts"]] == ["transposed kernel", "zero bias"]
     assert abs(sum(part["size"] for part in block["parts"]) - block["total"]) < 1e-12
     shown = cli(folder / "right.safetensors", folder / "wrong.safetensors").stdout
     assert "transposed" in shown

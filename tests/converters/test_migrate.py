@@ -9,7 +9,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from jaxmha.converters import blocks, checkpoint, engine, heads, keras, migrate, sides, verify
+from jaxmha.converters import (
+    blocks,
+    by_hand,
+    checkpoint,
+    engine,
+    heads,
+    keras,
+    migrate,
+    sides,
+    verify,
+)
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.cli import app
 from jaxmha.params import from_leaves, leaves
@@ -197,7 +207,11 @@ def test_keras_files_hold_no_stacked_layers(tmp_path: Path) -> None:
     refused(tmp_path, message, "stack.safetensors", "x.weights.h5", to="keras", num_heads=N)
 
 
-@pytest.mark.parametrize("to", [x.name for x in blocks.LAYOUTS if "keras" not in x.name])
+IN_FILES = {*keras.IN_FILE, *by_hand.IN_FILE}
+NO_FILES = [x.name for x in blocks.LAYOUTS if x.name.removesuffix("-file") not in IN_FILES]
+
+
+@pytest.mark.parametrize("to", NO_FILES)
 def test_keras_files_hold_keras_layouts_only(to: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", block("bert", "a"))
     message = (

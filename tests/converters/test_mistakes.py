@@ -105,9 +105,13 @@ def interleaved(x: Leaves, rng: np.random.Generator) -> Leaves:
 
 def dropped(x: Leaves, rng: np.random.Generator) -> Leaves:
     name = str(rng.choice([k for k in x if k.endswith("bias")]))
-    if rng.random() < 0.5:
-        return x | {name: np.zeros_like(x[name])}
     return {k: v for k, v in x.items() if k != name}
+
+
+def zero_bias(x: Leaves, rng: np.random.Generator) -> Leaves:
+    """As Keras and Flax begin with: no bias is lost."""
+    name = str(rng.choice([k for k in x if k.endswith("bias")]))
+    return x | {name: np.zeros_like(x[name])}
 
 
 INJECTED: dict[str, Callable[[Leaves, np.random.Generator], Leaves]] = {
@@ -119,6 +123,7 @@ INJECTED: dict[str, Callable[[Leaves, np.random.Generator], Leaves]] = {
     "wrong head count": other_count,
     "interleaved packing": interleaved,
     "dropped bias": dropped,
+    "zero bias": zero_bias,
     "heads and head_dim exchanged": sizes_exchanged,
     "interleaved packing, in kernels": interleaved_kernels,
 }

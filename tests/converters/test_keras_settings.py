@@ -1,0 +1,127 @@
+"""Every argument of Keras' attention layers is carried, kept on request, or refused by name."""
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmha import Semantics
+from jaxmha.converters import keras, layer, sides, torch
+from jaxmha.converters.masks.torch import path_of
+from tests.converters import layers
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+# What each argument is: in the weights or the behaviour, kept by `like`, or refused.
+CARRIED = {"num_heads", "key_dim", "value_dim", "dropout", "use_bias", "output_shape"}
+CARRIED |= {"head_dim", "num_query_heads", "num_key_value_heads"}
+REFUSED = {"attention_axes", "sliding_window", "use_gate"}
+OF_TRAINING = {"kernel_initializer", "bias_initializer", "kernel_regularizer", "bias_regularizer"}
+OF_TRAINING |= {"activity_regularizer", "kernel_constraint", "bias_constraint", "seed"}
+KERNEL = {"flash_attention", "kwargs", "self"}  # which kernel runs; and what every layer has
+
+
+def built(**settings: Any) -> Any:
+    import keras as framework
+
+    made = framework.layers.MultiHeadAttention(2, 4, **settings)
+    made.build((None, None, 8), (None, None, 8))
+    return made
+
+
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "GroupQueryAttention"])
+def test_no_argument_is_unknown(name: str) -> None:
+    import keras as framework
+
+    arguments = set(inspect.signature(getattr(framework.layers, name).__init__).parameters)
+    assert arguments <= CARRIED | REFUSED | OF_TRAINING | KERNEL
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"sliding_window": 2}, r"sliding_window=2.*Mask.window"),
+        ({"use_gate": True}, "use_gate=True"),
+    ],
+)
+def test_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        keras.from_module(built(**settings))
+
+
+@pytest.mark.parametrize("name", ["Attention", "AdditiveAttention"])
+def test_other_attention_is_refused_by_its_class(name: str) -> None:
+    import keras as framework
+
+    with pytest.raises(TypeError, match=f"got {name}"):
+        keras.from_module(getattr(framework.layers, name)(use_scale=True))
+
+
+def test_an_output_of_several_axes_is_their_product() -> None:
+    source = built(output_shape=(3, 5), kernel_initializer="he_normal", seed=7)
+    source.output_dense.bias.assign(np.arange(15.0).reshape(3, 5))
+    params, semantics = keras.from_module(source)
+    assert params.out is not None
+    assert params.out.bias is not None
+    assert (params.out.kernel.shape, params.out.bias.shape) == ((2, 4, 15), (15,))
+    plain, same = (
+        keras.to_module(params, semantics),
+        keras.to_module(params, semantics, like=source),
+    )
+    x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("f")
+    with layers.foreign():
+        out, again, flat = (np.asarray(made(x, x)) for made in (source, same, plain))
+    assert out.shape == (2, 3, 3, 5)
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(flat.reshape(out.shape), out)
+    config = same.get_config()
+    assert (config["seed"], config["kernel_initializer"]["class_name"]) == (7, "HeNormal")
+
+
+def test_there_and_back_keeps_what_torch_had() -> None:
+    import torch as framework
+
+    source = framework.nn.MultiheadAttention(6, 2)
+    assert not torch.to_module(*torch.from_module(source), like=source).batch_first
+    assert torch.to_module(*torch.from_module(source)).batch_first
+
+
+def test_the_fused_path_has_the_softmax_of_keras_on_jax() -> None:
+    """Which `jax.nn` computes in float32, for float64 too."""
+    with jax.enable_x64(True):
+        source = built(dtype="float64")
+        x = np.random.default_rng(0).normal(size=(2, 3, 8))
+        params, semantics = keras.from_module(source)
+        (block,) = sides.read(source).blocks
+        found = layer.of_block(block, (x, x, x))
+        exact = sides.of_params("", "", params, semantics).forward(x, x, x, None)
+        fused = Semantics.keras("fused", dtype="float64")
+        ours = sides.of_params("", "", params, fused).forward(x, x, x, None)
+    assert fused.softmax_dtype == found.semantics.softmax_dtype == np.float32
+    assert found.output is not None
+    away = [np.abs(out - exact).max() / np.abs(exact).max() for out in (found.output, ours)]
+    assert all(1e-9 < one < 1e-6 for one in away), away
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "the module is in training mode"),
+        ({"eval": True}, "nothing keeps it off torch's fast path"),
+        ({"eval": True, "num_heads": 3}, "the number of heads is odd"),
+        ({"eval": True, "batch_first": False}, "the module has batch_first=False"),
+        ({"eval": True, "bias": False}, "the module has no biases"),
+    ],
+)
+def test_the_path_of_torch_has_a_reason(change: dict[str, Any], said: str) -> None:
+    import torch as framework
+
+    settings = {"num_heads": 2, "batch_first": True} | change
+    evaluated = settings.pop("eval", False)
+    module = framework.nn.MultiheadAttention(6, **settings).train(not evaluated)
+    x = framework.ones(2, 3, 6)
+    with framework.no_grad():
+        path, why = path_of(module, x, x, x, why=True)
+        assert path == path_of(module, x, x, x)
+    assert (said in why, path == "native") == (True, "nothing" in said)

@@ -1,0 +1,245 @@
+"""verify, diff and attribute compare what is outside attention, or say that they did not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import attribution, checkpoint, migrate, outside, sides, verify
+from jaxmha.converters.cli import app
+
+N, D, V = 2, 8, 11
+runner = CliRunner()
+
+
+def bert() -> dict[str, np.ndarray]:
+    """One layer of BERT with everything beside its attention, biases and norms drawn."""
+    rng = np.random.default_rng(0)
+    linear = {
+        **{f"encoder.layer.0.attention.self.{x}": (D, D) for x in ("query", "key", "value")},
+        "encoder.layer.0.attention.output.dense": (D, D),
+        "encoder.layer.0.intermediate.dense": (2 * D, D),
+        "encoder.layer.0.output.dense": (D, 2 * D),
+        "pooler.dense": (D, D),
+    }
+    norms = ("embeddings.LayerNorm", "encoder.layer.0.output.LayerNorm")
+    state: dict[str, Any] = {"embeddings.word_embeddings.weight": rng.normal(size=(V, D))}
+    for name, shape in linear.items():
+        state |= {
+            f"{name}.weight": rng.normal(size=shape),
+            f"{name}.bias": rng.normal(size=shape[0]),
+        }
+    for name in norms:
+        state |= {f"{name}.weight": rng.normal(size=D), f"{name}.bias": rng.normal(size=D)}
+    state = {name: array.astype(np.float32) for name, array in state.items()}
+    return state | {"embeddings.position_ids": np.arange(V)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BERT and what it is converted to."""
+    path = tmp_path_factory.mktemp("outside")
+    checkpoint.write(path / "bert.safetensors", bert())
+    (path / "config.json").write_text(json.dumps({"num_attention_heads": N, "hidden_size": D}))
+    for name, layout in (("flax.safetensors", "flax"), ("keras.weights.h5", "keras")):
+        migrate.convert(path / "bert.safetensors", path / name, to=layout)
+    return path
+
+
+def spoiled(folder: Path, change: Any, name: str = "flax.safetensors") -> Path:
+    """The converted file with something changed."""
+    with checkpoint.open(folder / name) as file:
+        state = {key: file[key] for key in file}
+        change(state)
+        target = folder / f"broken-{name}"
+        settings: dict[str, Any] = (
+            {"names": file.names} if name.endswith("h5") else {"metadata": file.metadata}
+        )
+        checkpoint.write(target, state, force=True, **settings)
+    return target
+
+
+def said(*arguments: Any) -> tuple[int, dict[str, Any], str]:
+    """Exit code, JSON, and the words of a command."""
+    data = runner.invoke(app, [*map(str, arguments), "--json"])
+    words = runner.invoke(app, [*map(str, arguments)])
+    assert data.exit_code == words.exit_code, words.output
+    return data.exit_code, json.loads(data.stdout), " ".join(words.stdout.split())
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+@pytest.mark.parametrize("name", ["flax.safetensors", "keras.weights.h5"])
+def test_whole_models_are_the_same_in_every_framework(
+    folder: Path, command: str, name: str
+) -> None:
+    code, data, words = said(command, folder / "bert.safetensors", folder / name)
+    assert (code, data["same"], data["not_compared"]) == (0, True, []), words
+    assert words.endswith("the same")
+
+
+KERNEL = "pooler/dense/kernel"
+
+
+def zeroed(state: dict[str, Any]) -> None:
+    state[KERNEL] *= 0
+
+
+def transposed(state: dict[str, Any]) -> None:
+    state[KERNEL] = state[KERNEL].T.copy()
+
+
+def one_bit(state: dict[str, Any]) -> None:
+    state["embeddings/LayerNorm/scale"].view(np.int32)[3] ^= 1
+
+
+def one_nan(state: dict[str, Any]) -> None:
+    state["embeddings/LayerNorm/scale"][0] = np.nan
+
+
+def buffer(state: dict[str, Any]) -> None:
+    state["embeddings.position_ids"][2] += 1
+
+
+def rounded(state: dict[str, Any]) -> None:
+    state[KERNEL] = state[KERNEL].astype(np.float16)
+
+
+def reshaped(state: dict[str, Any]) -> None:
+    state["pooler/dense/bias"] = state["pooler/dense/bias"][:-1].copy()
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (zeroed, "pooler.dense.weight"),
+        (transposed, "pooler.dense.weight"),
+        (one_bit, "embeddings.LayerNorm.weight"),
+        (one_nan, "embeddings.LayerNorm.weight"),
+        (buffer, "embeddings.position_ids"),
+        (rounded, "pooler.dense.weight"),
+        (reshaped, "pooler.dense.bias"),
+    ],
+)
+def test_what_differs_outside_attention_is_named(
+    folder: Path, command: str, change: Any, named: str
+) -> None:
+    broken = spoiled(folder, change)
+    code, data, words = said(command, folder / "bert.safetensors", broken)
+    assert (code, data["same"], data["different"]) == (1, False, True)
+    assert list(data["outside"]) == [named]
+    assert f"differs, outside attention: {named}" in words
+
+
+def test_a_file_of_keras_is_read_by_its_own_convention(folder: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["layers/layer_normalization/vars/1"][0] += 1
+
+    broken = spoiled(folder, change, "keras.weights.h5")
+    code, data, _ = said("verify", folder / "bert.safetensors", broken)
+    assert (code, list(data["outside"])) == (1, ["embeddings.LayerNorm.bias"])
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_tensor_of_one_side_alone_is_never_passed(folder: Path, command: str, swap: bool) -> None:
+    """A tied head among them, which some formats leave out."""
+
+    def change(state: dict[str, Any]) -> None:
+        state["cls/decoder/kernel"] = state["embeddings/word_embeddings/embedding"].T.copy()
+
+    sides = [folder / "bert.safetensors", spoiled(folder, change)]
+    code, data, words = said(command, *(sides[::-1] if swap else sides))
+    assert (code, data["same"], data["different"]) == (1, False, False)
+    (left,) = data["not_compared"]
+    assert (left["name"], left["side"]) == ("cls/decoder/kernel", "first" if swap else "second")
+    assert "not compared: cls/decoder/kernel" in words
+    assert words.endswith("not fully compared: 1 tensor was not compared, and nothing else differs")
+
+
+def test_a_bias_of_zeros_changes_nothing(folder: Path) -> None:
+    with checkpoint.open(folder / "bert.safetensors") as file:
+        state = {name: file[name] for name in file}
+    other = {name: x for name, x in state.items() if name != "pooler.dense.bias"}
+    state["pooler.dense.bias"] *= 0
+    found = verify.compare(state, other, num_heads=N)
+    assert found.same
+    assert found.notes == (
+        "biases of zeros on one side alone, which change nothing: pooler.dense.bias",
+    )
+    state["pooler.dense.bias"][0] = 1
+    assert not verify.compare(state, other, num_heads=N)
+
+
+def test_one_block_asked_for_is_compared_alone(folder: Path) -> None:
+    options = ("--block", "encoder.layer.0.attention")
+    code, _, words = said("diff", folder / "bert.safetensors", spoiled(folder, zeroed), *options)
+    assert code == 0
+    assert "was asked for: nothing else was compared" in words
+
+
+def test_attribute_says_what_is_outside_its_block(folder: Path) -> None:
+    found = attribution.attribute(folder / "bert.safetensors", spoiled(folder, zeroed))
+    assert not found.same
+    assert not found.parts
+    assert found.outside == (f"pooler.dense.weight differs: {D * D} of {D * D} elements differ",)
+    assert attribution.attribute(folder / "bert.safetensors", folder / "flax.safetensors").same
+
+
+def test_unchecked_conversions_are_not_called_verified(folder: Path, tmp_path: Path) -> None:
+    source, target = folder / "bert.safetensors", tmp_path / "a.safetensors"
+    arguments = ["convert", str(source), str(target), "--to", "flax", "--check", "none"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "verified" not in result.stdout
+    assert "not compared with the source" in " ".join(result.stdout.split())
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("framework", ["torch", "keras", "nnx"])
+def test_other_layers_of_live_models_are_compared(framework: str) -> None:
+    a, b, spoil = {"torch": _torch, "keras": _keras, "nnx": _nnx}[framework]()
+    sources = [sides.read(model).source for model in (a, b)]
+    assert outside.compare(*sources) == outside.NOTHING
+    assert len(sources[0].info) > len(sources[0].taken)
+    spoil()
+    found = outside.compare(*(sides.read(model).source for model in (a, b)))
+    assert (len(found.differing), found.left) == (1, ())
+
+
+def _torch() -> tuple[Any, Any, Any]:
+    import torch
+
+    models: list[Any] = [torch.nn.TransformerEncoderLayer(D, N, 5) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    return models[0], models[1], lambda: torch.nn.init.ones_(models[1].norm1.bias)
+
+
+def _keras() -> tuple[Any, Any, Any]:
+    import keras
+
+    def model() -> Any:
+        inputs = keras.Input((3, D))
+        x = keras.layers.MultiHeadAttention(N, D // N)(inputs, inputs)
+        return keras.Model(inputs, keras.layers.LayerNormalization()(keras.layers.Dense(D)(x)))
+
+    models: list[Any] = [model(), model()]
+    models[1].set_weights(models[0].get_weights())
+    return models[0], models[1], lambda: models[1].layers[-1].gamma.assign(np.zeros(D, "f"))
+
+
+def _nnx() -> tuple[Any, Any, Any]:
+    from flax import nnx
+
+    class Model(nnx.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.attention = nnx.MultiHeadAttention(N, D, decode=False, rngs=rngs)
+            self.norm = nnx.LayerNorm(D, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    models: list[Any] = [Model(), Model()]
+    return models[0], models[1], lambda: models[1].norm.scale.set_value(np.zeros(D, "f"))
