@@ -61,7 +61,7 @@ def read(side: Any, num_heads: int | None = None) -> Side:
     if isinstance(side, str | os.PathLike):
         path = Path(side)
         with checkpoint.open(path) as file:
-            found = _read_state(file, shapes(file), num_heads, path, file.names, file.metadata)
+            found = _read_state(file, shapes(file), num_heads, file.path, file.names, file.metadata)
     elif isinstance(side, MHAParams):
         found = Side(list(layers("", "jaxmha", side, Semantics())))
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):

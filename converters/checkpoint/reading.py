@@ -235,7 +235,8 @@ def open(
     no link followed and no framework imported.
 
     Args:
-        path: a file; the index of a sharded checkpoint or its folder; a folder written by orbax.
+        path: a file; the index of a sharded checkpoint; the folder of either, such as Hugging Face's
+            save_pretrained makes; a folder written by orbax.
         limits: budgets, for every file of the checkpoint.
         mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
             made. If another process cuts the file short meanwhile, the system ends this one.
@@ -253,9 +254,12 @@ def open(
         ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
         torch (2, 3) 6.0
     """
-    if formats.is_folder(Path(path)):
-        return read(Folder(Path(path), limits), formats.ORBAX, limits, verify)
-    source = Source(formats.index_in(Path(path)), mapped=mmap)
+    found_at = Path(path)
+    if not formats.is_folder(found_at):
+        found_at = formats.file_in(found_at)
+    if formats.is_folder(found_at):
+        return read(Folder(found_at, limits), formats.ORBAX, limits, verify)
+    source = Source(found_at, mapped=mmap)
     try:
         found = formats.recognise(source, limits)
         return read(source, found, limits, verify)
