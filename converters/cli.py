@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from jaxmha import __version__
 from jaxmha.converters import (
     blocks,
     describe_command,
@@ -32,6 +33,22 @@ app = typer.Typer(
     ".npz, folders of orbax. Nothing in a file is ever executed.\n\n"
     "Exit codes: 0 fine, 1 the two sides differ, 2 bad input.",
 )
+
+
+def _version(asked: bool | None) -> None:
+    if asked:
+        out.print(f"jaxmha {__version__}", highlight=False)
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = None,
+) -> None:
+    pass
 
 
 @app.command(

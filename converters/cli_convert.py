@@ -18,7 +18,6 @@ from jaxmha.converters.terminal import (
     SHOWN,
     DtypeName,
     Json,
-    LayoutName,
     NumHeads,
     byte_bar,
     check_text,
@@ -26,6 +25,7 @@ from jaxmha.converters.terminal import (
     escape,
     finite,
     items,
+    layout_name,
     one_message,
     out,
     print_json,
@@ -43,14 +43,19 @@ Digest = Enum("Digest", {x: x for x in ("fast", *checkpoint.ALGORITHMS, "none")}
 Source = Annotated[
     Path,
     typer.Argument(
-        help="The checkpoint to read: a file, the index of a sharded one or its folder, or a "
-        "folder of orbax.",
+        help="The checkpoint to read: a file, the index of a sharded one, the folder of either (as "
+        "Hugging Face saves models), or a folder of orbax.",
         show_default=False,
     ),
 ]
 From = Annotated[
-    LayoutName | None,
-    typer.Option("--from", help="Take only blocks of this layout; the rest is carried over."),
+    str | None,
+    typer.Option(
+        "--from",
+        callback=layout_name,
+        metavar="LAYOUT",
+        help="Take only blocks of this layout; the rest is carried over.",
+    ),
 ]
 Dtype = Annotated[
     DtypeName | None, typer.Option(help="Cast every floating tensor, and say what it cost.")
@@ -66,7 +71,12 @@ AttentionOnly = Annotated[
 
 def plan(
     source: Source,
-    to: Annotated[LayoutName, typer.Option(help="Layout of the attention blocks.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            callback=layout_name, metavar="LAYOUT", help="Layout of the attention blocks."
+        ),
+    ],
     from_: From = None,
     num_heads: NumHeads = None,
     dtype: Dtype = None,
@@ -85,13 +95,13 @@ def plan(
             check_text(output, force, _files(source))
         made, resolved = migrate.plan(
             source,
-            to=to.value,
-            from_=from_.value if from_ else None,
+            to=to,
+            from_=from_,
             num_heads=num_heads,
             dtype=dtype.value if dtype else None,
             others=(others or Others("pass")).value,
             attention_only=attention_only,
-            in_file=to.value.endswith("-file"),
+            in_file=to.endswith("-file"),
         )
         if output is not None:
             text = plan_file.dumps(made, dict(resolved.by_move))
@@ -163,7 +173,12 @@ def convert(
             show_default=False,
         ),
     ],
-    to: Annotated[LayoutName | None, typer.Option(help="Layout of the attention blocks.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            callback=layout_name, metavar="LAYOUT", help="Layout of the attention blocks."
+        ),
+    ] = None,
     by_plan: Annotated[
         Path | None, typer.Option("--plan", help="Do exactly what this plan says (jaxmha plan).")
     ] = None,
@@ -256,9 +271,9 @@ def convert(
             plans = [by_plan] if by_plan else []
             check_text(report_to, force, [*_files(source), destination, *plans])
         options: dict[str, Any] = {
-            "--to": to and to.value,
+            "--to": to,
             "--plan": by_plan,
-            "--from": from_ and from_.value,
+            "--from": from_,
             "--num-heads": num_heads,
             "--dtype": dtype and dtype.value,
             "--others": others and others.value,
@@ -272,12 +287,12 @@ def convert(
             if not as_json:
                 err.print(f"{processes} processes write a part each, then all is checked")
             failed = parts.convert(processes, source, destination, options)
-        with byte_bar("converting", as_json) as progress:
+        with byte_bar("writing and reading back", as_json, passes=2) as progress:
             done = migrate.convert(
                 source,
                 destination,
-                to=to.value if to else None,
-                from_=from_.value if from_ else None,
+                to=to,
+                from_=from_,
                 num_heads=num_heads,
                 dtype=dtype.value if dtype else None,
                 others=(others or Others("pass")).value,

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.extras import needed
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.refusals import one_dtype
@@ -124,7 +125,8 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
 
 
 def _classes() -> tuple[Any, ...]:
-    import keras
+    with needed("keras"):
+        import keras
 
     return keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
@@ -162,7 +164,8 @@ def to_module(
       ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason; or
         its backend would change the dtype.
     """
-    import keras
+    with needed("keras"):
+        import keras
 
     if kind not in (None, "mha", "gqa"):
         raise ValueError(f"kind must be 'mha' or 'gqa', got {kind!r}")

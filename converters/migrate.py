@@ -271,13 +271,19 @@ def convert_state(
 ) -> dict[str, NDArray]:
     """A flat dict of arrays as `convert` would write it; for models in memory.
 
-    Raises ValueError as `convert` does.
+    Raises ValueError as `convert` does, and TypeError for what is no dict, such as a live module.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
     >>> sorted(convert_state(layer.state_dict(), to="flax", num_heads=2))[:3]
     ['linear1/bias', 'linear1/kernel', 'linear2/bias']
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a torch "
+            "module pass module.state_dict(); of other models flatten the tree of parameters, its "
+            "keys joined with '/'"
+        )
     memory = _Memory(state)
     made = planning.make(
         memory,

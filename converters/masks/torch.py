@@ -15,6 +15,7 @@ from jaxmha import Mask
 from jaxmha.attention import as_mask
 from jaxmha.axes import bind
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.extras import needed
 from jaxmha.converters.masks.argument import (
     MaskArg,
     Masks,
@@ -206,7 +207,8 @@ def path_of(
     ...     path_of(module.eval(), x, x, x, need_weights=False)
     'native'
     """
-    import torch
+    with needed("torch"):
+        import torch
 
     masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     native = (
