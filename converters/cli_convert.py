@@ -68,6 +68,14 @@ AttentionOnly = Annotated[
     bool, typer.Option("--attention-only", help="Carry over everything but attention as it is.")
 ]
 
+FoldScale = Annotated[
+    bool,
+    typer.Option(
+        "--fold-scale",
+        help="Where the layout has another scale of the logits (T5's is 1), multiply the queries.",
+    ),
+]
+
 
 def plan(
     source: Source,
@@ -82,6 +90,7 @@ def plan(
     dtype: Dtype = None,
     others: OptionalOthers = None,
     attention_only: AttentionOnly = False,
+    fold_scale: FoldScale = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the plan as TOML, to edit and convert by."),
@@ -102,6 +111,7 @@ def plan(
             others=(others or Others("pass")).value,
             attention_only=attention_only,
             in_file=to.endswith("-file"),
+            fold_scale=fold_scale,
         )
         if output is not None:
             text = plan_file.dumps(made, dict(resolved.by_move))
@@ -147,7 +157,7 @@ def _plan_data(made: Plan, resolved: Resolved) -> dict[str, Any]:
 
 def _print_plan(made: Plan, resolved: Resolved) -> None:
     for move, tensors in resolved.by_move:
-        heads = f", {move.num_heads} heads" * (move.num_heads is not None)
+        heads = f", {move.num_heads} heads ({move.heads_from})" * (move.num_heads is not None)
         sure = f" ({move.confidence}: {move.why})" if move.confidence else f" ({move.why})"
         kind = "carried over" if move.kind == "other" else f"{move.kind}, {move.layout}{heads}"
         start = f"{kind}: {move.source or '(top)'} -> {move.target or '(top)'}{sure}"
@@ -187,6 +197,7 @@ def convert(
     dtype: Dtype = None,
     others: OptionalOthers = None,
     attention_only: AttentionOnly = False,
+    fold_scale: FoldScale = False,
     check: Annotated[
         Check,
         typer.Option(
@@ -257,7 +268,9 @@ def convert(
             raise ValueError(
                 "name a layout with --to, or a plan with --plan: one of them, not both"
             )
-        if by_plan is not None and (from_ or num_heads or dtype or others or attention_only):
+        if by_plan is not None and (
+            from_ or num_heads or dtype or others or attention_only or fold_scale
+        ):
             raise ValueError("a plan says it all: edit it instead of passing other options")
         if report_to is not None and check.value == "none":
             raise ValueError("--report has nothing to say with --check none")
@@ -280,6 +293,7 @@ def convert(
             "--shard-size": shard_size,
             "--digest": digest.value,
             "--attention-only": attention_only,
+            "--fold-scale": fold_scale,
             "--force": force,
         }
         failed: Mapping[int, int] = {}
@@ -298,6 +312,7 @@ def convert(
                 others=(others or Others("pass")).value,
                 attention_only=attention_only,
                 plan=plan_file.read(by_plan) if by_plan else None,
+                fold_scale=fold_scale,
                 force=force,
                 shard_size=size,
                 resume=resume or processes > 1,
@@ -356,6 +371,9 @@ def _print_conversion(
     for row in done.blocks:
         table.add_row(*(escape(cell or "(top)") for cell in row))
     out.print(table)
+    for (count, where), blocks in Counter(x[1:] for x in done.heads).items():
+        what = "1 block" if blocks == 1 else f"{blocks} blocks"
+        out.print(escape(f"heads {count} ({where}): {what}"), soft_wrap=True, highlight=False)
     dtype = done.plan.dtype if done.plan else None
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.beside).items())
     out.print(

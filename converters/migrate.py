@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha import __version__
-from jaxmha.converters import blocks, checkpoint, configuration, heads, keras, moves
+from jaxmha.converters import blocks, checkpoint, configuration, described, heads, keras, moves
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
@@ -37,6 +37,7 @@ class Conversion:
       carried: names of tensors that are neither, taken over as they are.
       files: what was written. digests: tensor name -> digest, of what was read back.
       losses: tensor name -> what the cast to `dtype` did to it, for every tensor that it changed.
+      heads: (prefix in the source, head count, where it is from) of every block.
       notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
     """
 
@@ -50,6 +51,7 @@ class Conversion:
     losses: dict[str, Loss]
     notes: tuple[str, ...] = ()
     plan: Plan | None = None
+    heads: tuple[tuple[str, int, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -68,6 +70,7 @@ def plan(
     others: str = "pass",
     attention_only: bool = False,
     in_file: bool = False,
+    fold_scale: bool = False,
 ) -> tuple[Plan, Resolved]:
     """What `convert` would do to every tensor of a checkpoint, bound to its contents' digest.
 
@@ -75,6 +78,7 @@ def plan(
     """
     with checkpoint.open(source) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
+        made = replace(made, fold_scale=fold_scale)
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
         with _naming(file.path):
             return named, resolve(named, file)
@@ -97,7 +101,9 @@ def _make(
     if others not in OTHERS:
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
     configuration.refuse_behaviour(file.path)
+    known = blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
     with _naming(file.path):
+        told = described.of(file, blocks.find(shapes(file), known))
         made = planning.make(
             file,
             target,
@@ -105,9 +111,9 @@ def _make(
             num_heads=num_heads,
             others=others,
             attention_only=attention_only,
-            configured=heads.in_config(file.path),
-            epsilon=configuration.epsilons(file.path),
-            unlike=configuration.offset_norms(file.path),
+            configured=told.heads,
+            epsilon=told.epsilon,
+            unlike=told.unlike,
             draft=draft,
         )
     if not any(move.kind != "other" for move in made.moves):
@@ -115,7 +121,7 @@ def _make(
         raise ValueError(
             f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
         )
-    return replace(made, dtype=dtype)
+    return replace(made, dtype=dtype, notes=(*told.notes, *made.notes))
 
 
 @contextmanager
@@ -143,6 +149,7 @@ def convert(
     others: str = "pass",
     attention_only: bool = False,
     plan: Plan | None = None,
+    fold_scale: bool = False,
     force: bool = False,
     shard_size: int | None = None,
     resume: bool = False,
@@ -168,6 +175,8 @@ def convert(
       others: "pass" carries over what is not understood, "refuse" raises for it.
       attention_only: everything but attention is carried over.
       plan: does exactly this instead of all the above, to the source that it is for.
+      fold_scale: where the layout has another scale than a block, such as T5's of 1, multiply the
+        queries so that they give the same; exact where that is by a power of two, else said.
       force: overwrite an existing destination.
       shard_size: bytes of tensors per shard, where the destination is an index.
       resume: where shards are written: an interruption leaves the complete ones, and the same
@@ -188,6 +197,7 @@ def convert(
             if to is None:
                 raise ValueError("name a layout (to=), or give a plan")
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
+            plan = replace(plan, fold_scale=fold_scale)
         else:
             _check_plan(plan, file, in_file)
         with _naming(file.path):
@@ -258,7 +268,15 @@ def convert(
             *lost,
         ),
         plan,
+        tuple(
+            (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
+            for move in found.blocks
+        ),
     )
+
+
+def _heads_from(move: Move, given: bool) -> str:
+    return "plan" if given and move.num_heads is not None else "shape"
 
 
 def convert_state(
@@ -268,6 +286,7 @@ def convert_state(
     num_heads: int | None = None,
     others: str = "pass",
     attention_only: bool = False,
+    fold_scale: bool = False,
 ) -> dict[str, NDArray]:
     """A flat dict of arrays as `convert` would write it; for models in memory.
 
@@ -292,6 +311,7 @@ def convert_state(
         others=others,
         attention_only=attention_only,
     )
+    made = replace(made, fold_scale=fold_scale)
     return {name: to_numpy(one.load()) for name, one in resolve(made, memory).made.items()}
 
 
@@ -350,7 +370,8 @@ def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
 
 def _check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
     """Raises ValueError where a plan's head count is not that of the source's own description."""
-    configured, there = heads.in_config(file.path), shapes(file)
+    there = shapes(file)
+    configured = described.of(file, list(found.blocks.values())).heads
     for move, block in found.blocks.items():
         if move.num_heads is not None:
             try:

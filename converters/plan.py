@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmha.converters import (
     blocks,
+    configuration,
     families,
     heads,
     keras,
@@ -42,8 +43,8 @@ class Move:
       source, target: prefixes; the names themselves for others.
       tensors: every name of the source that belongs to it.
       becomes: the kind in the target.
-      num_heads: of attention. name: what a .weights.h5 file keeps as the layer's name.
-      confidence, why: of the reading; not read back from a file.
+      num_heads: of attention; `heads_from` says where it is from. name: what a .weights.h5 file keeps as the layer's name.
+      confidence, why: of the reading; like `heads_from` not read back from a file.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Move:
     becomes: str = ""
     num_heads: int | None = None
     name: str = ""
+    heads_from: str = field(default="", compare=False)
     confidence: str = field(default="", compare=False)
     why: str = field(default="", compare=False)
 
@@ -67,6 +69,7 @@ class Plan:
       others: "pass" carries over what is not understood, "refuse" raises for it.
       dtype: every floating tensor is cast to it; None: as it is.
       source, digest: the file the plan is for; its contents' SHA-256, "" where it was not asked for.
+      fold_scale: queries are multiplied so that the layout's own scale gives the same (`fold`).
       notes: what the tensors do not say, such as the epsilon of norms.
     """
 
@@ -76,6 +79,7 @@ class Plan:
     dtype: str | None = None
     source: str = ""
     digest: str = ""
+    fold_scale: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -103,7 +107,7 @@ def make(
     others: str = "pass",
     attention_only: bool = False,
     configured: heads.Configured | None = None,
-    epsilon: Mapping[str, float] | None = None,
+    epsilon: notes.Epsilons = notes.Epsilons(),
     unlike: Mapping[str, str] | None = None,
     draft: bool = False,
 ) -> Plan:
@@ -142,7 +146,7 @@ def make(
     planned = []
     for i, block in enumerate(found):
         given = heads.by_default(block, num_heads, configured) if draft else num_heads
-        count, _ = heads.find(block, shapes, given, file.metadata, configured)
+        count, where = heads.find(block, shapes, given, file.metadata, configured)
         planned.append(
             Move(
                 "attention",
@@ -155,7 +159,8 @@ def make(
                 "attention",
                 count,
                 _user_name(block.prefix, block.layout.separator, file.names) * bool(_in_file(to)),
-                confidence(block),
+                where,
+                confidence(block, where, configured),
                 block.why,
             )
         )
@@ -173,7 +178,7 @@ def make(
         others,
         notes=(
             *[notes.NO_ATTENTION] * (not found),
-            *notes.epsilons(layers, convention, found, epsilon or {}),
+            *notes.epsilons(layers, convention, found, epsilon),
             *notes.told_by_name(layers),
             *notes.carried_norms(
                 {name: why.get(name, "") for name in rest}, (unlike or {}).values()
@@ -182,14 +187,20 @@ def make(
     )
 
 
-def confidence(block: Block) -> str:
-    """How sure the layout of a block is: its place decides, its keys, or neither.
+def confidence(
+    block: Block, heads_from: str = "", configured: heads.Configured | None = None
+) -> str:
+    """How sure the reading of a block is: its place decides, its keys, or neither.
+
+    A head count that only a configuration has is certain where that names the block's family.
 
     >>> confidence(Block("h.0.attn", blocks.named("gpt2"), {}))
     'likely'
     """
     if block.family:
-        return "certain"
+        told = heads_from.startswith(configuration.CONFIG)
+        named = configured is not None and block.family[0] in configured.families
+        return "certain" if named or not told else "likely"
     return "ambiguous" if block.also else "likely"
 
 
@@ -218,8 +229,8 @@ def _neighbour(
         kind,
         None,
         _user_name(layer.prefix, separator, names) * bool(convention.group),
-        layer.confidence,
-        layer.why,
+        confidence=layer.confidence,
+        why=layer.why,
     )
 
 
@@ -286,7 +297,9 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         try:
             if move.kind == "attention":
                 block = there.get((move.layout, move.source, frozenset(move.tensors)))
-                made = _attention(move, block, to, file, parts, found)
+                made = _attention(
+                    move, block, to, file, parts, found, plan.fold_scale, bool(plan.dtype)
+                )
             else:
                 made = _beside(move, to, convention, file, parts)
         except ValueError as error:
@@ -300,8 +313,6 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         found.by_move.append((move, made))
         if move.name:
             found.names[move.target] = move.name
-    if plan.dtype is not None:
-        found.notes.clear()  # of several dtypes, which a cast makes one
     found.notes.extend(_of_heads(found, file))
     if _in_file(to):
         layers = [(move.source, move.target) for move in plan.moves if move.kind != "other"]
@@ -346,11 +357,17 @@ def _attention(
     file: Tensors,
     parts: moves.Parts,
     found: Resolved,
+    fold_scale: bool,
+    cast: bool,
 ) -> dict[str, Made]:
     """The tensors of an attention block; its head count and notes go to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
-    made, params = moves.attention(block, file.info, parts, to, move.target, move.num_heads)
+    made, params, folded = moves.attention(
+        block, file.info, parts, to, move.target, move.num_heads, fold_scale
+    )
+    if folded and folded not in found.notes:
+        found.notes.append(folded)
     if _in_file(to) and (lead := np.shape(params.query.kernel)[:-3]):
         raise ValueError(
             f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
@@ -359,7 +376,7 @@ def _attention(
         )
     found.blocks[move] = block
     found.counts[move.target] = np.shape(params.query.kernel)[-2]
-    if mixed := several_dtypes(params):
+    if not cast and (mixed := several_dtypes(params)):
         found.notes.append(f"{move.target or '(top)'} keeps several dtypes: {mixed}")
     return made
 

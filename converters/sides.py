@@ -11,7 +11,16 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import blocks, checkpoint, configuration, flax, heads, keras, torch
+from jaxmha.converters import (
+    blocks,
+    checkpoint,
+    configuration,
+    described,
+    flax,
+    heads,
+    keras,
+    torch,
+)
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.params import check, from_leaves, leaves
@@ -61,7 +70,7 @@ def read(side: Any, num_heads: int | None = None) -> Side:
     if isinstance(side, str | os.PathLike):
         path = Path(side)
         with checkpoint.open(path) as file:
-            found = _read_state(file, shapes(file), num_heads, file.path, file.names, file.metadata)
+            found = _read_state(file, shapes(file), num_heads, file)
     elif isinstance(side, MHAParams):
         found = Side(list(layers("", "jaxmha", side, Semantics())))
     elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
@@ -79,19 +88,20 @@ def _read_state(
     state: Mapping[str, Any],
     all_shapes: Mapping[str, tuple[int, ...]],
     num_heads: int | None = None,
-    path: Path | None = None,
-    names: Mapping[str, str] | None = None,
-    metadata: Mapping[str, str] | None = None,
+    file: checkpoint.Checkpoint | None = None,
 ) -> Side:
     """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
 
-    The head count may stand in a config.json beside.
+    Of a file the head count may stand in a config.json beside it.
     """
-    configured = None
-    if path is not None:
-        configuration.refuse_behaviour(path)
-        configured = heads.in_config(path)
+    path, configured = None, None
+    names: Mapping[str, str] = {}
+    metadata: Mapping[str, str] = {}
     found = blocks.find(all_shapes)
+    if file is not None:
+        path, names, metadata = file.path, file.names, file.metadata
+        configuration.refuse_behaviour(path)
+        configured = described.of(file, found).heads
     if broken := blocks.damaged(all_shapes, found):
         where = f"{path}: " if path is not None else ""
         raise ValueError(printable(f"{where}{broken[0]}"))
@@ -100,7 +110,7 @@ def _read_state(
         count, _ = heads.find(block, all_shapes, num_heads, metadata, configured)
         try:
             params, semantics = block.read(state, count)
-            name = (names or {}).get(block.prefix, block.prefix)
+            name = names.get(block.prefix, block.prefix)
             sides += layers(name, block.layout.name, params, semantics)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""

@@ -75,6 +75,7 @@ class Checkpoint(Lazy):
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
         digests: name -> digest as the writer kept it; empty where it kept none.
         others: torch only: names of numbers, strings and the like, which are not read.
+        config: .keras only: the config.json in the archive, as data; empty elsewhere.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Checkpoint(Lazy):
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
         self.others = contents.others
+        self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
         self._close = weakref.finalize(self, _close, contents, source)
