@@ -253,6 +253,14 @@ def convert(
             "is installed, sha256 also withstands whoever wants a collision.",
         ),
     ] = Digest("fast"),
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            help="For .weights.h5: a file that the Keras model saved, whose layers of the same names "
+            "are taken.",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite the destination and the report.")
     ] = False,
@@ -313,6 +321,7 @@ def convert(
                 attention_only=attention_only,
                 plan=plan_file.read(by_plan) if by_plan else None,
                 fold_scale=fold_scale,
+                like=like,
                 force=force,
                 shard_size=size,
                 resume=resume or processes > 1,
@@ -339,7 +348,8 @@ def convert(
         else:
             _print_conversion(destination, done, checked)
         if report_to is not None and checked is not None:
-            text = json.dumps(finite(checked.to_json()), indent=1) + "\n"
+            told = checked.to_json() | {"unchecked": list(done.unchecked)}
+            text = json.dumps(finite(told), indent=1) + "\n"
             put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
     if checked is not None and not checked.same:
         raise typer.Exit(1)
@@ -403,6 +413,14 @@ def _print_conversion(
     errors = [error for one in checked.modules for pair in one.errors.values() for error in pair]
     ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
     tensors = checked.target["tensors"]
+    if done.unchecked:
+        out.print(
+            f"[yellow]not verified[/yellow]: {tensors} tensors are identical, but "
+            + escape("; ".join(done.unchecked)),
+            soft_wrap=True,
+            highlight=False,
+        )
+        return
     cast = f" to the source cast to {checked.dtype}" if checked.dtype else ""
     out.print(f"[green]verified[/green]: {tensors} tensors identical{cast}{ran}", highlight=False)
 

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha import __version__
-from jaxmha.converters import blocks, checkpoint, configuration, described, heads, keras, moves
+from jaxmha.converters import (
+    blocks,
+    checkpoint,
+    configuration,
+    described,
+    edited,
+    heads,
+    keras,
+    keras_order,
+    moves,
+    notes,
+)
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
@@ -38,6 +49,7 @@ class Conversion:
       files: what was written. digests: tensor name -> digest, of what was read back.
       losses: tensor name -> what the cast to `dtype` did to it, for every tensor that it changed.
       heads: (prefix in the source, head count, where it is from) of every block.
+      unchecked: what no comparison of the two files can show, in words.
       notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
     """
 
@@ -52,6 +64,7 @@ class Conversion:
     notes: tuple[str, ...] = ()
     plan: Plan | None = None
     heads: tuple[tuple[str, int, str], ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -121,6 +134,9 @@ def _make(
         raise ValueError(
             f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
         )
+    if target.name != blocks.named(to).name or target.name.endswith("-file"):
+        groups = keras_order.kept(file, made.moves)
+        made = replace(made, moves=keras_order.placed(made.moves, groups))
     return replace(made, dtype=dtype, notes=(*told.notes, *made.notes))
 
 
@@ -150,6 +166,7 @@ def convert(
     attention_only: bool = False,
     plan: Plan | None = None,
     fold_scale: bool = False,
+    like: str | os.PathLike[str] | None = None,
     force: bool = False,
     shard_size: int | None = None,
     resume: bool = False,
@@ -177,6 +194,8 @@ def convert(
       plan: does exactly this instead of all the above, to the source that it is for.
       fold_scale: where the layout has another scale than a block, such as T5's of 1, multiply the
         queries so that they give the same; exact where that is by a power of two, else said.
+      like: for a .weights.h5 file: another that the Keras model itself saved. Layers go to the
+        groups of the layers of their names, in whatever order the model creates them.
       force: overwrite an existing destination.
       shard_size: bytes of tensors per shard, where the destination is an index.
       resume: where shards are written: an interruption leaves the complete ones, and the same
@@ -199,14 +218,24 @@ def convert(
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
             plan = replace(plan, fold_scale=fold_scale)
         else:
+            plan = edited.in_file(plan) if in_file else plan
             _check_plan(plan, file, in_file)
+            with _naming(file.path):
+                plan = edited.completed(plan, blocks.named(plan.to), file.info)
+        if like is not None:
+            plan = _like(plan, file, like, in_file)
+        groups = keras_order.kept(file, plan.moves)
+        known = given or like is not None or bool(groups)
         with _naming(file.path):
             found = resolve(plan, file)
+            if in_file and not given and not like and groups:
+                found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
             if given:
                 _check_heads(found, file)
         target = blocks.named(plan.to)
         whole = all(name in _taken(plan) for name in _attention_names(file))
-        metadata = dict(file.metadata)
+        metadata = {k: v for k, v in file.metadata.items() if k != keras_order.METADATA}
+        metadata |= keras_order.to_metadata(groups, plan.moves) if not in_file else {}
         if whole:  # no block is carried over as it is
             metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
         if not target.stores_num_heads:
@@ -227,6 +256,7 @@ def convert(
                     f"the head count ({counts}) is in no tensor, and the format has no place for it: "
                     "keep a config.json beside the file"
                 )
+        infos = dict(file.info)
         if in_file:
             settings["names"] = found.names
         if resume:
@@ -235,7 +265,7 @@ def convert(
         written = checkpoint.write(
             destination,
             moves.lazy(found.made),
-            source=file.files,
+            source=file.files if like is None else (*file.files, Path(like)),
             force=force,
             dtype=plan.dtype,
             overflow="refuse",
@@ -272,7 +302,29 @@ def convert(
             (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
             for move in found.blocks
         ),
+        () if not in_file or known or keras_order.is_told(plan.moves, infos) else (_ORDER,),
     )
+
+
+_ORDER = (
+    "the order in which the Keras model creates layers of one class and shape is in no tensor: "
+    "see the note, and name a file that the model saved (--like)"
+)
+
+
+def _like(
+    plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
+) -> Plan:
+    """The plan with the groups of another .weights.h5 file."""
+    if not in_file:
+        raise ValueError("like= (--like) is for a destination named .weights.h5")
+    with checkpoint.open(like) as template:
+        if template.format not in ("keras_h5", "keras"):
+            raise ValueError(f"--like: {like} is no .weights.h5 file but {template.format}")
+        ordered = replace(plan, moves=keras_order.like(plan.moves, file, template))
+        with _naming(file.path):
+            keras_order.refuse_unlike(resolve(ordered, file).made, template)
+        return ordered
 
 
 def _heads_from(move: Move, given: bool) -> str:

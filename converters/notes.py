@@ -11,6 +11,7 @@ from jaxmha.converters.blocks import Block, natural
 from jaxmha.converters.modules import Module
 from jaxmha.converters.neighbours import Convention
 
+CREATES = "check that the model creates its layers so"
 NO_ATTENTION = "no block of attention was found: what is converted are the layers beside it"
 
 
@@ -83,11 +84,12 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
         groups.setdefault(group, []).append(source or "(top)")
     several = {group: names for group, names in groups.items() if len(names) > 1}
     if several:
-        shown = "; ".join(f"{group}: {listed(names, 4)}" for group, names in several.items())
+        shown = "; ".join(f"{group}: {', '.join(names)}" for group, names in several.items())
         yield (
             "Keras pairs the groups of a .weights.h5 file with layers of their class in the order in "
-            f"which the model creates these; here they are in the order {shown}: check that the "
-            "model creates its layers so"
+            f"which the model creates these; here they are in the order {shown}: {CREATES}; where it "
+            "does not, name a file that it saved (--like "
+            "model.weights.h5), or write a plan (--to keras-file) and exchange the numbers in `to`"
         )
 
 

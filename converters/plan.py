@@ -213,13 +213,13 @@ def _neighbour(
 ) -> Move:
     separator = modules.split(next(iter(layer.keys.values())))[1] or layer.convention.separator
     if convention.group:
-        kind = _kind_there(layer, to, convention, layer.prefix)
+        kind = kind_there(layer, to, convention, layer.prefix)
         group = convention.group[kind]
         target = f"layers/{group}{f'_{numbers[group]}' * (numbers[group] > 0)}"
         numbers[group] += 1
     else:
         target = _target(layer.prefix, separator, convention.separator, names)
-        kind = _kind_there(layer, to, convention, target)
+        kind = kind_there(layer, to, convention, target)
     return Move(
         layer.kind,
         layer.convention.name,
@@ -234,7 +234,7 @@ def _neighbour(
     )
 
 
-def _kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
+def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
     """The kind in the target: what its family has at that place, else the ordinary one."""
     leaves = set(layer.entries)
     there = {family.name for family in families.FAMILIES if family.layout == to.name}
@@ -269,6 +269,15 @@ def _target(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) 
     """The prefix with the other separator; both are exchanged, so that it comes back the same."""
     name = _user_name(prefix, separator, names)
     return name.translate(_SWAP) if wanted == "/" else name
+
+
+def target_of(prefix: str, separator: str, wanted: str) -> str:
+    """Where a layer goes that has no name of its own.
+
+    >>> target_of("a.b", ".", "/")
+    'a/b'
+    """
+    return _target(prefix, separator, wanted, {})
 
 
 def resolve(plan: Plan, file: Tensors) -> Resolved:
@@ -394,7 +403,7 @@ def _beside(
     if convention is None:
         raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")
     module = module_of(move, file.info)
-    becomes = move.becomes or _kind_there(module, to, convention, move.target)
+    becomes = move.becomes or kind_there(module, to, convention, move.target)
     if becomes not in convention.kinds:
         raise ValueError(
             f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"

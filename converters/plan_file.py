@@ -76,7 +76,8 @@ def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]
         yield ""
         yield "[[module]]"
         if move.why:
-            yield f"# {printable(f'{move.confidence}: {move.why}' if move.confidence else move.why)}"
+            why = move.why.replace("name the kind in a plan", "set kind below to it")
+            yield f"# {printable(f'{move.confidence}: {why}' if move.confidence else why)}"
         if move.num_heads is not None and move.heads_from:
             yield f"# num_heads: from {printable(move.heads_from)}"
         for key, kind in _KEYS.items():

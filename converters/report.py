@@ -200,7 +200,8 @@ def _beside(
     module = plan.module_of(move, old.whole.info)
     becomes = replace(
         move,
-        kind=move.becomes or module.kind,
+        kind=move.becomes
+        or plan.kind_there(module, blocks.named(done.to), convention, move.target),
         layout=convention.name,
         source=move.target,
         tensors=made,
