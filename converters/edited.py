@@ -8,7 +8,8 @@ from typing import Any
 from jaxmha.converters import keras, modules, neighbours
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.neighbours import CONVENTIONS, Convention
-from jaxmha.converters.plan import Move, Plan, target_of
+from jaxmha.converters.placing import target_of
+from jaxmha.converters.plan import Move, Plan
 
 
 def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:

@@ -1,8 +1,7 @@
 """Checkpoint files from one layout to another: find the attention blocks, convert, write."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,24 @@ from jaxmha.converters import (
     described,
     edited,
     heads,
-    keras,
     keras_order,
     moves,
     notes,
 )
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
+from jaxmha.converters.checkpoint import Loss, sharded
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.conditions import (
+    check_heads,
+    check_plan,
+    naming,
+    refuse_beside,
+    refuse_unreadable,
+    taken_from,
+    target_layout,
+)
 from jaxmha.converters.inspection import FileInfo, inspect
-from jaxmha.converters.layout import Layout
 from jaxmha.converters.notes import listed
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
@@ -93,7 +99,7 @@ def plan(
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
         made = replace(made, fold_scale=fold_scale)
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
-        with _naming(file.path):
+        with naming(file.path):
             return named, resolve(named, file)
 
 
@@ -108,14 +114,14 @@ def _make(
     in_file: bool,
     draft: bool = False,
 ) -> Plan:
-    target = _target(blocks.named(to), in_file)
+    target = target_layout(blocks.named(to), in_file)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     if others not in OTHERS:
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
     configuration.refuse_behaviour(file.path)
     known = blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
-    with _naming(file.path):
+    with naming(file.path):
         told = described.of(file, blocks.find(shapes(file), known))
         made = planning.make(
             file,
@@ -138,20 +144,6 @@ def _make(
         groups = keras_order.kept(file, made.moves)
         made = replace(made, moves=keras_order.placed(made.moves, groups))
     return replace(made, dtype=dtype, notes=(*told.notes, *made.notes))
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Messages begin with the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except heads.UnusableConfigError:
-        raise
-    except ValueError as error:
-        between = ", " if str(error).startswith("block ") else ": "
-        raise ValueError(f"{path}{between}{error}") from error
 
 
 def convert(
@@ -210,7 +202,7 @@ def convert(
         cannot hold, with the reason; or a plan that is not for this source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    _refuse_beside(Path(source), Path(destination))
+    refuse_beside(Path(source), Path(destination))
     with checkpoint.open(source) as file:
         if plan is None:
             if to is None:
@@ -219,19 +211,19 @@ def convert(
             plan = replace(plan, fold_scale=fold_scale)
         else:
             plan = edited.in_file(plan) if in_file else plan
-            _check_plan(plan, file, in_file)
-            with _naming(file.path):
+            check_plan(plan, file, in_file)
+            with naming(file.path):
                 plan = edited.completed(plan, blocks.named(plan.to), file.info)
         if like is not None:
-            plan = _like(plan, file, like, in_file)
+            plan = taken_from(plan, file, like, in_file)
         groups = keras_order.kept(file, plan.moves)
         known = given or like is not None or bool(groups)
-        with _naming(file.path):
+        with naming(file.path):
             found = resolve(plan, file)
             if in_file and not given and not like and groups:
                 found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
             if given:
-                _check_heads(found, file)
+                check_heads(found, file)
         target = blocks.named(plan.to)
         whole = all(name in _taken(plan) for name in _attention_names(file))
         metadata = {k: v for k, v in file.metadata.items() if k != keras_order.METADATA}
@@ -240,7 +232,7 @@ def convert(
             metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
         if not target.stores_num_heads:
             metadata |= heads.to_metadata(found.counts, whole=whole)
-        _refuse_unreadable(found, target)
+        refuse_unreadable(found, target)
         settings: dict[str, Any] = {}
         lost = []
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
@@ -312,21 +304,6 @@ _ORDER = (
 )
 
 
-def _like(
-    plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
-) -> Plan:
-    """The plan with the groups of another .weights.h5 file."""
-    if not in_file:
-        raise ValueError("like= (--like) is for a destination named .weights.h5")
-    with checkpoint.open(like) as template:
-        if template.format not in ("keras_h5", "keras"):
-            raise ValueError(f"--like: {like} is no .weights.h5 file but {template.format}")
-        ordered = replace(plan, moves=keras_order.like(plan.moves, file, template))
-        with _naming(file.path):
-            keras_order.refuse_unlike(resolve(ordered, file).made, template)
-        return ordered
-
-
 def _heads_from(move: Move, given: bool) -> str:
     return "plan" if given and move.num_heads is not None else "shape"
 
@@ -358,7 +335,7 @@ def convert_state(
     memory = _Memory(state)
     made = planning.make(
         memory,
-        _target(blocks.named(to), in_file=False),
+        target_layout(blocks.named(to), in_file=False),
         num_heads=num_heads,
         others=others,
         attention_only=attention_only,
@@ -378,99 +355,12 @@ class _Memory(dict[str, NDArray]):
         self.others: tuple[str, ...] = ()
 
 
-def _refuse_beside(source: Path, destination: Path) -> None:
-    """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
-    inside = destination.absolute().parent.resolve() == source.resolve()
-    if inside and destination.name.endswith(sharded.SUFFIX):
-        raise ValueError(
-            f"{destination}: is in the folder that is the source, whose name would then stand for two "
-            "checkpoints: name the file in it as the source, or write elsewhere"
-        )
-
-
-def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
-    """Raises ValueError where a plan is for another source or another kind of destination."""
-    if _target(blocks.named(plan.to), in_file).name != plan.to:
-        raise ValueError(
-            f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
-        )
-    configuration.refuse_behaviour(file.path)
-    if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
-        raise ValueError(
-            f"{file.path}: its contents are {found}, and the plan is for {plan.source or 'a file'} of "
-            f"{plan.digest}: make a new plan"
-        )
-    if plan.dtype is not None and plan.dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
-    for move in plan.moves:
-        if move.kind in ("attention", "other") and move.becomes not in ("", move.kind):
-            raise ValueError(
-                f"module {move.source or '(top)'} of the plan is {move.kind!r} and can become nothing "
-                f"else, got as = {move.becomes!r}"
-            )
-        if move.kind != "attention" or move.num_heads is not None:
-            continue
-        if not blocks.named(move.layout).stores_num_heads:
-            raise ValueError(
-                f"module {move.source or '(top)'} of the plan lacks num_heads, which layout "
-                f"{move.layout} does not store"
-            )
-    others = [move.source for move in plan.moves if move.kind == "other"]
-    if plan.others == "refuse" and others:
-        raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")
-
-
-def _check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
-    """Raises ValueError where a plan's head count is not that of the source's own description."""
-    there = shapes(file)
-    configured = described.of(file, list(found.blocks.values())).heads
-    for move, block in found.blocks.items():
-        if move.num_heads is not None:
-            try:
-                heads.find(block, there, move.num_heads, file.metadata, configured)
-            except ValueError as error:
-                raise ValueError(f"block {move.source or '(top)'}: {error}") from error
-
-
 def _taken(plan: Plan) -> set[str]:
     return {name for move in plan.moves if move.kind == "attention" for name in move.tensors}
 
 
 def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
     return {name for block in blocks.find(shapes(file)) for name in block.keys.values()}
-
-
-def _target(named: Layout, in_file: bool) -> Layout:
-    """The layout as the destination's format has it."""
-    inside = {layout.name for layout, _ in keras.IN_FILE.values()}
-    if in_file and named.name in keras.IN_FILE:
-        return keras.IN_FILE[named.name][0]
-    if in_file and named.name not in inside:
-        raise ValueError(
-            f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
-            f"{' or '.join(keras.IN_FILE)}, or write .safetensors, .pt or .npz"
-        )
-    if not in_file and named.name in inside:
-        plain = next(name for name, (layout, _) in keras.IN_FILE.items() if layout is named)
-        raise ValueError(
-            f"layout {named.name} is how Keras names the arrays inside a .weights.h5 file: "
-            f"name {plain} for other files"
-        )
-    return named
-
-
-def _refuse_unreadable(found: Resolved, target: Layout) -> None:
-    """Raises ValueError where a carried tensor would make a block of the destination unreadable."""
-    prefixes = {move.target for move, _ in found.by_move if move.kind == "attention"}
-    there = blocks.find({name: one.info.shape for name, one in found.made.items()}, [target])
-    for block in there:
-        if block.prefix in prefixes and block.unknown:
-            raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
-                f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
-            )
-    if missing := prefixes - {block.prefix for block in there}:
-        raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
 def _what(plan: Plan) -> str:

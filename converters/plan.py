@@ -27,6 +27,7 @@ from jaxmha.converters.modules import Module
 from jaxmha.converters.moves import Made, Tensors
 from jaxmha.converters.neighbours import Convention
 from jaxmha.converters.notes import listed
+from jaxmha.converters.placing import target_by_name, user_name
 from jaxmha.converters.refusals import several_dtypes
 
 OTHERS = ("pass", "refuse")
@@ -152,13 +153,13 @@ def make(
                 "attention",
                 block.layout.name,
                 block.prefix,
-                _target(block.prefix, block.layout.separator, to.separator, file.names)
+                target_by_name(block.prefix, block.layout.separator, to.separator, file.names)
                 if not _in_file(to)
                 else f"layers/{_in_file(to)}{f'_{i}' * (i > 0)}",
                 tuple(block.keys.values()),
                 "attention",
                 count,
-                _user_name(block.prefix, block.layout.separator, file.names) * bool(_in_file(to)),
+                user_name(block.prefix, block.layout.separator, file.names) * bool(_in_file(to)),
                 where,
                 confidence(block, where, configured),
                 block.why,
@@ -218,7 +219,7 @@ def _neighbour(
         target = f"layers/{group}{f'_{numbers[group]}' * (numbers[group] > 0)}"
         numbers[group] += 1
     else:
-        target = _target(layer.prefix, separator, convention.separator, names)
+        target = target_by_name(layer.prefix, separator, convention.separator, names)
         kind = kind_there(layer, to, convention, target)
     return Move(
         layer.kind,
@@ -228,7 +229,7 @@ def _neighbour(
         tuple(layer.keys.values()),
         kind,
         None,
-        _user_name(layer.prefix, separator, names) * bool(convention.group),
+        user_name(layer.prefix, separator, names) * bool(convention.group),
         confidence=layer.confidence,
         why=layer.why,
     )
@@ -252,32 +253,6 @@ def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -
 def _in_file(to: Layout) -> str:
     """The group of a .weights.h5 file that holds the layout; empty for other layouts."""
     return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")
-
-
-_SWAP = str.maketrans("./", "/.")
-
-
-def _user_name(prefix: str, separator: str, names: Mapping[str, str]) -> str:
-    """What a .weights.h5 file keeps as a layer's name: a path with dots."""
-    name = names.get(prefix)
-    if name is None or list(names.values()).count(name) > 1:
-        return prefix.translate(_SWAP) if separator == "/" else prefix
-    return name if "." in name else name.replace("/", ".")
-
-
-def _target(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
-    """The prefix with the other separator; both are exchanged, so that it comes back the same."""
-    name = _user_name(prefix, separator, names)
-    return name.translate(_SWAP) if wanted == "/" else name
-
-
-def target_of(prefix: str, separator: str, wanted: str) -> str:
-    """Where a layer goes that has no name of its own.
-
-    >>> target_of("a.b", ".", "/")
-    'a/b'
-    """
-    return _target(prefix, separator, wanted, {})
 
 
 def resolve(plan: Plan, file: Tensors) -> Resolved:
