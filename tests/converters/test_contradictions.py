@@ -130,7 +130,7 @@ def test_what_contradicts_the_tensors_is_set_aside(
     assert {where for *_, where in by_plan.heads} <= {"given", "plan"}
     for read in (sides.read, one_block.read):
         with pytest.raises(ValueError, match=r"does not describe"):
-            read(source)  # type: ignore[operator]
+            read(source)
 
 
 def test_a_configuration_that_fits_is_used_and_named(

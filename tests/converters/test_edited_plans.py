@@ -1,6 +1,7 @@
 """Plans that are edited by what their comments say, and by nothing else, convert."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def said(done: Any) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
-def source_of(folder: Path, extra: dict[str, tuple[int, ...]], name: str = "a.npz") -> Path:
+def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a.npz") -> Path:
     layout, rng = named("linear"), np.random.default_rng(0)
     state = engine.export_params(layout, params_of(layout), prefix="layers.0.self_attn")
     state |= {key: rng.normal(size=shape).astype(np.float32) for key, shape in extra.items()}

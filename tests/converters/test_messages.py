@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from jaxmha import __version__
@@ -202,7 +203,7 @@ def test_how_a_torch_layer_is_called_is_said(batch_first: bool) -> None:
 def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        terminal.Progress,
+        Progress,
         "update",
         lambda self, task, completed, total: shown.append((completed, total)),
     )
