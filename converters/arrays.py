@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmha.converters.extras import needed
+
 NDArray = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -28,7 +30,8 @@ def to_numpy(array: Any) -> NDArray:
 
 def to_torch(array: NDArray) -> Any:
     """A torch tensor that owns a copy of the array, dtype unchanged."""
-    import torch
+    with needed("torch"):
+        import torch
 
     copy = np.array(array, order="C", copy=True)
     try:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from jaxmha import __version__
 from jaxmha.converters import (
     blocks,
     describe_command,
@@ -42,6 +43,22 @@ app = typer.Typer(
     ".npz, folders of orbax. Nothing in a file is ever executed.\n\n"
     "Exit codes: 0 fine, 1 the two sides differ or a part was not compared, 2 bad input.",
 )
+
+
+def _version(asked: bool | None) -> None:
+    if asked:
+        out.print(f"jaxmha {__version__}", highlight=False)
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = None,
+) -> None:
+    pass
 
 
 @app.command(
@@ -88,6 +105,8 @@ def inspect(
             reason = escape(f"{layout}, {count} times, for its {why}")
             out.print(reason, soft_wrap=True, highlight=False)
         _print_layers(info)
+        for note in info.notes:
+            out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
         for broken in info.damaged:
             out.print(f"[red]damaged:[/red] {escape(broken)}", soft_wrap=True, highlight=False)
         dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())

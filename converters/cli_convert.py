@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from jaxmha.converters import checkpoint, migrate, parts, plan_file, report
-from jaxmha.converters.migrate import Conversion
+from jaxmha.converters.convert_output import print_conversion
 from jaxmha.converters.plan import OTHERS, Plan, Resolved
 from jaxmha.converters.terminal import (
-    SHOWN,
     DtypeName,
     Json,
-    LayoutName,
     NumHeads,
     byte_bar,
     check_text,
@@ -26,6 +23,7 @@ from jaxmha.converters.terminal import (
     escape,
     finite,
     items,
+    layout_name,
     one_message,
     out,
     print_json,
@@ -43,14 +41,19 @@ Digest = Enum("Digest", {x: x for x in ("fast", *checkpoint.ALGORITHMS, "none")}
 Source = Annotated[
     Path,
     typer.Argument(
-        help="The checkpoint to read: a file, the index of a sharded one or its folder, or a "
-        "folder of orbax.",
+        help="The checkpoint to read: a file, the index of a sharded one, the folder of either (as "
+        "Hugging Face saves models), or a folder of orbax.",
         show_default=False,
     ),
 ]
 From = Annotated[
-    LayoutName | None,
-    typer.Option("--from", help="Take only blocks of this layout; the rest is carried over."),
+    str | None,
+    typer.Option(
+        "--from",
+        callback=layout_name,
+        metavar="LAYOUT",
+        help="Take only blocks of this layout; the rest is carried over.",
+    ),
 ]
 Dtype = Annotated[
     DtypeName | None, typer.Option(help="Cast every floating tensor, and say what it cost.")
@@ -63,15 +66,29 @@ AttentionOnly = Annotated[
     bool, typer.Option("--attention-only", help="Carry over everything but attention as it is.")
 ]
 
+FoldScale = Annotated[
+    bool,
+    typer.Option(
+        "--fold-scale",
+        help="Where the layout has another scale of the logits (T5's is 1), multiply the queries.",
+    ),
+]
+
 
 def plan(
     source: Source,
-    to: Annotated[LayoutName, typer.Option(help="Layout of the attention blocks.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            callback=layout_name, metavar="LAYOUT", help="Layout of the attention blocks."
+        ),
+    ],
     from_: From = None,
     num_heads: NumHeads = None,
     dtype: Dtype = None,
     others: OptionalOthers = None,
     attention_only: AttentionOnly = False,
+    fold_scale: FoldScale = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the plan as TOML, to edit and convert by."),
@@ -85,13 +102,14 @@ def plan(
             check_text(output, force, _files(source))
         made, resolved = migrate.plan(
             source,
-            to=to.value,
-            from_=from_.value if from_ else None,
+            to=to,
+            from_=from_,
             num_heads=num_heads,
             dtype=dtype.value if dtype else None,
             others=(others or Others("pass")).value,
             attention_only=attention_only,
-            in_file=to.value.endswith("-file"),
+            in_file=to.endswith("-file"),
+            fold_scale=fold_scale,
         )
         if output is not None:
             text = plan_file.dumps(made, dict(resolved.by_move))
@@ -137,7 +155,7 @@ def _plan_data(made: Plan, resolved: Resolved) -> dict[str, Any]:
 
 def _print_plan(made: Plan, resolved: Resolved) -> None:
     for move, tensors in resolved.by_move:
-        heads = f", {move.num_heads} heads" * (move.num_heads is not None)
+        heads = f", {move.num_heads} heads ({move.heads_from})" * (move.num_heads is not None)
         sure = f" ({move.confidence}: {move.why})" if move.confidence else f" ({move.why})"
         kind = "carried over" if move.kind == "other" else f"{move.kind}, {move.layout}{heads}"
         start = f"{kind}: {move.source or '(top)'} -> {move.target or '(top)'}{sure}"
@@ -163,7 +181,12 @@ def convert(
             show_default=False,
         ),
     ],
-    to: Annotated[LayoutName | None, typer.Option(help="Layout of the attention blocks.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            callback=layout_name, metavar="LAYOUT", help="Layout of the attention blocks."
+        ),
+    ] = None,
     by_plan: Annotated[
         Path | None, typer.Option("--plan", help="Do exactly what this plan says (jaxmha plan).")
     ] = None,
@@ -172,6 +195,7 @@ def convert(
     dtype: Dtype = None,
     others: OptionalOthers = None,
     attention_only: AttentionOnly = False,
+    fold_scale: FoldScale = False,
     check: Annotated[
         Check,
         typer.Option(
@@ -227,6 +251,14 @@ def convert(
             "is installed, sha256 also withstands whoever wants a collision.",
         ),
     ] = Digest("fast"),
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            help="For .weights.h5: a file that the Keras model saved, whose layers of the same names "
+            "are taken.",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite the destination and the report.")
     ] = False,
@@ -242,7 +274,9 @@ def convert(
             raise ValueError(
                 "name a layout with --to, or a plan with --plan: one of them, not both"
             )
-        if by_plan is not None and (from_ or num_heads or dtype or others or attention_only):
+        if by_plan is not None and (
+            from_ or num_heads or dtype or others or attention_only or fold_scale
+        ):
             raise ValueError("a plan says it all: edit it instead of passing other options")
         if report_to is not None and check.value == "none":
             raise ValueError("--report has nothing to say with --check none")
@@ -256,15 +290,16 @@ def convert(
             plans = [by_plan] if by_plan else []
             check_text(report_to, force, [*_files(source), destination, *plans])
         options: dict[str, Any] = {
-            "--to": to and to.value,
+            "--to": to,
             "--plan": by_plan,
-            "--from": from_ and from_.value,
+            "--from": from_,
             "--num-heads": num_heads,
             "--dtype": dtype and dtype.value,
             "--others": others and others.value,
             "--shard-size": shard_size,
             "--digest": digest.value,
             "--attention-only": attention_only,
+            "--fold-scale": fold_scale,
             "--force": force,
         }
         failed: Mapping[int, int] = {}
@@ -272,17 +307,19 @@ def convert(
             if not as_json:
                 err.print(f"{processes} processes write a part each, then all is checked")
             failed = parts.convert(processes, source, destination, options)
-        with byte_bar("converting", as_json) as progress:
+        with byte_bar("writing and reading back", as_json, passes=2) as progress:
             done = migrate.convert(
                 source,
                 destination,
-                to=to.value if to else None,
-                from_=from_.value if from_ else None,
+                to=to,
+                from_=from_,
                 num_heads=num_heads,
                 dtype=dtype.value if dtype else None,
                 others=(others or Others("pass")).value,
                 attention_only=attention_only,
                 plan=plan_file.read(by_plan) if by_plan else None,
+                fold_scale=fold_scale,
+                like=like,
                 force=force,
                 shard_size=size,
                 resume=resume or processes > 1,
@@ -307,9 +344,10 @@ def convert(
         if as_json:
             print_json(done.to_json() | {"report": None if checked is None else checked.to_json()})
         else:
-            _print_conversion(destination, done, checked)
+            print_conversion(destination, done, checked)
         if report_to is not None and checked is not None:
-            text = json.dumps(finite(checked.to_json()), indent=1) + "\n"
+            told = checked.to_json() | {"unchecked": list(done.unchecked)}
+            text = json.dumps(finite(told), indent=1) + "\n"
             put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
     if checked is not None and not checked.same:
         raise typer.Exit(1)
@@ -330,68 +368,3 @@ def _bytes(text: str) -> int:
     if found is None or not (size := int(float(found[1]) * _UNITS[found[2] or ""])):
         raise ValueError(f"--shard-size: {text!r} is no size: give bytes, or such as 5GB or 500MiB")
     return size
-
-
-def _print_conversion(
-    destination: Path, done: Conversion, checked: report.ConversionReport | None
-) -> None:
-    table = Table(title=escape(str(destination)), title_justify="left")
-    for column in ("from", "layout", "to", "layout"):
-        table.add_column(column, overflow="fold")
-    for row in done.blocks:
-        table.add_row(*(escape(cell or "(top)") for cell in row))
-    out.print(table)
-    dtype = done.plan.dtype if done.plan else None
-    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.beside).items())
-    out.print(
-        f"{len(done.blocks)} attention blocks converted"
-        + (f"; beside them {kinds}" if kinds else "")
-        + f"; {len(done.carried)} other tensors carried over unchanged"
-        + (f" but for the cast to {dtype}" if dtype else ""),
-        highlight=False,
-    )
-    if not done.files or not done.files[-1].endswith(destination.name):
-        out.print(f"{len(done.files)} shards of this part, no index yet", highlight=False)
-    elif len(done.files) > 1:
-        out.print(f"{len(done.files) - 1} shards and their index", highlight=False)
-    _print_losses(done.losses)
-    for name in done.carried[:SHOWN]:
-        out.print(f"carried over: {escape(name)}", soft_wrap=True, highlight=False)
-    if (more := len(done.carried) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)
-    for note in done.notes if checked is None else checked.notes:
-        out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
-    if checked is None:
-        out.print(
-            "[yellow]not compared[/yellow] with the source: `jaxmha verify` does that",
-            highlight=False,
-        )
-        return
-    if not checked.same:
-        err.print(escape(str(checked), keep="\n"), highlight=False)
-        out.print("[red]the files differ[/red]")
-        return
-    errors = [error for one in checked.modules for pair in one.errors.values() for error in pair]
-    ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
-    tensors = checked.target["tensors"]
-    cast = f" to the source cast to {checked.dtype}" if checked.dtype else ""
-    out.print(f"[green]verified[/green]: {tensors} tensors identical{cast}{ran}", highlight=False)
-
-
-def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
-    """What casting lost, where it was most."""
-    lossy = {name: loss for name, loss in losses.items() if not loss.exact}
-    if losses and not lossy:
-        out.print("the cast lost nothing", highlight=False)
-    if not lossy:
-        return
-    table = Table(title="lost by the cast: largest relative error, and how many became 0")
-    for column in ("tensor", "from", "to", "error", "became 0"):
-        table.add_column(column, overflow="fold")
-    worst = sorted(lossy.items(), key=lambda x: (-x[1].underflowed, -x[1].max_relative_error))
-    for name, loss in worst[:SHOWN]:
-        error = f"{loss.max_relative_error:.3g}"
-        table.add_row(escape(name), loss.before, loss.after, error, str(loss.underflowed))
-    out.print(table)
-    if (more := len(lossy) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)

@@ -99,7 +99,7 @@ def refuse_behaviour(path: Path) -> None:
 
     Weights alone would be read as another function.
     """
-    for (*_, key), value in search(_readable(path), BEHAVIOUR):
+    for (*_, key), value in search(readable(path), BEHAVIOUR):
         if value not in (BEHAVIOUR[key], None):
             remedy = (
                 "do it between jaxmha.project and jaxmha.dot_product_attention"
@@ -112,14 +112,27 @@ def refuse_behaviour(path: Path) -> None:
             )
 
 
-def epsilons(path: Path) -> dict[str, float]:
-    """What the config.json beside a checkpoint says of the epsilon of norms, by key.
+EPSILONS = [
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "rms_norm_eps",
+    "norm_eps",
+    "norm_epsilon",
+]
+
+
+def epsilons(path: Path) -> dict[str, tuple[float, ...]]:
+    """What the config.json beside a checkpoint says of the epsilon of norms, by key; several values
+    where parts of the model have their own.
 
     Only positive numbers that a float holds: of others nothing is known.
     """
-    keys = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
-    found = search(_readable(path), keys)
-    return {way[-1]: float(value) for way, value in found if _is_positive(value)}
+    found: dict[str, dict[float, None]] = {}
+    for way, value in search(readable(path), EPSILONS):
+        if _is_positive(value):
+            found.setdefault(way[-1], {})[float(value)] = None
+    return {key: tuple(values) for key, values in found.items()}
 
 
 def _is_positive(value: Any) -> bool:
@@ -135,7 +148,7 @@ def offset_norms(path: Path) -> dict[str, str]:
     """Kinds of norms that no norm of another framework computes, and why: kind -> reason."""
     reason = "model_type {} of config.json: its norms multiply by 1 + weight, and others by weight"
     kinds: dict[str, str] = {}
-    for _, value in search(_readable(path), ["model_type"]):
+    for _, value in search(readable(path), ["model_type"]):
         if value in (*OFFSET_RMSNORMS.split(), *OFFSET_NORMS.split()):
             kinds["rmsnorm"] = reason.format(value)
         if value in OFFSET_NORMS.split():
@@ -143,7 +156,7 @@ def offset_norms(path: Path) -> dict[str, str]:
     return kinds
 
 
-def _readable(path: Path) -> Any:
+def readable(path: Path) -> Any:
     """As `read`; nothing where it cannot be read, which `heads.in_config` says where it matters."""
     try:
         return read(path)

@@ -5,7 +5,7 @@ for a number, a space separates alternatives, and any path may go before.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 Shapes = Mapping[str, Sequence[int]]
@@ -81,6 +81,21 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
+def stands(names: Collection[str], prefix: str) -> bool:
+    """Whether one of these families has blocks at such a prefix, in whatever layout.
+
+    >>> stands(["GPT-2"], "transformer.h.3.attn"), stands(["BERT"], "layers.0.self_attn")
+    (True, False)
+    """
+    path = prefix.replace("/", ".")
+    return any(
+        _fits(pattern, path)
+        for family in FAMILIES
+        if family.name in names
+        for pattern in family.prefixes.split()
+    )
+
+
 def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None:
     """The family of a layout whose pattern the end of a prefix has, and the pattern.
 
@@ -94,7 +109,11 @@ def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None
         if family.layout != layout:
             continue
         for pattern in family.prefixes.split():
-            numbered = re.escape(pattern).replace(r"\{i\}", r"\d+")
-            if re.search(rf"(^|\.){numbered}$", path) and family.told_by(prefix, shapes):
+            if _fits(pattern, path) and family.told_by(prefix, shapes):
                 return family, pattern
     return None
+
+
+def _fits(pattern: str, path: str) -> bool:
+    numbered = re.escape(pattern).replace(r"\{i\}", r"\d+")
+    return re.search(rf"(^|\.){numbered}$", path) is not None

@@ -12,6 +12,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import live
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.extras import needed
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import flax as _masks
 from jaxmha.converters.refusals import leaf_shapes, refuse_sizes
@@ -60,9 +61,10 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
       ValueError: a linen module without variables, weights that contradict `num_heads`, or an
         `attention_fn` of the user's own.
     """
-    from flax import linen, nnx
-    from flax.core import meta
-    from flax.traverse_util import flatten_dict
+    with needed("flax"):
+        from flax import linen, nnx
+        from flax.core import meta
+        from flax.traverse_util import flatten_dict
 
     if isinstance(module, nnx.MultiHeadAttention):
         known: Any = nnx.dot_product_attention
@@ -118,8 +120,10 @@ def to_module(
     """
     import jax
     import jax.numpy as jnp
-    from flax import linen, nnx
-    from flax.traverse_util import unflatten_dict
+
+    with needed("flax"):
+        from flax import linen, nnx
+        from flax.traverse_util import unflatten_dict
 
     if kind not in (None, "nnx", "linen"):
         raise ValueError(f"kind must be 'nnx' or 'linen', got {kind!r}")
@@ -184,7 +188,8 @@ def _exact(key: str, array: NDArray) -> Any:
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Every nnx.MultiHeadAttention in a model with its path; a linen pair of one is it, ""."""
-    from flax import linen, nnx
+    with needed("flax"):
+        from flax import linen, nnx
 
     if isinstance(model, tuple):
         if isinstance(model[0], linen.MultiHeadDotProductAttention):

@@ -12,6 +12,7 @@ from jaxmha.converters.checkpoint import errors as checkpoint_errors
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.checkpoint.limits import Limits
 from jaxmha.converters.configuration import CONFIG
+from jaxmha.converters.model_types import MODEL_TYPES
 
 # Where configurations keep the head count, and of which part of the model.
 CONFIG_KEYS = {
@@ -40,21 +41,26 @@ class UnusableConfigError(ValueError):
 class Count(NamedTuple):
     """A head count, where it stands, and the parts of the model that it is of, from outside in.
 
-    `alone`: of these and of no others.
+    `alone`: of these and of no others. `way`: the keys on the way to it.
     """
 
     heads: int
     where: str
     parts: tuple[str, ...] = ()
     alone: bool = False
+    way: tuple[str, ...] = ()
 
 
 class Configured(NamedTuple):
-    """What a configuration says of head counts; `wrong`: why none of it can be taken."""
+    """What a configuration says of head counts; `wrong`: why none of it can be taken.
+
+    `families`: of the models that its model_type names (`families.MODEL_TYPES`).
+    """
 
     path: Path
     counts: tuple[Count, ...]
     wrong: str = ""
+    families: tuple[str, ...] = ()
 
     @property
     def several(self) -> bool:
@@ -75,20 +81,33 @@ class Configured(NamedTuple):
         Of several, that of the outermost part which the prefix names. The last component is the
         block's own name: `encoder_attn` is in the decoder.
         """
+        count = self.count_of(prefix)
+        return (None, count) if isinstance(count, str) else count[:2]
+
+    def count_of(self, prefix: str) -> Count | str:
+        """As `of`, with the place; or why there is none."""
         if self.wrong:
-            return None, self.wrong
+            return self.wrong
         path = re.split("[./]", prefix)[:-1]
         if not self.several:
             count = self.counts[0]
             if self.in_parts and not _place(count.parts, path):
-                return None, f"{count.where} is of its part of the model"
-            return count[:2]
+                return f"{count.where} is of its part of the model"
+            return count
         placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
         best = [c for place, c in placed if place == min(place for place, _ in placed)]
         if len({c.heads for c in best}) == 1:
-            return best[0][:2]
+            return best[0]
         shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
-        return None, f"{self.path} has several head counts ({shown})"
+        return f"{self.path} has several head counts ({shown})"
+
+    def part_of(self, prefix: str) -> Count | None:
+        """What is said of the part of the model that a prefix is in, or of all of it."""
+        path = re.split("[./]", prefix)[:-1]
+        placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
+        if placed:
+            return min(placed, key=lambda one: one[0])[1]
+        return self.counts[0] if self.counts and not self.in_parts else None
 
 
 def find(
@@ -188,14 +207,17 @@ def in_config(path: Path) -> Configured | None:
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
     counts = tuple(_count(way, heads) for way, heads in found)
-    return Configured(config, counts) if counts else None
+    values = [value for _, value in configuration.search(content, ["model_type"])]
+    types = {value for value in values if isinstance(value, str)}
+    named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
+    return Configured(config, counts, families=named) if counts else None
 
 
 def _count(way: Sequence[str], heads: int) -> Count:
     own = CONFIG_KEYS[way[-1]]
     parts = (*map(_part, way[:-1]), *own)
     alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
-    return Count(heads, ": ".join((CONFIG, *way)), parts, alone)
+    return Count(heads, ": ".join((CONFIG, *way)), parts, alone, tuple(way))
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

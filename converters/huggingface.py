@@ -105,7 +105,8 @@ T5 = Layout(
     holds=_DROPOUT,
     beside=("relative_attention_bias.weight",),
     about="T5 without biases and without scale: keys under `SelfAttention`, `EncDecAttention` "
-    "(the relative position bias goes to the call; a whole file is converted with it beside)",
+    "(the relative position bias goes to the call; a whole file keeps it under its name, and "
+    "goes to layouts with a scale by --fold-scale)",
 )
 WHISPER = Layout(
     "whisper",

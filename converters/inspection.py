@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxmha.converters import blocks, checkpoint, configuration, heads, modules
+from jaxmha.converters import blocks, checkpoint, described, heads, modules
 from jaxmha.converters import plan as planning
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
@@ -25,8 +25,9 @@ class BlockInfo:
       shapes: key -> shape, of the keys that were found. dtype: of the query kernel.
       family, pattern: models that keep such blocks at such a prefix; None: the keys alone decide.
       also_fits: other layouts with the same keys, where no family decides.
-      confidence: "certain": a known family has it there; "likely": the keys are those of one
-        layout; "ambiguous": of several. why: all this in words.
+      confidence: "certain": a known family has it there, and its head count is in the tensors or
+        in a configuration that names the family; "likely": the keys are those of one layout;
+        "ambiguous": of several. why: all this in words.
     """
 
     prefix: str
@@ -68,6 +69,7 @@ class FileInfo:
       layers: what of it is understood. not_understood: name -> why not; carried over or refused.
       dtypes: how many tensors have each.
       damaged: what looks like a block and lacks arrays; `convert` and `verify` refuse it.
+      notes: why a configuration beside the file was set aside.
     """
 
     path: str
@@ -78,6 +80,7 @@ class FileInfo:
     not_understood: dict[str, str]
     dtypes: dict[str, int]
     damaged: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -94,10 +97,10 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
         found = blocks.find(all_shapes)
-        configured = heads.in_config(file.path)
+        told = described.of(file, found)
         infos = []
         for block in found:
-            count, where = _heads(file, block, all_shapes, num_heads, configured)
+            count, where = _heads(file, block, all_shapes, num_heads, told.heads)
             family, pattern = block.family or (None, None)
             infos.append(
                 BlockInfo(
@@ -111,13 +114,13 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                     family,
                     pattern,
                     block.also,
-                    planning.confidence(block),
+                    planning.confidence(block, where, told.heads),
                     block.why,
                 )
             )
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
-        beside, unknown = modules.find(file.info, found, configuration.offset_norms(file.path))
+        beside, unknown = modules.find(file.info, found, told.unlike)
         layers = tuple(
             LayerInfo(
                 layer.kind,
@@ -133,7 +136,15 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         dtypes = Counter(str(info.dtype) for info in file.info.values())
         damaged = tuple(blocks.damaged(all_shapes, found))
         return FileInfo(
-            str(path), file.format, tuple(infos), others, layers, unknown, dict(dtypes), damaged
+            str(path),
+            file.format,
+            tuple(infos),
+            others,
+            layers,
+            unknown,
+            dict(dtypes),
+            damaged,
+            told.notes,
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import live
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.extras import needed
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.refusals import one_dtype
@@ -132,7 +133,8 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
 
 
 def _classes() -> tuple[Any, ...]:
-    import keras
+    with needed("keras"):
+        import keras
 
     return keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
@@ -169,7 +171,8 @@ def to_module(
       ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason; or
         its backend would change the dtype.
     """
-    import keras
+    with needed("keras"):
+        import keras
 
     if kind not in (None, "mha", "gqa"):
         raise ValueError(f"kind must be 'mha' or 'gqa', got {kind!r}")

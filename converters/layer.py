@@ -12,6 +12,7 @@ from jaxmha.attention import as_mask
 from jaxmha.axes import bind
 from jaxmha.converters import sides
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.extras import needed
 from jaxmha.converters.masks.argument import Masks, canonical_bias
 from jaxmha.converters.masks.structure import array_of, checked
 from jaxmha.converters.sides import BlockSide
@@ -222,7 +223,8 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
 
 
 def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
-    import torch
+    with needed("torch"):
+        import torch
 
     from jaxmha.converters.masks import torch as masks
 

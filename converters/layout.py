@@ -3,6 +3,7 @@
 An array of a framework is three facts: its key, its axes, and the canonical leaves in it.
 """
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,32 @@ class Layout:
         return re.sub(r"\w+", lambda word: single.get(word[0], word[0]), axes)
 
 
+# Words that people have for what the layouts are called after.
+_MEANT = {
+    **dict.fromkeys(("jax", "nnx", "linen", "flax-linen", "flax-nnx", "jaxmha"), "flax"),
+    **dict.fromkeys(("pytorch", "pt", "torch.nn", "nn.multiheadattention"), "torch"),
+    **dict.fromkeys(("tf", "tensorflow", "keras3", "tf.keras"), "keras"),
+    **dict.fromkeys(("gpt", "openai-gpt"), "gpt2"),
+    **dict.fromkeys(("mistral", "qwen2", "gemma"), "llama"),
+    **dict.fromkeys(("pythia", "gptneox", "gpt_neox", "bloom"), "gpt-neox"),
+    **dict.fromkeys(("clip", "bart", "opt"), "linear"),
+    "roberta": "bert",
+    "dm-haiku": "haiku",
+    "eqx": "equinox",
+}
+
+
+def guess(name: str, known: Sequence[str]) -> str:
+    """The known name that was likely meant, as a question; empty where none is near.
+
+    >>> guess("jax", ["torch", "flax"]), guess("torhc", ["torch", "flax"]), guess("x", ["torch"])
+    ('did you mean flax? ', 'did you mean torch? ', '')
+    """
+    meant = _MEANT.get(name.lower(), "")
+    near = [meant] if meant in known else difflib.get_close_matches(name.lower(), known, 1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
 def choose(
     layouts: Sequence[Layout], keys: Sequence[str], name: str | None = None, prefix: str = ""
 ) -> Layout:
@@ -87,7 +114,9 @@ def choose(
     names = [layout.name for layout in layouts]
     if name is not None:
         if name not in names:
-            raise ValueError(f"unknown layout {name!r}: known are {', '.join(names)}")
+            raise ValueError(
+                f"unknown layout {name!r}: {guess(name, names)}known are {', '.join(names)}"
+            )
         return layouts[names.index(name)]
     missing = {
         layout.name: [e.key for e in layout.entries if not e.group and e.key not in keys]

@@ -1,20 +1,37 @@
 """Checkpoint files from one layout to another: find the attention blocks, convert, write."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from jaxmha import __version__
-from jaxmha.converters import blocks, by_hand, checkpoint, configuration, heads, keras, moves
+from jaxmha.converters import (
+    blocks,
+    checkpoint,
+    configuration,
+    described,
+    edited,
+    heads,
+    keras_order,
+    moves,
+    notes,
+)
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
+from jaxmha.converters.checkpoint import Loss, sharded
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.conditions import (
+    check_heads,
+    check_plan,
+    naming,
+    refuse_beside,
+    refuse_unreadable,
+    taken_from,
+    target_layout,
+)
 from jaxmha.converters.inspection import FileInfo, inspect
-from jaxmha.converters.layout import Layout
 from jaxmha.converters.notes import listed
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
@@ -37,6 +54,8 @@ class Conversion:
       carried: names of tensors that are neither, taken over as they are.
       files: what was written. digests: tensor name -> digest, of what was read back.
       losses: tensor name -> what the cast to `dtype` did to it, for every tensor that it changed.
+      heads: (prefix in the source, head count, where it is from) of every block.
+      unchecked: what no comparison of the two files can show, in words.
       notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
     """
 
@@ -50,6 +69,8 @@ class Conversion:
     losses: dict[str, Loss]
     notes: tuple[str, ...] = ()
     plan: Plan | None = None
+    heads: tuple[tuple[str, int, str], ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -68,6 +89,7 @@ def plan(
     others: str = "pass",
     attention_only: bool = False,
     in_file: bool = False,
+    fold_scale: bool = False,
 ) -> tuple[Plan, Resolved]:
     """What `convert` would do to every tensor of a checkpoint, bound to its contents' digest.
 
@@ -75,8 +97,9 @@ def plan(
     """
     with checkpoint.open(source) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
+        made = replace(made, fold_scale=fold_scale)
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
-        with _naming(file.path):
+        with naming(file.path):
             return named, resolve(named, file)
 
 
@@ -91,13 +114,15 @@ def _make(
     in_file: bool,
     draft: bool = False,
 ) -> Plan:
-    target = _target(blocks.named(to), in_file)
+    target = target_layout(blocks.named(to), in_file)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     if others not in OTHERS:
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
     configuration.refuse_behaviour(file.path)
-    with _naming(file.path):
+    known = blocks.LAYOUTS if from_ is None else [blocks.named(from_)]
+    with naming(file.path):
+        told = described.of(file, blocks.find(shapes(file), known))
         made = planning.make(
             file,
             target,
@@ -105,9 +130,9 @@ def _make(
             num_heads=num_heads,
             others=others,
             attention_only=attention_only,
-            configured=heads.in_config(file.path),
-            epsilon=configuration.epsilons(file.path),
-            unlike=configuration.offset_norms(file.path),
+            configured=told.heads,
+            epsilon=told.epsilon,
+            unlike=told.unlike,
             draft=draft,
         )
     if not any(move.kind != "other" for move in made.moves):
@@ -115,21 +140,10 @@ def _make(
         raise ValueError(
             f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
         )
-    return replace(made, dtype=dtype)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Messages begin with the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except heads.UnusableConfigError:
-        raise
-    except ValueError as error:
-        between = ", " if str(error).startswith("block ") else ": "
-        raise ValueError(f"{path}{between}{error}") from error
+    if target.name != blocks.named(to).name or target.name.endswith("-file"):
+        groups = keras_order.kept(file, made.moves)
+        made = replace(made, moves=keras_order.placed(made.moves, groups))
+    return replace(made, dtype=dtype, notes=(*told.notes, *made.notes))
 
 
 def convert(
@@ -143,6 +157,8 @@ def convert(
     others: str = "pass",
     attention_only: bool = False,
     plan: Plan | None = None,
+    fold_scale: bool = False,
+    like: str | os.PathLike[str] | None = None,
     force: bool = False,
     shard_size: int | None = None,
     resume: bool = False,
@@ -168,6 +184,10 @@ def convert(
       others: "pass" carries over what is not understood, "refuse" raises for it.
       attention_only: everything but attention is carried over.
       plan: does exactly this instead of all the above, to the source that it is for.
+      fold_scale: where the layout has another scale than a block, such as T5's of 1, multiply the
+        queries so that they give the same; exact where that is by a power of two, else said.
+      like: for a .weights.h5 file: another that the Keras model itself saved. Layers go to the
+        groups of the layers of their names, in whatever order the model creates them.
       force: overwrite an existing destination.
       shard_size: bytes of tensors per shard, where the destination is an index.
       resume: where shards are written: an interruption leaves the complete ones, and the same
@@ -182,26 +202,37 @@ def convert(
         cannot hold, with the reason; or a plan that is not for this source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    _refuse_beside(Path(source), Path(destination))
+    refuse_beside(Path(source), Path(destination))
     with checkpoint.open(source) as file:
         if plan is None:
             if to is None:
                 raise ValueError("name a layout (to=), or give a plan")
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
+            plan = replace(plan, fold_scale=fold_scale)
         else:
-            _check_plan(plan, file, in_file)
-        with _naming(file.path):
+            plan = edited.in_file(plan) if in_file else plan
+            check_plan(plan, file, in_file)
+            with naming(file.path):
+                plan = edited.completed(plan, blocks.named(plan.to), file.info)
+        if like is not None:
+            plan = taken_from(plan, file, like, in_file)
+        groups = keras_order.kept(file, plan.moves)
+        known = given or like is not None or bool(groups)
+        with naming(file.path):
             found = resolve(plan, file)
+            if in_file and not given and not like and groups:
+                found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
             if given:
-                _check_heads(found, file)
+                check_heads(found, file)
         target = blocks.named(plan.to)
         whole = all(name in _taken(plan) for name in _attention_names(file))
-        metadata = dict(file.metadata)
+        metadata = {k: v for k, v in file.metadata.items() if k != keras_order.METADATA}
+        metadata |= keras_order.to_metadata(groups, plan.moves) if not in_file else {}
         if whole:  # no block is carried over as it is
             metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
         if not target.stores_num_heads:
             metadata |= heads.to_metadata(found.counts, whole=whole)
-        _refuse_unreadable(found, target)
+        refuse_unreadable(found, target)
         settings: dict[str, Any] = {}
         lost = []
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
@@ -217,6 +248,7 @@ def convert(
                     f"the head count ({counts}) is in no tensor, and the format has no place for it: "
                     "keep a config.json beside the file"
                 )
+        infos = dict(file.info)
         if in_file:
             settings["names"] = found.names
         if resume:
@@ -225,7 +257,7 @@ def convert(
         written = checkpoint.write(
             destination,
             moves.lazy(found.made),
-            source=file.files,
+            source=file.files if like is None else (*file.files, Path(like)),
             force=force,
             dtype=plan.dtype,
             overflow="refuse",
@@ -258,7 +290,22 @@ def convert(
             *lost,
         ),
         plan,
+        tuple(
+            (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
+            for move in found.blocks
+        ),
+        () if not in_file or known or keras_order.is_told(plan.moves, infos) else (_ORDER,),
     )
+
+
+_ORDER = (
+    "the order in which the Keras model creates layers of one class and shape is in no tensor: "
+    "see the note, and name a file that the model saved (--like)"
+)
+
+
+def _heads_from(move: Move, given: bool) -> str:
+    return "plan" if given and move.num_heads is not None else "shape"
 
 
 def convert_state(
@@ -268,24 +315,32 @@ def convert_state(
     num_heads: int | None = None,
     others: str = "pass",
     attention_only: bool = False,
+    fold_scale: bool = False,
 ) -> dict[str, NDArray]:
     """A flat dict of arrays as `convert` would write it; for models in memory.
 
-    Raises ValueError as `convert` does.
+    Raises ValueError as `convert` does, and TypeError for what is no dict, such as a live module.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
     >>> sorted(convert_state(layer.state_dict(), to="flax", num_heads=2))[:3]
     ['linear1/bias', 'linear1/kernel', 'linear2/bias']
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a torch "
+            "module pass module.state_dict(); of other models flatten the tree of parameters, its "
+            "keys joined with '/'"
+        )
     memory = _Memory(state)
     made = planning.make(
         memory,
-        _target(blocks.named(to), in_file=False),
+        target_layout(blocks.named(to), in_file=False),
         num_heads=num_heads,
         others=others,
         attention_only=attention_only,
     )
+    made = replace(made, fold_scale=fold_scale)
     return {name: to_numpy(one.load()) for name, one in resolve(made, memory).made.items()}
 
 
@@ -300,99 +355,12 @@ class _Memory(dict[str, NDArray]):
         self.others: tuple[str, ...] = ()
 
 
-def _refuse_beside(source: Path, destination: Path) -> None:
-    """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
-    inside = destination.absolute().parent.resolve() == source.resolve()
-    if inside and destination.name.endswith(sharded.SUFFIX):
-        raise ValueError(
-            f"{destination}: is in the folder that is the source, whose name would then stand for two "
-            "checkpoints: name the file in it as the source, or write elsewhere"
-        )
-
-
-def _check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
-    """Raises ValueError where a plan is for another source or another kind of destination."""
-    if _target(blocks.named(plan.to), in_file).name != plan.to:
-        raise ValueError(
-            f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
-        )
-    configuration.refuse_behaviour(file.path)
-    if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
-        raise ValueError(
-            f"{file.path}: its contents are {found}, and the plan is for {plan.source or 'a file'} of "
-            f"{plan.digest}: make a new plan"
-        )
-    if plan.dtype is not None and plan.dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
-    for move in plan.moves:
-        if move.kind in ("attention", "other") and move.becomes not in ("", move.kind):
-            raise ValueError(
-                f"module {move.source or '(top)'} of the plan is {move.kind!r} and can become nothing "
-                f"else, got as = {move.becomes!r}"
-            )
-        if move.kind != "attention" or move.num_heads is not None:
-            continue
-        if not blocks.named(move.layout).stores_num_heads:
-            raise ValueError(
-                f"module {move.source or '(top)'} of the plan lacks num_heads, which layout "
-                f"{move.layout} does not store"
-            )
-    others = [move.source for move in plan.moves if move.kind == "other"]
-    if plan.others == "refuse" and others:
-        raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")
-
-
-def _check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
-    """Raises ValueError where a plan's head count is not that of the source's own description."""
-    configured, there = heads.in_config(file.path), shapes(file)
-    for move, block in found.blocks.items():
-        if move.num_heads is not None:
-            try:
-                heads.find(block, there, move.num_heads, file.metadata, configured)
-            except ValueError as error:
-                raise ValueError(f"block {move.source or '(top)'}: {error}") from error
-
-
 def _taken(plan: Plan) -> set[str]:
     return {name for move in plan.moves if move.kind == "attention" for name in move.tensors}
 
 
 def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
     return {name for block in blocks.find(shapes(file)) for name in block.keys.values()}
-
-
-def _target(named: Layout, in_file: bool) -> Layout:
-    """The layout as the destination's format has it."""
-    in_files = {name: layout for name, (layout, _) in keras.IN_FILE.items()} | by_hand.IN_FILE
-    plain = {layout.name: name for name, layout in in_files.items()}
-    if in_file and named.name in in_files:
-        return in_files[named.name]
-    if in_file and named.name not in plain:
-        raise ValueError(
-            f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
-            f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, .pt "
-            "or .npz"
-        )
-    if not in_file and named.name in plain:
-        raise ValueError(
-            f"layout {named.name} is how Keras names the arrays inside a .weights.h5 file: "
-            f"name {plain[named.name]} for other files"
-        )
-    return named
-
-
-def _refuse_unreadable(found: Resolved, target: Layout) -> None:
-    """Raises ValueError where a carried tensor would make a block of the destination unreadable."""
-    prefixes = {move.target for move, _ in found.by_move if move.kind == "attention"}
-    there = blocks.find({name: one.info.shape for name, one in found.made.items()}, [target])
-    for block in there:
-        if block.prefix in prefixes and block.unknown:
-            raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
-                f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
-            )
-    if missing := prefixes - {block.prefix for block in there}:
-        raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
 def _what(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import parse
-from jaxmha.converters import engine, neighbours
+from jaxmha.converters import engine, fold, neighbours
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint import Lazy, TensorInfo
@@ -128,20 +129,30 @@ def attention(
     target: Layout,
     prefix: str,
     num_heads: int | None,
-) -> tuple[dict[str, Made], MHAParams]:
-    """The tensors of a block in another layout, and its leaves as shapes.
+    fold_scale: bool = False,
+) -> tuple[dict[str, Made], MHAParams, str]:
+    """The tensors of a block in another layout, its leaves as shapes, and how its scale was folded
+    into the query.
 
     Raises ValueError where the block cannot be read, or the layout cannot hold it.
     """
     params, semantics, sizes = meta(block, info, num_heads)
+    by, told = 1.0, ""
+    if fold_scale:
+        by = fold.factor(semantics, target, sizes["H"])
+        if by != 1.0:
+            told = fold.told(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
+        semantics = replace(semantics, scale=target.semantics.scale)
     engine.refuse_export(target, params, semantics)
     there, sizes = leaves(params), sizes | _letters(params)
+    folded = fold.which(there)
     holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
 
     def leaf(name: str) -> NDArray:
         entry = holder[name]
         unpack = partial(engine.unpack, block.layout, entry, sizes=sizes)
-        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
+        found = parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
+        return fold.times(found, by, block.keys[entry.key]) if name in folded else found
 
     def load(entry: Entry) -> NDArray:
         return engine.pack(target, entry, leaf)
@@ -165,7 +176,7 @@ def attention(
             tuple(block.keys[e.key] for e in sources),
             f"{' + '.join(e.axes for e in sources)} -> {entry.axes}",
         )
-    return made, params
+    return made, params, told
 
 
 def _letters(params: MHAParams) -> dict[str, int]:

@@ -3,12 +3,15 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from jaxmha.converters import keymaps
 from jaxmha.converters.blocks import Block, natural
 from jaxmha.converters.modules import Module
 from jaxmha.converters.neighbours import Convention
 
+CREATES = "check that the model creates its layers so"
 NO_ATTENTION = "no block of attention was found: what is converted are the layers beside it"
 
 
@@ -22,27 +25,54 @@ def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     return separator.join(names[:most]) + more
 
 
+class Epsilons(NamedTuple):
+    """What was read of the epsilon of norms: by key of a configuration, or by the layer's prefix."""
+
+    by_key: Mapping[str, Sequence[float]] = MappingProxyType({})
+    by_prefix: Mapping[str, float] = MappingProxyType({})
+
+
 def epsilons(
     layers: Sequence[Module],
     convention: Convention | None,
     found: Sequence[Block],
-    configured: Mapping[str, float],
+    read: Epsilons,
 ) -> Iterator[str]:
-    """What norms add to the variance, where the target's own default is another."""
+    """What norms add to the variance, where it was not read or is another than the target's default."""
+    if convention is None:
+        return
     families_there = {block.family[0] for block in found if block.family}
     keys = {k.epsilon for k in keymaps.KEYMAPS if k.family in families_there and k.epsilon}
-    said = {key: value for key, value in configured.items() if key in keys or not keys}
-    counts = Counter((x.kind, x.convention) for x in layers if x.kind in ("norm", "rmsnorm"))
-    for (kind, source), count in counts.items():
-        if convention is None:
-            continue
+    said = {key: values for key, values in read.by_key.items() if key in keys or not keys}
+    of_all = tuple(dict.fromkeys(value for values in said.values() for value in values))
+    counts = Counter(
+        (
+            x.kind,
+            x.convention,
+            (read.by_prefix[x.prefix],) if x.prefix in read.by_prefix else of_all,
+            "the archive's config.json"
+            if x.prefix in read.by_prefix
+            else f"config.json: {', '.join(said)}",
+        )
+        for x in layers
+        if x.kind in ("norm", "rmsnorm")
+    )
+    for (kind, source, values, where), count in counts.items():
         theirs = convention.epsilon[kind if kind in convention.kinds else "norm"]
-        key, ours = next(iter(said.items()), ("", source.epsilon.get(kind, theirs)))
-        if ours != theirs:
-            where = f"config.json: {key}" if key else f"the default of {source.name}"
+        there = f"{theirs:.3g} by default in {convention.name}"
+        if not values and source.name != convention.name:
+            usual = source.epsilon.get(kind, theirs)
             yield (
-                f"{count} x {kind}: epsilon is {ours:.3g} ({where}), and {theirs:.3g} by default in "
-                f"{convention.name}: no tensor holds it, so give it to the layers"
+                f"{count} x {kind}: epsilon is not known: it is in no tensor, and nothing beside them "
+                f"says it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
+                "it up in the source model and give it to the layers"
+            )
+        elif values and values != (theirs,):
+            shown = " or ".join(f"{value:.3g}" for value in values)
+            which = " (each part of the model has its own)" * (len(values) > 1)
+            yield (
+                f"{count} x {kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor holds "
+                "it, so give it to the layers"
             )
 
 
@@ -54,11 +84,12 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
         groups.setdefault(group, []).append(source or "(top)")
     several = {group: names for group, names in groups.items() if len(names) > 1}
     if several:
-        shown = "; ".join(f"{group}: {listed(names, 4)}" for group, names in several.items())
+        shown = "; ".join(f"{group}: {', '.join(names)}" for group, names in several.items())
         yield (
             "Keras pairs the groups of a .weights.h5 file with layers of their class in the order in "
-            f"which the model creates these; here they are in the order {shown}: check that the "
-            "model creates its layers so"
+            f"which the model creates these; here they are in the order {shown}: {CREATES}; where it "
+            "does not, name a file that it saved (--like "
+            "model.weights.h5), or write a plan (--to keras-file) and exchange the numbers in `to`"
         )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import checkpoint, configuration, heads
+from jaxmha.converters import checkpoint, configuration, described, heads
 from jaxmha.converters.blocks import find
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.sides import layers, shapes
@@ -43,7 +43,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
             more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise ValueError(printable(f"{path} has no block {name!r}; there are {names}{more}"))
         block = found[0] if name is None else known[name if whole else stack]
-        own, configured = called[block.prefix], heads.in_config(file.path)
+        own, configured = called[block.prefix], described.of(file, found).heads
         count, _ = heads.find(block, there, num_heads, file.metadata, configured)
         try:
             sides = list(layers(own, block.layout.name, *block.read(file, count)))

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmha.converters import (
     blocks,
+    configuration,
     families,
     heads,
     keras,
@@ -43,8 +44,8 @@ class Move:
       source, target: prefixes; the names themselves for others.
       tensors: every name of the source that belongs to it.
       becomes: the kind in the target.
-      num_heads: of attention. name: what a .weights.h5 file keeps as the layer's name.
-      confidence, why: of the reading; not read back from a file.
+      num_heads: of attention; `heads_from` says where it is from. name: what a .weights.h5 file keeps as the layer's name.
+      confidence, why: of the reading; like `heads_from` not read back from a file.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Move:
     becomes: str = ""
     num_heads: int | None = None
     name: str = ""
+    heads_from: str = field(default="", compare=False)
     confidence: str = field(default="", compare=False)
     why: str = field(default="", compare=False)
 
@@ -68,6 +70,7 @@ class Plan:
       others: "pass" carries over what is not understood, "refuse" raises for it.
       dtype: every floating tensor is cast to it; None: as it is.
       source, digest: the file the plan is for; its contents' SHA-256, "" where it was not asked for.
+      fold_scale: queries are multiplied so that the layout's own scale gives the same (`fold`).
       notes: what the tensors do not say, such as the epsilon of norms.
     """
 
@@ -77,6 +80,7 @@ class Plan:
     dtype: str | None = None
     source: str = ""
     digest: str = ""
+    fold_scale: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -104,7 +108,7 @@ def make(
     others: str = "pass",
     attention_only: bool = False,
     configured: heads.Configured | None = None,
-    epsilon: Mapping[str, float] | None = None,
+    epsilon: notes.Epsilons = notes.Epsilons(),
     unlike: Mapping[str, str] | None = None,
     draft: bool = False,
 ) -> Plan:
@@ -143,13 +147,15 @@ def make(
     planned = []
     for i, block in enumerate(found):
         given = heads.by_default(block, num_heads, configured) if draft else num_heads
-        count, _ = heads.find(block, shapes, given, file.metadata, configured)
+        count, where = heads.find(block, shapes, given, file.metadata, configured)
         planned.append(
             Move(
                 "attention",
                 block.layout.name,
                 block.prefix,
-                _target(block.prefix, block.layout.separator, to.separator, file.names)
+                user_names.target_by_name(
+                    block.prefix, block.layout.separator, to.separator, file.names
+                )
                 if not _in_file(to)
                 else f"layers/{_in_file(to)}{f'_{i}' * (i > 0)}",
                 tuple(block.keys.values()),
@@ -157,7 +163,8 @@ def make(
                 count,
                 user_names.dotted(block.prefix, block.layout.separator, file.names)
                 * bool(_in_file(to)),
-                confidence(block),
+                where,
+                confidence(block, where, configured),
                 block.why,
             )
         )
@@ -175,7 +182,7 @@ def make(
         others,
         notes=(
             *[notes.NO_ATTENTION] * (not found),
-            *notes.epsilons(layers, convention, found, epsilon or {}),
+            *notes.epsilons(layers, convention, found, epsilon),
             *notes.told_by_name(layers),
             *notes.renamed(_renamed(planned, file.names) if not _in_file(to) else ()),
             *notes.carried_norms(
@@ -192,14 +199,20 @@ def _renamed(planned: Sequence[Move], names: Mapping[str, str]) -> Iterator[tupl
             yield move.source, move.target
 
 
-def confidence(block: Block) -> str:
-    """How sure the layout of a block is: its place decides, its keys, or neither.
+def confidence(
+    block: Block, heads_from: str = "", configured: heads.Configured | None = None
+) -> str:
+    """How sure the reading of a block is: its place decides, its keys, or neither.
+
+    A head count that only a configuration has is certain where that names the block's family.
 
     >>> confidence(Block("h.0.attn", blocks.named("gpt2"), {}))
     'likely'
     """
     if block.family:
-        return "certain"
+        told = heads_from.startswith(configuration.CONFIG)
+        named = configured is not None and block.family[0] in configured.families
+        return "certain" if named or not told else "likely"
     return "ambiguous" if block.also else "likely"
 
 
@@ -213,13 +226,13 @@ def _neighbour(
     separator = modules.split(next(iter(layer.keys.values())))[1] or layer.convention.separator
     numbered = convention.group and _in_file(to)
     if numbered:
-        kind = _kind_there(layer, to, convention, layer.prefix)
+        kind = kind_there(layer, to, convention, layer.prefix)
         group = convention.group[kind]
         target = f"layers/{group}{f'_{numbers[group]}' * (numbers[group] > 0)}"
         numbers[group] += 1
     else:
-        target = _target(layer.prefix, separator, convention.separator, names)
-        kind = _kind_there(layer, to, convention, target)
+        target = user_names.target_by_name(layer.prefix, separator, convention.separator, names)
+        kind = kind_there(layer, to, convention, target)
     return Move(
         layer.kind,
         layer.convention.name,
@@ -229,12 +242,12 @@ def _neighbour(
         kind,
         None,
         user_names.dotted(layer.prefix, separator, names) * bool(numbered),
-        layer.confidence,
-        layer.why,
+        confidence=layer.confidence,
+        why=layer.why,
     )
 
 
-def _kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
+def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
     """The kind in the target: what its family has at that place, else the ordinary one."""
     leaves = set(layer.entries)
     there = {family.name for family in families.FAMILIES if family.layout == to.name}
@@ -252,12 +265,6 @@ def _kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) 
 def _in_file(to: Layout) -> str:
     """The group of a .weights.h5 file that holds the layout; empty for other layouts."""
     return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")
-
-
-def _target(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
-    """The prefix with the other separator; both are exchanged, so that it comes back the same."""
-    name = user_names.dotted(prefix, separator, names)
-    return name.translate(user_names.SWAP) if wanted == "/" else name
 
 
 def resolve(plan: Plan, file: Tensors) -> Resolved:
@@ -286,7 +293,9 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         try:
             if move.kind == "attention":
                 block = there.get((move.layout, move.source, frozenset(move.tensors)))
-                made = _attention(move, block, to, file, parts, found)
+                made = _attention(
+                    move, block, to, file, parts, found, plan.fold_scale, bool(plan.dtype)
+                )
             else:
                 made = _beside(move, to, convention, file, parts)
         except ValueError as error:
@@ -300,8 +309,6 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         found.by_move.append((move, made))
         if move.name:
             found.names[move.target] = move.name
-    if plan.dtype is not None:
-        found.notes.clear()  # of several dtypes, which a cast makes one
     found.notes.extend(_of_heads(found, file))
     if _in_file(to):
         layers = [(move.source, move.target) for move in plan.moves if move.kind != "other"]
@@ -346,11 +353,17 @@ def _attention(
     file: Tensors,
     parts: moves.Parts,
     found: Resolved,
+    fold_scale: bool,
+    cast: bool,
 ) -> dict[str, Made]:
     """The tensors of an attention block; its head count and notes go to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
-    made, params = moves.attention(block, file.info, parts, to, move.target, move.num_heads)
+    made, params, folded = moves.attention(
+        block, file.info, parts, to, move.target, move.num_heads, fold_scale
+    )
+    if folded and folded not in found.notes:
+        found.notes.append(folded)
     if to.name.endswith("-file") and (lead := np.shape(params.query.kernel)[:-3]):
         raise ValueError(
             f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
@@ -359,7 +372,7 @@ def _attention(
         )
     found.blocks[move] = block
     found.counts[move.target] = np.shape(params.query.kernel)[-2]
-    if mixed := several_dtypes(params):
+    if not cast and (mixed := several_dtypes(params)):
         found.notes.append(f"{move.target or '(top)'} keeps several dtypes: {mixed}")
     return made
 
@@ -377,7 +390,7 @@ def _beside(
     if convention is None:
         raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")
     module = module_of(move, file.info)
-    becomes = move.becomes or _kind_there(module, to, convention, move.target)
+    becomes = move.becomes or kind_there(module, to, convention, move.target)
     if becomes not in convention.kinds:
         raise ValueError(
             f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"

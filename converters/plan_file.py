@@ -6,6 +6,7 @@ source = "model.safetensors"
 digest = "sha256:..."             # of the source's contents; another source is refused
 to = "flax"                       # layout of attention; neighbours as its framework has them
 others = "pass"                   # "refuse": stop where something is not understood
+fold_scale = true                 # where the layout has another scale, multiply the queries
 dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
 notes = ["..."]                   # what tensors do not say; told when it is carried out
 
@@ -69,6 +70,8 @@ def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]
     for key in ("source", "digest", "to", "others", "dtype"):
         if value := getattr(plan, key):
             yield f"{key} = {_quoted(value)}"
+    if plan.fold_scale:
+        yield "fold_scale = true"
     if plan.notes:
         yield "notes = ["
         yield from (f"  {_quoted(note)}," for note in plan.notes)
@@ -77,7 +80,10 @@ def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]
         yield ""
         yield "[[module]]"
         if move.why:
-            yield f"# {printable(f'{move.confidence}: {move.why}' if move.confidence else move.why)}"
+            why = move.why.replace("name the kind in a plan", "set kind below to it")
+            yield f"# {printable(f'{move.confidence}: {why}' if move.confidence else why)}"
+        if move.num_heads is not None and move.heads_from:
+            yield f"# num_heads: from {printable(move.heads_from)}"
         for key, kind in _KEYS.items():
             value = getattr(move, _FIELDS.get(key, key))
             if kind is list:
@@ -117,10 +123,12 @@ def loads(text: str) -> Plan:
         type(found) is int and found == VERSION,
         f"the plan has version {shown(found)}, and this program reads {VERSION}",
     )
-    known = {"version", "source", "digest", "to", "others", "dtype", "notes"}
+    known = {"version", "source", "digest", "to", "others", "dtype", "notes", "fold_scale"}
     extra = sorted(head.keys() - known)
     _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
-    settings = {key: head[key] for key in sorted(known - {"version", "notes"}) if key in head}
+    settings = {
+        key: head[key] for key in sorted(known - {"version", "notes", "fold_scale"}) if key in head
+    }
     for key, value in settings.items():
         _demand(isinstance(value, str), f"[plan] {key} must be a string, got {shown(value)}")
     _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
@@ -141,11 +149,14 @@ def loads(text: str) -> Plan:
         isinstance(notes, list) and all(isinstance(note, str) for note in notes),
         f"[plan] notes must be a list of strings, got {shown(notes)}",
     )
+    folds = head.get("fold_scale", False)
+    _demand(isinstance(folds, bool), f"[plan] fold_scale must be true or false, got {folds!r}")
     listed = content.get("module", [])
     _demand(isinstance(listed, list), "modules are written as [[module]]")
     return Plan(
         moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)),
         notes=tuple(notes),
+        fold_scale=folds,
         **settings,
     )
 

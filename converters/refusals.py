@@ -158,9 +158,13 @@ def refuse_semantics(
             field.name == "scale" and math.isclose(ours, theirs, rel_tol=1e-12)
         )
         if field.name not in ignored and not equal:
+            remedy = (
+                "; --fold-scale (fold_scale=True) multiplies the queries instead, or take the blocks by "
+                f"import_params and run them with Semantics(scale={ours!r})"
+            )
             raise ValueError(
                 f"layout {layout.name} cannot hold semantics.{field.name}={ours!r}: its layer "
-                f"always has {theirs!r}"
+                f"always has {theirs!r}{remedy * (field.name == 'scale')}"
             )
 
 

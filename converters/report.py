@@ -171,7 +171,8 @@ def _compare(
         return Outputs(absent, {}, [])
     try:
         if block and target:
-            a, count = stored.attention(old, block, move.num_heads, move.tensors)
+            scaled_for = target.layout if done.fold_scale else None
+            a, count = stored.attention(old, block, move.num_heads, move.tensors, scaled_for)
             given = None if target.layout.stores_num_heads else count
             b, _ = stored.attention(new, target, given, made)
             own = {name: new.whole.info[name].shape for name in target.keys.values()}
@@ -199,7 +200,8 @@ def _beside(
     module = plan.module_of(move, old.whole.info)
     becomes = replace(
         move,
-        kind=move.becomes or module.kind,
+        kind=move.becomes
+        or plan.kind_there(module, blocks.named(done.to), convention, move.target),
         layout=convention.name,
         source=move.target,
         tensors=made,

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmha import MHAParams
 from jaxmha.converters import checkpoint, engine, layouts
 from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.extras import needed
 from jaxmha.converters.slices import Slices
 
 Specs = Callable[[Any], Any] | Any
@@ -102,7 +103,8 @@ def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> Non
     ...     load_sharded(f"{folder}/step1", mesh, {})["block/weight"].shape
     (4, 3)
     """
-    import orbax.checkpoint as ocp
+    with needed("orbax"):
+        import orbax.checkpoint as ocp
 
     _refuse_unsaved(arrays)
     tree: dict[str, Any] = {}

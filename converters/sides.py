@@ -15,6 +15,7 @@ from jaxmha.converters import (
     blocks,
     checkpoint,
     configuration,
+    described,
     flax,
     heads,
     keras,
@@ -79,7 +80,7 @@ def read(side: Any, num_heads: int | None = None) -> Side:
     if isinstance(side, str | os.PathLike):
         path = Path(side)
         with checkpoint.open(path) as file:
-            found = _read_state(file, shapes(file), num_heads, path, file.names, file.metadata)
+            found = _read_state(file, shapes(file), num_heads, file)
             source = found.source._replace(source=path, info=dict(file.info))
             none = f"{path.name}: no tensors, and not read: {listed(file.others)}"
             found = Side(found.blocks, source, (none,) * bool(file.others))
@@ -100,19 +101,20 @@ def _read_state(
     state: Mapping[str, Any],
     all_shapes: Mapping[str, tuple[int, ...]],
     num_heads: int | None = None,
-    path: Path | None = None,
-    names: Mapping[str, str] | None = None,
-    metadata: Mapping[str, str] | None = None,
+    file: checkpoint.Checkpoint | None = None,
 ) -> Side:
     """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
 
-    The head count may stand in a config.json beside.
+    Of a file the head count may stand in a config.json beside it.
     """
-    configured = None
-    if path is not None:
-        configuration.refuse_behaviour(path)
-        configured = heads.in_config(path)
+    path, configured = None, None
+    names: Mapping[str, str] = {}
+    metadata: Mapping[str, str] = {}
     found = blocks.find(all_shapes)
+    if file is not None:
+        path, names, metadata = file.path, file.names, file.metadata
+        configuration.refuse_behaviour(path)
+        configured = described.of(file, found).heads
     if broken := blocks.damaged(all_shapes, found):
         where = f"{path}: " if path is not None else ""
         raise ValueError(printable(f"{where}{broken[0]}"))
@@ -121,7 +123,7 @@ def _read_state(
         count, _ = heads.find(block, all_shapes, num_heads, metadata, configured)
         try:
             params, semantics = block.read(state, count)
-            name = (names or {}).get(block.prefix, block.prefix)
+            name = names.get(block.prefix, block.prefix)
             sides += layers(name, block.layout.name, params, semantics, block.prefix)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
@@ -129,7 +131,7 @@ def _read_state(
                 printable(f"{where}block {block.prefix or '(top)'}: {error}")
             ) from error
     taken = frozenset(name for block in found for name in block.keys.values())
-    return Side(sides, Source(state, state, tuple(found), taken, names or {}))
+    return Side(sides, Source(state, state, tuple(found), taken, names))
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

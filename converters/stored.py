@@ -4,14 +4,16 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmha import Semantics
-from jaxmha.converters import checkpoint, engine, moves, neighbours
+from jaxmha.converters import checkpoint, engine, fold, moves, neighbours
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.digests import hasher
@@ -21,6 +23,7 @@ from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.migrate import DIGEST
 from jaxmha.converters.modules import Module
 from jaxmha.converters.slices import Slices
+from jaxmha.params import leaves
 
 _AT_ONCE = 4 << 20  # bytes
 
@@ -54,12 +57,14 @@ class Stored(NamedTuple):
       tensors: name -> the leaves in it.
       dtype: what floating leaves are cast to before they are compared.
       semantics: of attention.
+      factors: what leaves are multiplied by before they are cast (`fold`).
     """
 
     file: File
     tensors: Mapping[str, Unpack]
     dtype: str | None = None
     semantics: Semantics = Semantics()
+    factors: Mapping[str, float] = MappingProxyType({})
 
 
 def attention(
@@ -67,17 +72,26 @@ def attention(
     block: Block,
     num_heads: int | None,
     names: Iterable[str],
+    scaled_for: Layout | None = None,
 ) -> tuple[Stored, int]:
     """An attention block, and how many heads it has.
 
-    Of `names`, tensors that are none of the block's own have no leaves.
+    Of `names`, tensors that are none of the block's own have no leaves. `scaled_for`: a layout whose
+    scale is to be that of the block, its queries multiplied instead.
     """
     params, semantics, sizes = moves.meta(block, file.whole.info, num_heads)
+    by = 1.0
+    if scaled_for is not None:
+        by = fold.factor(semantics, scaled_for, sizes["H"])
+        semantics = replace(semantics, scale=scaled_for.semantics.scale)
+    factors = dict.fromkeys(fold.which(leaves(params)), by) if by != 1.0 else {}
     tensors = dict.fromkeys(names, _nothing)
     for entry in block.layout.entries:
         if entry.key in block.keys:
             tensors[block.keys[entry.key]] = partial(_unpack, block.layout, entry, sizes)
-    return Stored(file, tensors, semantics=semantics), np.shape(params.query.kernel)[-2]
+    return Stored(file, tensors, semantics=semantics, factors=factors), np.shape(
+        params.query.kernel
+    )[-2]
 
 
 def _unpack(
@@ -126,7 +140,8 @@ class Views:
 
     def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
         """A part of a leaf, cast."""
-        return cast(self._slices.read(self.leaves[leaf][(*index, ...)]), self.side.dtype)
+        array = self._slices.read(self.leaves[leaf][(*index, ...)])
+        return cast(fold.times(array, self.side.factors.get(leaf, 1.0), leaf), self.side.dtype)
 
 
 class _Seen(NamedTuple):
@@ -163,7 +178,8 @@ def _leaves_seen(side: Stored, name: str) -> dict[str, _Seen]:
     array, known = side.file.whole[name], side.file.digests
     known[name] = digest(array)
     found = {}
-    for leaf, part in side.tensors[name](array).items():
+    for leaf, unpacked in side.tensors[name](array).items():
+        part = fold.times(unpacked, side.factors.get(leaf, 1.0), leaf)
         alike = known[name] if part is array and not side.dtype else digest(part, side.dtype)
         dtype = cast(np.empty(0, part.dtype), side.dtype).dtype
         found[leaf] = _Seen(part.shape, dtype, alike)

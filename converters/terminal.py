@@ -27,6 +27,7 @@ from rich.progress import (
 from jaxmha.converters import blocks, migrate
 from jaxmha.converters.checkpoint import formats, replacing
 from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.layout import guess
 
 Item = TypeVar("Item")
 SHOWN = 10  # names that are listed before "and more"
@@ -41,7 +42,18 @@ NumHeads = Annotated[
         min=1,
     ),
 ]
-LayoutName = Enum("LayoutName", {x.name: x.name for x in blocks.LAYOUTS}, type=str)  # type: ignore[misc]
+
+
+def layout_name(value: str | None) -> str | None:
+    """For options: the name of a layout; a guess at the one that was meant where it is none."""
+    known = [layout.name for layout in blocks.LAYOUTS]
+    if value is not None and value not in known:
+        raise typer.BadParameter(
+            f"{value!r} is no layout: {guess(value, known)}known are {', '.join(known)}"
+        )
+    return value
+
+
 DtypeName = Enum("DtypeName", {x: x for x in migrate.DTYPES}, type=str)  # type: ignore[misc]
 
 
@@ -107,8 +119,11 @@ def items(what: str, quiet: bool) -> Callable[[Sequence[Item]], Iterable[Item]]:
 
 
 @contextmanager
-def byte_bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes done and in total, with their rate; nothing where nobody watches."""
+def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes done and in total, with their rate; nothing where nobody watches.
+
+    Bytes that are counted in several passes, such as written and read back, are shown once.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -119,7 +134,7 @@ def byte_bar(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     silent = quiet or not err.is_terminal
     with Progress(*columns, console=err, transient=True, disable=silent) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done // passes, total=total // passes)
 
 
 def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:

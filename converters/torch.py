@@ -1,18 +1,20 @@
 """torch.nn.MultiheadAttention, in and out.
 
-Called as (query, key, value). In its Boolean masks True means blocked. A state dict does not
-hold `num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a live module has them.
+Called as (query, key, value), by default with the length first: `(T, B, Dq)`, where jaxmha always
+has `(B, T, Dq)`. In its Boolean masks True means blocked. A state dict does not hold `num_heads`,
+`add_zero_attn`, `dropout` and `batch_first`; a live module has them.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import live
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.extras import needed
 from jaxmha.converters.layout import Entry, Layout
 from jaxmha.converters.masks import torch as _masks
 from jaxmha.converters.refusals import one_dtype
@@ -66,8 +68,34 @@ import_params, export_params = verbs(LAYOUTS)
 import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
 
 
-def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
+class _Pair(NamedTuple):
+    params: MHAParams
+    semantics: Semantics
+
+
+class Imported(_Pair):
+    """`(params, semantics)` of a live module, and how that is called.
+
+    Attributes:
+      batch_first: False, torch's default: the module takes and returns `(T, B, Dq)`. Nothing in
+        `params` says so, and jaxmha takes `(B, T, Dq)`: swap the first two axes of such arrays.
+    """
+
+    batch_first: bool
+
+    def __new__(cls, params: MHAParams, semantics: Semantics, batch_first: bool) -> "Imported":  # noqa: PYI034
+        """A pair, so that it unpacks into `params, semantics`."""
+        made = super().__new__(cls, params, semantics)
+        made.batch_first = batch_first
+        return made
+
+
+def from_module(module: Any, variables: None = None) -> Imported:
     """Parameters and behaviour of a live `torch.nn.MultiheadAttention`; nothing is shared.
+
+    jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, which is torch's default, takes
+    `(T, B, Dq)`, and both accept the other's arrays: swap the first two axes of what such a module
+    was given. `batch_first` of what is returned says which one it is.
 
     Raises:
       TypeError: it is not one.
@@ -77,8 +105,11 @@ def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semanti
     >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
     >>> params.out.kernel.shape, semantics.dropout_rate
     ((2, 3, 6), 0.1)
+    >>> from_module(torch.nn.MultiheadAttention(6, 2)).batch_first
+    False
     """
-    import torch
+    with needed("torch"):
+        import torch
 
     if not isinstance(module, torch.nn.MultiheadAttention):
         instead = (
@@ -106,27 +137,40 @@ def from_module(module: Any, variables: None = None) -> tuple[MHAParams, Semanti
     return weights_of(module)
 
 
-def weights_of(module: Any) -> tuple[MHAParams, Semantics]:
+def weights_of(module: Any) -> Imported:
     """What the parameters of a layer say, whatever its forward does with them."""
     params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
-    return params, replace(
+    semantics = replace(
         semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
     )
+    return Imported(params, semantics, bool(module.batch_first))
 
 
 def to_module(
-    params: MHAParams, semantics: Semantics = Semantics(), *, kind: None = None, like: Any = None
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    kind: None = None,
+    like: Any = None,
+    batch_first: bool | None = None,
 ) -> Any:
-    """A `torch.nn.MultiheadAttention(batch_first=True)` in eval mode, loaded strictly.
+    """A `torch.nn.MultiheadAttention` in eval mode, loaded strictly.
 
-    `like`: a `torch.nn.MultiheadAttention` whose `batch_first` and mode are kept instead.
+    It takes `(B, T, Dq)`, as jaxmha does and torch does not by default; with `batch_first=False` it
+    takes `(T, B, Dq)`: `to_module(*found, batch_first=found.batch_first)` is called as the module
+    that `found = from_module(module)` is from.
+
+    `like`: a `torch.nn.MultiheadAttention` whose mode is kept, and `batch_first` where none is given.
 
     Raises:
       ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.
     """
-    import torch
+    with needed("torch"):
+        import torch
 
     one_dtype(params)
+    if batch_first is None:
+        batch_first = True if like is None else like.batch_first
     sizes = check(params)
     packed = sizes["Dq"] == sizes["Dk"] == sizes["Dv"]
     own = PACKED if packed else SEPARATE
@@ -141,7 +185,7 @@ def to_module(
         add_zero_attn=semantics.add_zero_attn,
         kdim=sizes["Dk"],
         vdim=sizes["Dv"],
-        batch_first=True if like is None else like.batch_first,
+        batch_first=batch_first,
         dtype=state["out_proj.weight"].dtype,
     )
     module.load_state_dict(state, strict=True)
@@ -150,7 +194,8 @@ def to_module(
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Every `torch.nn.MultiheadAttention` in a model with its path; "" for the model itself."""
-    import torch
+    with needed("torch"):
+        import torch
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.MultiheadAttention):
@@ -164,7 +209,8 @@ def forward(
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
     """
-    import torch
+    with needed("torch"):
+        import torch
 
     inputs = [to_torch(x) for x in (query, key, value)]
     masks: dict[str, Any] = {}

@@ -35,6 +35,16 @@ def dotted(prefix: str, separator: str, names: Mapping[str, str]) -> str:
     return f"{name}.{rest.translate(SWAP)}" if rest else name
 
 
+def target_by_name(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
+    """The prefix with the other separator; both are exchanged, so that it comes back the same.
+
+    >>> target_by_name("a.b", ".", "/", {})
+    'a/b'
+    """
+    name = dotted(prefix, separator, names)
+    return name.translate(SWAP) if wanted == "/" else name
+
+
 def _named(prefix: str, names: Mapping[str, str]) -> tuple[str, str]:
     """The name that stands for the start of a path, and the rest; ("", "") where none does."""
     parts = prefix.split("/")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import engine
+from jaxmha.converters import engine, fold
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.layout import Layout, choose
 
@@ -34,6 +34,7 @@ class Export(Protocol):
         *,
         layout: str | None = None,
         prefix: str = "",
+        fold_scale: bool = False,
     ) -> dict[str, NDArray]: ...
 
 
@@ -67,14 +68,18 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
         *,
         layout: str | None = None,
         prefix: str = "",
+        fold_scale: bool = False,
     ) -> dict[str, NDArray]:
+        def export(chosen: Layout) -> dict[str, NDArray]:
+            own = fold.fold(params, semantics, chosen) if fold_scale else (params, semantics)
+            return engine.export_params(chosen, *own, prefix=prefix)
+
         if layout is not None:
-            chosen = choose(layouts, [], layout)
-            return engine.export_params(chosen, params, semantics, prefix=prefix)
+            return export(choose(layouts, [], layout))
         refusals = []
         for candidate in layouts:
             try:
-                return engine.export_params(candidate, params, semantics, prefix=prefix)
+                return export(candidate)
             except ValueError as refusal:
                 refusals.append(refusal)
         if len(refusals) == 1 or len(set(map(str, refusals))) == 1:
@@ -99,6 +104,7 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
       params, semantics: what to write.
       layout: its name; default the first that can hold the parameters.
       prefix: goes before every key.
+      fold_scale: where the layout has another scale, multiply the queries so that it gives the same.
 
     Raises:
       ValueError: no layout can hold the parameters or the behaviour, with the reason of each.

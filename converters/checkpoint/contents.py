@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,7 @@ class Contents:
     names: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()  # names of what is no tensor
+    config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
     close: Callable[[], None] = _nothing
     files: tuple[Path, ...] = ()  # beside the one that was opened
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.

@@ -1,6 +1,7 @@
 """Which formats there are, as data: how a file is recognised, read, written, or refused."""
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,21 +161,67 @@ def is_folder(path: Path) -> bool:
     return False
 
 
-def index_in(path: Path) -> Path:
-    """The index in a folder of shards; else the path itself. Both torch's and safetensors' may be
-    there, as on Hugging Face: the latter then.
+# The files that Hugging Face's save_pretrained writes, in the order in which its loader looks.
+_USUAL = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+# What training leaves in such a folder in the formats of torch, and is no model.
+_OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
+_LISTED = 10
+
+
+def file_in(path: Path) -> Path:
+    """The checkpoint in a folder; a path that is no folder itself.
+
+    The index of shards, or the usual name of Hugging Face, goes before other names, and
+    safetensors before torch; else the folder holds one checkpoint.
 
     Raises:
-        AmbiguousFile: several.
+        AmbiguousFile: several, with their names.
+        IncompleteCheckpoint: none, with what is there.
     """
-    for suffix in SHARDED.suffixes:
-        found = sorted(path.glob(f"*{suffix}")) if os.path.isdir(path) else []
-        if len(found) > 1:
-            names = ", ".join(one.name for one in found)
-            raise AmbiguousFile(path, f"holds several checkpoints ({names})", "name one")
-        if found:
-            return found[0]
-    return path
+    try:
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else None
+    except OSError:
+        names = None  # opening it says what is wrong
+    if names is None:
+        return path
+    indexes = [[n for n in names if n.lower().endswith(suffix)] for suffix in SHARDED.suffixes]
+    usual = [[name for name in pair if name in names] for pair in _USUAL]
+    sets = [list(dict.fromkeys(a + b)) for a, b in zip(usual, indexes, strict=True)]
+    shards = re.compile(r"-\d{5}-of-\d{5}\.")
+    single = [
+        name
+        for name in names
+        if by_suffix(path / name) not in (None, SHARDED)
+        and not name.startswith(".")
+        and not _OF_TRAINING.fullmatch(name)
+        and not shards.search(name)
+    ]
+    found = next((one for one in sets if one), single)
+    if len(found) == 1:
+        return path / found[0]
+    if found:
+        shown = ", ".join(found[:_LISTED]) + f" and {len(found) - _LISTED} more" * (
+            len(found) > _LISTED
+        )
+        raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
+    inside = [name for name in names if os.path.isdir(path / name) and _holds_one(path / name)]
+    there = ", ".join(inside[:_LISTED] or names[:_LISTED])
+    holding = "its folders " + there if inside else (f"only {there}" if names else "nothing")
+    raise IncompleteCheckpoint(
+        path,
+        f"is a directory without a checkpoint: it holds {holding}",
+        f"name one of them, such as {path / inside[0]}" if inside else "name one checkpoint file",
+    )
+
+
+def _holds_one(path: Path) -> bool:
+    try:
+        return any(by_suffix(path / name) is not None for name in os.listdir(path))
+    except OSError:
+        return False
 
 
 def recognise(source: Source, limits: Limits) -> Format:

@@ -1,12 +1,13 @@
 """The .keras archives of Keras 3: a zip of two JSON files and the weights.
 
-Only the weights are read. What config.json says about classes is never looked at.
+The weights are read, and config.json as data: no class that it names is ever looked up.
 
 Format: https://keras.io/api/models/model_saving_apis/model_saving_and_loading/
 """
 
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +41,12 @@ def read(source: Source, limits: Limits) -> Contents:
     for name in (WEIGHTS, CONFIG, ABOUT):
         if name not in members:
             raise IncompleteCheckpoint(path, "the member is missing", _AGAIN, name)
+    told: dict[str, dict[str, Any]] = {}
     for name, member in members.items():
         if name in (CONFIG, ABOUT):
             budget.spend("the size", member.size, _MOST_JSON, name)
             raw = zip_directory.read_member(source, member).tobytes().strip()
-            json_text.parse(raw, budget, _AGAIN, name, numbers=True)
+            told[name] = json_text.parse(raw, budget, _AGAIN, name, numbers=True)
         elif name != WEIGHTS and not name.startswith(_ASSETS):
             raise MalformedFile(path, "Keras writes no such member", _AGAIN, name)
     member = members[WEIGHTS]
@@ -64,4 +66,4 @@ def read(source: Source, limits: Limits) -> Contents:
             verified = True
         return inside.load(name)
 
-    return replace(inside, load=load)
+    return replace(inside, load=load, config=told[CONFIG])

@@ -75,6 +75,7 @@ class Checkpoint(Lazy):
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
         digests: name -> digest as the writer kept it; empty where it kept none.
         others: torch only: names of numbers, strings and the like, which are not read.
+        config: .keras only: the config.json in the archive, as data; empty elsewhere.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Checkpoint(Lazy):
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
         self.others = contents.others
+        self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
         self._close = weakref.finalize(self, _close, contents, source)
@@ -235,7 +237,8 @@ def open(
     no link followed and no framework imported.
 
     Args:
-        path: a file; the index of a sharded checkpoint or its folder; a folder written by orbax.
+        path: a file; the index of a sharded checkpoint; the folder of either, such as Hugging Face's
+            save_pretrained makes; a folder written by orbax.
         limits: budgets, for every file of the checkpoint.
         mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
             made. If another process cuts the file short meanwhile, the system ends this one.
@@ -253,9 +256,12 @@ def open(
         ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
         torch (2, 3) 6.0
     """
-    if formats.is_folder(Path(path)):
-        return read(Folder(Path(path), limits), formats.ORBAX, limits, verify)
-    source = Source(formats.index_in(Path(path)), mapped=mmap)
+    found_at = Path(path)
+    if not formats.is_folder(found_at):
+        found_at = formats.file_in(found_at)
+    if formats.is_folder(found_at):
+        return read(Folder(found_at, limits), formats.ORBAX, limits, verify)
+    source = Source(found_at, mapped=mmap)
     try:
         found = formats.recognise(source, limits)
         return read(source, found, limits, verify)

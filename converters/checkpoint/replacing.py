@@ -24,6 +24,8 @@ _CWD, _EXCHANGE = -100, 2  # of renameat2(2)
 _LARGE = 64 << 20
 _ATTEMPTS = 100
 
+FORCE = "--force (force=True)"
+
 
 def replace(
     target: Path,
@@ -256,7 +258,9 @@ def put(path: Path, target: Path, force: bool) -> None:
             raise DestinationExists(target, "is already there", "choose another name") from None
         except OSError:  # a file system without hard links
             if os.path.lexists(target):
-                raise DestinationExists(target, "is already there", "force it") from None
+                raise DestinationExists(
+                    target, "is already there", f"replace it with {FORCE}"
+                ) from None
     os.replace(path, target)
 
 
@@ -306,7 +310,9 @@ def check_target(
         what = "is there and not a folder" if folder else "is there and not a regular file"
         raise DestinationExists(target, what, "choose another name")
     if not force:
-        raise DestinationExists(target, "is already there", "choose another name, or force it")
+        raise DestinationExists(
+            target, "is already there", f"choose another name, or replace it with {FORCE}"
+        )
     return stat.S_IMODE(status.st_mode)
 
 

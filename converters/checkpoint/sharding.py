@@ -175,7 +175,9 @@ def _refuse_others(target: Path, own: Path, known: set[Path]) -> None:
     }
     if left := [shard for shard in listed - known if shard.exists()]:
         problem = f"an interrupted write with other settings left {len(left)} shards there"
-        raise DestinationExists(target, problem, "repeat it as it was, or force it to give them up")
+        raise DestinationExists(
+            target, problem, f"repeat it as it was, or give them up with {replacing.FORCE}"
+        )
 
 
 def _keep_losses(file: BinaryIO, plan: Plan, where: Mapping[str, Path]) -> None:

@@ -12,6 +12,7 @@ from einops import rearrange
 
 from jaxmha import Mask
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.extras import needed
 from jaxmha.semantics import one_of
 
 Axes: TypeAlias = Literal["B T D", "B T N H", "B N T H"]
@@ -94,7 +95,8 @@ def export_nested(
     ...     export_nested(np.ones((2, 3, 4)), [2, 3], jagged=True).is_nested
     True
     """
-    import torch
+    with needed("torch"):
+        import torch
 
     one_of("axes", axes, tuple(ROWS))
     array, lengths = to_numpy(array), [int(n) for n in lengths]

@@ -16,6 +16,7 @@ from jaxmha import Mask
 from jaxmha.attention import as_mask
 from jaxmha.axes import bind
 from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.extras import needed
 from jaxmha.converters.masks.argument import (
     MaskArg,
     Masks,
@@ -251,7 +252,8 @@ def _off_native(
     module: Any, query: Any, key: Any, value: Any, masks: Sequence[Any]
 ) -> Iterator[str]:
     """Why a call does not take the fast path, in torch's own order of importance to a reader."""
-    import torch
+    with needed("torch"):
+        import torch
 
     tensors = (query, *module.parameters())
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,72 @@
+"""What stands beside the tensors of a checkpoint and says what none of them holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxmha.converters import (
+    checkpoint,
+    configuration,
+    contradictions,
+    heads,
+    keras_config,
+    notes,
+)
+from jaxmha.converters.blocks import Block
+from jaxmha.converters.checkpoint.errors import printable
+from jaxmha.converters.heads import Configured
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Description:
+    """What configurations say of a checkpoint.
+
+    Attributes:
+      heads: its head counts. epsilon: what its norms add to the variance.
+      unlike: kinds of norms that compute something else (`configuration.offset_norms`).
+      notes: why a configuration was set aside.
+    """
+
+    heads: Configured | None = None
+    epsilon: notes.Epsilons = notes.Epsilons()  # noqa: RUF009 (immutable)
+    unlike: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
+    """Of an open checkpoint and its blocks; configurations that contradict them are set aside.
+
+    What would change attention or a norm is still refused or carried over by `configuration`: that
+    is safe where the configuration is of another model, too.
+    """
+    shapes = {name: tuple(info.shape) for name, info in file.info.items()}
+    configured = heads.in_config(file.path)
+    content = configuration.readable(file.path)
+    by_key = configuration.epsilons(file.path)
+    told: list[str] = []
+    if wrong := contradictions.find(content, configured, blocks, shapes):
+        path = file.path.parent / configuration.CONFIG
+        configured, by_key = _aside(path, wrong, configured), {}
+        told.append(f"{path} was set aside, epsilon and all: {_listed(wrong)}")
+    by_prefix = keras_config.epsilons(file.config, file.names)
+    if wrong := list(keras_config.contradictions(file.config, file.names, shapes)):
+        by_prefix = {}
+        told.append(f"{keras_config.WHERE} was set aside: {_listed(wrong)}")
+    return Description(
+        configured,
+        notes.Epsilons(by_key, by_prefix),
+        configuration.offset_norms(file.path),
+        tuple(map(printable, told)),
+    )
+
+
+def _aside(path: Path, wrong: Sequence[str], configured: Configured | None) -> Configured | None:
+    if configured is None or configured.wrong:
+        return configured
+    return Configured(path, (), f"{path} does not describe these tensors ({_listed(wrong)})")
+
+
+def _listed(wrong: Sequence[str]) -> str:
+    return "; ".join(wrong[:_SHOWN]) + f" and {len(wrong) - _SHOWN} more" * (len(wrong) > _SHOWN)

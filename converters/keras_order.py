@@ -1,0 +1,113 @@
+"""Which layer of a Keras model every group of a .weights.h5 file is: kept, or taken from another file.
+
+Keras pairs groups with layers of their class by the number at their end, in the order in which the
+model creates them; no name in another format says that order.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxmha.converters import keras
+from jaxmha.converters.moves import Tensors
+from jaxmha.converters.plan import Move
+
+# Key of safetensors metadata: prefix of every layer -> its group in a .weights.h5 file, its name.
+METADATA = "jaxmha.keras.groups"
+_IN_FILE = {layout.name for layout, _ in keras.IN_FILE.values()}
+Groups = dict[str, tuple[str, str]]
+_SHOWN = 8
+
+
+def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
+    """Group and name by the prefix in the source, of layers that stand in such a file themselves, or
+    of which the metadata tells; empty unless it is known of all."""
+    try:
+        told = json.loads(file.metadata.get(METADATA, "{}"))
+    except (ValueError, RecursionError):
+        told = {}
+    found: Groups = {}
+    for move in moves:
+        if move.kind == "other":
+            continue
+        own = told.get(move.source) if isinstance(told, dict) else None
+        if move.layout in _IN_FILE:
+            found[move.source] = move.source, file.names.get(move.source, "")
+        elif isinstance(own, list) and len(own) == 2 and all(isinstance(x, str) for x in own):
+            found[move.source] = own[0], own[1]
+        else:
+            return {}
+    return found
+
+
+def to_metadata(groups: Groups, moves: Iterable[Move]) -> dict[str, str]:
+    """The groups by the prefixes of the destination, as metadata."""
+    there = {move.target: groups[move.source] for move in moves if move.source in groups}
+    return {METADATA: json.dumps(there, separators=(",", ":"))} if there else {}
+
+
+def placed(moves: Sequence[Move], groups: Groups) -> tuple[Move, ...]:
+    """The moves to a .weights.h5 file, each to its own group."""
+    return tuple(
+        replace(move, target=groups[move.source][0], name=groups[move.source][1])
+        if move.source in groups
+        else move
+        for move in moves
+    )
+
+
+def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Move, ...]:
+    """The moves to the groups of a .weights.h5 file whose layers have the same names.
+
+    Raises:
+      ValueError: a layer that has no counterpart, with the names on both sides.
+    """
+    groups: dict[str, list[str]] = {}
+    for group, name in template.names.items():
+        groups.setdefault(name.replace("/", "."), []).append(group)
+    known, own = kept(source, moves), dict(source.names)
+    names = {
+        move.source: (known.get(move.source, ("", ""))[1] or own.get(move.source) or move.source)
+        for move in moves
+        if move.kind != "other"
+    }
+    found: Groups = {}
+    for prefix, name in names.items():
+        there = groups.get(name.replace("/", "."), [])
+        if len(there) != 1:
+            had = ", ".join(sorted(groups)[:_SHOWN])
+            what = "has no layer" if not there else "has several layers"
+            raise ValueError(
+                f"--like: the file {what} named {name!r}; its layers are {had}: name the layers of the "
+                "model so, or write a plan and set `to` of every module"
+            )
+        found[prefix] = there[0], name
+    return placed(moves, found)
+
+
+def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
+    """Raises ValueError unless the file has the same arrays, of the same shapes."""
+    ours = {name: tuple(one.info.shape) for name, one in made.items()}
+    theirs = {name: tuple(one.shape) for name, one in template.info.items()}
+    for name in {**theirs, **ours}:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"--like: {name} is {theirs.get(name, 'not there')} in that file, and would be "
+                f"{ours.get(name, 'absent')}: it is of another model"
+            )
+
+
+def is_told(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
+    """Whether no two layers of one class could be exchanged unseen: their shapes are all different."""
+    alike = Counter(
+        (
+            re.sub(r"_\d+$", "", move.target),
+            tuple(sorted(tuple(info[name].shape) for name in move.tensors)),
+        )
+        for move in moves
+        if move.kind != "other"
+    )
+    return all(count == 1 for count in alike.values())

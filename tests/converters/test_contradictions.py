@@ -1,0 +1,263 @@
+"""A config.json that is of another model than the tensors beside it decides nothing."""
+
+import json
+import re
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from jaxmha.converters import (
+    contradictions,
+    heads,
+    migrate,
+    one_block,
+    plan_file,
+    sides,
+)
+from jaxmha.converters.cli import app
+
+N, D, LAYERS = 6, 24, 2
+OTHER = 4  # also divides the width
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(done: Any) -> str:
+    return " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A torch encoder, whose file says nothing of heads."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(D, N, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    path = tmp_path_factory.mktemp("encoder") / "mine.pt"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BERT with its configuration."""
+    import transformers as t
+
+    folder = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": D, "num_hidden_layers": LAYERS, "intermediate_size": 32}
+    config = t.BertConfig(num_attention_heads=N, vocab_size=31, **sizes)
+    t.BertModel(config).save_pretrained(folder)
+    return folder / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama with fewer key heads, with its configuration."""
+    import transformers as t
+
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": D, "num_hidden_layers": LAYERS, "intermediate_size": 32}
+    config = t.LlamaConfig(
+        num_attention_heads=N, num_key_value_heads=3, vocab_size=31, head_dim=D // N, **sizes
+    )
+    t.LlamaModel(config).save_pretrained(folder)
+    return folder / "model.safetensors"
+
+
+def beside(source: Path, folder: Path, config: Any) -> Path:
+    """A copy of a checkpoint beside a configuration."""
+    path = folder / source.name
+    shutil.copy(source, path)
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def own(source: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((source.parent / "config.json").read_text())
+    return config
+
+
+AS_BERT = {"num_attention_heads": OTHER, "layer_norm_eps": 1e-12}
+UNLIKE: list[tuple[str, dict[str, Any], str]] = [
+    ("encoder", AS_BERT | {"hidden_size": 64}, "hidden_size is 64, and layers.0.self_attn has 24"),
+    ("encoder", AS_BERT | {"d_model": 48}, "d_model is 48, and layers.0.self_attn has 24 features"),
+    ("encoder", AS_BERT | {"model_type": "bert"}, "model_type is bert, and the tensors are named"),
+    ("encoder", AS_BERT | {"model_type": "gpt2"}, "model_type is gpt2, and the tensors are named"),
+    ("encoder", AS_BERT | {"model_type": "llama"}, "named as nn.Transformer has them"),
+    ("encoder", AS_BERT | {"num_hidden_layers": 12}, "num_hidden_layers is 12, and layers.{i} has 2"),
+    ("encoder", AS_BERT | {"intermediate_size": 64}, "is 64, and layers.0.linear1.weight has shape"),
+    ("encoder", {"num_attention_heads": 5}, "num_attention_heads is 5, and layers.0.self_attn has"),
+    ("encoder", AS_BERT | {"head_dim": 8}, "head_dim is 8, and layers.0.self_attn has 6 features"),
+    ("encoder", AS_BERT | {"num_key_value_heads": 2}, "num_key_value_heads is 2, and"),
+    ("encoder", {"model": AS_BERT | {"hidden_size": 64}}, "hidden_size is 64, and"),
+    ("bert", {"vocab_size": 100}, "vocab_size is 100, and embeddings.word_embeddings.weight"),
+    ("bert", {"hidden_size": 48, "num_attention_heads": OTHER}, "hidden_size is 48, and encoder."),
+    ("bert", {"intermediate_size": 48}, "intermediate_size is 48, and encoder.layer.0.intermediate"),
+    ("bert", {"num_hidden_layers": 1}, "num_hidden_layers is 1, and encoder.layer.{i} has 2"),
+    ("bert", {"model_type": "whisper"}, "model_type is whisper, and the tensors are named as BERT"),
+    ("llama", {"num_key_value_heads": 6}, "num_key_value_heads is 6, and layers.0.self_attn has 3"),
+    ("llama", {"head_dim": 8}, "head_dim is 8, and layers.0.self_attn has 4 features in a head"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "change", "told"), UNLIKE)
+def test_what_contradicts_the_tensors_is_set_aside(
+    model: str, change: dict[str, Any], told: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    original: Path = request.getfixturevalue(model)
+    config = change if model == "encoder" else own(original) | change
+    source, target = beside(original, tmp_path, config), tmp_path / "a.safetensors"
+    with pytest.raises(
+        ValueError, match=rf"config.json does not describe.*{re.escape(told)}.*--num-heads"
+    ):
+        migrate.convert(source, target, to="flax")
+    info = migrate.inspect(source)
+    assert {block.num_heads for block in info.blocks} == {None}
+    assert any(told in note for note in info.notes)
+    done = migrate.convert(source, target, to="flax", num_heads=N)
+    assert {(count, where) for _, count, where in done.heads} == {(N, "given")}
+    assert any("config.json was set aside" in note and told in note for note in done.notes)
+    assert not any("1e-12" in note for note in done.notes)
+    plan = migrate.plan(source, to="flax", num_heads=N)[0]
+    by_plan = migrate.convert(source, tmp_path / "b.npz", plan=plan)
+    assert {where for *_, where in by_plan.heads} <= {"given", "plan"}
+    for read in (sides.read, one_block.read):
+        with pytest.raises(ValueError, match=r"does not describe"):
+            read(source)
+
+
+def test_a_configuration_that_fits_is_used_and_named(
+    bert: Path, llama: Path, encoder: Path, tmp_path: Path
+) -> None:
+    for source in (bert, llama):
+        done = run("convert", source, tmp_path / "a.npz", "--to", "flax", "--force")
+        assert "heads 6 (config.json: num_attention_heads): 2 blocks" in said(done), said(done)
+        assert {block.confidence for block in migrate.inspect(source).blocks} == {"certain"}
+        data = run(
+            "convert", source, tmp_path / "b.npz", "--to", "flax", "--json", "--force"
+        ).stdout
+        (first, *_) = json.loads(data)["heads"]
+        assert first[1:] == [N, "config.json: num_attention_heads"]
+        text = plan_file.dumps(migrate.plan(source, to="flax")[0])
+        assert "# num_heads: from config.json: num_attention_heads" in text
+    source = beside(encoder, tmp_path, {"num_attention_heads": N})
+    assert {block.confidence for block in migrate.inspect(source).blocks} == {"likely"}
+    assert {x.confidence for x in migrate.inspect(encoder, num_heads=N).blocks} == {"certain"}
+
+
+def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "torch.safetensors"
+    migrate.convert(bert, kept, to="linear")
+    assert {where for *_, where in migrate.convert(kept, tmp_path / "a.npz", to="flax").heads} == {
+        "metadata"
+    }
+    again = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="linear")
+    assert {where for *_, where in again.heads} == {"shape"}
+    plan = plan_file.loads(plan_file.dumps(migrate.plan(kept, to="flax")[0]))
+    done = migrate.convert(kept, tmp_path / "c.npz", plan=plan)
+    assert {(count, where) for _, count, where in done.heads} == {(N, "plan")}
+
+
+def test_a_plan_that_contradicts_is_refused(bert: Path, tmp_path: Path) -> None:
+    plan = migrate.plan(bert, to="flax")[0]
+    for count, told in ((OTHER, "num_heads=4 is given"), (5, "N=5")):
+        moves = tuple(
+            replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.moves
+        )
+        with pytest.raises(ValueError, match=told):
+            migrate.convert(bert, tmp_path / "a.npz", plan=replace(plan, moves=moves))
+
+
+def test_a_file_that_was_converted_keeps_its_configuration(bert: Path, tmp_path: Path) -> None:
+    """The advice of the note: a config.json stands beside a file that holds no head count."""
+    migrate.convert(bert, tmp_path / "a.npz", to="torch")
+    (tmp_path / "config.json").write_text(json.dumps(own(bert)))
+    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
+    assert {where for *_, where in done.heads} == {"config.json: num_attention_heads"}
+    assert not any("set aside" in note for note in done.notes)
+
+
+def test_towers_of_other_widths_keep_their_configurations() -> None:
+    """A part that is not said of is not judged by the other's sizes."""
+    blocks_of = heads.Configured
+    config = {
+        "text_config": {"hidden_size": 24, "num_attention_heads": 6, "head_dim": 4},
+        "vision_config": {"hidden_size": 16, "num_heads": 4},
+    }
+    shapes = {
+        f"{tower}.layers.0.self_attn.{which}_proj.{kind}": (width,) * (1 + (kind == "weight"))
+        for tower, width in (("language_model", 24), ("visual", 16))
+        for which in ("q", "k", "v", "out")
+        for kind in ("weight", "bias")
+    }
+    from jaxmha.converters import blocks, configuration
+
+    found = [heads._count(way, x) for way, x in configuration.search(config, heads.CONFIG_KEYS)]
+    configured = blocks_of(Path("config.json"), tuple(found))
+    there = blocks.find(shapes)
+    assert len(there) == 2
+    assert contradictions.find(config, configured, there, shapes) == []
+    wrong = config | {"vision_config": {"hidden_size": 24, "num_heads": 4}}
+    found = [heads._count(way, x) for way, x in configuration.search(wrong, heads.CONFIG_KEYS)]
+    (told,) = contradictions.find(wrong, blocks_of(Path("c"), tuple(found)), there, shapes)
+    assert "visual.layers.0.self_attn has 16 features" in told
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_an_archive_that_contradicts_itself_is_set_aside(tmp_path: Path) -> None:
+    import keras
+
+    inputs = keras.Input((7, D))
+    attended = keras.layers.MultiHeadAttention(N, D // N, name="attn")(inputs, inputs)
+    out = keras.layers.LayerNormalization(epsilon=1e-9, name="norm")(attended)
+    keras.Model(inputs, keras.layers.Dense(5, name="head")(out)).save(tmp_path / "a.keras")
+    done = migrate.plan(tmp_path / "a.keras", to="flax")[0]
+    assert any("epsilon is 1e-09 (the archive's config.json)" in note for note in done.notes)
+    for old, new, told in (
+        ('"num_heads": 6', '"num_heads": 4', "num_heads of attn is 4, and layers/multi_head"),
+        ('"units": 5', '"units": 9', "units of head is 9, and layers/dense/vars/0 has shape"),
+    ):
+        with (
+            zipfile.ZipFile(tmp_path / "a.keras") as archive,
+            zipfile.ZipFile(tmp_path / "b.keras", "w") as other,
+        ):
+            for name in archive.namelist():
+                raw = archive.read(name)
+                if name == "config.json":
+                    assert old.encode() in raw
+                    raw = raw.replace(old.encode(), new.encode())
+                other.writestr(name, raw)
+        plan = migrate.plan(tmp_path / "b.keras", to="flax")[0]
+        assert any("was set aside" in note and told in note for note in plan.notes)
+        assert not any("1e-09" in note for note in plan.notes)
+
+
+def test_a_number_in_a_wrong_place_is_no_crash(encoder: Path, tmp_path: Path) -> None:
+    for config in (
+        {"model_type": ["bert"], "num_attention_heads": N, "hidden_size": "x", "vocab_size": None},
+        {"hidden_size": True, "num_attention_heads": N, "layers": {"a": [[]]}},
+        [1, 2],
+        {"text_config": {"text_config": [{"num_attention_heads": N}]}},
+    ):
+        migrate.inspect(beside(encoder, tmp_path, config))
+
+
+def test_the_epsilon_of_parts_is_said_of_each(bert: Path, tmp_path: Path) -> None:
+    config = own(bert)
+    source = beside(bert, tmp_path, config | {"other_config": {"layer_norm_eps": 1e-7}})
+    (note, *_) = [n for n in migrate.plan(source, to="flax")[0].notes if "epsilon" in n]
+    assert "epsilon is 1e-12 or 1e-07" in note
+    assert "each part of the model has its own" in note
+
+
+def test_an_epsilon_that_was_not_read_is_not_stated(encoder: Path, tmp_path: Path) -> None:
+    (note,) = [n for n in migrate.plan(encoder, to="flax", num_heads=N)[0].notes if "epsilon" in n]
+    assert "epsilon is not known" in note
+    assert "It is 1e-05 if it is the default of torch, and 1e-06 by default in flax" in note

@@ -1,0 +1,148 @@
+"""Plans that are edited by what their comments say, and by nothing else, convert."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint, engine, migrate
+from jaxmha.converters.blocks import named
+from jaxmha.converters.cli import app
+from tests.converters.test_every_layout import N, params_of
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(done: Any) -> str:
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a.npz") -> Path:
+    layout, rng = named("linear"), np.random.default_rng(0)
+    state = engine.export_params(layout, params_of(layout), prefix="layers.0.self_attn")
+    state |= {key: rng.normal(size=shape).astype(np.float32) for key, shape in extra.items()}
+    checkpoint.write(folder / name, state)
+    return folder / name
+
+
+def planned(source: Path, to: str) -> str:
+    done = run("plan", source, "--to", to, "--num-heads", N, "-o", source.with_suffix(".toml"))
+    assert done.exit_code == 0, said(done)
+    return source.with_suffix(".toml").read_text()
+
+
+KINDS = ["conv1d", "embedding", "linear"]
+FLAX = {"conv1d": "tok/kernel", "linear": "tok/kernel", "embedding": "tok/embedding"}
+FIRST = {"flax": FLAX, "linear": dict.fromkeys(KINDS, "tok.weight")}
+
+
+@pytest.mark.parametrize("to", ["flax", "linear", "keras-file"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"tok.weight": (11, 7)})
+    text = planned(source, to)
+    comment = "# could be conv1d or embedding or linear: set kind below to it\n"
+    assert comment in text
+    edited = re.sub(f"{comment}kind = .*", f'{comment}kind = "{kind}"', text)
+    assert edited != text
+    plan = tmp_path / "edited.toml"
+    plan.write_text(edited)
+    target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
+    done = run("convert", source, target, "--plan", plan)
+    assert done.exit_code == 0, said(done)
+    assert "verified" in said(done)
+    group = "embedding" if kind == "embedding" else "dense"
+    expected = f"layers/{group}/vars/0" if to == "keras-file" else FIRST[to][kind]
+    with checkpoint.open(source) as a, checkpoint.open(target) as b:
+        turned = (kind == "linear") != (to == "linear" and kind != "embedding")
+        array = a["tok.weight"].T if turned and kind != "embedding" else a["tok.weight"]
+        np.testing.assert_array_equal(b[expected], array)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_bias_goes_with_its_kernel(both: bool, tmp_path: Path) -> None:
+    """Its comment is the same; one of them may be followed, or both."""
+    extra = {"encoder.patches.weight": (7, 5, 3, 3), "encoder.patches.bias": (7,)}
+    source = source_of(
+        tmp_path, extra | {"x.tr_deconv.weight": (7, 5, 3, 3), "x.tr_deconv.bias": (7,)}
+    )
+    text = planned(source, "flax")
+    pattern = r"(# a convolution that could be .*\n)kind = .*"
+    assert len(re.findall(pattern, text)) == 2
+    plan = tmp_path / "edited.toml"
+    plan.write_text(re.sub(pattern, r'\1kind = "convolution"', text, count=0 if both else 1))
+    done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
+    assert done.exit_code == 0, said(done)
+    with checkpoint.open(tmp_path / "b.npz") as file:
+        assert file.info["x/tr_deconv/kernel"].shape == (3, 3, 5, 7)
+        assert "x/tr_deconv/bias" in file
+
+
+@pytest.mark.parametrize("to", ["flax", "keras-file"])
+def test_a_kind_by_name_can_be_another(to: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"head.weight": (11, 7)})
+    text = planned(source, to)
+    pattern = r"(# by name: its name 'head' .*\n)kind = .*"
+    assert re.search(pattern, text)
+    plan = tmp_path / "edited.toml"
+    plan.write_text(re.sub(pattern, r'\1kind = "embedding"', text))
+    target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
+    done = run("convert", source, target, "--plan", plan)
+    assert done.exit_code == 0, said(done)
+    with checkpoint.open(target) as file:
+        name = "layers/embedding/vars/0" if to == "keras-file" else "head/embedding"
+        assert file.info[name].shape == (11, 7)
+
+
+def test_a_kind_that_the_arrays_are_not_is_refused(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"tok.weight": (11, 7)})
+    text = planned(source, "flax").replace('kind = "other"', 'kind = "norm"')
+    plan = tmp_path / "edited.toml"
+    plan.write_text(text)
+    done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
+    assert done.exit_code == 2
+    assert "module 'tok.weight' of the plan is no norm: tok.weight: expected axes (D)" in said(done)
+
+
+def test_a_plan_to_keras_is_one_for_its_files(tmp_path: Path) -> None:
+    extra = {
+        f"fc{i}.{key}": shape for i in (2, 1) for key, shape in (("weight", (7, 5)), ("bias", (7,)))
+    }
+    source = source_of(tmp_path, extra)
+    text = planned(source, "keras")
+    plan = tmp_path / "edited.toml"
+    plan.write_text(text)
+    done = run("convert", source, tmp_path / "a.weights.h5", "--plan", plan)
+    assert done.exit_code == 0, said(done)
+    modules = text.split("[[module]]")
+    first = next(i for i, one in enumerate(modules) if 'from = "fc1"' in one)
+    second = next(i for i, one in enumerate(modules) if 'from = "fc2"' in one)
+    modules[first], modules[second] = modules[second], modules[first]
+    plan.write_text("[[module]]".join(modules))
+    done = run("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
+    assert done.exit_code == 0, said(done)
+    with (
+        checkpoint.open(source) as state,
+        checkpoint.open(tmp_path / "a.weights.h5") as a,
+        checkpoint.open(tmp_path / "b.weights.h5") as b,
+    ):
+        np.testing.assert_array_equal(a["layers/dense/vars/0"], state["fc1.weight"].T)
+        np.testing.assert_array_equal(b["layers/dense/vars/0"], state["fc2.weight"].T)
+        assert b.names["layers/dense"] == "fc2"
+
+
+def test_the_python_call_takes_an_edited_plan_too(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    source = source_of(tmp_path, {"tok.weight": (11, 7)})
+    made = migrate.plan(source, to="flax", num_heads=N)[0]
+    moves = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.moves]
+    migrate.convert(source, tmp_path / "b.npz", plan=replace(made, moves=tuple(moves)))
+    with checkpoint.open(tmp_path / "b.npz") as file:
+        assert "tok/embedding" in file

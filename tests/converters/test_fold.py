@@ -1,0 +1,156 @@
+"""The scale of a layout that has another one, folded into the query."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jaxmha
+from jaxmha import Semantics
+from jaxmha.converters import blocks, checkpoint, engine, fold, linear, migrate, plan_file
+from jaxmha.converters.cli import app
+from tests.tolerance import assert_close
+
+D = 32
+PREFIX = "encoder.block.0.layer.0.SelfAttention"
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(done: Any) -> str:
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def t5(folder: Path, N: int, H: int, dtype: str = "float32") -> Path:
+    """T5's attention, whose scale is 1."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (N * H, D), "k": (N * H, D), "v": (N * H, D), "o": (D, N * H)}
+    state = {
+        f"{PREFIX}.{name}.weight": rng.normal(size=shape).astype(dtype) / 8
+        for name, shape in shapes.items()
+    }
+    path = folder / "t5.safetensors"
+    checkpoint.write(path, {name: array.astype(dtype) for name, array in state.items()})
+    (folder / "config.json").write_text(json.dumps({"num_heads": N}))
+    return path
+
+
+def output(path: Path, layout: str) -> Any:
+    with checkpoint.open(path) as file:
+        shapes = {name: info.shape for name, info in file.info.items()}
+        (block,) = blocks.find(shapes, [blocks.named(layout)])
+        params, semantics = block.read(file, None if block.layout.stores_num_heads else 4)
+    x = np.random.default_rng(1).normal(size=(2, 5, D)).astype(np.float32)
+    return np.asarray(jaxmha.multi_head_attention(params, x, semantics=semantics))
+
+
+TARGETS = ["flax", "keras", "torch", "linear", "llama", "dense", "equinox", "haiku", "gpt-neox"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
+    N, H = (4, 8) if to in ("torch", "equinox", "gpt-neox") else (4, 16)  # some tie the width
+    source, there, back = t5(tmp_path, N, H), tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    refused = run("convert", source, there, "--to", to)
+    assert refused.exit_code == 2
+    assert "--fold-scale" in said(refused)
+    assert "Semantics(scale=1.0)" in said(refused)
+    done = run("convert", source, there, "--to", to, "--fold-scale")
+    assert done.exit_code == 0, said(done)
+    exact = H == 16
+    assert ("a power of two, so that no digit changes" in said(done)) is exact
+    assert ("rounds each by up to 6e-08 of itself (float32)" in said(done)) is not exact
+    assert "verified" in said(done)
+    assert_close(output(there, to), output(source, "t5"), factor=8)
+    done = run("convert", there, back, "--to", "t5", "--fold-scale")
+    assert done.exit_code == 0, said(done)
+    with checkpoint.open(source) as a, checkpoint.open(back) as b:
+        for name in a:
+            if exact or ".q." not in name:
+                np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+            np.testing.assert_allclose(a[name], b[name], rtol=3e-7)
+
+
+def test_a_plan_says_it(tmp_path: Path) -> None:
+    source, plan = t5(tmp_path, 4, 16), tmp_path / "plan.toml"
+    assert run("plan", source, "--to", "flax", "--fold-scale", "-o", plan).exit_code == 0
+    assert plan_file.read(plan).fold_scale
+    assert "fold_scale = true" in plan.read_text()
+    done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
+    assert (done.exit_code, "verified" in said(done)) == (0, True), said(done)
+
+
+def test_biases_are_multiplied_too() -> None:
+    params = jaxmha.init_params(jaxmha_key(), num_heads=4, features=16, head_dim=16)
+    rng = np.random.default_rng(0)
+    bias = rng.normal(size=(4, 16)).astype(np.float32)
+    params = params._replace(query=params.query._replace(bias=bias))
+    x = rng.normal(size=(2, 5, 16)).astype(np.float32)
+    for semantics in (Semantics(scale=1.0), Semantics(scale=0.3), Semantics(scale=-2.0)):
+        expected = oracle_of(params, x, semantics)
+        for state in (
+            linear.export_params(params, semantics, layout="linear", fold_scale=True),
+            linear.export_params(params, semantics, fold_scale=True),
+        ):
+            again, own = linear.import_params(state, num_heads=4)
+            assert own.scale is None
+            assert_close(oracle_of(again, x, own), expected, factor=8)
+
+
+def test_where_queries_are_normalised_their_norm_is_multiplied() -> None:
+    """A kernel before the norm would change nothing."""
+    rng = np.random.default_rng(0)
+    params = jaxmha.init_params(jaxmha_key(), num_heads=2, features=8)
+    norm = rng.uniform(0.5, 2, size=4).astype(np.float32)
+    params = params._replace(query_norm=norm, key_norm=norm[::-1].copy())
+    semantics = Semantics(scale=2.0, qk_norm="layer")
+    folded, own = fold.fold(params, semantics, blocks.named("flax"))
+    np.testing.assert_array_equal(folded.query.kernel, params.query.kernel)
+    x = rng.normal(size=(2, 5, 8)).astype(np.float32)
+    assert_close(oracle_of(folded, x, own), oracle_of(params, x, semantics), factor=8)
+
+
+def test_a_dtype_without_the_range_is_refused() -> None:
+    for value, by, fine in ((60000.0, 4.0, False), (1e-7, 0.25, False), (1.0, 4.0, True)):
+        array = np.full(3, value, np.float16)
+        if fine:
+            assert (fold.times(array, by, "q") == value * by).all()
+            continue
+        with pytest.raises(ValueError, match=r"q times .* leaves the range of float16"):
+            fold.times(array, by, "q")
+
+
+def test_the_same_scale_changes_nothing() -> None:
+    params = jaxmha.init_params(jaxmha_key(), num_heads=3, features=15)
+    layout = blocks.named("flax")
+    for semantics in (Semantics(), Semantics(scale=5**-0.5)):
+        folded, _ = fold.fold(params, semantics, layout)
+        np.testing.assert_array_equal(folded.query.kernel, params.query.kernel)
+    with pytest.raises(ValueError, match=r"--fold-scale.*Semantics\(scale=1.0\)"):
+        engine.export_params(layout, params, Semantics(scale=1.0))
+
+
+def test_states_in_memory(tmp_path: Path) -> None:
+    with checkpoint.open(t5(tmp_path, 4, 16)) as file:
+        state = dict(file)
+    with pytest.raises(ValueError, match="--fold-scale"):
+        migrate.convert_state(state, to="flax", num_heads=4)
+    made = migrate.convert_state(state, to="flax", num_heads=4, fold_scale=True)
+    (name,) = [name for name in made if "query/kernel" in name]
+    expected = state[f"{PREFIX}.q.weight"].T.reshape(D, 4, 16) * np.float32(4)
+    np.testing.assert_array_equal(made[name], expected)
+
+
+def jaxmha_key() -> Any:
+    import jax
+
+    return jax.random.key(0)
+
+
+def oracle_of(params: Any, x: Any, semantics: Semantics) -> Any:
+    return np.asarray(jaxmha.multi_head_attention(params, x, semantics=semantics))

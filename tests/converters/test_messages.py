@@ -1,0 +1,212 @@
+"""What a newcomer is told: missing packages, wrong objects, folders, near misses of names."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+from jaxmha import __version__
+from jaxmha.converters import checkpoint, migrate, sides, terminal
+from jaxmha.converters import torch as convert
+from jaxmha.converters.cli import app
+
+N, D = 3, 15
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(done: Any) -> str:
+    """The message, whatever box it stands in."""
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "call"),
+    [
+        ("torch", "torch", lambda found: found.from_module(1)),
+        ("torch", "torch", lambda found: list(found.attention_layers(1))),
+        ("torch", "arrays", lambda found: found.to_torch(np.ones(3))),
+        ("keras", "keras", lambda found: found.from_module(1)),
+        ("flax", "flax", lambda found: found.from_module(1)),
+        ("orbax", "sharded", lambda found: found.save_sharded("x", {})),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    package: str, module: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.import_module(f"jaxmha.converters.{module}")
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"^{package} is .*'jaxmha\[{package}\]'$"):
+        call(found)
+
+
+def test_the_modules_for_flax_name_it() -> None:
+    code = "import sys; sys.modules['flax'] = None; import jaxmha.flax.nnx"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (
+        "jaxmha.flax needs flax, which is not installed: pip install 'jaxmha[flax]'" in done.stderr
+    )
+
+
+def test_a_module_that_an_installed_package_lacks_is_named_itself() -> None:
+    from jaxmha.converters.extras import needed
+
+    with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), needed("torch"):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_a_live_module_is_no_state() -> None:
+    module: Any = torch.nn.TransformerEncoderLayer(D, N, 5)
+    with pytest.raises(TypeError, match=r"got TransformerEncoderLayer: .*module\.state_dict\(\)"):
+        migrate.convert_state(module, to="flax", num_heads=N)
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"jaxmha {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("jax", "flax"), ("pytorch", "torch"), ("tf", "keras"), ("berrt", "bert")]
+)
+def test_a_layout_is_guessed(given: str, meant: str) -> None:
+    for command in (("convert", "a", "b"), ("plan", "a")):
+        done = run(*command, "--to", given)
+        assert (done.exit_code, f"did you mean {meant}?" in said(done)) == (2, True), said(done)
+    with pytest.raises(ValueError, match=rf"unknown layout '{given}': did you mean {meant}\?"):
+        migrate.convert_state({}, to=given)
+
+
+def encoder() -> dict[str, Any]:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(D, N, 17)
+    return {f"layers.0.{name}": x.detach().numpy() for name, x in layer.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as save_pretrained makes it."""
+    import transformers as t
+
+    folder = tmp_path_factory.mktemp("hf") / "bert"
+    sizes = {"hidden_size": D, "num_hidden_layers": 1, "intermediate_size": 22, "vocab_size": 31}
+    t.BertModel(t.BertConfig(num_attention_heads=N, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_a_destination_that_is_there_names_the_option(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "a.npz", encoder())
+    done = run("convert", tmp_path / "a.npz", tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
+    assert done.exit_code == 2
+    (tmp_path / "b.npz").touch()
+    done = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "flax", "--num-heads", N)
+    assert "choose another name, or replace it with --force" in said(done)
+    done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
+    assert done.exit_code == 0
+    done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
+    assert "--force" in said(done)
+
+
+def test_a_folder_of_hugging_face_is_an_input(bert: Path, tmp_path: Path) -> None:
+    target, plan = tmp_path / "a.safetensors", tmp_path / "plan.toml"
+    for arguments in (
+        ("inspect", bert),
+        ("plan", bert, "--to", "flax", "-o", plan),
+        ("convert", bert, target, "--to", "flax"),
+        ("convert", bert, tmp_path / "b.safetensors", "--plan", plan),
+        ("diff", bert, bert / "model.safetensors"),
+        ("verify", bert, bert / "model.safetensors"),
+    ):
+        done = run(*arguments)
+        assert done.exit_code == 0, (arguments, done.output)
+    info = migrate.inspect(bert).blocks[0]
+    assert (info.num_heads, info.num_heads_from) == (N, "config.json: num_attention_heads")
+
+
+def test_the_config_is_that_of_the_folder(bert: Path, tmp_path: Path) -> None:
+    """Not that of the folder which it is in, which is of another model."""
+    shutil.copytree(bert, tmp_path / "bert")
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 5, "clip_qkv": 3}))
+    (block,) = sides.read(tmp_path / "bert").blocks
+    assert block.params.query.kernel.shape[-2] == N
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        (["model.safetensors", "pytorch_model.bin", "training_args.bin"], "model.safetensors"),
+        (["pytorch_model.bin", "optimizer.pt", "rng_state.pth"], "pytorch_model.bin"),
+        (["mine.npz", "notes.txt"], "mine.npz"),
+        (["model.safetensors", "flax.safetensors"], "model.safetensors"),
+        (["deep.orbax"], "deep.orbax"),
+    ],
+)
+def test_which_file_of_a_folder(there: list[str], found: str, tmp_path: Path) -> None:
+    for name in there:
+        if checkpoint.formats.by_suffix(Path(name)):
+            checkpoint.write(tmp_path / name, {name: np.ones(3, np.float32)})
+        else:
+            (tmp_path / name).write_text("")
+    with checkpoint.open(tmp_path) as file:
+        assert list(file) == [found]
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        (["b.safetensors", "a.npz"], r"several checkpoints \(a.npz, b.safetensors\); name one"),
+        (["model.safetensors", "model.safetensors.index.json"], "several checkpoints"),
+        (["unet/model.safetensors", "vae/model.safetensors"], r"its folders unet, vae; .*unet"),
+        (["notes.txt"], "it holds only notes.txt; name one checkpoint file"),
+        ([], "it holds nothing"),
+    ],
+)
+def test_what_is_not_one_checkpoint(there: list[str], told: str, tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match=told):
+        checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_how_a_torch_layer_is_called_is_said(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=batch_first).eval()
+    found = convert.from_module(module)
+    params, semantics = found
+    assert (found.params, found.semantics, found.batch_first) == (params, semantics, batch_first)
+    again = convert.to_module(*found, batch_first=found.batch_first)
+    x = torch.randn(5, 3, 16)
+    with torch.no_grad():
+        assert torch.equal(again(x, x, x)[0], module(x, x, x)[0])
+    assert convert.to_module(*found).batch_first
+    encoder = torch.nn.TransformerEncoderLayer(16, 4, 8, batch_first=batch_first)
+    assert convert.from_module(encoder.self_attn).batch_first is batch_first
+
+
+def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        Progress,
+        "update",
+        lambda self, task, completed, total: shown.append((completed, total)),
+    )
+    with terminal.byte_bar("writing", quiet=False, passes=2) as progress:
+        progress(340, 340)
+    assert shown == [(170, 170)]
