@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxmha.converters import blocks, checkpoint, configuration, heads, modules
+from jaxmha.converters import blocks, checkpoint, configuration, heads, modules, unconverted
 from jaxmha.converters import plan as planning
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
@@ -68,6 +68,7 @@ class FileInfo:
       layers: what of it is understood. not_understood: name -> why not; carried over or refused.
       dtypes: how many tensors have each.
       damaged: what looks like a block and lacks arrays; `convert` and `verify` refuse it.
+      notes: what the model computes around its projections, which no conversion carries over.
     """
 
     path: str
@@ -78,6 +79,7 @@ class FileInfo:
     not_understood: dict[str, str]
     dtypes: dict[str, int]
     damaged: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for machines."""
@@ -117,7 +119,12 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             )
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
-        beside, unknown = modules.find(file.info, found, configuration.offset_norms(file.path))
+        beside, unknown = modules.find(
+            file.info,
+            found,
+            configuration.offset_norms(file.path),
+            configuration.unbiased_norms(file.path),
+        )
         layers = tuple(
             LayerInfo(
                 layer.kind,
@@ -132,8 +139,17 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         )
         dtypes = Counter(str(info.dtype) for info in file.info.values())
         damaged = tuple(blocks.damaged(all_shapes, found))
+        around = unconverted.notes(file.path, others, dict.fromkeys(b.layout.name for b in found))
         return FileInfo(
-            str(path), file.format, tuple(infos), others, layers, unknown, dict(dtypes), damaged
+            str(path),
+            file.format,
+            tuple(infos),
+            others,
+            layers,
+            unknown,
+            dict(dtypes),
+            damaged,
+            around,
         )
 
 

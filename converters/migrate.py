@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha import __version__
-from jaxmha.converters import blocks, checkpoint, configuration, heads, keras, moves
+from jaxmha.converters import (
+    blocks,
+    checkpoint,
+    configuration,
+    heads,
+    keras,
+    moves,
+    read_back,
+    unconverted,
+)
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.checkpoint import CheckpointError, Loss, sharded
@@ -108,6 +117,7 @@ def _make(
             configured=heads.in_config(file.path),
             epsilon=configuration.epsilons(file.path),
             unlike=configuration.offset_norms(file.path),
+            unbiased=configuration.unbiased_norms(file.path),
             draft=draft,
         )
     if not any(move.kind != "other" for move in made.moves):
@@ -115,7 +125,18 @@ def _make(
         raise ValueError(
             f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
         )
-    return replace(made, dtype=dtype)
+    return replace(made, dtype=dtype, notes=(*made.notes, *_around(made, file)))
+
+
+def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
+    """What is computed around the blocks of a plan and not converted.
+
+    Raises ValueError where the blocks are no attention of this form.
+    """
+    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    unconverted.refuse(file.path, layouts)
+    taken = _taken(plan)
+    return unconverted.notes(file.path, (x for x in file.info if x not in taken), layouts)
 
 
 @contextmanager
@@ -190,6 +211,8 @@ def convert(
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
         else:
             _check_plan(plan, file, in_file)
+            around = _around(plan, file)
+            plan = replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
         with _naming(file.path):
             found = resolve(plan, file)
             if given:
@@ -201,7 +224,8 @@ def convert(
             metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
         if not target.stores_num_heads:
             metadata |= heads.to_metadata(found.counts, whole=whole)
-        _refuse_unreadable(found, target)
+        targets = {move.target for move, _ in found.by_move if move.kind == "attention"}
+        read_back.refuse(found.made, targets, target, shapes(file))
         settings: dict[str, Any] = {}
         lost = []
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
@@ -378,20 +402,6 @@ def _target(named: Layout, in_file: bool) -> Layout:
             f"name {plain} for other files"
         )
     return named
-
-
-def _refuse_unreadable(found: Resolved, target: Layout) -> None:
-    """Raises ValueError where a carried tensor would make a block of the destination unreadable."""
-    prefixes = {move.target for move, _ in found.by_move if move.kind == "attention"}
-    there = blocks.find({name: one.info.shape for name, one in found.made.items()}, [target])
-    for block in there:
-        if block.prefix in prefixes and block.unknown:
-            raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
-                f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
-            )
-    if missing := prefixes - {block.prefix for block in there}:
-        raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
 def _what(plan: Plan) -> str:
