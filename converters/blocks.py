@@ -148,8 +148,15 @@ def _decide(candidates: Sequence[Block]) -> Block:
 def damaged(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> list[str]:
-    """Prefixes that have most arrays of a layout and still are no block, or one of a family that
-    cannot be read, with the reason."""
+    """Why prefixes that have most arrays of a layout are no block, or one of a family that cannot be
+    read."""
+    return list(damaged_at(shapes, found, layouts).values())
+
+
+def damaged_at(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
+) -> dict[str, str]:
+    """As `damaged`, by prefix."""
     whole = {block.prefix for block in found}
     taken = {name for block in found for name in block.keys.values()}
     ends = _ends(name for name in shapes if name not in taken)
@@ -169,7 +176,7 @@ def damaged(
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
-    return list(reasons.values())
+    return reasons
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:

@@ -109,6 +109,8 @@ def inspect(
             out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
         for broken in info.damaged:
             out.print(f"[red]damaged:[/red] {escape(broken)}", soft_wrap=True, highlight=False)
+        for note in info.notes:
+            out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
         dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())
         out.print(
             f"{len(info.blocks)} attention blocks; {len(info.layers)} layers beside them; "

@@ -17,7 +17,6 @@ from jaxmha.converters import (
     keras_order,
 )
 from jaxmha.converters.checkpoint import CheckpointError, sharded
-from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.layout import Layout
 from jaxmha.converters.plan import DTYPES, Plan, Resolved, resolve
 from jaxmha.converters.sides import shapes
@@ -89,20 +88,6 @@ def check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
                 heads.find(block, there, move.num_heads, file.metadata, configured)
             except ValueError as error:
                 raise ValueError(f"block {move.source or '(top)'}: {error}") from error
-
-
-def refuse_unreadable(found: Resolved, target: Layout) -> None:
-    """Raises ValueError where a carried tensor would make a block of the destination unreadable."""
-    prefixes = {move.target for move, _ in found.by_move if move.kind == "attention"}
-    there = blocks.find({name: one.info.shape for name, one in found.made.items()}, [target])
-    for block in there:
-        if block.prefix in prefixes and block.unknown:
-            raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
-                f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
-            )
-    if missing := prefixes - {block.prefix for block in there}:
-        raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
 
 
 def target_layout(named: Layout, in_file: bool) -> Layout:

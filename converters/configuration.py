@@ -153,7 +153,21 @@ def offset_norms(path: Path) -> dict[str, str]:
             kinds["rmsnorm"] = reason.format(value)
         if value in OFFSET_NORMS.split():
             kinds["norm"] = reason.format(value)
+        if value == "mobilebert":
+            kinds["norm"] = (
+                "model_type mobilebert of config.json: its NoNorm only multiplies and adds"
+            )
+    for _, value in search(readable(path), ["normalization_type"]):
+        if value == "layer_norm":
+            kinds.pop("norm", None)
     return kinds
+
+
+def unbiased_norms(path: Path) -> str:
+    """The kind of the norms without a bias, where the config.json beside a checkpoint says it."""
+    keys = {way[-1] for way, _ in search(readable(path), ["rms_norm_eps", "layer_norm_eps"])}
+    told = {"rms_norm_eps": "rmsnorm", "layer_norm_eps": "norm"}
+    return told[keys.pop()] if len(keys) == 1 else ""
 
 
 def readable(path: Path) -> Any:

@@ -26,12 +26,14 @@ class Description:
     Attributes:
       heads: its head counts. epsilon: what its norms add to the variance.
       unlike: kinds of norms that compute something else (`configuration.offset_norms`).
+      unbiased: the kind of norms without a bias (`configuration.unbiased_norms`).
       notes: why a configuration was set aside.
     """
 
     heads: Configured | None = None
     epsilon: notes.Epsilons = notes.Epsilons()  # noqa: RUF009 (immutable)
     unlike: Mapping[str, str] = field(default_factory=dict)
+    unbiased: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -44,11 +46,11 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = heads.in_config(file.path)
     content = configuration.readable(file.path)
-    by_key = configuration.epsilons(file.path)
+    by_key, unbiased = configuration.epsilons(file.path), configuration.unbiased_norms(file.path)
     told: list[str] = []
     if wrong := contradictions.find(content, configured, blocks, shapes):
         path = file.path.parent / configuration.CONFIG
-        configured, by_key = _aside(path, wrong, configured), {}
+        configured, by_key, unbiased = _aside(path, wrong, configured), {}, ""
         told.append(f"{path} was set aside, epsilon and all: {_listed(wrong)}")
     by_prefix = keras_config.epsilons(file.config, file.names)
     if wrong := list(keras_config.contradictions(file.config, file.names, shapes)):
@@ -58,6 +60,7 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
         configured,
         notes.Epsilons(by_key, by_prefix),
         configuration.offset_norms(file.path),
+        unbiased,
         tuple(map(printable, told)),
     )
 

@@ -3,8 +3,8 @@
 Called as (query, key, value) without a batch axis. In its masks True means attend.
 """
 
+from jaxmha.converters.by_hand import TIES
 from jaxmha.converters.layout import Entry, Layout
-from jaxmha.converters.linear import TIES
 from jaxmha.converters.verbs import verbs
 
 _EQUINOX = (

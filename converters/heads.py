@@ -20,12 +20,24 @@ CONFIG_KEYS = {
     "encoder_attention_heads": ("encoder",),
     "decoder_attention_heads": ("decoder",),
     "decoder_num_attention_heads": ("decoder",),
+    "encoder_num_attention_heads": ("encoder",),
+    "num_encoder_attention_heads": ("encoder",),
+    "num_decoder_attention_heads": ("decoder",),
+    "speech_encoder_attention_heads": ("speech_encoder",),
+    "t2u_encoder_attention_heads": ("t2u", "encoder"),
+    "t2u_decoder_attention_heads": ("t2u", "decoder"),
+    "memory_attention_num_attention_heads": ("memory_attention",),
 }
 _SHOWN = 8  # values in a message
 # What a configuration is within another of, beside those that say it (`text_config`).
 _PARTS = ("encoder", "decoder")
 # Parts that tensors call otherwise than configurations do.
-_CALLED = {"text": "text|language", "vision": "vision|visual"}
+_CALLED = {
+    "text": "text|language",
+    "vision": "vision|visual",
+    "encoder": "(text_)?encoder",
+    "decoder": "(text_)?decoder",
+}
 # Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
 METADATA = "jaxmha.num_heads"
 _SINGLY = (

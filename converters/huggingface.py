@@ -4,8 +4,8 @@ The head count is in the checkpoint's config.json (`num_attention_heads`, `n_hea
 """
 
 from jaxmha import Semantics
+from jaxmha.converters.by_hand import TIES
 from jaxmha.converters.layout import Entry, Layout
-from jaxmha.converters.linear import TIES
 from jaxmha.converters.verbs import verbs
 
 _RESIDUAL = {"Do": ("Dq", "the block adds its output to its input")}

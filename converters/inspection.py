@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxmha.converters import blocks, checkpoint, described, heads, modules
+from jaxmha.converters import blocks, checkpoint, described, heads, modules, unconverted
 from jaxmha.converters import plan as planning
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint.errors import printable
@@ -69,7 +69,8 @@ class FileInfo:
       layers: what of it is understood. not_understood: name -> why not; carried over or refused.
       dtypes: how many tensors have each.
       damaged: what looks like a block and lacks arrays; `convert` and `verify` refuse it.
-      notes: why a configuration beside the file was set aside.
+      notes: why a configuration beside the file was set aside, and what the model computes around its
+        projections, which no conversion carries over.
     """
 
     path: str
@@ -120,7 +121,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             )
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
-        beside, unknown = modules.find(file.info, found, told.unlike)
+        beside, unknown = modules.find(file.info, found, told.unlike, told.unbiased)
         layers = tuple(
             LayerInfo(
                 layer.kind,
@@ -135,6 +136,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         )
         dtypes = Counter(str(info.dtype) for info in file.info.values())
         damaged = tuple(blocks.damaged(all_shapes, found))
+        around = unconverted.notes(file.path, others, dict.fromkeys(b.layout.name for b in found))
         return FileInfo(
             str(path),
             file.format,
@@ -144,7 +146,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             unknown,
             dict(dtypes),
             damaged,
-            told.notes,
+            (*told.notes, *around),
         )
 
 

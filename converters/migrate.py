@@ -17,6 +17,8 @@ from jaxmha.converters import (
     keras_order,
     moves,
     notes,
+    read_back,
+    unconverted,
 )
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
@@ -27,7 +29,6 @@ from jaxmha.converters.conditions import (
     check_plan,
     naming,
     refuse_beside,
-    refuse_unreadable,
     taken_from,
     target_layout,
 )
@@ -133,6 +134,7 @@ def _make(
             configured=told.heads,
             epsilon=told.epsilon,
             unlike=told.unlike,
+            unbiased=told.unbiased,
             draft=draft,
         )
     if not any(move.kind != "other" for move in made.moves):
@@ -143,7 +145,18 @@ def _make(
     if target.name != blocks.named(to).name or target.name.endswith("-file"):
         groups = keras_order.kept(file, made.moves)
         made = replace(made, moves=keras_order.placed(made.moves, groups))
-    return replace(made, dtype=dtype, notes=(*told.notes, *made.notes))
+    return replace(made, dtype=dtype, notes=(*told.notes, *made.notes, *_around(made, file)))
+
+
+def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
+    """What is computed around the blocks of a plan and not converted.
+
+    Raises ValueError where the blocks are no attention of this form.
+    """
+    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    unconverted.refuse(file.path, layouts)
+    taken = _taken(plan)
+    return unconverted.notes(file.path, (x for x in file.info if x not in taken), layouts)
 
 
 def convert(
@@ -214,6 +227,8 @@ def convert(
             check_plan(plan, file, in_file)
             with naming(file.path):
                 plan = edited.completed(plan, blocks.named(plan.to), file.info)
+            around = _around(plan, file)
+            plan = replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
         if like is not None:
             plan = taken_from(plan, file, like, in_file)
         groups = keras_order.kept(file, plan.moves)
@@ -232,7 +247,8 @@ def convert(
             metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
         if not target.stores_num_heads:
             metadata |= heads.to_metadata(found.counts, whole=whole)
-        refuse_unreadable(found, target)
+        targets = {move.target for move, _ in found.by_move if move.kind == "attention"}
+        read_back.refuse(found.made, targets, target, shapes(file))
         settings: dict[str, Any] = {}
         lost = []
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):

@@ -29,7 +29,18 @@ _OTHER_CONVOLUTIONS = (
     r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw|(^|[./])dw\d*($|[./])"
 )
 # Names of what has the arrays of a norm of features and is none.
-_OTHER_NORMS = r"group|instance|prelu|(^|_)(gn|act|activation)\d*($|_)"
+_OTHER_NORMS = (
+    r"group|instance|prelu|(^|_)(gn|act|activation|ls|gamma|lambda|alpha|gate)_?\d*($|_)"
+    r"|layer_?scale|^scale_?\d*$|_scale$"
+)
+# Places of norms that are mostly gated: they take two inputs.
+_GATED = r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)[./]([^./]*[./])?\w*norm$"
+# Names by which Flax and Haiku call norms after their class.
+_BY_CLASS = {"norm": r"(LayerNorm|layer_norm)(_\d+)?", "rmsnorm": r"(RMSNorm|rms_norm)(_\d+)?"}
+UNSURE = (
+    "a norm without a bias, RMSNorm or LayerNorm(bias=False), which compute different functions and "
+    "which nothing tells apart: name the kind (norm or rmsnorm) in a plan"
+)
 
 
 class Module(NamedTuple):
@@ -40,7 +51,8 @@ class Module(NamedTuple):
       keys: key of the convention -> name in the file.
       sizes: of every letter of the axes.
       confidence: "certain": a known family has it there; "likely": keys and shapes, in the
-        framework of the attention beside it, leave one reading; "by name": only the name decides.
+        framework of the attention beside it, leave one reading; "by name": only the name decides;
+        "ambiguous": a norm without a bias, which may be either of two (`UNSURE`).
       why: this in words.
     """
 
@@ -63,11 +75,14 @@ def find(
     info: Mapping[str, Any],
     blocks: Sequence[Block],
     unlike: Mapping[str, str] = MappingProxyType({}),
+    unbiased: str = "",
 ) -> tuple[list[Module], dict[str, str]]:
     """Every neighbour, and what is left over: name -> why nothing is known of it.
 
     `info` gives shape and dtype of every tensor; those of `blocks` are left out. `unlike` names
-    kinds that compute something else in this model, with the reason (`configuration.offset_norms`).
+    kinds that compute something else in this model, with the reason (`configuration.offset_norms`);
+    `unbiased` is the kind of its norms without a bias, where that is said
+    (`configuration.unbiased_norms`).
 
     >>> import numpy as np
     >>> found, others = find({"a.weight": np.zeros((3, 5)), "a.bias": np.zeros(3)}, [])
@@ -83,10 +98,15 @@ def find(
     families = {block.family[0] for block in blocks if block.family}
     preferred = [c for block in blocks if (c := neighbours.beside(block.layout.name))]
     own = list(dict.fromkeys(preferred)) or list(CONVENTIONS)
+    separators = {block.layout.separator for block in blocks}
     found: list[Module] = []
     others: dict[str, str] = {}
-    for (prefix, _), keys in groups.items():
-        module = _decide(prefix, keys, info, families, own)
+    for (prefix, separator), keys in groups.items():
+        if separator and separators and separator not in separators:
+            # Carried over from a file of another framework, under its name there.
+            others |= dict.fromkeys(keys.values(), _FOREIGN)
+            continue
+        module = _decide(prefix, keys, info, families, own, unbiased)
         if isinstance(module, Module):
             module = unlike.get(_computes(module), module)
         if isinstance(module, Module):
@@ -94,6 +114,9 @@ def find(
         else:
             others |= dict.fromkeys(keys.values(), module)
     return sorted(found, key=lambda module: natural(module.prefix)), others
+
+
+_FOREIGN = "its name has another separator than those of the attention beside it"
 
 
 def _computes(module: Module) -> str:
@@ -152,6 +175,7 @@ def _decide(
     info: Mapping[str, Any],
     families: set[str],
     own: Sequence[Convention],
+    unbiased: str,
 ) -> Module | str:
     """The module, or why there is none. `own`: the conventions that shapes are judged by."""
     candidates: dict[str, Module] = {}
@@ -169,6 +193,10 @@ def _decide(
         return "a parameter or buffer that belongs to no layer"
     if not candidates:
         return "no layer known here has such keys and shapes"
+    if {"norm", "rmsnorm"} & candidates.keys() and re.search(_GATED, prefix):
+        return (
+            "a norm in a mixer, which may have a gate: where it has none, name the kind in a plan"
+        )
     named = keymaps.kind_at(prefix, families) or _keras_group(prefix, candidates)
     if named is not None:
         kind, place = named
@@ -176,13 +204,19 @@ def _decide(
             kind = str(other)
         if kind not in candidates:
             return f"{place} has a {kind}, which these keys and shapes are not"
+        if kind == "rmsnorm" and unbiased == "norm":
+            why = f"config.json has {_LAYER_NORM} and no rms_norm_eps"
+            return candidates["norm"]._replace(confidence="likely", why=why)
         return candidates[kind]._replace(why=f"the place of {place}")
     if not prefix:
         return "a parameter or buffer at the top, which is no layer's"
-    return _by_shape(prefix, {k: m for k, m in candidates.items() if m.convention in own}, families)
+    there = {k: m for k, m in candidates.items() if m.convention in own}
+    return _by_shape(prefix, there, families, unbiased)
 
 
-def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) -> Module | str:
+def _by_shape(
+    prefix: str, candidates: dict[str, Module], families: set[str], unbiased: str
+) -> Module | str:
     kinds = set(candidates)
     if not kinds:
         return "only layers of other frameworks have such keys and shapes"
@@ -192,10 +226,7 @@ def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) ->
         if re.search(_OTHER_NORMS, re.split("[./]", prefix)[-1].lower()):
             return "a norm of groups or an activation by its name; else name the kind in a plan"
     if kinds == {"norm", "rmsnorm"}:  # the same array
-        rms = "rms" in prefix.rpartition("/")[2].rpartition(".")[2].lower()
-        first = next(iter(candidates.values()))
-        chosen = candidates["rmsnorm"] if rms else first
-        return chosen._replace(confidence="likely", why="its keys and shapes")
+        return _unbiased(prefix, candidates, unbiased)
     if kinds == {"linear", "conv1d"} and "GPT-2" not in families:
         # Square: only GPT-2 and its kin have Conv1D.
         return candidates["linear"]._replace(
@@ -215,6 +246,25 @@ def _by_shape(prefix: str, candidates: dict[str, Module], families: set[str]) ->
             why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
             return candidates[kind]._replace(confidence="by name", why=why)
     return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
+
+
+_LAYER_NORM = "layer_norm_eps"
+
+
+def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Module:
+    """A norm without a bias: of the kind that its name or the configuration tells."""
+    last = re.split("[./]", prefix)[-1]
+    named = [kind for kind, name in _BY_CLASS.items() if re.fullmatch(name, last)]
+    if "rms" in last.lower():
+        named = ["rmsnorm"]
+    elif named and candidates["norm"].convention.name not in ("flax", "haiku"):
+        named = ["norm"] if last == "LayerNorm" else []  # Llama's are called layernorm, too
+    if named:
+        return candidates[named[0]]._replace(confidence="likely", why=f"its name {last!r}")
+    if told == "rmsnorm":
+        why = "its keys and shapes, and rms_norm_eps of config.json"
+        return candidates["rmsnorm"]._replace(confidence="likely", why=why)
+    return candidates["norm"]._replace(confidence="ambiguous", why=UNSURE)
 
 
 def _convolution(module: Module) -> Module | str:

@@ -163,6 +163,16 @@ def beside(layout: str) -> Convention | None:
     return next((c for c in CONVENTIONS if layout in c.layouts.split()), None)
 
 
+def tells_norms(convention: Convention) -> bool:
+    """Whether a file shows which of two norms one without a bias is.
+
+    >>> tells_norms(KERAS), tells_norms(FLAX)
+    (True, False)
+    """
+    keys = {convention.kinds[kind][0].key for kind in ("norm", "rmsnorm")}
+    return len(keys) > 1 or bool(convention.group)
+
+
 def named(name: str) -> Convention:
     """The convention of that name. Raises ValueError with the known names."""
     for convention in CONVENTIONS:

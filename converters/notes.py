@@ -102,6 +102,25 @@ def told_by_name(layers: Sequence[Module]) -> Iterator[str]:
         )
 
 
+def not_back(
+    layers: Sequence[Module], becomes: Iterable[str], mistakable: Sequence[str], to: str
+) -> Iterator[str]:
+    """Layers and names that the same conversion back would not give as they were."""
+    shown = [
+        x.prefix for x, kind in zip(layers, becomes, strict=True) if kind != x.kind == "conv1d"
+    ]
+    if shown:
+        yield (
+            f"{len(shown)} x conv1d, whose kernel is (Di Do), written as a linear layer: converted back "
+            f"to another layout than gpt2 they are Linear, (Do Di): {listed(shown, 3)}"
+        )
+    if mistakable:
+        yield (
+            f"carried over under names that {to} gives to layers: {listed(mistakable)}; converted back "
+            "they would be renamed: name their kinds in a plan"
+        )
+
+
 def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str]:
     """Norms that are left as they are: `why` is of every tensor, `unlike` of norms alone."""
     counts = Counter(reason for reason in why.values() if reason in set(unlike))

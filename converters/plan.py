@@ -19,6 +19,7 @@ from jaxmha.converters import (
     neighbours,
     notes,
     order,
+    read_back,
     user_names,
 )
 from jaxmha.converters.blocks import Block
@@ -110,11 +111,12 @@ def make(
     configured: heads.Configured | None = None,
     epsilon: notes.Epsilons = notes.Epsilons(),
     unlike: Mapping[str, str] | None = None,
+    unbiased: str = "",
     draft: bool = False,
 ) -> Plan:
     """The plan for a source, with everything that is found in it.
 
-    `configured`, `epsilon` and `unlike` are what the configuration says (`heads`, `configuration`).
+    `configured`, `epsilon`, `unlike` and `unbiased` are what the configuration says (`heads`, `configuration`).
     `draft`: it is to be edited, so that `num_heads` is for blocks that nothing else tells it of.
 
     Raises:
@@ -129,9 +131,19 @@ def make(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
         )
     convention = neighbours.beside(to.name)
-    layers, why = modules.find(file.info, found, unlike or {})
+    layers, why = modules.find(file.info, found, unlike or {}, unbiased)
+    if convention is not None and neighbours.tells_norms(convention):
+        unsure = [layer for layer in layers if layer.confidence == "ambiguous"]
+        why |= {name: modules.UNSURE for layer in unsure for name in layer.keys.values()}
+        layers = [layer for layer in layers if layer.confidence != "ambiguous"]
     if from_ is not None or attention_only or convention is None:
         layers = []
+    elif not _in_file(to):  # which numbers its groups
+        planned = [_neighbour(x, to, convention, file.names, Counter()) for x in layers]
+        targets = [(move.target, move.becomes) for move in planned]
+        alike = read_back.like_attention(layers, targets, convention, file)
+        why |= alike
+        layers = [x for x in layers if not alike.keys() & x.keys.values()]
     taken = {name for block in found for name in block.keys.values()}
     taken |= {name for layer in layers for name in layer.keys.values()}
     rest = [name for name in file.info if name not in taken]
@@ -144,6 +156,7 @@ def make(
         place = order.of_source(file.info)
         found = sorted(found, key=lambda block: place(block.prefix))
         layers = sorted(layers, key=lambda layer: place(layer.prefix))
+    mistakable = read_back.mistakable(file.info, rest, found, to)
     planned = []
     for i, block in enumerate(found):
         given = heads.by_default(block, num_heads, configured) if draft else num_heads
@@ -169,9 +182,11 @@ def make(
             )
         )
     numbers: Counter[str] = Counter()
+    beside = []
     for layer in layers:
         assert convention is not None
-        planned.append(_neighbour(layer, to, convention, file.names, numbers))
+        beside.append(_neighbour(layer, to, convention, file.names, numbers))
+    planned += beside
     planned += [
         Move("other", "", name, name, (name,), "other", why=why.get(name, "left as it is"))
         for name in rest
@@ -185,8 +200,10 @@ def make(
             *notes.epsilons(layers, convention, found, epsilon),
             *notes.told_by_name(layers),
             *notes.renamed(_renamed(planned, file.names) if not _in_file(to) else ()),
+            *notes.not_back(layers, [move.becomes for move in beside], mistakable, to.name),
             *notes.carried_norms(
-                {name: why.get(name, "") for name in rest}, (unlike or {}).values()
+                {name: why.get(name, "") for name in rest},
+                [*(unlike or {}).values(), modules.UNSURE],
             ),
         ),
     )
@@ -253,8 +270,8 @@ def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -
     there = {family.name for family in families.FAMILIES if family.layout == to.name}
     named = keymaps.kind_at(prefix, there)
     wanted = [named[0]] if named else []
-    if layer.kind != "conv1d" or to.name == "gpt2":
-        wanted.append(layer.kind)
+    if layer.kind != "conv1d" or to.name == "gpt2" or not layer.why.startswith("the place of"):
+        wanted.append(layer.kind)  # GPT-2's own becomes Linear
     wanted.append(neighbours.INSTEAD.get(layer.kind, layer.kind))
     for kind in wanted:
         if leaves <= {e.leaves[0] for e in convention.kinds.get(kind, ())}:

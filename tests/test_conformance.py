@@ -188,12 +188,13 @@ def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str
     query, value = np.ones((B, 2, 1, 1), np.float32), np.ones((B, S, 1, 1), np.float32)
     key = np.stack([logits, -logits, 0 * logits], 1).reshape(B, S, 1, 1)
     value[:, 1:] = 7.0
-    options: dict[str, Any] = {
+    conditions: dict[str, dict[str, Any]] = {
         "lengths": {"key_value_seq_lengths": np.ones(B, np.int32)},
         "padding": {"mask": Mask.padding(key_value=np.broadcast_to(keep, (B, S)))},
         "dense": {"mask": np.broadcast_to(keep, (B, 1, 2, S))},
         "bias": {"bias": np.where(keep, 0, -np.inf).astype("f").reshape(1, 1, 1, S)},
-    }[kind]
+    }
+    options = conditions[kind]
 
     def of(*heads: Any) -> Any:
         return jaxmha.dot_product_attention(

@@ -93,7 +93,7 @@ def exact(case: Case, arrays: Arrays) -> dict[str, Any]:
     scale = case.shape[-1] ** -0.5
     logits = scale * q @ np.swapaxes(k, -1, -2)
     if case.causal:
-        logits = np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf)
+        logits = np.where(np.tri(*logits.shape[-2:]) > 0, logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     d_weights = g @ np.swapaxes(v, -1, -2)

@@ -1,0 +1,245 @@
+"""What a model computes around its projections is named by inspect, plan and convert, or refused."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import architectures, blocks, checkpoint, engine, migrate, signs, unconverted
+from jaxmha.converters.cli import app
+from tests.converters.test_every_layout import params_of
+
+N = 6
+
+
+def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Path:
+    """One block, other tensors, and a configuration; None: without one."""
+    chosen = blocks.named(layout)
+    state = engine.export_params(
+        chosen, params_of(chosen), chosen.semantics, prefix="model.layers.0.self_attn"
+    )
+    checkpoint.write(folder / "a.npz", state | more, force=True)
+    if config is not None:
+        text = json.dumps({"num_attention_heads": N} | config)
+        (folder / "config.json").write_text(text)
+    return folder / "a.npz"
+
+
+def notes(path: Path, to: str = "linear") -> list[str]:
+    """What all three say alike."""
+    target = path.parent / "b.npz"
+    inspected = migrate.inspect(path, num_heads=N).notes
+    planned = migrate.plan(path, to=to, num_heads=N)[0].notes
+    done = migrate.convert(path, target, to=to, num_heads=N, force=True).notes
+    assert set(inspected) <= set(planned) & set(done)
+    return list(inspected)
+
+
+# Type, what is said, and whether it is refused.
+TYPES: list[tuple[str, str, bool]] = [
+    ("llama", "rotary", False),
+    ("gptj", "rotary", False),
+    ("gpt_neox", "rotary", False),
+    ("qwen2_vl", "rotary", False),
+    ("qwen3_5", "rotary", False),
+    ("glm4v", "rotary", False),
+    ("roformer", "rotary", False),
+    ("bloom", "alibi", False),
+    ("mistral", "window", False),
+    ("t5", "relative", False),
+    ("bros", "relative", False),
+    ("wav2vec2-conformer", "relative", False),
+    ("gemma2", "soft_cap", False),
+    ("gpt_oss", "sinks", False),
+    ("ministral3", "query_scale", False),
+    ("dia", "scale", True),
+    ("zamba", "scale", True),
+    ("nanochat", "qk_norm", True),
+    ("llama4_text", "qk_norm", True),
+    ("big_bird", "form", True),
+    ("bigbird_pegasus", "form", True),
+    ("yoso", "form", True),
+    ("nystromformer", "form", True),
+    ("mra", "form", True),
+    ("autoformer", "form", True),
+    ("pegasus_x", "form", True),
+]
+
+
+@pytest.mark.parametrize(("model_type", "part", "refused"), TYPES)
+def test_what_a_model_type_has_is_named(
+    model_type: str, part: str, refused: bool, tmp_path: Path
+) -> None:
+    path = source(tmp_path, {"model_type": model_type})
+    words = signs.PARTS[part][0]
+    (note,) = (x for x in migrate.inspect(path).notes if words in x)
+    assert f"model_type {model_type}" in note
+    if refused:
+        for verb in (migrate.plan, lambda a, **k: migrate.convert(a, tmp_path / "b.npz", **k)):
+            with pytest.raises(ValueError, match="would be read as another function") as error:
+                verb(path, to="flax")
+            assert words in str(error.value)
+    else:
+        assert note in notes(path)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "vit", "clip", "whisper", "opt"])
+def test_a_model_that_has_nothing_more_is_not_noted(model_type: str, tmp_path: Path) -> None:
+    assert notes(source(tmp_path, {"model_type": model_type})) == []
+
+
+# A configuration, and the part that it tells of, with what is shown of it.
+KEYS: list[tuple[dict[str, Any], str, str]] = [
+    ({"rope_theta": 1e6}, "rotary", "rope_theta = 1000000.0"),
+    ({"text_config": {"rope_parameters": {"a": 1}}}, "rotary", "text_config: rope_parameters"),
+    ({"rotary_dim": 64}, "rotary", "rotary_dim = 64"),
+    ({"position_embedding_type": "rotary"}, "rotary", "= 'rotary'"),
+    ({"position_embedding_type": "relative_key"}, "relative", "= 'relative_key'"),
+    ({"self_attention_type": "alibi"}, "alibi", "= 'alibi'"),
+    ({"attn_config": {"alibi": True}}, "alibi", "attn_config: alibi = True"),
+    ({"sliding_window": 4096}, "window", "sliding_window = 4096"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "window", "layer_types"),
+    ({"attention_types": [[["global", "local"], 12]]}, "window", "attention_types"),
+    ({"layer_types": ["linear_attention"]}, "layers", "layer_types"),
+    ({"attn_output_gate": True}, "gate", "attn_output_gate"),
+    ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "query_scale", "llama_4_scaling_beta"),
+    ({"relative_attention_num_buckets": 32}, "relative", "= 32"),
+    ({"attention_in_multiplier": 0.5}, "multiplier", "= 0.5"),
+]
+
+
+@pytest.mark.parametrize(("config", "part", "shown"), KEYS)
+def test_keys_of_a_configuration_are_named(
+    config: dict[str, Any], part: str, shown: str, tmp_path: Path
+) -> None:
+    said = notes(source(tmp_path, {"model_type": "bert"} | config))
+    words = signs.PARTS[part][0]
+    assert any(words in note and shown in note for note in said)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": None, "rope_theta": None},
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "bert", "layer_types": ["full_attention"], "label2id": {"window": 3}},
+        {"model_type": "bert", "layer_norm_eps": 1e-6, "scale_embedding": True},
+        {"model_type": "big_bird", "attention_type": "original_full"},
+    ],
+)
+def test_a_key_says_what_is_not_there(config: dict[str, Any], tmp_path: Path) -> None:
+    said = " ".join(notes(source(tmp_path, config)))
+    assert signs.PARTS["window"][0] not in said
+    assert signs.PARTS["form"][0] not in said
+    assert "not known" not in said
+
+
+def test_a_key_of_no_known_meaning_is_named(tmp_path: Path) -> None:
+    (note,) = notes(
+        source(tmp_path, {"model_type": "bert", "sparse_kv_blocks": 30, "my_rmsnorm": 0})
+    )
+    assert "may change attention: sparse_kv_blocks = 30:" in note
+
+
+def test_a_model_type_that_is_not_known_is_said(tmp_path: Path) -> None:
+    (note,) = notes(source(tmp_path, {"model_type": "of_tomorrow"}))
+    assert "jaxmha does not know what of_tomorrow" in note
+    assert "compare with the model's own output" in note
+
+
+@pytest.mark.parametrize(("config", "layout"), [(None, "llama"), ({}, "llama"), (None, "gpt-neox")])
+def test_without_a_model_type_the_layout_tells(config: Any, layout: str, tmp_path: Path) -> None:
+    (note,) = notes(source(tmp_path, config, layout), layout)
+    assert "no config.json names the model_type" in note
+    assert "rotary" in note
+
+
+TENSORS = [
+    ("rotary", "model.rotary_emb.inv_freq"),
+    ("alibi", "model.alibi_slopes"),
+    ("relative", "model.layers.0.relative_attention_bias.weight"),
+    ("sinks", "model.layers.0.attn.sinks"),
+    ("qk_norm", "model.layers.1.attn.q_norm.weight"),
+    ("gate", "model.layers.1.attn.g_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("part", "name"), TENSORS)
+def test_tensors_outside_the_blocks_are_named(part: str, name: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {name: np.ones((3, 5), np.float32)}
+    (note,) = notes(source(tmp_path, {"model_type": "bert"}, **more))
+    assert signs.PARTS[part][0] in note
+    assert f"tensor {name}" in note
+
+
+def test_text_and_json_of_every_command_name_it(tmp_path: Path) -> None:
+    path, words = source(tmp_path, {"model_type": "bloom"}), signs.PARTS["alibi"][0]
+    target = str(tmp_path / "b.npz")
+    for command in (
+        ["inspect", str(path)],
+        ["plan", str(path), "--to", "linear"],
+        ["convert", str(path), target, "--to", "linear", "--force"],
+    ):
+        text = CliRunner().invoke(app, command)
+        data = CliRunner().invoke(app, [*command, "--json"])
+        assert (text.exit_code, data.exit_code) == (0, 0), text.output + data.output
+        assert f"note: not converted: {words}" in " ".join(text.stdout.split())
+        assert any(words in note for note in json.loads(data.stdout)["notes"])
+
+
+def test_a_conversion_by_a_plan_names_it_too(tmp_path: Path) -> None:
+    path, plan = source(tmp_path, {"model_type": "bloom"}), tmp_path / "plan.toml"
+    for command in (
+        ["plan", str(path), "--to", "linear", "-o", str(plan)],
+        ["convert", str(path), str(tmp_path / "b.npz"), "--plan", str(plan)],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert signs.PARTS["alibi"][0] in " ".join(done.stdout.split())
+    assert done.stdout.count("ALiBi") == 1
+
+
+def test_a_configuration_that_cannot_be_read_is_no_crash(tmp_path: Path) -> None:
+    path = source(tmp_path, None)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    assert migrate.inspect(path, num_heads=N).notes == ()
+    assert unconverted.notes(tmp_path / "none.npz", [], ["bert"]) == ()
+
+
+def test_every_type_of_transformers_is_known() -> None:
+    """A type that is new there is to be read, run and added."""
+    names = importlib.import_module("transformers.models.auto.configuration_auto")
+    assert set(names.CONFIG_MAPPING_NAMES) <= architectures.KNOWN
+
+
+def test_parts_have_words() -> None:
+    parts = {*architectures.PARTS, *architectures.FUNCTIONS, *(sign.part for sign in signs.SIGNS)}
+    assert parts | {part for part, _ in signs.TENSORS} <= signs.PARTS.keys()
+    assert not architectures.PLAIN & frozenset().union(*architectures.FUNCTIONS.values())
+
+
+def test_every_part_of_a_model_has_its_own_head_count(tmp_path: Path) -> None:
+    """Seamless M4T: the speech encoder's count is not that of the text's, nor T2U's."""
+    from jaxmha.converters import heads
+
+    config = {
+        "encoder_attention_heads": 16, "decoder_attention_heads": 4,
+        "speech_encoder_attention_heads": 8, "t2u_encoder_attention_heads": 2,
+        "t2u_decoder_attention_heads": 32, "memory_attention_num_attention_heads": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = heads.in_config(tmp_path / "a.pt")
+    assert found is not None
+    for prefix, expected in {
+        "speech_encoder.encoder.layers.0.self_attn": 8,
+        "t2u_model.model.encoder.layers.0.self_attn": 2,
+        "t2u_model.model.decoder.layers.0.encoder_attn": 32,
+        "text_encoder.layers.0.self_attn": 16,
+        "text_decoder.layers.0.self_attn": 4,
+        "memory_attention.layers.0.self_attn": 1,
+    }.items():
+        assert found.of(prefix)[0] == expected, prefix

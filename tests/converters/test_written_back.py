@@ -1,0 +1,233 @@
+"""Layers beside attention: what a conversion writes comes back by name and value, or is refused."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import blocks, checkpoint, engine, migrate, modules, verify
+from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.plan import Move
+from jaxmha.params import CANONICAL, from_leaves
+
+N, D = 3, 12
+_RNG = np.random.default_rng(7)
+
+
+def drawn(*shape: int) -> NDArray:
+    return _RNG.normal(size=shape).astype(np.float32)
+
+
+# Every kind of layer, as torch's modules name their parameters and buffers.
+LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "linear": {"fc.weight": (7, D), "fc.bias": (7,)},
+    "linear without a bias": {"proj.weight": (7, D)},
+    "square": {"proj.weight": (D, D), "proj.bias": (D,)},
+    "conv1d of GPT-2": {"c_fc.weight": (D, 7), "c_fc.bias": (7,)},
+    "convolution": {"conv.weight": (7, 5, 3, 3), "conv.bias": (7,)},
+    "convolution over time": {"conv.weight": (5, D, 3), "conv.bias": (5,)},
+    "depthwise": {"dwconv.weight": (D, 1, 3, 3), "dwconv.bias": (D,)},
+    "embedding": {"embed.weight": (31, D)},
+    "LayerNorm": {"norm.weight": (D,), "norm.bias": (D,)},
+    "RMSNorm": {"norm.weight": (D,)},
+    "RMSNorm by name": {"rms_norm.weight": (D,)},
+    "GroupNorm": {"group_norm.weight": (D,), "group_norm.bias": (D,)},
+    "BatchNorm": {
+        "bn.weight": (D,), "bn.bias": (D,), "bn.running_mean": (D,), "bn.running_var": (D,),
+    },
+    "LayerScale": {"ls1.gamma": (D,)},
+    "LayerScale by weight": {"ls1.weight": (D,)},
+    "LayerScale by scale": {"layer_scale1.scale": (D,)},
+    "Keras' names": {"fc.kernel": (D, 7), "norm.beta": (D,), "norm.gamma": (D,)},
+    "Haiku's names": {"fc.w": (D, 7), "fc.b": (7,)},
+    "Flax's embedding": {"embed.embedding": (31, D)},
+    "weight_norm": {"fc.weight_g": (7, 1), "fc.weight_v": (7, D), "fc.bias": (7,)},
+    "parametrized": {
+        "fc.parametrizations.weight.original0": (7, 1),
+        "fc.parametrizations.weight.original1": (7, D),
+        "fc.bias": (7,),
+    },
+    "attention of another form": {
+        f"lsh.{name}.{key}": (D, D) if key == "weight" else (D,)
+        for name in ("query", "key", "value")
+        for key in ("weight", "bias")
+    },
+    "attention without an output": {
+        f"att.{name}.{key}": (D, D) if key == "weight" else (D,)
+        for name in ("query", "key", "value", "query_global")
+        for key in ("weight", "bias")
+    },
+}  # fmt: skip
+
+
+SOURCES = ("linear", "bert", "gpt2", "torch", "t5", "flax", "keras", "haiku")
+TARGETS = (
+    "flax",
+    "keras",
+    "haiku",
+    "torch",
+    "linear",
+    "bert",
+    "llama",
+    "gpt2",
+    "timm",
+    "annotated",
+)
+
+
+def block(layout: str, prefix: str) -> dict[str, NDArray]:
+    """One block of a layout, of equal widths, so that most layouts hold it."""
+    chosen = blocks.named(layout)
+    held = {leaf for entry in chosen.entries for leaf in entry.leaves}
+    sizes = {"N": N, "K": N, "H": D // N, "h": D // N} | dict.fromkeys(("Dq", "Dk", "Dv", "Do"), D)
+    params = from_leaves(
+        {
+            leaf: drawn(*(sizes[letter] for letter in axes.split()))
+            for leaf, axes in CANONICAL.items()
+            if leaf in held and leaf.split(".")[0] in ("query", "key", "value", "out")
+        }
+    )
+    return engine.export_params(chosen, params, chosen.semantics, prefix=prefix)
+
+
+def tree(source: str, names: Iterable[str]) -> dict[str, NDArray]:
+    """A block and layers alongside, in the source's way of writing paths."""
+    separator = blocks.named(source).separator
+    state = block(source, separator.join(("layers", "0", "self_attn")))
+    for i, name in enumerate(names):
+        for key, shape in LAYERS[name].items():
+            state[f"layers.{i}.{key}".replace(".", separator)] = drawn(*shape)
+    return state
+
+
+def comes_back(source: str, to: str, state: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a state could be written; then it comes back by name and value, and verifies."""
+    old, there, back = (folder / f"{name}.safetensors" for name in "abc")
+    checkpoint.write(old, state, force=True)
+    try:
+        done = migrate.convert(old, there, to=to, num_heads=N, force=True)
+    except ValueError:
+        return False
+    said = " ".join(note for note in done.notes if "converted back" in note)
+    assert verify.compare(old, there, num_heads=N)
+    migrate.inspect(there)
+    migrate.convert(there, back, to=source, force=True)
+    with checkpoint.open(back) as file:
+        other = {*file} ^ {*state}
+        other |= {name for name in {*file} - other if not np.array_equal(file[name], state[name])}
+        assert all(modules.split(name)[0] in said for name in other), other
+    return True
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", ["linear", "flax"])
+def test_every_layer_comes_back(source: str, to: str, tmp_path: Path) -> None:
+    assert comes_back(source, to, tree(source, LAYERS), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trees_come_back(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    source, to = (str(rng.choice(names)) for names in (SOURCES, TARGETS))
+    names = rng.choice(list(LAYERS), size=6, replace=False)
+    comes_back(source, to, tree(source, map(str, names)), tmp_path)
+
+
+def test_a_layer_scale_is_no_norm(tmp_path: Path) -> None:
+    """Nor after a way through Keras, whose norms have a gamma."""
+    state = tree("linear", ["LayerScale", "LayerScale by weight"])
+    found = blocks.find({name: array.shape for name, array in state.items()})
+    layers, others = modules.find(state, found)
+    assert layers == []
+    assert others.keys() == {"layers.0.ls1.gamma", "layers.1.ls1.weight"}
+
+
+def test_projections_of_unknown_attention_keep_their_names(tmp_path: Path) -> None:
+    """Longformer's have no output beside them: in Flax they would look like half a block."""
+    state = tree("linear", ["attention without an output"])
+    checkpoint.write(tmp_path / "a.npz", state)
+    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
+    names = {name for name in state if ".att." in name and "query_global" not in name}
+    assert names <= set(done.carried)
+    assert verify.compare(tmp_path / "a.npz", tmp_path / "b.npz", num_heads=N)
+    assert done.plan is not None
+    whys = {move.why for move in done.plan.moves if move.source in names}
+    assert all("attention of another form" in why for why in whys)
+    with pytest.raises(ValueError, match="attention of another form"):
+        migrate.convert(
+            tmp_path / "a.npz", tmp_path / "c.npz", to="flax", num_heads=N, others="refuse"
+        )
+
+
+def test_a_plan_that_makes_half_a_block_is_refused(tmp_path: Path) -> None:
+    state = tree("linear", ["attention without an output"])
+    checkpoint.write(tmp_path / "a.npz", state)
+    made = migrate.plan(tmp_path / "a.npz", to="flax", num_heads=N)[0]
+    moves = [move for move in made.moves if ".att." not in move.source]
+    for name in ("query", "key", "value", "query_global"):
+        at = f"layers.0.att.{name}"
+        tensors = (f"{at}.weight", f"{at}.bias")
+        moves.append(Move("linear", "torch", at, at.replace(".", "/"), tensors, "linear"))
+    with pytest.raises(ValueError, match=r"could not be read back: layers/0/att looks like"):
+        migrate.convert(
+            tmp_path / "a.npz", tmp_path / "b.npz", plan=replace(made, moves=tuple(moves))
+        )
+    assert not (tmp_path / "b.npz").exists()
+
+
+OWN, LLAMA = "blocks.0.attention", "layers.0.self_attn"  # of no family, and of one
+RMS, LAYER = {"rms_norm_eps": 1e-6}, {"layer_norm_eps": 1e-6}
+NORMS: list[tuple[str, dict[str, Any], str, str]] = [
+    (OWN, {}, "norm.weight", "asked"),
+    (OWN, RMS, "norm.weight", "scale"),
+    (OWN, RMS | LAYER, "norm.weight", "asked"),
+    (OWN, LAYER, "norm.weight", "asked"),
+    (OWN, LAYER, "q_rmsnorm.weight", "scale"),
+    (OWN, {}, "LayerNorm.weight", "gamma"),
+    (OWN, RMS, "layers.0.mamba.norm.weight", "carried"),
+    (LLAMA, RMS, "layers.0.linear_attn.norm.weight", "carried"),
+    (LLAMA, RMS, "layers.0.input_layernorm.weight", "scale"),
+    (LLAMA, LAYER, "layers.0.input_layernorm.weight", "gamma"),  # Cohere's
+    (OWN, {"model_type": "mobilebert"}, "any_norm", "carried"),
+    (OWN, {"model_type": "mobilebert", "normalization_type": "layer_norm"}, "any_norm", "gamma"),
+]
+
+
+@pytest.mark.parametrize(("prefix", "config", "name", "expected"), NORMS)
+def test_a_norm_without_a_bias_is_told_or_asked(
+    prefix: str, config: dict[str, Any], name: str, expected: str, tmp_path: Path
+) -> None:
+    """Keras keeps those of a LayerNorm and an RMSNorm under different names."""
+    state: dict[str, Any] = block("llama", prefix)
+    names = [name] if name.endswith("weight") else [f"{name}.weight", f"{name}.bias"]
+    state |= {one: drawn(D) for one in names}
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": N} | config))
+    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="keras")
+    with checkpoint.open(tmp_path / "b.npz") as file:
+        if expected in ("asked", "carried"):
+            assert set(names) <= set(file)
+        else:
+            assert f"{names[0].removesuffix('.weight').replace('.', '/')}/{expected}" in set(file)
+    if expected == "asked":
+        assert any("name the kind (norm or rmsnorm) in a plan" in note for note in done.notes)
+        with pytest.raises(ValueError, match="RMSNorm or LayerNorm"):
+            migrate.convert(tmp_path / "a.npz", tmp_path / "c.npz", to="keras", others="refuse")
+
+
+def test_a_plan_names_the_kind_of_a_norm(tmp_path: Path) -> None:
+    """torch's RMSNorm and LayerNorm(bias=False) both have a weight alone."""
+    for kind, key in (("rmsnorm", "scale"), ("norm", "gamma")):
+        state: dict[str, Any] = tree("linear", []) | {"n.weight": drawn(D)}
+        checkpoint.write(tmp_path / "a.npz", state, force=True)
+        made = migrate.plan(tmp_path / "a.npz", to="keras", num_heads=N)[0]
+        moves = [move for move in made.moves if move.source != "n.weight"]
+        moves.append(Move(kind, "torch", "n", "n", ("n.weight",), kind))
+        plan = replace(made, moves=tuple(moves))
+        migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", plan=plan, force=True)
+        with checkpoint.open(tmp_path / "b.npz") as file:
+            assert f"n/{key}" in set(file)
