@@ -4,10 +4,18 @@ import os
 import signal
 import sys
 import traceback
+from typing import Any, NoReturn
+
+
+def _terminated(*_: Any) -> NoReturn:
+    """SIGTERM ends the process as an exception does, so that no temporary file stays."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not end the cleaning up
+    sys.exit(128 + signal.SIGTERM)
 
 
 def main() -> None:
     """Runs `jaxmha`."""
+    signal.signal(signal.SIGTERM, _terminated)
     # A closed pipe ends the process quietly, as it does other Unix tools.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

@@ -239,3 +239,22 @@ def test_errors_survive_pickling() -> None:
     assert str(error) == "m.pt: 'w': is broken; mend it"
     assert issubclass(checkpoint.UnknownTensor, KeyError)
     assert issubclass(checkpoint.CheckpointError, ValueError)
+
+
+def test_sigterm_ends_the_command_line_as_an_exception_does() -> None:
+    """Its cleaning up runs, a second signal does not end that, and the code is 128 + 15."""
+    code = """
+import os, signal, sys
+from jaxmha.converters import __main__, cli
+def app():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("not ended")
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("cleaned")
+cli.app = app
+__main__.main()
+"""
+    done = _python(code)
+    assert (done.returncode, done.stdout) == (143, "cleaned\n"), done.stderr
