@@ -10,12 +10,20 @@ import typer
 from rich.table import Table
 
 from jaxmha import Semantics
-from jaxmha.converters import one_block
+from jaxmha.converters import checkpoint, one_block
 from jaxmha.converters.dataflow import DataFlow
 from jaxmha.converters.dataflow_differences import FRAMEWORKS
 from jaxmha.converters.dataflow_nodes import describe
 from jaxmha.converters.dataflow_svg import memory, short
-from jaxmha.converters.terminal import Json, escape, one_message, out, print_json, put_text
+from jaxmha.converters.terminal import (
+    Json,
+    check_text,
+    escape,
+    one_message,
+    out,
+    print_json,
+    put_text,
+)
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha describe --num-heads 8 --features 512 --query-len 10\n\n"
@@ -124,7 +132,12 @@ def describe_(
             **sizes,
         )
         if svg is not None:
-            put_text(svg, flow.svg(), force, [file] if file else [])
+            apart: list[Path] = []
+            if file is not None:
+                with checkpoint.open(file) as opened:
+                    apart = list(opened.files)
+            check_text(svg, force, apart)
+            put_text(svg, flow.svg(), force, apart)
         if as_json:
             print_json({**flow.to_json(), **({"block": name} if file else {})})
             return
