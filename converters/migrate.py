@@ -304,6 +304,7 @@ def convert(
             *([_UNBOUND] if given and not plan.digest else []),
             *found.notes,
             *lost,
+            *written.notes,
         ),
         plan,
         tuple(

@@ -94,7 +94,8 @@ def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
 
 def put_text(path: Path, text: str, force: bool, apart: Sequence[Path]) -> None:
     """Writes a text file in one step, never onto the checkpoints that it is about."""
-    replacing.replace_by(path, text.encode(), force=force, sources=apart)
+    for note in replacing.replace_by(path, text.encode(), force=force, sources=apart):
+        err.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
 
 
 def print_json(data: Any) -> None:

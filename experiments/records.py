@@ -16,7 +16,10 @@ from jaxmha.converters.checkpoint.replacing import replace_by
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-STORING = ("experiments/records.py", "converters/checkpoint/replacing.py")
+STORING = (
+    "experiments/records.py",
+    *(f"converters/checkpoint/{name}.py" for name in ("replacing", "settling", "temporaries")),
+)
 
 
 def save(

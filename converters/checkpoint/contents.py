@@ -91,6 +91,7 @@ class Plan:
     advance: Callable[[int], None] = lambda count: None
     digests: dict[str, str] = field(default_factory=dict)  # of what was written so far
     losses: dict[str, Loss] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # on files that were left alone
 
     @property
     def texts(self) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from jaxmha.converters.checkpoint.errors import (
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
+UNFINISHED = ".orbax-checkpoint-tmp"
 _DEPTH = 6  # folders within folders
 _AGAIN = "copy the whole folder again"
 
@@ -28,7 +28,7 @@ class Folder:
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self.path = path
-        if _UNFINISHED in path.name:
+        if UNFINISHED in path.name:
             remedy = "wait for its writer, or name another step"
             raise IncompleteCheckpoint(path, "the writing of this folder never ended", remedy)
         self._limits = limits

@@ -37,26 +37,49 @@ class Format:
     suffixes: tuple[str, ...]
     read: Callable[[Any, Limits], Contents]
     write: Callable[[BinaryIO, Plan], None] | None
+    check: Callable[[Plan], None]  # raises, before anything is written, where a plan does not fit
     holds_metadata: bool = False
     holds_names: bool = False
     sharded: bool = False
     folder: bool = False
 
 
+def _check_shards(plan: Plan) -> None:
+    """Raises what the format of the shards raises, and for metadata that they would not keep."""
+    ending = sharded.suffix(plan.path)
+    if plan.metadata and not BY_SUFFIX[ending].holds_metadata:
+        problem = f"{ending} has no place for metadata"
+        raise UnsupportedFormat(plan.path, problem, "leave it out, or write .safetensors")
+    if sharded.TOTAL in plan.metadata:
+        problem = f"the key {sharded.TOTAL!r} of an index is reserved"
+        raise UnsupportedFormat(plan.path, problem, "leave it out")
+    BY_SUFFIX[ending].check(plan)
+
+
+def _check_nothing(plan: Plan) -> None:
+    pass
+
+
 FORMATS: tuple[Format, ...] = (
     Format(
-        "safetensors", (".safetensors",), safetensors.read, safetensors.write, holds_metadata=True
+        "safetensors",
+        (".safetensors",),
+        safetensors.read,
+        safetensors.write,
+        safetensors.check,
+        holds_metadata=True,
     ),
-    Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write),
-    Format("keras_h5", (".weights.h5",), hdf5.read, hdf5.write, holds_names=True),
-    Format("npz", (".npz",), npz.read, npz.write),
-    Format("keras", (".keras",), keras_archive.read, None),
-    Format("orbax", (orbax.SUFFIX,), orbax.read, None, folder=True),
+    Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write, torch_zip.check),
+    Format("keras_h5", (".weights.h5",), hdf5.read, hdf5.write, hdf5.check, holds_names=True),
+    Format("npz", (".npz",), npz.read, npz.write, npz.check),
+    Format("keras", (".keras",), keras_archive.read, None, _check_nothing),
+    Format("orbax", (orbax.SUFFIX,), orbax.read, None, orbax.check, folder=True),
     Format(
         "sharded",
         (".safetensors.index.json", ".bin.index.json"),
         sharded.read,
         None,
+        _check_shards,
         holds_metadata=True,
         sharded=True,
     ),

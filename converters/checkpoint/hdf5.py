@@ -7,8 +7,7 @@ without asking whether it ends, opens files that a dataset names, and believes s
 Format: https://keras.io/api/models/model_saving_apis/weights_saving_and_loading/
 """
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -81,24 +80,70 @@ def read(source: Source, limits: Limits) -> Contents:
     )
 
 
+def check(plan: Plan) -> None:
+    """Raises where a name or a dtype is beyond the format, or not read as a position in it.
+
+    Raises:
+        MissingDependency, UnsupportedDtype, PathEscape, AmbiguousFile, IncompleteCheckpoint,
+        UnsupportedFormat, BudgetExceeded, MalformedFile.
+    """
+    _h5py(plan.path)
+    rename, groups = "rename the tensor", dict[str, set[str]]()
+    for name, info in plan.info.items():
+        if info.dtype not in DTYPES:
+            problem = f"Keras stores no {info.dtype}"
+            raise UnsupportedDtype(plan.path, problem, "convert the tensor first", name)
+        _check_parts(plan, name)
+        if name.partition("/")[0] in _LEGACY:
+            raise UnsupportedFormat(plan.path, "a name of Keras 2 style .h5 files", rename, name)
+        _enter(groups, name)
+    for group, text in plan.names.items():
+        path = f"{group}/{VARIABLES}" if group else VARIABLES
+        _check_parts(plan, f"{path}/0")
+        check_name(plan.path, text, Limits())
+        _enter(groups, path)
+        groups.setdefault(path, set())
+    for name in plan.info.keys() & groups.keys():
+        raise AmbiguousFile(plan.path, "is both a tensor and a group", "rename one of them", name)
+    for group, children in groups.items():
+        if group.rpartition("/")[2] == VARIABLES and (found := _misnumbered(children)):
+            problem = f"the variables are numbered {found[:9]}, not from 0"
+            raise IncompleteCheckpoint(plan.path, problem, rename, group)
+
+
+def _check_parts(plan: Plan, name: str) -> None:
+    parts, limits = name.split("/"), Limits()
+    if "" in parts:
+        raise PathEscape(plan.path, "an empty group name", "rename the tensor", name)
+    Budget(plan.path, 0, limits).spend("the depth of groups", len(parts), limits.depth, name)
+    for part in parts:
+        check_name(plan.path, part, limits)
+
+
+def _enter(groups: dict[str, set[str]], name: str) -> None:
+    """Notes a dataset or group in all groups above it."""
+    while "/" in name:
+        name, _, child = name.rpartition("/")
+        groups.setdefault(name, set()).add(child)
+
+
+def _misnumbered(children: Iterable[str]) -> list[int]:
+    """The positions of variables, where they do not run from 0."""
+    positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
+    return [] if positions == list(range(len(positions))) else positions
+
+
 def write(file: BinaryIO, plan: Plan) -> None:
     """Writes datasets at their names and the `name` attributes of the `vars` groups."""
     h5py = _h5py(plan.path)
     file.truncate(0)  # HDF5 takes room that was made in advance for a file of its own
     with h5py.File(file, "w") as target:
         for name, info in plan.info.items():
-            if info.dtype not in DTYPES:
-                raise UnsupportedDtype(
-                    plan.path, f"Keras stores no {info.dtype}", "convert the tensor first", name
-                )
-            if "" in name.split("/"):
-                raise PathEscape(plan.path, "an empty group name", "rename the tensor", name)
             kind = np.dtype("V2") if info.dtype == BFLOAT16 else info.dtype
-            with _no_clash(plan, name):
-                early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-                early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-                early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-                dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
+            early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
             # The place of the data is known, so that blocks go there without a copy in HDF5.
             at = dataset.id.get_offset()
             if at is not None:
@@ -116,19 +161,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
             target.attrs[_DIGEST] = np.bytes_(plan.manifest())
         for group, name in plan.names.items():
             path = f"{group}/{VARIABLES}" if group else VARIABLES
-            check_name(plan.path, path, Limits())
-            with _no_clash(plan, path):
-                target.require_group(path).attrs["name"] = name
-
-
-@contextlib.contextmanager
-def _no_clash(plan: Plan, name: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError) as e:
-        raise AmbiguousFile(
-            plan.path, f"is both a tensor and a group ({e})", "rename one of them", name
-        ) from e
+            target.require_group(path).attrs["name"] = name
 
 
 class _Walk:
@@ -220,8 +253,7 @@ class _Walk:
 
     def variables(self, attributes: Attributes, path: str, children: list[str]) -> None:
         """Positions must run from 0, and the user's name of the layer is an attribute."""
-        positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
-        if positions != list(range(len(positions))):
+        if positions := _misnumbered(children):
             problem = f"the variables are numbered {positions[:9]}"
             self.file.fail(IncompleteCheckpoint, problem)
         name = attributes.text("name")

@@ -15,6 +15,7 @@ from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     ForbiddenContent,
     MalformedFile,
+    PathEscape,
     UnsupportedDtype,
     UnsupportedFormat,
 )
@@ -86,8 +87,12 @@ def read(source: Source, limits: Limits) -> Contents:
     return Contents(budget.info, load, digests=kept, view=view)
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
-    """Writes stored members with a fixed date, so that equal tensors give equal files."""
+def check(plan: Plan) -> None:
+    """Raises where a dtype or a name is beyond the format.
+
+    Raises:
+        UnsupportedDtype, PathEscape.
+    """
     for name, info in plan.info.items():
         if info.dtype not in DTYPES:
             raise UnsupportedDtype(
@@ -96,6 +101,13 @@ def write(file: BinaryIO, plan: Plan) -> None:
                 "write .safetensors, or convert the tensor to float32 first",
                 name,
             )
+        if not zip_directory.is_member_name(f"{name}.npy"):
+            problem = "a zip member of this name would be a path out of the file or a folder"
+            raise PathEscape(plan.path, problem, "rename the tensor, or write .safetensors", name)
+
+
+def write(file: BinaryIO, plan: Plan) -> None:
+    """Writes stored members with a fixed date, so that equal tensors give equal files."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, info in plan.info.items():
             descr = info.dtype.newbyteorder("<").str

@@ -31,7 +31,7 @@ from jaxmha.converters.checkpoint.errors import (
     WriteFailed,
     damage,
 )
-from jaxmha.converters.checkpoint.folder import Folder
+from jaxmha.converters.checkpoint.folder import UNFINISHED, Folder
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.tensor import TensorInfo, to_bytes
 
@@ -44,6 +44,16 @@ _PARTS = 8
 _AGAIN = "save it again with orbax"
 
 
+def places(folder: Folder, limits: Limits) -> dict[str, str]:
+    """Where the arrays of the tree are stored -> their names; raises as `read` does."""
+    return _leaves(folder.path, _document(folder, Budget(folder.path, folder.size, limits)), limits)
+
+
+def _document(folder: Folder, budget: Budget) -> dict[str, Any]:
+    raw = folder.read(TREE, budget.limits.index_bytes)
+    return json_text.parse(raw, budget, _AGAIN, TREE, numbers=True)
+
+
 def read(folder: Folder, limits: Limits) -> Contents:
     """Checks the tree and what every array declares.
 
@@ -54,9 +64,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
     path = folder.path
     tensorstore = _tensorstore(path)
     budget = Budget(path, folder.size, limits)
-    tree = json_text.parse(
-        folder.read(TREE, limits.index_bytes), budget, _AGAIN, TREE, numbers=True
-    )
+    tree = _document(folder, budget)
     leaves = _leaves(path, tree, limits)
     zarr3 = tree.get("use_zarr3", False)
     document, driver = ("zarr.json", "zarr3") if zarr3 else (".zarray", "zarr")
@@ -190,12 +198,10 @@ def write(path: Path, plan: Plan) -> None:
     """Writes into an empty folder; memory for one tensor and some chunks.
 
     Raises:
-        MissingDependency, AmbiguousFile, UnsupportedDtype, WriteFailed.
+        WriteFailed.
     """
-    tensorstore = _tensorstore(plan.path)
-    names = {name: tuple(name.split("/")) for name in plan.info}
+    tensorstore, names = _tensorstore(plan.path), _names(plan)
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{os.path.abspath(path)}/"}}
-    _check_tree(plan, names)
     for name, info in plan.info.items():
         row = max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
         chunk = _chunk(info)
@@ -285,8 +291,21 @@ def _gathered(blocks: Iterator[np.ndarray], size: int) -> Iterator[np.ndarray]:
         yield piece[:used]
 
 
-def _check_tree(plan: Plan, names: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises unless names are a tree, and their keys distinct and no paths."""
+def _names(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(name.split("/")) for name in plan.info}
+
+
+def check(plan: Plan) -> None:
+    """Raises unless names are a tree, their keys distinct and no paths, and dtypes known.
+
+    Raises:
+        MissingDependency, PathEscape, AmbiguousFile, UnsupportedDtype, UnsupportedFormat.
+    """
+    _tensorstore(plan.path)
+    if UNFINISHED in plan.path.name:
+        problem = f"the name says by {UNFINISHED} that its writing never ended"
+        raise UnsupportedFormat(plan.path, problem, "choose another name")
+    names = _names(plan)
     inner = {keys[:n] for keys in names.values() for n in range(1, len(keys))}
     places: dict[str, str] = {}
     for name, keys in names.items():

@@ -1,28 +1,22 @@
 """Putting a file in place in one step: at every moment it is the old one or the complete new one.
 
-The new file is written beside its target under a name of its own, which carries a lock for as long
-as its process lives. What a killed process left is recognised by its missing lock.
+The new file is written next to its target as one of its `temporaries`.
 """
 
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
-import re
-import secrets
-import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmha.converters.checkpoint.errors import DestinationExists, WriteFailed
+from jaxmha.converters.checkpoint import temporaries
+from jaxmha.converters.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
+from jaxmha.converters.checkpoint.settling import flushing, settle
 
-_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
-_LARGE = 64 << 20
-_ATTEMPTS = 100
+_CWD, _NEW, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 FORCE = "--force (force=True)"
 
@@ -36,8 +30,8 @@ def replace(
     sources: Sequence[Path] = (),
     mode: int | None = None,
     size: int = 0,
-) -> None:
-    """Puts a file in place after `verify` has accepted it.
+) -> list[str]:
+    """Puts a file in place after `verify` has accepted it as it is on the disk.
 
     Args:
         target: where; what is there stays until the last step, and its permissions stay.
@@ -47,7 +41,10 @@ def replace(
         sources: files and folders that nothing may be put onto or into.
         mode: permissions of a new file; None: as the umask says.
         size: bytes that `emit` writes at least. Where they are many, their place on the disk is taken
-            first, and the disk writes while `emit` and `verify` compute.
+            first, and the disk writes while `emit` computes.
+
+    Returns:
+        a line for everything that looks like a temporary of the target and was left alone.
 
     Raises:
         DestinationExists, WriteFailed, and whatever emit and verify raise.
@@ -55,14 +52,16 @@ def replace(
     with typed(target):
         old = check_target(target, force, sources)
         target = Path(os.path.realpath(target))  # a link typed by the user stays a link
-        for _ in stale(target):
-            pass
-        with temporary(target, mode if old is None else old) as (file, path):
-            with _flushing(file.fileno(), size) if size > _LARGE else contextlib.nullcontext():
+        notes: list[str] = []
+        temporaries.clean(target, sources, notes)
+        with temporary(target, mode if old is None else stat.S_IMODE(old.st_mode)) as (file, path):
+            with flushing(file.fileno(), size):
                 emit(file)
                 file.flush()
-                verify(path)
-            commit(file, path, target, force)
+            settle(file.fileno())
+            verify(path)
+            commit(path, target, force)
+    return notes
 
 
 def replace_by(
@@ -72,13 +71,13 @@ def replace_by(
     force: bool,
     sources: Sequence[Path] = (),
     mode: int | None = None,
-) -> None:
+) -> list[str]:
     """`replace` by bytes that are there already."""
 
     def emit(file: BinaryIO) -> None:
         file.write(content)
 
-    replace(target, emit, lambda _: None, force=force, sources=sources, mode=mode)
+    return replace(target, emit, lambda _: None, force=force, sources=sources, mode=mode)
 
 
 @contextlib.contextmanager
@@ -92,6 +91,25 @@ def typed(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reading_back(target: Path, path: Path) -> Iterator[None]:
+    """Any refusal to read what was just written, at `path`, as WriteFailed of its target."""
+    try:
+        yield
+    except WriteFailed:
+        raise
+    except CheckpointError as e:
+        reason = e.problem.replace(path.name, target.name)
+        raise unlike(target, f" ({reason})", e.member) from e
+
+
+def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFailed:
+    """The error of a file that holds something else than was written."""
+    return WriteFailed(
+        target, f"does not read back as it was written{why}", "check the disk", member
+    )
+
+
+@contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
     """A locked file beside the target. It is gone afterwards unless it was committed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -100,152 +118,95 @@ def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO,
         # Without a file to replace, the umask decides.
         return os.open(path, flags, 0o666 if mode is None else 0o600)
 
-    fd, path = _locked_new(target, create)
+    fd, path = temporaries.create(target, create)
+    status = os.fstat(fd)
     try:
         with os.fdopen(fd, "w+b") as file:
             if mode is not None:
                 os.fchmod(fd, mode)
             yield file, path
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        temporaries.unlink(path, status)
 
 
-def _locked_new(target: Path, create: Callable[[Path], int]) -> tuple[int, Path]:
-    """A temporary with its lock. One that `stale` saw before the lock is gone: then another."""
-    for _ in range(_ATTEMPTS):
-        path = temporary_name(target)
-        try:
-            fd = create(path)
-        except FileNotFoundError:  # a folder, between making and opening it
-            if not target.parent.is_dir():
-                raise
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
-                return fd, path
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        os.close(fd)
-        _discard(path)
-    raise OSError(errno.EBUSY, "no temporary file can be made and locked", str(target.parent))
-
-
-@contextlib.contextmanager
-def _flushing(fd: int, size: int) -> Iterator[None]:
-    """Sends what is written to the disk all the while; its errors are raised at the end."""
-    _reserve(fd, size)
-    done, errors = threading.Event(), []
-
-    def flush() -> None:
-        while not done.wait(0.05):
-            try:
-                os.fdatasync(fd)
-            except OSError as e:  # the system tells of an error once
-                errors.append(e)
-                return
-
-    thread = threading.Thread(target=flush, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Gives an empty file its size: a full disk says so now, and less is left to do while writing.
-
-    Python's own call writes zeros where the file system cannot do it.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-        problem = ctypes.get_errno()
-        if problem in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(problem, os.strerror(problem))
-
-
-def temporary_name(target: Path) -> Path:
-    """A fresh name beside the target, by which `stale` will know it."""
-    return target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.tmp")
-
-
-def _stem(target: Path) -> str:
-    """What names of temporaries begin with: names are limited in bytes."""
-    return os.fsencode(target.name)[:100].decode(errors="ignore")
-
-
-def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
-    """Makes the content durable, gives it the target's name, and makes that durable."""
-    file.flush()
-    os.fsync(file.fileno())
+def commit(path: Path, target: Path, force: bool) -> None:
+    """Gives content that is durable the name of the target, and makes that durable."""
     put(path, target, force)
     sync_folder(target.parent)
 
 
 @contextlib.contextmanager
-def temporary_folder(target: Path) -> Iterator[Path]:
-    """A locked folder beside the target. It, or what it was exchanged for, is gone afterwards."""
+def temporary_folder(
+    target: Path, parts: Callable[[Path], temporaries.IsPart], notes: list[str]
+) -> Iterator[Path]:
+    """A locked folder next to the target. It, or the one that it was exchanged for, is gone
+    afterwards, but for files that are no `parts` of it, which get a line in `notes`.
+    """
 
     def create(path: Path) -> int:
         os.mkdir(path)
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    fd, path = _locked_new(target, create)
+    fd, path = temporaries.create(target, create)
     try:
         yield path
     finally:
-        _discard(path)
+        if os.path.lexists(path) and not temporaries.remove_folder(path, parts(path)):
+            notes.append(f"{path.name} stays: it holds other files")
         os.close(fd)
 
 
-def commit_folder(path: Path, target: Path, mode: int | None) -> None:
-    """Makes a folder durable and gives it the target's name; what had it gets the other name.
-
-    Raises:
-        DestinationExists: another process was faster, or the system cannot exchange two folders in
-            one step.
-    """
+def settle_folder(path: Path) -> None:
+    """`settle` for every file of a folder, whose names are durable then."""
     for folder, _, files in os.walk(path):
         for file in files:
             with open(os.path.join(folder, file), "rb") as content:
-                os.fsync(content.fileno())
+                settle(content.fileno())
         sync_folder(Path(folder))
-    if mode is None:
-        try:
-            os.rename(
-                path, target
-            )  # fails on what has come meanwhile, unless it is an empty folder
-        except OSError as e:
-            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            problem = "came there meanwhile, from another process"
-            raise DestinationExists(target, problem, "look at it, or choose another name") from e
+
+
+def commit_folder(
+    path: Path,
+    target: Path,
+    old: os.stat_result | None,
+    parts: Callable[[Path], temporaries.IsPart],
+) -> None:
+    """Gives a durable folder the name of the target; the old one, if any, gets the other name.
+
+    Raises:
+        DestinationExists: another process was faster, or put a file of its own into the old folder,
+            or the system cannot exchange two folders in one step.
+    """
+    if old is None:
+        if not _renamed(path, target, _NEW):
+            try:
+                os.rename(path, target)  # fails on a file or a folder that is not empty
+            except OSError as e:
+                if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                problem = "came there meanwhile, from another process"
+                remedy = "look at it, or choose another name"
+                raise DestinationExists(target, problem, remedy) from e
     else:
-        os.chmod(path, mode)
-        _exchange(path, target)
+        os.chmod(path, stat.S_IMODE(old.st_mode))
+        if not _renamed(path, target, _EXCHANGE):
+            problem = "cannot be replaced in one step on this system"
+            raise DestinationExists(target, problem, "remove it first, or choose another name")
+        same = os.path.samestat(os.lstat(path), old)
+        if not same or temporaries.others(path, parts(path)):
+            _renamed(path, target, _EXCHANGE)
+            problem = "was replaced, or got other files, meanwhile"
+            raise DestinationExists(target, problem, "look at it, or choose another name")
     sync_folder(target.parent)
 
 
-def _exchange(path: Path, target: Path) -> None:
-    """Linux renames in both directions at once; Python has no name for it."""
+def _renamed(path: Path, target: Path, how: int) -> bool:
+    """Renames onto nothing, or in both directions at once; Python has no name for either.
+
+    False: the system cannot do it, or the target is there, or is not.
+    """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(path), os.fsencode(target)
-    if call is None or call(_CWD, names[0], _CWD, names[1], _EXCHANGE):
-        problem = "cannot be replaced in one step on this system"
-        raise DestinationExists(target, problem, "remove it first, or choose another name")
-
-
-def _discard(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    return call is not None and not call(_CWD, os.fsencode(path), _CWD, os.fsencode(target), how)
 
 
 def put(path: Path, target: Path, force: bool) -> None:
@@ -257,6 +218,8 @@ def put(path: Path, target: Path, force: bool) -> None:
         except FileExistsError:
             raise DestinationExists(target, "is already there", "choose another name") from None
         except OSError:  # a file system without hard links
+            if _renamed(path, target, _NEW):
+                return
             if os.path.lexists(target):
                 raise DestinationExists(
                     target, "is already there", f"replace it with {FORCE}"
@@ -282,8 +245,8 @@ def is_same(path: Path, other: Path) -> bool:
 
 def check_target(
     target: Path, force: bool, sources: Sequence[Path], folder: bool = False
-) -> int | None:
-    """The mode of the file, or folder, to replace; None where there is none.
+) -> os.stat_result | None:
+    """The status of the file, or folder, to replace; None where there is none.
 
     Raises:
         DestinationExists, WriteFailed.
@@ -313,44 +276,7 @@ def check_target(
         raise DestinationExists(
             target, "is already there", f"choose another name, or replace it with {FORCE}"
         )
-    return stat.S_IMODE(status.st_mode)
-
-
-def stale(target: Path) -> Iterator[Path]:
-    """Temporaries of killed writers of the same target; each is removed after it was yielded."""
-    for path in temporaries(target):
-        with contextlib.suppress(OSError), _locked(path):
-            yield path
-            _discard(path)
-
-
-def alive(target: Path) -> Iterator[Path]:
-    """Temporaries of writers of the same target that are at work."""
-    for path in temporaries(target):
-        try:
-            with _locked(path):
-                pass
-        except BlockingIOError:
-            yield path
-        except OSError:
-            continue
-
-
-def temporaries(target: Path) -> list[Path]:
-    """Those of all writers of the same target."""
-    ours = re.compile(re.escape(f".{_stem(target)}.") + r"[0-9a-f]{16}\.tmp")
-    return [Path(entry.path) for entry in os.scandir(target.parent) if ours.fullmatch(entry.name)]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Raises OSError where the lock is taken, or the file gone or a link."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
+    return status
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from jaxmha.converters.checkpoint.errors import (
     IntegrityError,
     MalformedFile,
     UnsupportedDtype,
+    UnsupportedFormat,
 )
 from jaxmha.converters.checkpoint.limits import Budget, Limits
 from jaxmha.converters.checkpoint.source import Source
@@ -112,8 +113,12 @@ def read(source: Source, limits: Limits) -> Contents:
     return Contents(budget.info, load, metadata=metadata, digests=kept, stream=stream, view=view)
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
-    """Writes what the safetensors library writes for the same tensors and metadata."""
+def check(plan: Plan) -> None:
+    """Raises where a name, a dtype or the length of the header is beyond the format.
+
+    Raises:
+        UnsupportedDtype, AmbiguousFile, UnsupportedFormat.
+    """
     for name, info in plan.info.items():
         if info.dtype not in CODES:
             raise UnsupportedDtype(
@@ -121,6 +126,14 @@ def write(file: BinaryIO, plan: Plan) -> None:
             )
         if name == "__metadata__":
             raise AmbiguousFile(plan.path, "this name is reserved", "rename the tensor", name)
+    length, most = len(_header(plan, list(plan.info))), Limits().header_bytes
+    if length > most:
+        problem = f"the header would have {length} bytes, and at most {most} are read"
+        raise UnsupportedFormat(plan.path, problem, "write shards: NAME.safetensors.index.json")
+
+
+def write(file: BinaryIO, plan: Plan) -> None:
+    """Writes what the safetensors library writes for the same tensors and metadata."""
     rank = {dtype: i for i, dtype in enumerate(CODES)}
     names = sorted(plan.info, key=lambda name: (-rank[plan.info[name].dtype], name))
     file.write(_header(plan, names))

@@ -25,7 +25,7 @@ from jaxmha.converters.checkpoint.errors import (
 from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
 from jaxmha.converters.checkpoint.source import Source
 
-SUFFIX = ".index.json"
+SUFFIX, TOTAL = ".index.json", "total_size"
 READERS = {".safetensors": safetensors.read, ".bin": torch_zip.read}
 _AGAIN = "copy or download the whole checkpoint again"
 _KEPT = 512  # bytes of memory for a tensor in its shard
@@ -135,8 +135,7 @@ def suffix(path: Path) -> str:
     """
     name = path.name.lower()
     for ending in READERS:
-        # The temporary of an index keeps its name inside: .NAME.<16 digits>.tmp
-        if re.search(re.escape(ending + SUFFIX) + r"(\.[0-9a-f]{16}\.tmp)?$", name):
+        if name.endswith(ending + SUFFIX):
             return ending
     known = ", ".join(f"{ending}{SUFFIX}" for ending in READERS)
     raise MalformedFile(path, "the name does not tell the format of the shards", f"use {known}")
@@ -161,7 +160,7 @@ def parse(source: Source, limits: Limits) -> Index:
         raise MalformedFile(path, "metadata is not a JSON object", _AGAIN)
     for name in shards:
         check_name(path, name, limits)
-    total = metadata.get("total_size")
+    total = metadata.get(TOTAL)
     if isinstance(total, float) and total.is_integer():
         total = int(total)
     if total is not None and (type(total) is not int or total < 0):

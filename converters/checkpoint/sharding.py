@@ -1,8 +1,7 @@
 """Writing a sharded checkpoint: shards under fresh names first, the index last.
 
 The index is the one file that makes shards a checkpoint, so that putting it in place is the step
-from the old checkpoint to the new one. Until then its temporary lists the shards that are being
-written: by it, the next run finds what a killed one left.
+from the old checkpoint to the new one. Until then a `journal` lists the shards.
 """
 
 import contextlib
@@ -11,20 +10,33 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from jaxmha.converters.checkpoint import formats, reading, replacing, sharded
+from jaxmha.converters.checkpoint import (
+    formats,
+    journal,
+    reading,
+    replacing,
+    sharded,
+    temporaries,
+)
 from jaxmha.converters.checkpoint.casting import Loss
 from jaxmha.converters.checkpoint.contents import Plan
-from jaxmha.converters.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
+from jaxmha.converters.checkpoint.errors import (
+    CheckpointError,
+    DestinationExists,
+    UnsupportedFormat,
+    shown,
+)
 from jaxmha.converters.checkpoint.limits import UNLIMITED, Limits
+from jaxmha.converters.checkpoint.settling import settle
 from jaxmha.converters.checkpoint.source import Source
 
 _TAG = 12  # hexadecimal digits
-_LOSSES = "losses"
 WriteFile = Callable[..., None]
 
 
@@ -46,59 +58,87 @@ def write(
         DestinationExists, WriteFailed, and what writing a shard raises.
     """
     with replacing.typed(plan.path):
-        mode = replacing.check_target(plan.path, force, sources)
+        old = replacing.check_target(plan.path, force, sources)
+        mode = None if old is None else stat.S_IMODE(old.st_mode)
         target = Path(os.path.realpath(plan.path))
         ending = sharded.suffix(target)
-        format, parts = formats.BY_SUFFIX[ending], _split(plan, shard_size)
-        stem, tag = target.name[: -len(ending + sharded.SUFFIX)], _tag(plan, parts, resume)
-        shards = [
-            target.with_name(f"{stem}-{tag}-{k:05}-of-{len(parts):05}{ending}")
-            for k in range(1, len(parts) + 1)
-        ]
-        old = _listed(target)
+        parts = _split(plan, shard_size)
+        shards = _shards(plan, target, ending, parts, resume)
+        names = dict(zip(shards, parts, strict=True))
         mine = shards if part is None else shards[part[0] :: part[1]]
-        with replacing.temporary(target, mode) as (file, path):
-            names = dict(zip(shards, parts, strict=True))
-            where = {name: shard for shard in mine for name in names[shard]}
-            total = sum(info.nbytes for info in plan.info.values())
-            file.write(_index(where, {**plan.metadata, "total_size": total}))
-            file.flush()
-            os.fsync(file.fileno())
-            _refuse_two(target, path, mine)
+        with _journal(target, mine) as own:
+            known = _begin(target, ending, own, mine)
             if resume is not None and not force:
-                _refuse_others(target, path, {*shards, *old})
-            known = _losses(target)
-            if part is None:
-                _clean(target, shards, old)
-            kept: list[Path] = []
+                _refuse_others(target, ending, own, set(shards))
+            _clean(target, ending, set(shards), sources, plan.notes)
+            kept, placed = list[Path](), False
             try:
                 for shard in mine:
                     piece = changed(plan, path=shard, info={n: plan.info[n] for n in names[shard]})
-                    if _is_complete(piece, shard, format, known):
+                    if _is_complete(piece, shard, formats.BY_SUFFIX[ending], known):
                         kept.append(shard)
                     else:
-                        write_file(piece, format, True, sources, mode)
-                if part is not None:  # what lists the shards stays with them
-                    _keep_losses(file, plan, where)
-                    os.replace(path, replacing.temporary_name(target))
+                        write_file(piece, formats.BY_SUFFIX[ending], True, sources, mode)
+                if part is not None:
+                    _leave(target, mine, _noted(plan, names, mine))
                     return mine, kept
-                _compare(plan, path)
-                done_with = _replaced(_listed(target), shards, stem, ending, sources)
-                # Lists what goes, for the next run, should this one be killed while it removes it.
-                with replacing.temporary(target) as (leaving, _):
-                    leaving.write(_index({str(i): p for i, p in enumerate(done_with)}))
-                    leaving.flush()
-                    replacing.commit(file, path, target, force)
-                    _remove(done_with)
+                with replacing.temporary(target, mode) as (file, path):
+                    file.write(_index(plan, {n: shard for shard in shards for n in names[shard]}))
+                    file.flush()
+                    settle(file.fileno())
+                    _compare(plan, path)
+                    try:
+                        _put(path, target, ending, shards, force, sources)
+                    finally:
+                        placed = replacing.is_placed(path, target)
             except BaseException:
-                if replacing.is_placed(path, target):
+                if placed:
                     pass  # the shards are in use
                 elif resume is None:
-                    _remove(shards)
-                else:  # what lists the shards stays with them
-                    os.replace(path, replacing.temporary_name(target))
+                    temporaries.remove(target.parent, [shard.name for shard in mine], sources)
+                else:
+                    os.replace(own, temporaries.fresh(target))  # the list stays with the shards
                 raise
     return [*shards, target], kept
+
+
+def _put(
+    path: Path,
+    target: Path,
+    ending: str,
+    shards: list[Path],
+    force: bool,
+    sources: Sequence[Path],
+) -> None:
+    """Puts an index in place, then removes the shards that only the one before it listed."""
+    done_with = [shard for shard in _replaced(target, ending) if shard not in shards]
+    # The list is for the next run, should this one be killed while it removes them.
+    with _journal(target, done_with):
+        replacing.commit(path, target, force)
+        _remove(target, done_with, sources)
+
+
+def _shards(
+    plan: Plan, target: Path, ending: str, parts: list[list[str]], resume: str | None
+) -> list[Path]:
+    """The paths of the shards.
+
+    Raises:
+        UnsupportedFormat: too many of them, or names that no reader takes.
+    """
+    if len(parts) > (most := Limits().shards):
+        problem = f"would have {len(parts)} shards, and at most {most} are read"
+        raise UnsupportedFormat(plan.path, problem, "give a larger shard size")
+    tag = _tag(plan, parts, resume)
+    made = [
+        journal.shard_name(target, ending, tag, k, len(parts)) for k in range(1, len(parts) + 1)
+    ]
+    try:
+        sharded.check_shard_name(plan.path, made[-1].name)
+    except CheckpointError:
+        problem = f"its shards would be named such as {shown(made[-1].name)}, which no reader takes"
+        raise UnsupportedFormat(plan.path, problem, "choose a plain and shorter name") from None
+    return made
 
 
 def _split(plan: Plan, shard_size: int) -> list[list[str]]:
@@ -114,17 +154,16 @@ def _split(plan: Plan, shard_size: int) -> list[list[str]]:
     return parts
 
 
-def _replaced(
-    old: list[Path],
-    shards: list[Path],
-    stem: str,
-    ending: str,
-    sources: Sequence[Path],
-) -> list[Path]:
-    """The shards of the old index that were written here, as their names show, for this index."""
-    mine = re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5}-of-\d{5}" + re.escape(ending))
-    ours = [p for p in old if mine.fullmatch(p.name) and p not in shards]
-    return [p for p in ours if not any(replacing.is_same(p, one) for one in sources)]
+def _replaced(target: Path, ending: str) -> list[Path]:
+    """The shards of the index there that were written here for it, as their names show."""
+    with contextlib.suppress(CheckpointError):
+        source = Source(target)
+        try:
+            listed = sorted(set(sharded.parse(source, Limits()).shards.values()))
+        finally:
+            source.close()
+        return [target.with_name(x) for x in listed if journal.is_shard(target, ending, x)]
+    return []
 
 
 def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
@@ -136,79 +175,135 @@ def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_TAG]
 
 
-def _index(where: Mapping[str, Path], metadata: Mapping[str, str | int] | None = None) -> bytes:
-    weight_map = {name: shard.name for name, shard in where.items()}
-    index = {"metadata": metadata or {}, "weight_map": weight_map}
+def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
+    total = sum(info.nbytes for info in plan.info.values())
+    index = {
+        "metadata": {**plan.metadata, sharded.TOTAL: total},
+        "weight_map": {name: shard.name for name, shard in where.items()},
+    }
     return json.dumps(index, indent=1, ensure_ascii=False).encode()
 
 
-def _listed(index: Path) -> list[Path]:
-    """The shards of an index; none where it cannot be read."""
-    with contextlib.suppress(CheckpointError):
-        shards = set(_parsed(index).shards.values())
-        for shard in shards:
-            sharded.check_shard_name(index, shard)
-        return [index.with_name(shard) for shard in shards]
-    return []
+@contextlib.contextmanager
+def _journal(target: Path, shards: Sequence[Path]) -> Iterator[Path]:
+    """A list of shards, for as long as this process is at work on them."""
+    with replacing.temporary(target) as (file, path):
+        _fill(file, target, shards, {})
+        yield path
 
 
-def _parsed(index: Path) -> sharded.Index:
-    source = Source(index)
-    try:
-        return sharded.parse(source, Limits())
-    finally:
-        source.close()
+def _leave(target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]) -> None:
+    """A list of shards that stays with them, and what casting lost, so that nobody casts again."""
+    with replacing.temporary(target) as (file, path):
+        _fill(file, target, shards, losses)
+        os.replace(path, temporaries.fresh(target))
+        replacing.sync_folder(target.parent)
 
 
-def _refuse_two(target: Path, own: Path, shards: list[Path]) -> None:
-    """Raises DestinationExists where another process writes some of these shards."""
-    for other in replacing.alive(target):
-        if other != own and set(_listed(other)) & set(shards):
+def _fill(
+    file: BinaryIO, target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]
+) -> None:
+    file.write(journal.content(target, shards, losses))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, tuple[str, Loss]]:
+    """Digest and loss by tensor, as parts noted them.
+
+    Raises:
+        DestinationExists: another process writes some of these shards, or something else is there.
+    """
+    journals = journal.all_of(target, ending)
+    for other in temporaries.alive(target):
+        if other != own and other in journals and set(journals[other].shards) & set(mine):
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
+    for shard in mine:  # named by what is written: a file there is one that can be continued
+        if os.path.lexists(shard):
+            status = os.lstat(shard)
+            if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+                problem = "is there and not a file of this user"
+                raise DestinationExists(shard, problem, "move it away, or choose another name")
+    known: dict[str, tuple[str, Loss]] = {}
+    for one in journals.values():
+        with contextlib.suppress(ValueError, TypeError):
+            for name, (digest, *loss) in one.losses.items():
+                known[name] = digest, Loss(*loss)
+    return known
 
 
-def _refuse_others(target: Path, own: Path, known: set[Path]) -> None:
+def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> None:
     """Raises DestinationExists where an interrupted write with other settings left shards."""
-    listed = {
-        shard for path in replacing.temporaries(target) if path != own for shard in _listed(path)
-    }
-    if left := [shard for shard in listed - known if shard.exists()]:
+    journals = journal.all_of(target, ending)
+    listed = {shard for path in journals if path != own for shard in journals[path].shards}
+    if left := [shard for shard in _unused(target, listed - known) if shard.exists()]:
         problem = f"an interrupted write with other settings left {len(left)} shards there"
         raise DestinationExists(
             target, problem, f"repeat it as it was, or give them up with {replacing.FORCE}"
         )
 
 
-def _keep_losses(file: BinaryIO, plan: Plan, where: Mapping[str, Path]) -> None:
-    """Notes what casting lost beside the shards of a part, so that nobody need cast again."""
-    losses = {n: [plan.digests[n], *plan.losses[n]] for n in where if n in plan.losses}
-    file.seek(0)
-    file.truncate()
-    file.write(_index(where, {_LOSSES: json.dumps(losses)}))
-    file.flush()
-    os.fsync(file.fileno())
+def _noted(
+    plan: Plan, names: Mapping[Path, list[str]], mine: Iterable[Path]
+) -> dict[str, list[Any]]:
+    """Digest and loss by tensor of what casting changed."""
+    held = [name for shard in mine for name in names[shard] if name in plan.losses]
+    return {name: [plan.digests[name], *plan.losses[name]] for name in held}
 
 
-def _losses(target: Path) -> dict[str, tuple[str, Loss]]:
-    """Digest and loss by tensor, as parts noted them."""
-    found: dict[str, tuple[str, Loss]] = {}
-    for journal in replacing.temporaries(target):
-        with contextlib.suppress(CheckpointError, ValueError, TypeError, AttributeError):
-            text = _parsed(journal).metadata.get(_LOSSES, "{}")
-            for name, (digest, *loss) in json.loads(text).items():
-                found[name] = digest, Loss(*loss)
-    return found
-
-
-def _clean(target: Path, shards: list[Path], old: list[Path]) -> None:
+def _clean(
+    target: Path, ending: str, shards: set[Path], sources: Sequence[Path], notes: list[str]
+) -> None:
     """Removes what killed writes of this target left, except what can be continued."""
-    for journal in replacing.stale(target):
-        listed = _listed(journal)
-        for shard in listed:
-            for _ in replacing.stale(shard):
-                pass
-        _remove(set(listed) - set(shards) - set(old))
+
+    def before(path: Path) -> str | None:
+        try:
+            found = journal.read(path, target, ending)
+        except journal.Unfit as e:
+            return str(e)
+        for shard in () if found is None else found.shards:
+            temporaries.clean(shard, sources)
+        if found is not None:
+            _remove(target, set(found.shards) - shards, sources)
+        return None
+
+    temporaries.clean(target, sources, notes, before=before)
+
+
+def _remove(target: Path, shards: Iterable[Path], sources: Sequence[Path]) -> None:
+    names = [shard.name for shard in _unused(target, shards)]
+    temporaries.remove(target.parent, names, sources)
+
+
+def _unused(target: Path, shards: Iterable[Path]) -> list[Path]:
+    """The shards that no index in the folder names; all are in use where one cannot be read."""
+    left = sorted(set(shards))
+    for name in os.listdir(target.parent) if left else ():
+        if not name.lower().endswith(sharded.SUFFIX):
+            continue
+        try:
+            source = Source(target.with_name(name))
+            try:
+                if source.size > Limits().index_bytes:
+                    return []
+                raw = source.read(0, source.size)
+            finally:
+                source.close()
+        except CheckpointError:
+            if os.path.isfile(target.with_name(name)):
+                return []
+            continue
+        # The tag alone tells a shard; what is before it may be escaped in JSON.
+        left = [shard for shard in left if not _tag_of(shard).encode() in raw]
+    return left
+
+
+def _tag_of(shard: Path) -> str:
+    """The ASCII end of the name of a shard, which no other has."""
+    found = re.search(r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}\.\w+$", shard.name)
+    assert found is not None, shard
+    return found[0]
 
 
 def _is_complete(
@@ -245,17 +340,11 @@ def _is_complete(
 
 
 def _compare(plan: Plan, index: Path) -> None:
-    source = Source(index)
-    try:
-        with reading.read(source, formats.SHARDED, UNLIMITED) as file:
-            if dict(file.info) != dict(plan.info):
-                problem = "does not read back as it was written"
-                raise WriteFailed(plan.path, problem, "check the disk")
-    finally:
-        source.close()
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    with replacing.reading_back(plan.path, index):
+        source = Source(index, known_as=plan.path)
+        try:
+            with reading.read(source, formats.SHARDED, UNLIMITED) as file:
+                if dict(file.info) != dict(plan.info):
+                    raise replacing.unlike(plan.path)
+        finally:
+            source.close()

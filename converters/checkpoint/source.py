@@ -30,18 +30,21 @@ class Source:
         *,
         mapped: bool = False,
         within: tuple[int, str] | None = None,
+        known_as: Path | None = None,
     ) -> None:
         """Opens the file by its path; `within` is a folder's descriptor and a name in it.
 
-        A name within a folder may not be a link.
+        A name within a folder may not be a link. `known_as`: the name in messages, of a file that
+        has it later.
         """
-        self.path = Path(path)
+        opened = Path(path)
+        self.path = known_as or opened
         self.mapped = mapped
         self.fd = -1
         self._map: NDArray[np.uint8] | None = None
         try:
             # Devices act on being opened and FIFOs block, so look before opening.
-            folder, name = within or (None, self.path)
+            folder, name = within or (None, opened)
             before = os.stat(name, dir_fd=folder, follow_symlinks=within is None)
             _refuse_special(self.path, before)
             # O_NONBLOCK: the path may have become a FIFO since.

@@ -19,6 +19,7 @@ from jaxmha.converters.checkpoint import zip as zip_directory
 from jaxmha.converters.checkpoint.contents import Contents, Plan
 from jaxmha.converters.checkpoint.errors import (
     AmbiguousFile,
+    BudgetExceeded,
     IncompleteCheckpoint,
     MalformedFile,
     UnsupportedDtype,
@@ -103,6 +104,22 @@ def read(source: Source, limits: Limits) -> Contents:
 
     kept = _digests(members, views, budget)
     return Contents(budget.info, load, others=tuple(others), digests=kept, view=mapped)
+
+
+def check(plan: Plan) -> None:
+    """Raises where a dtype, or the number of tensors, is beyond what is read of the format.
+
+    Raises:
+        UnsupportedDtype, UnsupportedFormat.
+    """
+    limits, program = Limits(), _program(plan)
+    try:
+        budget = Budget(plan.path, 0, limits)
+        budget.spend("the size of the pickle", len(program), limits.pickle_bytes)
+        torch_pickle.run(program, plan.path, limits)
+    except BudgetExceeded as e:
+        problem = f"{len(plan.info)} tensors are more than a torch file is read with ({e.problem})"
+        raise UnsupportedFormat(plan.path, problem, "write .safetensors") from e
 
 
 def write(file: BinaryIO, plan: Plan) -> None:

@@ -9,7 +9,16 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from jaxmha.converters.checkpoint import digests, formats, orbax, reading, replacing, sharding
+from jaxmha.converters.checkpoint import (
+    digests,
+    formats,
+    orbax,
+    orbax_parts,
+    reading,
+    replacing,
+    sharding,
+    temporaries,
+)
 from jaxmha.converters.checkpoint.casting import DTYPES, Loss, Wanted
 from jaxmha.converters.checkpoint.casting import target as cast_target
 from jaxmha.converters.checkpoint.contents import Plan, Progress
@@ -18,6 +27,7 @@ from jaxmha.converters.checkpoint.errors import (
     UnsupportedDtype,
     UnsupportedFormat,
     WriteFailed,
+    shown,
 )
 from jaxmha.converters.checkpoint.folder import Folder
 from jaxmha.converters.checkpoint.limits import UNLIMITED, Budget, is_text
@@ -38,6 +48,7 @@ class Written:
         digests: name -> digest, as written and read back.
         losses: name -> Loss, for every tensor whose dtype was changed.
         kept: the files that an interrupted write of the same had completed.
+        notes: on files next to the target that look like temporaries of it and were left alone.
     """
 
     path: Path
@@ -46,6 +57,7 @@ class Written:
     digests: Mapping[str, str]
     losses: Mapping[str, Loss] = field(default_factory=dict)
     kept: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def write(
@@ -135,6 +147,7 @@ def write(
         refuses_overflow=overflow == "refuse",
     )
     digests.hasher(plan.algorithm, target)  # raises here and not halfway
+    format.check(plan)
     total = 2 * sum(info.nbytes for info in plan.info.values())
     plan = changed(plan, advance=_Counter(total, progress))
     files: list[Path] = [target]
@@ -147,7 +160,8 @@ def write(
         _write_folder(plan, force, sources)
     else:
         _write_file(plan, format, force, sources)
-    return Written(target, tuple(files), plan.info, plan.digests, plan.losses, tuple(kept))
+    found = plan.info, plan.digests, plan.losses
+    return Written(target, tuple(files), *found, tuple(kept), tuple(plan.notes))
 
 
 def _write_file(
@@ -162,27 +176,46 @@ def _write_file(
         format.write(file, plan)
 
     def verify(temporary: Path) -> None:
-        with reading.read(Source(temporary), format, UNLIMITED) as written:
-            compare(plan, written)
+        with replacing.reading_back(plan.path, temporary):
+            source = Source(temporary, known_as=plan.path)
+            with reading.read(source, format, UNLIMITED) as written:
+                compare(plan, written)
 
     size = sum(info.nbytes for info in plan.info.values())
-    replacing.replace(plan.path, emit, verify, force=force, sources=sources, mode=mode, size=size)
+    left = replacing.replace(
+        plan.path, emit, verify, force=force, sources=sources, mode=mode, size=size
+    )
+    plan.notes.extend(left)
 
 
 def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
     with replacing.typed(plan.path):
-        mode = replacing.check_target(plan.path, force, sources, folder=True)
-        if mode is not None and not (plan.path / orbax.TREE).is_file():
-            problem = "is a folder that is no orbax checkpoint"
-            raise DestinationExists(plan.path, problem, "choose another name")
+        old = replacing.check_target(plan.path, force, sources, folder=True)
         target = Path(os.path.realpath(plan.path))
-        for _ in replacing.stale(target):
-            pass
-        with replacing.temporary_folder(target) as path:
+        if old is not None:
+            _refuse_other_files(plan.path)
+        temporaries.clean(target, sources, plan.notes, parts=orbax_parts.of)
+        with replacing.temporary_folder(target, orbax_parts.of, plan.notes) as path:
             orbax.write(path, plan)
-            with reading.read(Folder(path, UNLIMITED), formats.ORBAX, UNLIMITED) as written:
+            replacing.settle_folder(path)
+            with (
+                replacing.reading_back(plan.path, path),
+                reading.read(Folder(path, UNLIMITED), formats.ORBAX, UNLIMITED) as written,
+            ):
                 compare(plan, written)
-            replacing.commit_folder(path, target, mode)
+            replacing.commit_folder(path, target, old, orbax_parts.of)
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises DestinationExists unless a folder is a checkpoint of orbax and nothing else."""
+    problem = "is a folder that is no orbax checkpoint"
+    if os.path.isfile(path / orbax.TREE):
+        others = temporaries.others(path, orbax_parts.of(path))
+        if not others:
+            return
+        problem = f"holds {shown(others[0])}, which is no part of an orbax checkpoint"
+        problem += f", and {len(others) - 1} more" * (len(others) > 1)
+    raise DestinationExists(path, problem, "move it away, or choose another name")
 
 
 def compare(plan: Plan, written: reading.Checkpoint) -> None:
@@ -195,7 +228,7 @@ def compare(plan: Plan, written: reading.Checkpoint) -> None:
     for name in plan.info if same else ():
         same = same and written.recompute(name, plan.algorithm, plan.advance) == plan.digests[name]
     if not same:
-        raise WriteFailed(plan.path, "does not read back as it was written", "check the disk")
+        raise replacing.unlike(plan.path)
 
 
 def _check_arguments(

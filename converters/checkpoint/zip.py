@@ -153,6 +153,11 @@ def read_prefix(source: Source, member: Member, count: int) -> bytes:
         _fail(source, MalformedFile, f"the deflate stream is damaged ({e})", member.name)
 
 
+def is_member_name(name: str) -> bool:
+    """Whether a name leads nowhere but into a folder of its own, on every system."""
+    return "\\" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
+
+
 def check_crc(source: Source, member: Member, crc: int) -> None:
     """Raises IntegrityError unless crc is the recorded one."""
     if crc != member.crc:
@@ -329,6 +334,6 @@ def _name(source: Source, raw: bytes, flags: int) -> str:
         _fail(source, MalformedFile, "a member name is not UTF-8", ascii(raw[:80]))
     if "\0" in name:
         _fail(source, MalformedFile, "a member name has a NUL", name)
-    if "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+    if not is_member_name(name):
         _fail(source, PathEscape, "a member name is a path out of the file or a folder", name)
     return name

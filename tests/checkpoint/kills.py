@@ -3,7 +3,8 @@
     python -m tests.checkpoint.kills .safetensors --moments 200
 
 Every writer is a fork of this process. Prints a JSON object of counts; exits with 1 if ever the
-target was neither the whole old checkpoint nor the whole new one.
+target was neither the whole old checkpoint (or absent) nor the whole new one, or a file of others
+that lay there was lost.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import journal, temporaries
 from tests.checkpoint import hostile
 
 STEPS = ("fsync", "replace", "rename", "link", "unlink", "fchmod", "chmod", "mkdir")
@@ -112,53 +115,113 @@ def dies_at(path: Path, step: int) -> Callable[[], None]:
     return act
 
 
-def check(path: Path, counts: Counter[str]) -> bool:
-    """Looks at what a killed writer left, in a process of its own; then restores the old."""
+def strangers(path: Path) -> set[Path]:
+    """Puts files of others next to a target: lists, locks, links and temporaries, all to stay."""
+    folder, mine = path.parent, path.parent / "mine"
+    mine.mkdir()
+    for name in ("thesis.txt", "model.safetensors"):
+        (mine / name).write_text(name)
+        (folder / name).write_text(name)
+    alike = [path.with_name(f".{path.name}.{digit * 16}.tmp") for digit in "01234567"]
+    listed = {"a": "thesis.txt", "b": "model.safetensors"}
+    alike[0].write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    alike[1].write_bytes(journal.content(path, [folder / name for name in listed.values()]))
+    alike[2].write_bytes(b"")
+    alike[3].symlink_to(mine / "thesis.txt")
+    os.mkfifo(alike[4])
+    os.link(mine / "model.safetensors", alike[5])
+    alike[6].mkdir()
+    (alike[6] / "_METADATA").write_text("{}")
+    proven = [temporaries.fresh(path) for _ in range(4)]
+    proven[0].symlink_to(mine / "thesis.txt")
+    os.mkfifo(proven[1])
+    os.link(mine / "thesis.txt", proven[2])
+    proven[3].write_bytes(journal.content(path, [folder / name for name in listed.values()]))
+    if not path.name.endswith(".index.json"):  # elsewhere it is a temporary like any other
+        proven.pop().unlink()
+    (folder / f"{path.name}.lock").write_text("")
+    alike[7].with_suffix(".txt").write_text("")
+    return {one for one in folder.rglob("*") if one != path}
+
+
+def held(files: set[Path]) -> dict[Path, tuple[int, bytes]]:
+    """The inode of every file that is there, and its content or where it leads."""
+    found = {}
+    for file in files:
+        if file.is_symlink():
+            found[file] = file.lstat().st_ino, os.readlink(file).encode()
+        elif file.exists():
+            found[file] = file.stat().st_ino, file.read_bytes() if file.is_file() else b""
+    return found
+
+
+def check(path: Path, counts: Counter[str], overwrites: bool, others: dict[Path, Any]) -> bool:
+    """Looks at what a killed writer left, in a process of its own; then restores what was there."""
     reader, writer = os.pipe()
 
     def look() -> None:
-        os.write(writer, state(path).encode())
+        there = os.path.lexists(path)
+        os.write(writer, (state(path) if there else "absent").encode())
 
     child = forked(look)
     os.close(writer)
-    with os.fdopen(reader) as answer:
-        seen = answer.read()
+    with os.fdopen(reader) as found:
+        seen = found.read()
     ended(child)
     counts[seen] += 1
-    counts["temporaries"] += len(list(path.parent.glob(".*.tmp")))
-    if seen == "new":
+    counts["temporaries"] += len({*path.parent.glob(".*.tmp")} - others.keys())
+    assert held(set(others)) == others, "something of others is lost"
+    if seen == "new" and overwrites:
         assert ended(forked(lambda: write(path, 0))) == 0
-    return seen in ("old", "new")
+    elif seen == "new":
+        gone(path)
+    return seen in (("old", "new") if overwrites else ("absent", "new"))
 
 
-def run(suffix: str, moments: int, every: int = 1) -> dict[str, int]:
-    """Kills before every (every n-th) step, then at random moments; what was found."""
+def gone(path: Path) -> None:
+    """Removes a target and its shards."""
+    for file in hostile.files(path) if path.is_file() else []:
+        file.unlink(missing_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+
+
+def run(
+    suffix: str, moments: int, every: int = 1, overwrites: bool = True, strange: bool = True
+) -> dict[str, int]:
+    """Kills before every (every n-th) step, then at random moments; the counts."""
     counts: Counter[str] = Counter()
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"m{suffix}"
-        assert ended(forked(lambda: write(path, 0))) == 0
+        others = held(strangers(path)) if strange else {}
+        if overwrites:
+            assert ended(forked(lambda: write(path, 0))) == 0
         step, code = 1, -signal.SIGKILL
         while code == -signal.SIGKILL:
             code = ended(forked(dies_at(path, step)))
             counts["before a step"] += code == -signal.SIGKILL
-            assert check(path, counts), counts
+            assert check(path, counts, overwrites, others), counts
             step += every
         assert code == 0, code
         start = time.perf_counter()
         assert ended(forked(lambda: write(path, 1))) == 0
         seconds = time.perf_counter() - start
-        assert ended(forked(lambda: write(path, 0))) == 0
+        if overwrites:
+            assert ended(forked(lambda: write(path, 0))) == 0
+        else:
+            gone(path)
         while counts["at a moment"] < moments:  # others had ended before
             child = forked(lambda: write(path, 1))
             time.sleep(chance.uniform(0, seconds))
             os.kill(child, signal.SIGKILL)
             counts["at a moment"] += ended(child) == -signal.SIGKILL
-            assert check(path, counts), counts
+            assert check(path, counts, overwrites, others), counts
         # The next writer removes what is left of all killed ones.
         assert ended(forked(lambda: write(path, 1))) == 0
-        left = set(Path(folder).iterdir()) - {path, *hostile.files(path)}
+        left = set(Path(folder).iterdir()) - {path, *hostile.files(path)} - others.keys()
         assert not left, left
+        assert held(set(others)) == others
     return dict(counts)
 
 
@@ -167,8 +230,11 @@ def main() -> None:
     parser.add_argument("suffix")
     parser.add_argument("--moments", type=int, default=200)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--new", action="store_true", help="nothing is there to overwrite")
+    parser.add_argument("--alone", action="store_true", help="no files of others are there")
     options = parser.parse_args()
-    print(json.dumps(run(options.suffix, options.moments, options.every), indent=1))
+    found = run(options.suffix, options.moments, options.every, not options.new, not options.alone)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

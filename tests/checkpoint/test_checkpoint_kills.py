@@ -24,7 +24,7 @@ def _kill(suffix: str, *options: str) -> dict[str, int]:
     done = subprocess.run(command, check=False, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, int] = json.loads(done.stdout)
-    assert set(found) <= {"before a step", "at a moment", "old", "new", "temporaries"}
+    assert set(found) <= {"before a step", "at a moment", "old", "absent", "new", "temporaries"}
     return found
 
 
@@ -36,10 +36,11 @@ def test_kills_at_some_steps() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--new",)], ids=["overwrite", "new"])
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_kills_at_every_step_and_200_moments(suffix: str) -> None:
-    found = _kill(suffix, "--moments", "200")
-    assert found["before a step"] >= 10
+def test_kills_at_every_step_and_200_moments(suffix: str, options: tuple[str, ...]) -> None:
+    found = _kill(suffix, "--moments", "200", *options)
+    assert found["before a step"] >= 10 - 5 * bool(options)
     assert found["at a moment"] == 200
-    assert found["old"]
+    assert found["absent" if options else "old"]
     assert found["new"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import replacing
+from jaxmha.converters.checkpoint import orbax_parts, replacing, settling, temporaries
 from jaxmha.converters.checkpoint.tensor import blocks
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
@@ -103,9 +103,9 @@ def test_room_taken_before_changes_nothing(
 ) -> None:
     names = [f"{place}/vars/0" for place in ("small", "layers/large")]
     tensors = dict(zip(names, (np.arange(7.0), np.full((300, 400), 0.5)), strict=True))
-    for folder, size in (("plain", replacing._LARGE), ("large", 0)):
+    for folder, size in (("plain", settling._LARGE), ("large", 0)):
         (tmp_path / folder).mkdir()
-        monkeypatch.setattr(replacing, "_LARGE", size)
+        monkeypatch.setattr(settling, "_LARGE", size)
         checkpoint.write(tmp_path / folder / f"m{suffix}", tensors, dtype="float32")
     plain, large = ((tmp_path / name / f"m{suffix}").read_bytes() for name in ("plain", "large"))
     assert plain == large
@@ -281,13 +281,14 @@ def test_another_writer_may_come_before_the_lock(
     import fcntl
 
     real, held = fcntl.flock, list[int]()
+    parts = orbax_parts.of if name == "m.orbax" else None
 
     def late(fd: int, how: int) -> None:
         if not held:
             (path,) = tmp_path.glob(".*.tmp")
             held.append(os.open(path, os.O_RDONLY))
             if removes:
-                assert list(replacing.stale(tmp_path / name)) == [path]
+                assert temporaries.clean(tmp_path / name, parts=parts) == [path]
             else:
                 real(held[0], fcntl.LOCK_EX)
         real(fd, how)
@@ -315,8 +316,7 @@ def test_a_folder_that_comes_meanwhile_stays(tmp_path: Path) -> None:
 def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
     import fcntl
 
-    stale = tmp_path / f".m.npz.{'0' * 16}.tmp"
-    alive = tmp_path / f".m.npz.{'1' * 16}.tmp"
+    stale, alive = (temporaries.fresh(tmp_path / "m.npz") for _ in range(2))
     others = [tmp_path / f".n.npz.{'0' * 16}.tmp", tmp_path / ".m.npz.user.tmp"]
     for path in (stale, alive, *others):
         path.touch()
