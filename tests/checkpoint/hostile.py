@@ -1428,7 +1428,7 @@ def flax_msgpack() -> bytes:
     return b"\x81\xa1w\xc7\x05\x01abcde"
 
 
-@case(".safetensors", ck.UnreadableFile)
+@case(".safetensors", ck.IncompleteCheckpoint)
 def directory(path: Path) -> None:
     path.mkdir()
 

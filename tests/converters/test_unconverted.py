@@ -20,7 +20,7 @@ def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Pa
     """One block, other tensors, and a configuration; None: without one."""
     chosen = blocks.named(layout)
     state = engine.export_params(
-        chosen, params_of(chosen), chosen.semantics, prefix="model.layers.0.self_attn"
+        chosen, params_of(chosen), chosen.semantics, prefix="body.0.mixer"
     )
     checkpoint.write(folder / "a.npz", state | more, force=True)
     if config is not None:
