@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxmha import MHAParams, Semantics
 from jaxmha.axes import parse
 from jaxmha.converters import (
+    by_hand,
     engine,
     equinox,
     families,
@@ -162,6 +163,8 @@ def damaged_at(
     ends = _ends(name for name in shapes if name not in taken)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
+        if candidate in by_hand.BY_HAND:  # names that many layers have which are no attention
+            continue
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]
         prefixes = {p: None for entry in usual for p in _prefixes(candidate, ends, entry.key)}
