@@ -162,7 +162,7 @@ def _beside(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]
 def _model_type(
     content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """A model type whose models keep neither attention nor what is beside it where it is here."""
+    """A model type whose models have neither attention nor other layers under these names."""
     model_type = content.get("model_type")
     theirs = {
         family

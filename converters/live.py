@@ -140,7 +140,7 @@ def by_hand(layer: Any, package: str, state: str, variables: Any = None) -> str:
     heads = head_count(whole, block.prefix) or "N"
     where = f", prefix={block.prefix!r}" * bool(block.prefix)
     return (
-        "nothing says what a class of your own computes. Where that is attention, its weights are "
+        "a class of your own may compute anything. If it computes attention, its weights are "
         f"jaxmha.converters.linear.import_params({state}, layout={block.layout.name!r}, "
         f"num_heads={heads}{where})"
     )

@@ -149,7 +149,7 @@ def _make(
 
 
 def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
-    """What is computed around the blocks of a plan and not converted.
+    """The parts around the blocks of a plan that are not converted, in words.
 
     Raises ValueError where the blocks are no attention of this form.
     """

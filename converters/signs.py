@@ -1,4 +1,4 @@
-"""What says that a model computes more around its projections than attention: keys and names as data."""
+"""Keys and names that tell of more than attention around the projections of a model, as data."""
 
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ PARTS = {
 
 
 class Sign(NamedTuple):
-    """What a key of a config.json means: the part, where its value is none of `off`.
+    """A key of a config.json that means a part, unless its value is one of `off`.
 
     `decides`: with a value of `off` the part is not there, whatever the model type has.
     """

@@ -134,7 +134,7 @@ def dot_product_attention(
 
 
 class Returned(NamedTuple):
-    """What is returned after the output: fields as the arguments of `dot_product_attention`."""
+    """Requested results after the output: fields named as the arguments of the function."""
 
     weights: ReturnWeights
     lse: bool
@@ -245,7 +245,7 @@ def _residual(
     """lse as `jax.nn` returns it, where a mask puts a number of float32 in place of logits."""
     if not mask.empty:
         masked: Any = lse == -jnp.inf
-        if bias is not None:  # what it excludes is -inf there too
+        if bias is not None:  # keys that it excludes are -inf in jax.nn too
             some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)
             masked &= sharding.in_order(some, 2)
         lse = jnp.where(masked, -0.7 * float(np.finfo(np.float32).max), lse)

@@ -210,7 +210,7 @@ def flatten_batch(
 def _missing_axes(
     name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
 ) -> str:
-    """How an array of batch rows, but without axes between, gets those."""
+    """How to give missing axes to an array that has its batch axis."""
     keys, pairs = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name})" * (name == "mask")

@@ -1,4 +1,4 @@
-"""Every row of the page "Coming from jax.nn", beside the live function."""
+"""Every row of the page "Coming from jax.nn", run with the live function."""
 
 import re
 from collections.abc import Callable

@@ -227,7 +227,7 @@ def blockwise(
 
     def answer(running: Running) -> Any:
         found = finished(rules, running, words)
-        # A second answer would keep XLA from making one kernel of small blocks.
+        # A second output would keep XLA from making one kernel of small blocks.
         return found if rules.lse else (found.out, None, None)
 
     # Not filled up with 0, which times infinity is NaN.

@@ -168,7 +168,7 @@ def backward(
         dropped, slopes = exps * factor, slopes * factor
     value_slope = product(dropped, slope)
     shift = jnp.swapaxes(shift, -1, -2)
-    if whole:  # of the same weights, slopes of the logits of a row sum to 0
+    if whole:  # with the same weights, gradients of the logits of a row sum to 0
         shift = (shift - (exps * slopes).sum(-2, keepdims=True)) / divisor
     d_added = exps * (slopes + shift)
     d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))

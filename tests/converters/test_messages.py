@@ -1,4 +1,4 @@
-"""What a newcomer is told: missing packages, wrong objects, folders, near misses of names."""
+"""Messages to a newcomer: missing packages, wrong objects, folders, near misses of names."""
 
 import importlib
 import json

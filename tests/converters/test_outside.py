@@ -16,7 +16,7 @@ runner = CliRunner()
 
 
 def bert() -> dict[str, np.ndarray]:
-    """One layer of BERT with everything beside its attention, biases and norms drawn."""
+    """One layer of BERT with all its other layers, biases and norms drawn."""
     rng = np.random.default_rng(0)
     linear = {
         **{f"encoder.layer.0.attention.self.{x}": (D, D) for x in ("query", "key", "value")},

@@ -1,4 +1,4 @@
-"""What a model computes around its projections is named by inspect, plan and convert, or refused."""
+"""inspect, plan and convert name or refuse the parts that a model adds around its projections."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Pa
 
 
 def notes(path: Path, to: str = "linear") -> list[str]:
-    """What all three say alike."""
+    """The notes that all three give alike."""
     target = path.parent / "b.npz"
     inspected = migrate.inspect(path, num_heads=N).notes
     planned = migrate.plan(path, to=to, num_heads=N)[0].notes
