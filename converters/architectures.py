@@ -1,7 +1,8 @@
 """Table of the parts that each model type of transformers 5.23 adds around its projections.
 
-Parts are those of `signs.PARTS`, made from the sources of every model and its default configuration,
-and checked by running them. Every type that a part does not list is known to lack it by default.
+Parts are those of `signs.PARTS`, made from the sources of every model and its default
+configuration, and checked by running them. Every type that a part does not list is known to lack it
+by default.
 """
 
 # Parts that the same weights can be converted without, and a caller can add.

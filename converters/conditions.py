@@ -41,8 +41,8 @@ def refuse_beside(source: Path, destination: Path) -> None:
     inside = destination.absolute().parent.resolve() == source.resolve()
     if inside and destination.name.endswith(sharded.SUFFIX):
         raise ValueError(
-            f"{destination}: is in the source folder, which would then hold two checkpoints: name the "
-            "file in it as the source, or write elsewhere"
+            f"{destination}: is in the source folder, which would then hold two checkpoints: name "
+            "the file in it as the source, or write elsewhere"
         )
 
 
@@ -55,8 +55,8 @@ def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
     configuration.refuse_behaviour(file.path)
     if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
-            f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} with "
-            f"{plan.digest}: write a new plan"
+            f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} "
+            f"with {plan.digest}: write a new plan"
         )
     if plan.dtype is not None and plan.dtype not in DTYPES:
         raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")

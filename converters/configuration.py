@@ -107,8 +107,8 @@ def refuse_behaviour(path: Path) -> None:
                 else "set Semantics(scale=..., logits_soft_cap=...)"
             )
             raise ValueError(
-                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in no "
-                "tensor, so that a file of another layout would lose it; read the blocks by "
+                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in "
+                "no tensor, so that a file of another layout would lose it; read the blocks by "
                 f"import_params and {remedy}"
             )
 

@@ -40,8 +40,8 @@ class Description:
 def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     """Of an open checkpoint and its blocks; configurations that contradict them are set aside.
 
-    `configuration` still refuses or carries over every setting that would change attention or a norm:
-    that is safe where the configuration is of another model, too.
+    `configuration` still refuses or carries over every setting that would change attention or a
+    norm: that is safe where the configuration is of another model, too.
     """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = heads.in_config(file.path)

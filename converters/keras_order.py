@@ -23,8 +23,8 @@ _SHOWN = 8
 
 
 def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
-    """Group and name by the prefix in the source, from such a file itself or from the metadata; empty
-    unless all are known."""
+    """Group and name by the prefix in the source, from such a file itself or from the metadata;
+    empty unless all are known."""
     try:
         told = json.loads(file.metadata.get(METADATA, "{}"))
     except (ValueError, RecursionError):

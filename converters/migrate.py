@@ -345,9 +345,9 @@ def convert_state(
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a torch "
-            "module pass module.state_dict(); of other models flatten the tree of parameters, its "
-            "keys joined with '/'"
+            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a "
+            "torch module pass module.state_dict(); of other models flatten the tree of "
+            "parameters, its keys joined with '/'"
         )
     memory = _Memory(state)
     made = planning.make(

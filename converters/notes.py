@@ -63,9 +63,9 @@ def epsilons(
         if not values and source.name != convention.name:
             usual = source.epsilon.get(kind, theirs)
             yield (
-                f"{count} x {kind}: epsilon is not known: neither a tensor nor a configuration has it. "
-                f"It is {usual:.3g} if it is the default of {source.name}, and {there}: look it up in "
-                "the source model and give it to the layers"
+                f"{count} x {kind}: epsilon is not known: neither a tensor nor a configuration has "
+                f"it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
+                "it up in the source model and give it to the layers"
             )
         elif values and values != (theirs,):
             shown = " or ".join(f"{value:.3g}" for value in values)
@@ -87,8 +87,8 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
         shown = "; ".join(f"{group}: {', '.join(names)}" for group, names in several.items())
         yield (
             "Keras pairs the groups of a .weights.h5 file with layers of their class in the order in "
-            f"which the model creates these; here they are in the order {shown}: {CREATES}; where it "
-            "does not, name a file that it saved (--like model.weights.h5), or write a plan "
+            f"which the model creates these; here they are in the order {shown}: {CREATES}; where "
+            "it does not, name a file that it saved (--like model.weights.h5), or write a plan "
             "(--to keras-file) and exchange the numbers in `to`"
         )
 

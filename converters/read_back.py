@@ -85,13 +85,14 @@ def refuse(
     for block in there:
         if block.prefix in prefixes and block.unknown:
             raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
-                f"{printable(', '.join(block.unknown))}, which the source has in this block: name "
-                "another layout"
+                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has "
+                f"no {printable(', '.join(block.unknown))}, which the source has in this block: "
+                "name another layout"
             )
     if missing := prefixes - {block.prefix for block in there}:
         raise ValueError(
-            f"block {min(missing)} could not be read back as layout {target.name}: name another layout"
+            f"block {min(missing)} could not be read back as layout {target.name}: name another "
+            "layout"
         )
     broken = blocks.damaged_at(shapes, blocks.find(shapes))
     if new := broken.keys() - blocks.damaged_at(source, blocks.find(source)).keys():

@@ -220,7 +220,7 @@ def _read_live(side: Any, num_heads: int | None) -> Side:
 def _by_hand(
     state: Mapping[str, Any], whole: live.Live, num_heads: int | None
 ) -> tuple[list[BlockSide], list[Block], tuple[str, ...]]:
-    """Attention of a live model's own classes, by its weights alone: their signature is not known."""
+    """Attention of classes written by hand, by the weights alone: how to call it is not known."""
     there = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
     written: list[BlockSide] = []
     notes = []
@@ -240,8 +240,8 @@ def _by_hand(
             name, f"{shown}, weights of layout {block.layout.name}", params, semantics
         )
         notes.append(
-            f"{name or shown} is a class written by hand: its weights were compared, and its forward "
-            "was not run"
+            f"{name or shown} is a class written by hand: its weights were compared, and its "
+            "forward was not run"
         )
     return written, found, tuple(notes)
 

@@ -1,6 +1,7 @@
 """Parts that a model computes around its projections and that no conversion carries over.
 
-Sources: keys of config.json, tensors outside the blocks, the table of model types (`architectures`).
+Sources: keys of config.json, tensors outside the blocks, the table of model types
+(`architectures`).
 """
 
 import re
@@ -66,7 +67,8 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
         if model_type not in architectures.KNOWN:
             yield (
                 f"jaxmha does not know what {model_type} (model_type of config.json) computes "
-                "around its projections (positions, scale, masks): compare with the model's own output"
+                "around its projections (positions, scale, masks): compare with the output of the "
+                "model itself"
             )
     if said.unknown:
         yield (

@@ -82,7 +82,8 @@ def dot_product_attention(
       implementation: a name, or names in order of preference; None: the first that supports it.
 
     Returns:
-      `out[, weights][, lse][, residual]`; out is `(B, T, N, h)` in the promoted dtype of the inputs.
+      `out[, weights][, lse][, residual]`; out is `(B, T, N, h)` in the promoted dtype of the
+      inputs.
 
     Raises:
       ValueError: a shape or value does not fit; names the argument, the axes and the shape.

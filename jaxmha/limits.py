@@ -38,7 +38,7 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
 
 
 def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
-    """A bias in the dtype of sums of heads of `dtype`: finite entries stay finite and exclude nothing."""
+    """A bias in the dtype of sums of heads of `dtype`: finite entries stay finite."""
     accumulate = accumulation_dtype(dtype)
     if bias is None or bias.dtype != np.float64 or accumulate == np.float64:
         return bias

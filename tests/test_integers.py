@@ -208,7 +208,7 @@ def test_float64_is_another_softmax_than_none() -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
 def test_a_finite_bias_excludes_nothing(implementation: str) -> None:
-    """A float64 bias with float32 heads, whose sums are float32; its gradient is that of the rest."""
+    """A float64 bias with float32 heads, whose sums are float32, has its gradient."""
     bias = np.full((T, T), -1e300)
 
     def total(heads: Any, bias: Any) -> Any:

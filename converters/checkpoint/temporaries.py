@@ -2,12 +2,12 @@
 
 A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight that follow from them and from
 the whole name of the target, so that the file of another program has such a name by chance once in
-four billion. A temporary carries a lock for as long as its process lives: without it, its writer was
-killed.
+four billion. A temporary carries a lock for as long as its process lives: without it, its writer
+was killed.
 
 A temporary is removed only if it has such a name, is a plain file (or a folder, where the target is
-one) of this user, has no second name, is not being read and not locked. Everything else stays and is
-named.
+one) of this user, has no second name, is not being read and not locked. Everything else stays and
+is named.
 """
 
 import contextlib

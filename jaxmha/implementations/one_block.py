@@ -51,7 +51,8 @@ class Running(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty rows.
+    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty
+    rows.
 
     The lse is exact to its own spacing only, which for large logits is many of a weight: gradients
     read both of its parts.

@@ -92,9 +92,9 @@ def rows_of_gradient(
 ) -> tuple[jax.Array, ...]:
     """Tiles that the gradient reads: transposed queries, cotangent, row max, and shift.
 
-    `whole`: a block has all keys of its rows and computes row sum and delta from its own weights, so
-    that the shift is the cotangent of the lse alone. Else delta is taken from the shift, and cotangent
-    and shift are divided by the row sum.
+    `whole`: a block has all keys of its rows and computes row sum and delta from its own weights,
+    so that the shift is the cotangent of the lse alone. Else delta is taken from the shift, and
+    cotangent and shift are divided by the row sum.
     """
     # d logit = weight * (slope @ value - delta + slope of lse), delta = slope . out; a weight is
     # exp(logit - row max) / row sum, and of empty rows 0.
