@@ -67,8 +67,8 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
         if model_type not in architectures.KNOWN:
             yield (
                 f"jaxmha does not know what {model_type} (model_type of config.json) computes "
-                "around its projections (positions, scale, masks): compare with the output of the "
-                "model itself"
+                "around its projections (positions, scale, masks): "
+                "compare with the model's own output"
             )
     if said.unknown:
         yield (

@@ -93,6 +93,9 @@ def dot_product_attention(
     >>> q, k, v = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 7, 2, 8)), jnp.ones((2, 7, 2, 3))
     >>> dot_product_attention(q, k, v, is_causal=True).shape
     (2, 5, 4, 3)
+    >>> _, residual = dot_product_attention(q, k, v, return_residual=True)
+    >>> residual.shape
+    (2, 5, 4)
     """
     are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
