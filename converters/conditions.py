@@ -36,7 +36,7 @@ def naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}{between}{error}") from error
 
 
-def refuse_beside(source: Path, destination: Path) -> None:
+def refuse_second_checkpoint(source: Path, destination: Path) -> None:
     """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
     inside = destination.absolute().parent.resolve() == source.resolve()
     if inside and destination.name.endswith(sharded.SUFFIX):

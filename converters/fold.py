@@ -80,7 +80,7 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
     return from_leaves(changed), replace(semantics, scale=target.semantics.scale)
 
 
-def told(semantics: Semantics, factor: float, dtype: Any, H: int) -> str:
+def note(semantics: Semantics, factor: float, dtype: Any, H: int) -> str:
     """In words, what was done to queries of this dtype."""
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     done = f"the scale {scale:.6g} is folded into the query, which is multiplied by {factor:.6g}"

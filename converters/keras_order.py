@@ -100,7 +100,7 @@ def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
             )
 
 
-def is_told(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
+def order_is_evident(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
     """True if all layers of one class have different shapes: none could be exchanged unseen."""
     alike = Counter(
         (

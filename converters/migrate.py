@@ -28,7 +28,7 @@ from jaxmha.converters.conditions import (
     check_heads,
     check_plan,
     naming,
-    refuse_beside,
+    refuse_second_checkpoint,
     taken_from,
     target_layout,
 )
@@ -215,7 +215,7 @@ def convert(
         cannot hold, with the reason; or a plan that is not for this source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    refuse_beside(Path(source), Path(destination))
+    refuse_second_checkpoint(Path(source), Path(destination))
     with checkpoint.open(source) as file:
         if plan is None:
             if to is None:
@@ -311,7 +311,9 @@ def convert(
             (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
             for move in found.blocks
         ),
-        () if not in_file or known or keras_order.is_told(plan.moves, infos) else (_ORDER,),
+        ()
+        if not in_file or known or keras_order.order_is_evident(plan.moves, infos)
+        else (_ORDER,),
     )
 
 

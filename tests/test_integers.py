@@ -172,7 +172,7 @@ def test_order_of_ids_stays() -> None:
 
 @pytest.mark.parametrize("array", [np.zeros((1, 3)), np.zeros((1, 3), bool), [[0, 0, 0]], None])
 @pytest.mark.usefixtures("no_shape_hook")
-def test_what_is_no_integer_is_refused(array: Any) -> None:
+def test_other_dtypes_than_integers_are_refused(array: Any) -> None:
     given: Any = array if array is not None else "0"
     with pytest.raises(TypeError, match="query_ids must be an integer array"):
         Mask.segments(query_ids=given, key_value_ids=array)

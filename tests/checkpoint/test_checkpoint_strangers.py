@@ -224,7 +224,7 @@ def test_folders_of_orbax_itself_are_replaced(ocdbt: bool, tmp_path: Path) -> No
     assert [one.name for one in tmp_path.iterdir()] == [target.name]
 
 
-def test_what_a_killed_exchange_left_goes_but_for_other_files(tmp_path: Path) -> None:
+def test_a_killed_exchange_is_cleaned_up_but_for_other_files(tmp_path: Path) -> None:
     target = tmp_path / "m.orbax"
     checkpoint.write(target, TENSORS)
     stale, mixed = temporaries.fresh(target), temporaries.fresh(target)

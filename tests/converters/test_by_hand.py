@@ -130,7 +130,7 @@ def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["subclassed", "functional"])
-def test_what_comes_back_is_what_keras_wrote(folder: Path, name: str, tmp_path: Path) -> None:
+def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path: Path) -> None:
     """Under the paths that its model loads."""
     source, there, back = (
         folder / f"{name}.weights.h5",

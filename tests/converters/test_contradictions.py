@@ -108,7 +108,7 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "change", "told"), UNLIKE)
-def test_what_contradicts_the_tensors_is_set_aside(
+def test_a_configuration_that_contradicts_the_tensors_is_set_aside(
     model: str, change: dict[str, Any], told: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     original: Path = request.getfixturevalue(model)

@@ -124,7 +124,7 @@ def reshaped(state: dict[str, Any]) -> None:
         (reshaped, "pooler.dense.bias"),
     ],
 )
-def test_what_differs_outside_attention_is_named(
+def test_differences_outside_attention_are_named(
     folder: Path, command: str, change: Any, named: str
 ) -> None:
     broken = spoiled(folder, change)
@@ -181,7 +181,7 @@ def test_one_block_asked_for_is_compared_alone(folder: Path) -> None:
     assert "was asked for: nothing else was compared" in words
 
 
-def test_attribute_says_what_is_outside_its_block(folder: Path) -> None:
+def test_attribute_names_differences_outside_its_block(folder: Path) -> None:
     found = attribution.attribute(folder / "bert.safetensors", spoiled(folder, zeroed))
     assert not found.same
     assert not found.parts

@@ -198,7 +198,7 @@ NORMS: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("prefix", "config", "name", "expected"), NORMS)
-def test_a_norm_without_a_bias_is_told_or_asked(
+def test_a_norm_without_a_bias_is_known_or_refused(
     prefix: str, config: dict[str, Any], name: str, expected: str, tmp_path: Path
 ) -> None:
     """Keras keeps those of a LayerNorm and an RMSNorm under different names."""

@@ -96,7 +96,7 @@ def is_plain(model: Any, block: Block, state: dict[str, NDArray], feed: Any) -> 
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_what_is_not_plain_is_named_or_refused(model_type: str, tmp_path: Path) -> None:
+def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
