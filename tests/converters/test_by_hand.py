@@ -172,7 +172,7 @@ def test_live_classes_are_read_and_compared() -> None:
         getattr(T, name).set_weights([weights[0].T, weights[1]])
     report = verify.compare(P, T)
     assert report.same, str(report)
-    assert "is a class of its own" in report.notes[0]
+    assert "is a class written by hand" in report.notes[0]
     assert attribution.attribute(P, T).same
     T.v_proj.kernel.assign(np.asarray(T.v_proj.kernel).T)
     (part,) = attribution.attribute(P, T).parts
