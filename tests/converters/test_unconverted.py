@@ -19,9 +19,7 @@ N = 6
 def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Path:
     """One block, other tensors, and a configuration; None: without one."""
     chosen = blocks.named(layout)
-    state = engine.export_params(
-        chosen, params_of(chosen), chosen.semantics, prefix="body.0.mixer"
-    )
+    state = engine.export_params(chosen, params_of(chosen), chosen.semantics, prefix="body.0.mixer")
     checkpoint.write(folder / "a.npz", state | more, force=True)
     if config is not None:
         text = json.dumps({"num_attention_heads": N} | config)
