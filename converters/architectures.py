@@ -1,7 +1,8 @@
-"""What each model type of transformers 5.23 computes around its projections, as a table by part.
+"""Table of the parts that each model type of transformers 5.23 adds around its projections.
 
-Parts are those of `signs.PARTS`, made from the sources of every model and its default configuration,
-and checked by running them. Every type that a part does not list is known to lack it by default.
+Parts are those of `signs.PARTS`, made from the sources of every model and its default
+configuration, and checked by running them. Every type that a part does not list is known to lack it
+by default.
 """
 
 # Parts that the same weights can be converted without, and a caller can add.
@@ -288,7 +289,7 @@ KNOWN = PLAIN.union(*PARTS.values(), *FUNCTIONS.values())
 
 
 def parts(model_type: str) -> list[str]:
-    """What a model type has, but for `functions`.
+    """The parts of a model type, but for those in `functions`.
 
     >>> parts("bloom"), parts("bert"), "bert" in KNOWN
     (['alibi'], [], True)
@@ -297,7 +298,7 @@ def parts(model_type: str) -> list[str]:
 
 
 def functions(model_type: str) -> list[str]:
-    """What makes a model type another function of its projections.
+    """The parts that make a model type another function of its projections.
 
     >>> functions("dia")
     ['scale']

@@ -149,8 +149,7 @@ def _decide(candidates: Sequence[Block]) -> Block:
 def damaged(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> list[str]:
-    """Why prefixes that have most arrays of a layout are no block, or one of a family that cannot be
-    read."""
+    """Why prefixes that have most arrays of a layout are no block, or an unreadable one."""
     return list(damaged_at(shapes, found, layouts).values())
 
 

@@ -4,7 +4,7 @@ from jaxmha.converters.layout import Entry, Layout
 
 _MERGED = "its heads are one axis of the kernels, split evenly"
 TIES = {"K": ("N", _MERGED), "h": ("H", _MERGED)}
-# What classes written by hand call their four layers, beside `q_proj` and so on.
+# Names that classes written by hand give their four layers, other than `q_proj` and so on.
 NAMES: dict[str, tuple[str, str, str, str]] = {
     "wo": ("wq", "wk", "wv", "wo"),
     "tutorial": ("wq", "wk", "wv", "dense"),

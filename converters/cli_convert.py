@@ -255,8 +255,8 @@ def convert(
         Path | None,
         typer.Option(
             "--like",
-            help="For .weights.h5: a file that the Keras model saved, whose layers of the same names "
-            "are taken.",
+            help="For .weights.h5: a file that the Keras model saved; every layer goes to the "
+            "group of the layer of its name there.",
         ),
     ] = None,
     force: Annotated[

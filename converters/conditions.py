@@ -1,4 +1,4 @@
-"""What a conversion must obey before anything is written: plans, names, destinations, templates."""
+"""Checks before anything is written: of plans, names, destinations and templates."""
 
 import os
 from collections.abc import Iterator
@@ -36,13 +36,13 @@ def naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}{between}{error}") from error
 
 
-def refuse_beside(source: Path, destination: Path) -> None:
+def refuse_second_checkpoint(source: Path, destination: Path) -> None:
     """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
     inside = destination.absolute().parent.resolve() == source.resolve()
     if inside and destination.name.endswith(sharded.SUFFIX):
         raise ValueError(
-            f"{destination}: is in the folder that is the source, whose name would then stand for two "
-            "checkpoints: name the file in it as the source, or write elsewhere"
+            f"{destination}: is in the source folder, which would then hold two checkpoints: name "
+            "the file in it as the source, or write elsewhere"
         )
 
 
@@ -55,16 +55,16 @@ def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
     configuration.refuse_behaviour(file.path)
     if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
-            f"{file.path}: its contents are {found}, and the plan is for {plan.source or 'a file'} of "
-            f"{plan.digest}: make a new plan"
+            f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} "
+            f"with {plan.digest}: write a new plan"
         )
     if plan.dtype is not None and plan.dtype not in DTYPES:
         raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
     for move in plan.moves:
         if move.kind in ("attention", "other") and move.becomes not in ("", move.kind):
             raise ValueError(
-                f"module {move.source or '(top)'} of the plan is {move.kind!r} and can become nothing "
-                f"else, got as = {move.becomes!r}"
+                f"module {move.source or '(top)'} of the plan is {move.kind!r} and cannot become "
+                f"another kind, got as = {move.becomes!r}: remove that line"
             )
         if move.kind != "attention" or move.num_heads is not None:
             continue
@@ -99,8 +99,8 @@ def target_layout(named: Layout, in_file: bool) -> Layout:
     if in_file and named.name not in plain:
         raise ValueError(
             f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
-            f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, .pt "
-            "or .npz"
+            f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, "
+            ".pt or .npz"
         )
     if not in_file and named.name in plain:
         raise ValueError(

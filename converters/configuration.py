@@ -107,8 +107,9 @@ def refuse_behaviour(path: Path) -> None:
                 else "set Semantics(scale=..., logits_soft_cap=...)"
             )
             raise ValueError(
-                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in no tensor, "
-                f"so that a file of another layout would lose it; read the blocks by import_params and {remedy}"
+                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in "
+                "no tensor, so that a file of another layout would lose it; read the blocks by "
+                f"import_params and {remedy}"
             )
 
 
@@ -123,10 +124,10 @@ EPSILONS = [
 
 
 def epsilons(path: Path) -> dict[str, tuple[float, ...]]:
-    """What the config.json beside a checkpoint says of the epsilon of norms, by key; several values
-    where parts of the model have their own.
+    """The epsilons of norms in the config.json next to a checkpoint, by key; several values where
+    parts of the model have their own.
 
-    Only positive numbers that a float holds: of others nothing is known.
+    Only positive numbers that a float holds; others are left out.
     """
     found: dict[str, dict[float, None]] = {}
     for way, value in search(readable(path), EPSILONS):
@@ -164,7 +165,7 @@ def offset_norms(path: Path) -> dict[str, str]:
 
 
 def unbiased_norms(path: Path) -> str:
-    """The kind of the norms without a bias, where the config.json beside a checkpoint says it."""
+    """The kind of the norms without a bias, if the config.json next to a checkpoint says it."""
     keys = {way[-1] for way, _ in search(readable(path), ["rms_norm_eps", "layer_norm_eps"])}
     told = {"rms_norm_eps": "rmsnorm", "layer_norm_eps": "norm"}
     return told[keys.pop()] if len(keys) == 1 else ""

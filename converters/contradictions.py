@@ -64,7 +64,7 @@ def find(
             found.setdefault(kind, words)
     for kind, words in (
         *_layers(content, blocks, shapes),
-        *_beside(content, shapes),
+        *_other_layers(content, shapes),
         *_model_type(content, blocks, shapes),
     ):
         found.setdefault(kind, words)
@@ -131,7 +131,7 @@ def _layers(
         yield "layers", f"{named[0]} is {named[1]}, and {shown}"
 
 
-def _beside(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
+def _other_layers(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
     """A vocabulary, or an inner width of feed-forward networks, that no layer of the kind has."""
     vocabulary, inner = _sizes(content, r"vocab"), _sizes(content, _INNER_LIKE)
     widths = {content[key] for key in _WIDTH if type(content.get(key)) is int}
@@ -162,7 +162,7 @@ def _beside(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]
 def _model_type(
     content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """A model type whose models keep neither attention nor what is beside it where it is here."""
+    """A model type whose models have neither attention nor other layers under these names."""
     model_type = content.get("model_type")
     theirs = {
         family

@@ -1,4 +1,4 @@
-"""What `jaxmha convert` prints."""
+"""The output of `jaxmha convert`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def print_conversion(
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.beside).items())
     out.print(
         f"{len(done.blocks)} attention blocks converted"
-        + (f"; beside them {kinds}" if kinds else "")
+        + (f"; other layers: {kinds}" if kinds else "")
         + f"; {len(done.carried)} other tensors carried over unchanged"
         + (f" but for the cast to {dtype}" if dtype else ""),
         highlight=False,
@@ -69,7 +69,7 @@ def print_conversion(
 
 
 def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
-    """What casting lost, where it was most."""
+    """The tensors that casting changed most."""
     lossy = {name: loss for name, loss in losses.items() if not loss.exact}
     if losses and not lossy:
         out.print("the cast lost nothing", highlight=False)

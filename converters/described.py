@@ -1,4 +1,4 @@
-"""What stands beside the tensors of a checkpoint and says what none of them holds."""
+"""Facts on a checkpoint that no tensor holds, from the configurations next to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Description:
-    """What configurations say of a checkpoint.
+    """The description of a checkpoint by its configurations.
 
     Attributes:
-      heads: its head counts. epsilon: what its norms add to the variance.
+      heads: its head counts. epsilon: of its norms.
       unlike: kinds of norms that compute something else (`configuration.offset_norms`).
       unbiased: the kind of norms without a bias (`configuration.unbiased_norms`).
       notes: why a configuration was set aside.
@@ -40,8 +40,8 @@ class Description:
 def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     """Of an open checkpoint and its blocks; configurations that contradict them are set aside.
 
-    What would change attention or a norm is still refused or carried over by `configuration`: that
-    is safe where the configuration is of another model, too.
+    `configuration` still refuses or carries over every setting that would change attention or a
+    norm: that is safe where the configuration is of another model, too.
     """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = heads.in_config(file.path)

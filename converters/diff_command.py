@@ -1,5 +1,6 @@
 """`jaxmha diff`: what the difference between two checkpoints' attention comes from."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
@@ -104,7 +105,7 @@ def diff(
             rest = outside.compare(side_a.source, side_b.source)
             notes += (*rest.notes, *dict.fromkeys((*side_a.notes, *side_b.notes)))
         else:
-            notes += (f"only block {block or '(top)'} was asked for: nothing else was compared",)
+            notes += (f"--block names only {block or '(top)'}: nothing else was compared",)
         different = bool(missing or rest.differing) or not all(x.same for x in found.values())
         same = not different and not rest.left
         if as_json:
@@ -121,15 +122,24 @@ def diff(
                 }
             )
         else:
-            for name, one in found.items():
-                show(name, one)
-            for name in missing:
-                out.print(f"only on one side: {escape(name)}", highlight=False)
-            print_outside(rest.differing, rest.left)
-            for note in notes:
-                out.print(escape(note), highlight=False)
+            _print(found, missing, rest, notes)
             print_verdict(same, verify.verdict(same, different, len(rest.left)))
     raise typer.Exit(0 if same else 1)
+
+
+def _print(
+    found: Mapping[str, Attribution],
+    missing: Sequence[str],
+    rest: outside.Outside,
+    notes: Sequence[str],
+) -> None:
+    for name, one in found.items():
+        show(name, one)
+    for name in missing:
+        out.print(f"only on one side: {escape(name)}", highlight=False)
+    print_outside(rest.differing, rest.left)
+    for note in notes:
+        out.print(escape(note), highlight=False)
 
 
 def show(name: str, found: Attribution) -> None:

@@ -70,7 +70,7 @@ def _numbered(kind: str, convention: Convention, moves: Sequence[Move]) -> str:
 
 
 def in_file(plan: Plan) -> Plan:
-    """A plan of a layout of Keras for a .weights.h5 file: groups are numbered in the plan's order."""
+    """A plan of a Keras layout for a .weights.h5 file: groups are numbered in the plan's order."""
     if plan.to not in keras.IN_FILE:
         return plan
     layout, attention = keras.IN_FILE[plan.to]

@@ -82,7 +82,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def stands(names: Collection[str], prefix: str) -> bool:
-    """Whether one of these families has blocks at such a prefix, in whatever layout.
+    """True if one of these families has blocks at such a prefix, in any layout.
 
     >>> stands(["GPT-2"], "transformer.h.3.attn"), stands(["BERT"], "layers.0.self_attn")
     (True, False)

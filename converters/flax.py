@@ -3,7 +3,7 @@
 Called as (query, key, value). In its masks True means attend.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -140,22 +140,8 @@ def to_module(
         tuple(key.split("/")): _exact(key, array)
         for key, array in export_params(params, semantics).items()
     }
-    dtype = jnp.dtype(state["query", "kernel"].dtype)
-    settings = {
-        "num_heads": sizes["N"],
-        "qkv_features": sizes["N"] * sizes["H"],
-        "out_features": sizes["Do"],
-        "use_bias": params.query.bias is not None,
-        "normalize_qk": params.query_norm is not None,
-        "dropout_rate": semantics.dropout_rate,
-        "broadcast_dropout": bool(semantics.dropout_broadcast),
-        "deterministic": True,
-        "param_dtype": dtype,
-        "decode": False,
-    }
-    if like is not None:
-        kept = ("dtype", "precision", "deterministic", "decode")
-        settings |= {name: getattr(like, name) for name in kept if hasattr(like, name)}
+    settings = _settings(params, semantics, sizes, like)
+    settings["param_dtype"] = jnp.dtype(state["query", "kernel"].dtype)
     if kind == "linen":
         return linen.MultiHeadDotProductAttention(**settings), {"params": unflatten_dict(state)}
     kv_heads = None if sizes["K"] == sizes["N"] else sizes["K"]
@@ -172,6 +158,27 @@ def to_module(
     assert shapes == {path: array.shape for path, array in state.items()}, shapes
     nnx.update(module, nnx.from_flat_state({p: v.replace(state[p]) for p, v in there}))
     return module
+
+
+def _settings(
+    params: MHAParams, semantics: Semantics, sizes: Mapping[str, int], like: Any
+) -> dict[str, Any]:
+    """Constructor arguments of both classes of flax."""
+    settings = {
+        "num_heads": sizes["N"],
+        "qkv_features": sizes["N"] * sizes["H"],
+        "out_features": sizes["Do"],
+        "use_bias": params.query.bias is not None,
+        "normalize_qk": params.query_norm is not None,
+        "dropout_rate": semantics.dropout_rate,
+        "broadcast_dropout": bool(semantics.dropout_broadcast),
+        "deterministic": True,
+        "decode": False,
+    }
+    if like is None:
+        return settings
+    kept = ("dtype", "precision", "deterministic", "decode")
+    return settings | {name: getattr(like, name) for name in kept if hasattr(like, name)}
 
 
 def _exact(key: str, array: NDArray) -> Any:

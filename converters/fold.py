@@ -20,7 +20,7 @@ from jaxmha.params import check, from_leaves, leaves
 
 
 def factor(semantics: Semantics, target: Layout, H: int) -> float:
-    """What queries are multiplied by; 1.0 where the layout has this scale."""
+    """The factor of the queries; 1.0 where the layout has this scale."""
     ours, theirs = (
         H**-0.5 if scale is None else scale for scale in (semantics.scale, target.semantics.scale)
     )
@@ -35,7 +35,7 @@ def _power(found: float) -> float:
 
 
 def is_exact(factor: float) -> bool:
-    """Whether it is a power of two, which changes no digit.
+    """True if the factor is a power of two, which changes no digit.
 
     >>> is_exact(8.0), is_exact(-0.25), is_exact(3.0)
     (True, True, False)
@@ -80,11 +80,11 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
     return from_leaves(changed), replace(semantics, scale=target.semantics.scale)
 
 
-def told(semantics: Semantics, factor: float, dtype: Any, H: int) -> str:
+def note(semantics: Semantics, factor: float, dtype: Any, H: int) -> str:
     """In words, what was done to queries of this dtype."""
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    done = f"the scale {scale:.6g} is folded into the query, whose numbers are multiplied by {factor:.6g}"
+    done = f"the scale {scale:.6g} is folded into the query, which is multiplied by {factor:.6g}"
     if is_exact(factor):
         return f"{done}: a power of two, so that no digit changes"
     half = float(ml_dtypes.finfo(dtype).eps) / 2  # type: ignore[no-untyped-call]
-    return f"{done}, which rounds each by up to {half:.2g} of itself ({np.dtype(dtype)})"
+    return f"{done}: each number is rounded by up to {half:.2g} of itself ({np.dtype(dtype)})"

@@ -64,7 +64,7 @@ class Count(NamedTuple):
 
 
 class Configured(NamedTuple):
-    """What a configuration says of head counts; `wrong`: why none of it can be taken.
+    """Head counts of a configuration; `wrong`: why none of them can be taken.
 
     `families`: of the models that its model_type names (`families.MODEL_TYPES`).
     """
@@ -114,7 +114,7 @@ class Configured(NamedTuple):
         return f"{self.path} has several head counts ({shown})"
 
     def part_of(self, prefix: str) -> Count | None:
-        """What is said of the part of the model that a prefix is in, or of all of it."""
+        """The head count for the part of the model that a prefix is in, or for all of it."""
         path = re.split("[./]", prefix)[:-1]
         placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
         if placed:

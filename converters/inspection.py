@@ -69,8 +69,8 @@ class FileInfo:
       layers: what of it is understood. not_understood: name -> why not; carried over or refused.
       dtypes: how many tensors have each.
       damaged: what looks like a block and lacks arrays; `convert` and `verify` refuse it.
-      notes: why a configuration beside the file was set aside, and what the model computes around its
-        projections, which no conversion carries over.
+      notes: why a configuration next to the file was set aside, and the parts that the model
+        computes around its projections, which no conversion carries over.
     """
 
     path: str

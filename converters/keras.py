@@ -210,7 +210,7 @@ def to_module(
     return layer
 
 
-# What the weights and the behaviour say of a layer, and what is another layer's.
+# Settings that come from weights and behaviour, and are never taken from `like`.
 _SAID = frozenset(
     [
         "num_heads",
@@ -230,7 +230,7 @@ _SAID = frozenset(
 
 
 def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
-    """What `to_module` keeps of another layer."""
+    """The settings that `to_module` keeps of another layer."""
     if not isinstance(like, _classes()):
         raise TypeError(
             "like must be a keras.layers.MultiHeadAttention or GroupQueryAttention, got "

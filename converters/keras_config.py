@@ -23,7 +23,7 @@ _SIZES: dict[str, dict[str, tuple[str, int]]] = {
 
 
 def layers(content: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Class and settings of every layer by its name; names that several layers have are left out."""
+    """Class and settings of every layer by its name; names of several layers are left out."""
     found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for _, value in configuration.search(dict(content), ["layers"]):
         for one in value if isinstance(value, list) else []:

@@ -1,4 +1,4 @@
-"""Which layer of a Keras model every group of a .weights.h5 file is: kept, or taken from another file.
+"""The layer that every group of a .weights.h5 file holds: kept, or taken from another file.
 
 Keras pairs groups with layers of their class by the number at their end, in the order in which the
 model creates them; no name in another format says that order.
@@ -23,8 +23,8 @@ _SHOWN = 8
 
 
 def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
-    """Group and name by the prefix in the source, of layers that stand in such a file themselves, or
-    of which the metadata tells; empty unless it is known of all."""
+    """Group and name by the prefix in the source, from such a file itself or from the metadata;
+    empty unless all are known."""
     try:
         told = json.loads(file.metadata.get(METADATA, "{}"))
     except (ValueError, RecursionError):
@@ -81,8 +81,8 @@ def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Mov
             had = ", ".join(sorted(groups)[:_SHOWN])
             what = "has no layer" if not there else "has several layers"
             raise ValueError(
-                f"--like: the file {what} named {name!r}; its layers are {had}: name the layers of the "
-                "model so, or write a plan and set `to` of every module"
+                f"--like: the file {what} named {name!r}; its layers are {had}: name the layers of "
+                "the model so, or write a plan and set `to` of every module"
             )
         found[prefix] = there[0], name
     return placed(moves, found)
@@ -100,8 +100,8 @@ def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
             )
 
 
-def is_told(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
-    """Whether no two layers of one class could be exchanged unseen: their shapes are all different."""
+def order_is_evident(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
+    """True if all layers of one class have different shapes: none could be exchanged unseen."""
     alike = Counter(
         (
             re.sub(r"_\d+$", "", move.target),

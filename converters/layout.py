@@ -77,6 +77,7 @@ class Layout:
         return re.sub(r"\w+", lambda word: single.get(word[0], word[0]), axes)
 
 
+_SHOWN = 4  # layouts in a message
 # Words that people have for what the layouts are called after.
 _MEANT = {
     **dict.fromkeys(("jax", "nnx", "linen", "flax-linen", "flax-nnx", "jaxmha"), "flax"),
@@ -109,7 +110,7 @@ def choose(
     """The layout named, or the first whose required keys are all there.
 
     Raises:
-      ValueError: there is none, with what each of them lacks.
+      ValueError: there is none; the message has the keys that the nearest of them lack.
     """
     names = [layout.name for layout in layouts]
     if name is not None:
@@ -126,5 +127,8 @@ def choose(
         if not missing[layout.name]:
             return layout
     where = f" under prefix {prefix!r}" if prefix else ""
-    lacks = "; ".join(f"{n} lacks {', '.join(keys)}" for n, keys in missing.items())
-    raise ValueError(f"no known layout has all its keys{where}: {lacks}")
+    share = {x.name: len(missing[x.name]) / sum(not e.group for e in x.entries) for x in layouts}
+    near = sorted(missing, key=lambda name: share[name])[:_SHOWN]
+    lacks = "; ".join(f"{name} lacks {', '.join(missing[name])}" for name in near)
+    more = f"; {len(missing) - len(near)} more lack no fewer" * (len(missing) > len(near))
+    raise ValueError(f"no known layout has all its keys{where}: {lacks}{more}")

@@ -8,10 +8,12 @@ HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "num_attention_hea
 
 
 class Live(NamedTuple):
-    """Attributes:
-    state: name -> tensor, of the framework, not copied.
-    layers: path -> the layer there, where it is known.
-    names: of Keras, path -> the layer's name.
+    """The tensors and layers of a live model.
+
+    Attributes:
+      state: name -> tensor of the framework, not copied.
+      layers: path -> layer, where it is known.
+      names: path -> name of the layer, of Keras alone.
     """
 
     state: Mapping[str, Any]
@@ -20,13 +22,25 @@ class Live(NamedTuple):
 
 
 def torch(module: Any) -> Live:
-    """Of a torch module: its state dict."""
+    """The state dict of a torch module, and its layers by path.
+
+    >>> from torch import nn
+    >>> sorted(torch(nn.Sequential(nn.Linear(3, 2))).state)
+    ['0.bias', '0.weight']
+    """
     state = module.state_dict()
     return Live(state, dict(module.named_modules(remove_duplicate=False)))
 
 
 def keras(model: Any) -> Live:
-    """Of a Keras model or layer: what `save_weights` would write, under the same names."""
+    """The arrays that `save_weights` of a Keras model or layer would write, under the same names.
+
+    >>> from keras import layers
+    >>> layer = layers.Dense(2)
+    >>> layer.build((None, 3))
+    >>> {name: tuple(array.shape) for name, array in keras(layer).state.items()}
+    {'vars/0': (3, 2), 'vars/1': (2,)}
+    """
     found = Live({}, {}, {})
     _visit(model, "", found, set())
     return found
@@ -67,7 +81,16 @@ def _children(layer: Any, path: str) -> Iterator[tuple[Any, str]]:
 
 
 def flax(module: Any, variables: Any = None) -> Live:
-    """Of an nnx module, random states left out; or of a linen module with its variables."""
+    """The state of an nnx module without random states, or the variables of a linen module.
+
+    Args:
+      module: nnx or linen.
+      variables: of a linen module: the dict that `init` returns, or its `params`.
+
+    >>> from flax import nnx
+    >>> sorted(flax(nnx.Linear(3, 2, rngs=nnx.Rngs(0))).state)
+    ['bias', 'kernel']
+    """
     from flax import nnx
     from flax.core import meta
     from flax.traverse_util import flatten_dict
@@ -140,7 +163,7 @@ def by_hand(layer: Any, package: str, state: str, variables: Any = None) -> str:
     heads = head_count(whole, block.prefix) or "N"
     where = f", prefix={block.prefix!r}" * bool(block.prefix)
     return (
-        "nothing says what a class of your own computes. Where that is attention, its weights are "
+        "a class of your own may compute anything. If it computes attention, its weights are "
         f"jaxmha.converters.linear.import_params({state}, layout={block.layout.name!r}, "
         f"num_heads={heads}{where})"
     )

@@ -28,7 +28,7 @@ from jaxmha.converters.conditions import (
     check_heads,
     check_plan,
     naming,
-    refuse_beside,
+    refuse_second_checkpoint,
     taken_from,
     target_layout,
 )
@@ -149,7 +149,7 @@ def _make(
 
 
 def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
-    """What is computed around the blocks of a plan and not converted.
+    """The parts around the blocks of a plan that are not converted, in words.
 
     Raises ValueError where the blocks are no attention of this form.
     """
@@ -215,7 +215,7 @@ def convert(
         cannot hold, with the reason; or a plan that is not for this source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    refuse_beside(Path(source), Path(destination))
+    refuse_second_checkpoint(Path(source), Path(destination))
     with checkpoint.open(source) as file:
         if plan is None:
             if to is None:
@@ -311,7 +311,9 @@ def convert(
             (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
             for move in found.blocks
         ),
-        () if not in_file or known or keras_order.is_told(plan.moves, infos) else (_ORDER,),
+        ()
+        if not in_file or known or keras_order.order_is_evident(plan.moves, infos)
+        else (_ORDER,),
     )
 
 
@@ -345,9 +347,9 @@ def convert_state(
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a torch "
-            "module pass module.state_dict(); of other models flatten the tree of parameters, its "
-            "keys joined with '/'"
+            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a "
+            "torch module pass module.state_dict(); of other models flatten the tree of "
+            "parameters, its keys joined with '/'"
         )
     memory = _Memory(state)
     made = planning.make(

@@ -305,8 +305,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("dropped bias", "copy it, or check that the source has none", _dropped),
     Mistake(
         "zero bias",
-        "one side has zeros there, as Keras and Flax begin with: copy the other's, if it is to be the "
-        "same layer",
+        "one side has zeros there, as Keras and Flax begin with: copy the other's, if both are to "
+        "be one layer",
         _zero,
     ),
     Mistake(

@@ -1,4 +1,4 @@
-"""Which families of blocks the models of transformers have, by the model_type of their config.json.
+"""The families of blocks of the models of transformers, by the model_type of their config.json.
 
 Made from the default configuration of every type that transformers 5 builds.
 """

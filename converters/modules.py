@@ -34,12 +34,15 @@ _OTHER_NORMS = (
     r"|layer_?scale|^scale_?\d*$|_scale$"
 )
 # Places of norms that are mostly gated: they take two inputs.
-_GATED = r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)[./]([^./]*[./])?\w*norm$"
+_GATED = (
+    r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)"
+    r"[./]([^./]*[./])?\w*norm$"
+)
 # Names by which Flax and Haiku call norms after their class.
 _BY_CLASS = {"norm": r"(LayerNorm|layer_norm)(_\d+)?", "rmsnorm": r"(RMSNorm|rms_norm)(_\d+)?"}
 UNSURE = (
-    "a norm without a bias, RMSNorm or LayerNorm(bias=False), which compute different functions and "
-    "which nothing tells apart: name the kind (norm or rmsnorm) in a plan"
+    "a norm without a bias: it could be RMSNorm or LayerNorm(bias=False), which compute different "
+    "functions; name the kind (norm or rmsnorm) in a plan"
 )
 
 
@@ -51,7 +54,7 @@ class Module(NamedTuple):
       keys: key of the convention -> name in the file.
       sizes: of every letter of the axes.
       confidence: "certain": a known family has it there; "likely": keys and shapes, in the
-        framework of the attention beside it, leave one reading; "by name": only the name decides;
+        framework of the attention near it, leave one reading; "by name": only the name decides;
         "ambiguous": a norm without a bias, which may be either of two (`UNSURE`).
       why: this in words.
     """
@@ -116,7 +119,7 @@ def find(
     return sorted(found, key=lambda module: natural(module.prefix)), others
 
 
-_FOREIGN = "its name has another separator than those of the attention beside it"
+_FOREIGN = "its name has another separator than those of the attention near it"
 
 
 def _computes(module: Module) -> str:

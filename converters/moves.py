@@ -141,7 +141,7 @@ def attention(
     if fold_scale:
         by = fold.factor(semantics, target, sizes["H"])
         if by != 1.0:
-            told = fold.told(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
+            told = fold.note(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
         semantics = replace(semantics, scale=target.semantics.scale)
     engine.refuse_export(target, params, semantics)
     there, sizes = leaves(params), sizes | _letters(params)

@@ -164,7 +164,7 @@ def beside(layout: str) -> Convention | None:
 
 
 def tells_norms(convention: Convention) -> bool:
-    """Whether a file shows which of two norms one without a bias is.
+    """True if a file of the convention tells an RMSNorm from a LayerNorm without a bias.
 
     >>> tells_norms(KERAS), tells_norms(FLAX)
     (True, False)

@@ -26,7 +26,7 @@ def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
 
 
 class Epsilons(NamedTuple):
-    """What was read of the epsilon of norms: by key of a configuration, or by the layer's prefix."""
+    """Epsilons of norms that were read: by key of a configuration, or by the layer's prefix."""
 
     by_key: Mapping[str, Sequence[float]] = MappingProxyType({})
     by_prefix: Mapping[str, float] = MappingProxyType({})
@@ -38,7 +38,7 @@ def epsilons(
     found: Sequence[Block],
     read: Epsilons,
 ) -> Iterator[str]:
-    """What norms add to the variance, where it was not read or is another than the target's default."""
+    """Notes on the epsilon of norms, if it was not read or is not the target's default."""
     if convention is None:
         return
     families_there = {block.family[0] for block in found if block.family}
@@ -63,16 +63,16 @@ def epsilons(
         if not values and source.name != convention.name:
             usual = source.epsilon.get(kind, theirs)
             yield (
-                f"{count} x {kind}: epsilon is not known: it is in no tensor, and nothing beside them "
-                f"says it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
+                f"{count} x {kind}: epsilon is not known: neither a tensor nor a configuration has "
+                f"it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
                 "it up in the source model and give it to the layers"
             )
         elif values and values != (theirs,):
             shown = " or ".join(f"{value:.3g}" for value in values)
             which = " (each part of the model has its own)" * (len(values) > 1)
             yield (
-                f"{count} x {kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor holds "
-                "it, so give it to the layers"
+                f"{count} x {kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor "
+                "holds it, so give it to the layers"
             )
 
 
@@ -87,9 +87,9 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
         shown = "; ".join(f"{group}: {', '.join(names)}" for group, names in several.items())
         yield (
             "Keras pairs the groups of a .weights.h5 file with layers of their class in the order in "
-            f"which the model creates these; here they are in the order {shown}: {CREATES}; where it "
-            "does not, name a file that it saved (--like "
-            "model.weights.h5), or write a plan (--to keras-file) and exchange the numbers in `to`"
+            f"which the model creates these; here they are in the order {shown}: {CREATES}; where "
+            "it does not, name a file that it saved (--like model.weights.h5), or write a plan "
+            "(--to keras-file) and exchange the numbers in `to`"
         )
 
 
@@ -111,13 +111,13 @@ def not_back(
     ]
     if shown:
         yield (
-            f"{len(shown)} x conv1d, whose kernel is (Di Do), written as a linear layer: converted back "
-            f"to another layout than gpt2 they are Linear, (Do Di): {listed(shown, 3)}"
+            f"{len(shown)} x conv1d, whose kernel is (Di Do), written as a linear layer: converted "
+            f"back to another layout than gpt2 they are Linear, (Do Di): {listed(shown, 3)}"
         )
     if mistakable:
         yield (
-            f"carried over under names that {to} gives to layers: {listed(mistakable)}; converted back "
-            "they would be renamed: name their kinds in a plan"
+            f"carried over under names that {to} gives to layers: {listed(mistakable)}; converted "
+            "back they would be renamed: name their kinds in a plan"
         )
 
 

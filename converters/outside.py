@@ -1,4 +1,4 @@
-"""What two sides hold outside attention, compared layer by layer: linear layers, norms, embeddings,
+"""Comparison of all tensors outside attention, layer by layer: linear layers, norms, embeddings and
 convolutions by the conventions of their frameworks, everything else by its name.
 
 One tensor of either side is in memory at a time.

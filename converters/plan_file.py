@@ -118,6 +118,14 @@ def loads(text: str) -> Plan:
         isinstance(head, dict) and not content.keys() - {"plan", "module"},
         "the plan must have one table [plan] and tables [[module]]",
     )
+    settings = _settings(head)
+    listed = content.get("module", [])
+    _demand(isinstance(listed, list), "modules are written as [[module]]")
+    return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
+
+
+def _settings(head: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan in its table [plan], checked."""
     found = head.get("version")
     _demand(
         type(found) is int and found == VERSION,
@@ -141,8 +149,8 @@ def loads(text: str) -> Plan:
     )
     _demand(
         digest is None or is_digest(digest),
-        f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and all its hexadecimal digits, got "
-        f"{shown(digest)}: `jaxmha plan` writes that of the source",
+        f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and all its hexadecimal "
+        f"digits, got {shown(digest)}: `jaxmha plan` writes that of the source",
     )
     notes = head.get("notes", [])
     _demand(
@@ -151,14 +159,7 @@ def loads(text: str) -> Plan:
     )
     folds = head.get("fold_scale", False)
     _demand(isinstance(folds, bool), f"[plan] fold_scale must be true or false, got {folds!r}")
-    listed = content.get("module", [])
-    _demand(isinstance(listed, list), "modules are written as [[module]]")
-    return Plan(
-        moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)),
-        notes=tuple(notes),
-        fold_scale=folds,
-        **settings,
-    )
+    return settings | {"notes": tuple(notes), "fold_scale": folds}
 
 
 def _move(i: int, table: Any) -> Move:

@@ -1,4 +1,4 @@
-"""Whether a destination would be read as what it is, before it is written."""
+"""Checks, before a destination is written, that it would be read back as the same layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,8 +32,8 @@ def like_attention(
     wrong = {block.prefix for block in found} | blocks.damaged_at(there, found).keys()
     start = tuple(f"{prefix}{convention.separator}" for prefix in wrong)
     return {
-        tensor: f"a projection of attention of another form: as {name} it would be read as a part of "
-        "a block"
+        tensor: f"a projection of attention of another form: as {name} it would be read as a part "
+        "of a block"
         for name, layer in owner.items()
         if "" in wrong or name.startswith(start)
         for tensor in layer.keys.values()
@@ -76,7 +76,7 @@ def refuse(
     target: Layout,
     source: Mapping[str, Sequence[int]],
 ) -> None:
-    """Raises ValueError where a destination could not be read back as what it is.
+    """Raises ValueError where a destination could not be read back as the same layers.
 
     `prefixes` are those of its blocks, `source` the shapes of the source, whose damage is its own.
     """
@@ -85,14 +85,18 @@ def refuse(
     for block in there:
         if block.prefix in prefixes and block.unknown:
             raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has no "
-                f"{printable(', '.join(block.unknown))}, which the source has beside its attention"
+                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has "
+                f"no {printable(', '.join(block.unknown))}, which the source has in this block: "
+                "name another layout"
             )
     if missing := prefixes - {block.prefix for block in there}:
-        raise ValueError(f"block {min(missing)} could not be read back as layout {target.name}")
+        raise ValueError(
+            f"block {min(missing)} could not be read back as layout {target.name}: name another "
+            "layout"
+        )
     broken = blocks.damaged_at(shapes, blocks.find(shapes))
     if new := broken.keys() - blocks.damaged_at(source, blocks.find(source)).keys():
         raise ValueError(
-            f"could not be read back: {printable(broken[min(new)])}, since other layers would get the "
-            'names of its arrays: carry them over in a plan (kind = "other")'
+            f"could not be read back: {printable(broken[min(new)])}, since other layers would get "
+            'the names of its arrays: carry them over in a plan (kind = "other")'
         )

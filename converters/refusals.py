@@ -159,8 +159,8 @@ def refuse_semantics(
         )
         if field.name not in ignored and not equal:
             remedy = (
-                "; --fold-scale (fold_scale=True) multiplies the queries instead, or take the blocks by "
-                f"import_params and run them with Semantics(scale={ours!r})"
+                "; --fold-scale (fold_scale=True) multiplies the queries instead, or take the "
+                f"blocks by import_params and run them with Semantics(scale={ours!r})"
             )
             raise ValueError(
                 f"layout {layout.name} cannot hold semantics.{field.name}={ours!r}: its layer "

@@ -56,7 +56,7 @@ class BlockSide(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What one side holds: its attention blocks, and where all its tensors are.
+    """One side of a comparison: its attention blocks, and where all its tensors are.
 
     `notes`: what was not read or not run, in words.
     """
@@ -105,7 +105,7 @@ def _read_state(
 ) -> Side:
     """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
 
-    Of a file the head count may stand in a config.json beside it.
+    The head count of a file may stand in a config.json next to it.
     """
     path, configured = None, None
     names: Mapping[str, str] = {}
@@ -220,8 +220,7 @@ def _read_live(side: Any, num_heads: int | None) -> Side:
 def _by_hand(
     state: Mapping[str, Any], whole: live.Live, num_heads: int | None
 ) -> tuple[list[BlockSide], list[Block], tuple[str, ...]]:
-    """Attention that a live model's own classes compute: by its weights alone, since nothing says
-    how such a class is called."""
+    """Attention of classes written by hand, by the weights alone: how to call it is not known."""
     there = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
     written: list[BlockSide] = []
     notes = []
@@ -230,8 +229,8 @@ def _by_hand(
         own = live.head_count(whole, block.prefix)
         if None not in (own, num_heads) and own != num_heads:
             raise ValueError(
-                f"num_heads={num_heads} is given, and {block.prefix or 'the layer'} has {own}: leave "
-                "it out, or correct the one that is wrong"
+                f"num_heads={num_heads} is given, and {block.prefix or 'the layer'} has {own}: "
+                "leave it out, or correct the one that is wrong"
             )
         count, _ = heads.find(block, there, num_heads or own)
         params, semantics = block.read(state, count)
@@ -241,14 +240,15 @@ def _by_hand(
             name, f"{shown}, weights of layout {block.layout.name}", params, semantics
         )
         notes.append(
-            f"{name or shown} is a class of its own: its weights were taken, and its forward not run"
+            f"{name or shown} is a class written by hand: its weights were compared, and its "
+            "forward was not run"
         )
     return written, found, tuple(notes)
 
 
 def _live_block(name: str, layer: Any, package: str) -> BlockSide:
     framework = FRAMEWORKS[package]
-    # A layer that does something else is what a comparison is for.
+    # A comparison is for layers that do something else, too.
     read = getattr(framework, "weights_of", framework.from_module)
     params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
     if (lead := np.shape(params.query.kernel)[:-3]) != ():

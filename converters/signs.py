@@ -1,4 +1,4 @@
-"""What says that a model computes more around its projections than attention: keys and names as data."""
+"""Keys and names that tell of more than attention around the projections of a model, as data."""
 
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ PARTS = {
 
 
 class Sign(NamedTuple):
-    """What a key of a config.json means: the part, where its value is none of `off`.
+    """A key of a config.json that means a part, unless its value is one of `off`.
 
     `decides`: with a value of `off` the part is not there, whatever the model type has.
     """
@@ -70,13 +70,16 @@ SIGNS = (
     Sign("rotary", r"(?!max_)\w*(rope|rotary)\w*"),
     Sign("alibi", r"(use_)?alibi|alibi_bias_max", decides=True),
     Sign("window", r"(use_)?sliding_window|attention_window|local_attention", decides=True),
-    Sign("window", r"\w*sliding_window\w*|(pretrained_)?window_sizes?|window_size_per_stage|attention_chunk_size"),
+    Sign("window", r"\w*sliding_window\w*|(pretrained_)?window_sizes?|window_size_per_stage"
+         r"|attention_chunk_size"),
     Sign("window", r"\w*attention_context_(left|right)|local_attention_window_len|focal_windows"),
     Sign("window", r"window_block_ind(ic|ex)es|global_attn_ind(ic|ex)es|global_attn_every_n_layers"),
-    Sign("relative", r"use_rel(ative)?_pos\w*|relative_attention|has_\w+_attention_bias", decides=True),
+    Sign("relative", r"use_rel(ative)?_pos\w*|relative_attention|has_\w+_attention_bias",
+         decides=True),
     Sign("relative", r"\w*relative_(attention|position|max|bias)\w*|\w*rel_pos\w*|\w*rel_2d\w*"),
     Sign("relative", r"position_bias(_\w+)?|num_relative_features|max_relative_positions"),
-    Sign("soft_cap", r"\w*(attn|attention)_logit_?(softcap\w*|soft_cap|cap)|attn_soft_?cap\w*", decides=True),
+    Sign("soft_cap", r"\w*(attn|attention)_logit_?(softcap\w*|soft_cap|cap)|attn_soft_?cap\w*",
+         decides=True),
     Sign("qk_norm", r"(use_)?(qk|query_key)_?(layer_?)?norms?", decides=True),
     Sign("scale", r"attention_multiplier|query_pre_attn_scalar|softmax_scale|qk_scale_factor"),
     Sign("scale", r"key_multiplier|attention_value_scale", (1,)),
@@ -108,12 +111,15 @@ ELSEWHERE = (
     r"norm\w*_(eps|epsilon|init|bias|momentum|mean|std|type|elementwise_affine)|(eps|std)$|embed|emb$"
     r"|rout|top_?k|moe|expert|batch_?norm|feat|conv|mamba|ssm|loss|final|head|residual|rescal"
     r"|layer_?scale|(pre|post|input|sandwich)_?(layer_?)?norm|norm_(first|before|after|strategy|pix)"
-    r"|normalize|norm_before|layer_?norms?$|layer_norm|^(rms|layer|use)_?norm$|^norm$|image|pixel|pool|scale_factor"
+    r"|normalize|norm_before|layer_?norms?$|layer_norm|^(rms|layer|use)_?norm$|^norm$|image"
+    r"|pixel|pool|scale_factor"
     r"|upscale|scaled|fpn|projector|mlp|ffn|gated_mlp|is_gated_act|sparse_step|noise|box|sinkhorn"
     r"|logit_scale|logits?_scaling|final_logit|time|sampling|patch|backbone|decoder_scale|upsample"
-    r"|num_sparse_\w+_layers|scale_(decoder|depth|input|sqrt)|depth_scale|loc_scale|^scal(e|ing)s?$|reg_"
+    r"|num_sparse_\w+_layers|scale_(decoder|depth|input|sqrt)|depth_scale|loc_scale|^scal(e|ing)s?$"
+    r"|reg_"
     r"|channel_multiplier|sparse_pred|window_kernel|freeze|sigmoid_scale|output_multiplier|l2norm"
-    r"|res2net|altup|width_multiplier|depth(wise)?_multiplier|gateway|keep_window|step_scale|delta_scale"
+    r"|res2net|altup|width_multiplier|depth(wise)?_multiplier|gateway|keep_window|step_scale"
+    r"|delta_scale"
     r"|task_norm|relation_bias|_rank$|kda|variance_scale|norm_rel_ebd|norm_reduction|add_out_norm"
     r"|(gate|output_logit)_soft_cap|softmax_in_fp32"
     r"|position_embedding|hidden_act|n_window|num_windows|max_window_layers|use_scale|decoder_offset"

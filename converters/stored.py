@@ -76,8 +76,8 @@ def attention(
 ) -> tuple[Stored, int]:
     """An attention block, and how many heads it has.
 
-    Of `names`, tensors that are none of the block's own have no leaves. `scaled_for`: a layout whose
-    scale is to be that of the block, its queries multiplied instead.
+    Of `names`, tensors that are none of the block's own have no leaves. `scaled_for`: the layout
+    for whose scale the queries of the block are multiplied.
     """
     params, semantics, sizes = moves.meta(block, file.whole.info, num_heads)
     by = 1.0

@@ -83,7 +83,9 @@ class Imported(_Pair):
 
     batch_first: bool
 
-    def __new__(cls, params: MHAParams, semantics: Semantics, batch_first: bool) -> "Imported":  # noqa: PYI034
+    def __new__(  # noqa: PYI034
+        cls, params: MHAParams, semantics: Semantics, batch_first: bool
+    ) -> "Imported":
         """A pair, so that it unpacks into `params, semantics`."""
         made = super().__new__(cls, params, semantics)
         made.batch_first = batch_first
@@ -160,7 +162,8 @@ def to_module(
     takes `(T, B, Dq)`: `to_module(*found, batch_first=found.batch_first)` is called as the module
     that `found = from_module(module)` is from.
 
-    `like`: a `torch.nn.MultiheadAttention` whose mode is kept, and `batch_first` where none is given.
+    `like`: a `torch.nn.MultiheadAttention` whose mode is kept, and whose `batch_first` if none is
+    given.
 
     Raises:
       ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.

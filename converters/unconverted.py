@@ -1,6 +1,7 @@
-"""What a model computes around its projections that no conversion carries over, from all that says it.
+"""Parts that a model computes around its projections and that no conversion carries over.
 
-Keys of config.json, tensors outside the blocks, and the table of model types (`architectures`).
+Sources: keys of config.json, tensors outside the blocks, the table of model types
+(`architectures`).
 """
 
 import re
@@ -24,10 +25,10 @@ class Said(NamedTuple):
 
 
 def notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> tuple[str, ...]:
-    """What is around the blocks of a checkpoint and is not converted, in words.
+    """The parts around the blocks of a checkpoint that are not converted, in words.
 
     `names` are those of all tensors outside the blocks, `layouts` those of the blocks; `path` is
-    the file, beside which a config.json may stand.
+    the file, next to which a config.json may stand.
     """
     return tuple(printable(note) for note in _notes(path, names, layouts)) if layouts else ()
 
@@ -65,8 +66,9 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
     for model_type in types:
         if model_type not in architectures.KNOWN:
             yield (
-                f"jaxmha does not know what {model_type} (model_type of config.json) computes around "
-                "its projections (positions, scale, masks): compare with the model's own output"
+                f"jaxmha does not know what {model_type} (model_type of config.json) computes "
+                "around its projections (positions, scale, masks): "
+                "compare with the model's own output"
             )
     if said.unknown:
         yield (
@@ -184,7 +186,7 @@ def _empty(value: Any) -> bool:
 
 
 def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
-    """What the model types of a configuration have, but for what its keys say is not there."""
+    """The parts of the model types of a configuration, but for those that its keys switch off."""
     parts: dict[str, list[str]] = {}
     for model_type in dict.fromkeys(_types(content)):
         for part in has(model_type):
@@ -194,7 +196,7 @@ def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> d
 
 
 def _by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
-    """What tensors outside the blocks tell, each with the first of them and how many there are."""
+    """The parts that tensors outside the blocks show, each with the first and their number."""
     counts: dict[str, list[str]] = {}
     for name in names:
         for part, pattern in signs.TENSORS:

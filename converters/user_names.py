@@ -1,4 +1,4 @@
-"""What a layer of a Keras file is called: its path, or the name that its user gave it."""
+"""Names of the layers of a Keras file: the path, or the name that the user gave."""
 
 import re
 from collections.abc import Mapping

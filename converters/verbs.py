@@ -104,7 +104,7 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
       params, semantics: what to write.
       layout: its name; default the first that can hold the parameters.
       prefix: goes before every key.
-      fold_scale: where the layout has another scale, multiply the queries so that it gives the same.
+      fold_scale: where the layout has another scale, multiply the queries to make up for it.
 
     Raises:
       ValueError: no layout can hold the parameters or the behaviour, with the reason of each.

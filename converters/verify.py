@@ -160,8 +160,8 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
 
     A side is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
     torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired
-    by name, or in order where names differ and their number agrees; other layers by name. What
-    only one side has is in `not_compared`, and then the report is not true.
+    by name, or in order where names differ and their number agrees; other layers by name. Tensors
+    of one side alone are in `not_compared`, and then the report is falsy.
 
     Args:
       a, b: the sides.
@@ -185,7 +185,7 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
 
 
 def verdict(same: bool, different: bool, left: int) -> str:
-    """What a comparison found, in words.
+    """The result of a comparison, in words.
 
     >>> verdict(False, False, 2)
     'not fully compared: 2 tensors were not compared, and nothing else differs'
@@ -385,6 +385,6 @@ def _by(side: Sequence[BlockSide], what: str) -> dict[str, BlockSide]:
 
 
 def _pairs(found: Sequence[Mapping[str, BlockSide]], both: Sequence[Sequence[BlockSide]]) -> bool:
-    """Whether names are unique on either side, and one is on both."""
+    """True if names are unique on either side, and one is on both."""
     unique = all(len(names) == len(side) for names, side in zip(found, both, strict=True))
     return unique and bool(found[0].keys() & found[1].keys())

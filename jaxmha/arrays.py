@@ -1,4 +1,4 @@
-"""Array types of the public signatures, and what is refused in their place."""
+"""Array types of the public signatures, and checks that refuse other types."""
 
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".n
 
 
 def are_arrays(**arguments: Any) -> None:
-    """Raises TypeError for an argument that is there and no array of NumPy or JAX."""
+    """Raises TypeError for an argument other than None that is no array of NumPy or JAX."""
     for name, value in arguments.items():
         if value is None or isinstance(value, jax.Array | np.ndarray):
             continue

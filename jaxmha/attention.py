@@ -82,7 +82,8 @@ def dot_product_attention(
       implementation: a name, or names in order of preference; None: the first that supports it.
 
     Returns:
-      `out[, weights][, lse][, residual]`; out is `(B, T, N, h)` in the promoted dtype of the inputs.
+      `out[, weights][, lse][, residual]`; out is `(B, T, N, h)` in the promoted dtype of the
+      inputs.
 
     Raises:
       ValueError: a shape or value does not fit; names the argument, the axes and the shape.
@@ -92,6 +93,9 @@ def dot_product_attention(
     >>> q, k, v = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 7, 2, 8)), jnp.ones((2, 7, 2, 3))
     >>> dot_product_attention(q, k, v, is_causal=True).shape
     (2, 5, 4, 3)
+    >>> _, residual = dot_product_attention(q, k, v, return_residual=True)
+    >>> residual.shape
+    (2, 5, 4)
     """
     are_arrays(query=query, key=key, value=value, bias=bias)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
@@ -134,7 +138,7 @@ def dot_product_attention(
 
 
 class Returned(NamedTuple):
-    """What is returned after the output: fields as the arguments of `dot_product_attention`."""
+    """Requested results after the output: fields named as the arguments of the function."""
 
     weights: ReturnWeights
     lse: bool
@@ -245,7 +249,7 @@ def _residual(
     """lse as `jax.nn` returns it, where a mask puts a number of float32 in place of logits."""
     if not mask.empty:
         masked: Any = lse == -jnp.inf
-        if bias is not None:  # what it excludes is -inf there too
+        if bias is not None:  # keys that it excludes are -inf in jax.nn too
             some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)
             masked &= sharding.in_order(some, 2)
         lse = jnp.where(masked, -0.7 * float(np.finfo(np.float32).max), lse)

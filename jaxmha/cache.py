@@ -97,7 +97,7 @@ def prefill(
       mask: beside the causal one; `Mask.lengths(key_value=lengths)` says how long the prompts are.
       rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`. It is a
         static argument: give the same function in every call, or a `functools.partial` of the same
-        function and equal arguments. A new lambda compiles anew.
+        function and equal arguments. Every new lambda is compiled again.
       implementation: as in `multi_head_attention`.
 
     Returns:

@@ -144,8 +144,8 @@ def flatten_mask(
         are_arrays(**{name: value})
         boolean = field == "array" or field.endswith("padding")
         if not jnp.issubdtype(value.dtype, np.bool_ if boolean else np.integer):
-            kind = "Boolean" if boolean else "integer"
-            raise TypeError(f"{name} must be a {kind} array, got {value.dtype}")
+            kind = "a Boolean" if boolean else "an integer"
+            raise TypeError(f"{name} must be {kind} array, got {value.dtype}")
         arrays[field] = flatten_batch(name, value, batch, axes, sizes)
     if (mask.query_segments is None) != (mask.key_value_segments is None):
         raise ValueError("segments need both query_ids and key_value_ids")
@@ -210,7 +210,7 @@ def flatten_batch(
 def _missing_axes(
     name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
 ) -> str:
-    """How an array of batch rows, but without axes between, gets those."""
+    """How to give missing axes to an array that has its batch axis."""
     keys, pairs = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name})" * (name == "mask")

@@ -1,4 +1,4 @@
-"""Numbers at the ends of what float32 holds: what is finite stays so, or is refused."""
+"""Numbers at the ends of the range of float32: finite numbers stay finite, or are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ LARGEST_CAP: dict[str, float] = {"float32": 1e30, "float64": 1e290}
 
 
 def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
-    """Raises where logits of heads of `dtype` cannot hold what semantics say.
+    """Raises where logits of heads of `dtype` cannot hold the numbers of `semantics`.
 
     Raises:
       ValueError: a number is not finite in that dtype.
-      TypeError: the softmax is asked for in float64, and x64 is off.
+      TypeError: softmax_dtype is float64, and x64 is off.
     """
     accumulate = accumulation_dtype(dtype)
     for name, given, most in (
@@ -38,7 +38,7 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
 
 
 def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
-    """A bias in a dtype that sums of heads of `dtype` hold: what is finite excludes nothing."""
+    """A bias in the dtype of sums of heads of `dtype`: finite entries stay finite."""
     accumulate = accumulation_dtype(dtype)
     if bias is None or bias.dtype != np.float64 or accumulate == np.float64:
         return bias

@@ -39,7 +39,7 @@ class Mask:
     array: Array | None = None
 
     def __post_init__(self) -> None:
-        """Integers mean what they say from here on, whatever their dtype was."""
+        """Narrows integers of any dtype to int32, so that JAX cuts none."""
         offset, window = self.causal_offset, self.window_size
         changed: dict[str, Any] = {
             "causal_offset": near(offset) if isinstance(offset, int) else narrow(offset),
@@ -93,7 +93,7 @@ class Mask:
         query: Bool[Array, "*B T"] | None = None,
         key_value: Bool[Array, "*B S"] | None = None,
     ) -> "Mask":
-        """Any pattern of positions that are there (True).
+        """Any pattern of valid positions (True).
 
         Args:
           query: `(B, T)`, queries that attend.

@@ -115,7 +115,10 @@ class Semantics:
             object.__setattr__(self, "softmax_dtype", dtype)
 
     def _compared(self) -> tuple[object, ...]:
-        """To NumPy float64 is None, and jit would take one program for both."""
+        """The fields to compare, the softmax dtype by name.
+
+        NumPy says that `np.dtype("float64") == None`, and jit would take one program for both.
+        """
         dtype = None if self.softmax_dtype is None else np.dtype(self.softmax_dtype).name
         return (*(getattr(self, x.name) for x in fields(self) if x.name != "softmax_dtype"), dtype)
 
@@ -174,7 +177,7 @@ class Semantics:
           dtype: compute dtype; the softmax of `scores` is in it.
           fields: further fields, such as `dropout_rate`.
 
-        The softmax of `fused` is that of Keras on JAX, which is in float32 for float64 too (Keras on
+        The softmax of `fused` is that of Keras on JAX: in float32, for float64 too (Keras on
         TensorFlow and torch stays in float64: give `softmax_dtype=None`).
 
         Its scores are those before dropout. Keras' finite mask constants are not reproduced:

@@ -24,7 +24,10 @@ def split(scale: Any) -> tuple[Any, Array | None]:
     if not isinstance(scale, jax.Array | np.ndarray):
         return scale, None
     if scale.shape != ():
-        raise ValueError(f"scale: expected one number, got shape {scale.shape}")
+        raise ValueError(
+            f"scale must be a number or an array of shape (), got shape {scale.shape}: multiply the "
+            "query where heads or features have scales of their own"
+        )
     real = jnp.issubdtype(scale.dtype, np.floating) or jnp.issubdtype(scale.dtype, np.integer)
     if not real:
         raise TypeError(f"scale must be a real number, got {scale.dtype}")

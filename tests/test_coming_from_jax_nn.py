@@ -1,4 +1,4 @@
-"""Every row of the page "Coming from jax.nn", beside the live function."""
+"""Every row of the page "Coming from jax.nn", run with the live function."""
 
 import re
 from collections.abc import Callable
@@ -318,7 +318,7 @@ def test_forward_mode() -> None:
 def test_scales_of_several_numbers() -> None:
     per_head = np.ones((1, T, T), np.float32)
     assert theirs(scale=per_head).shape == Q.shape
-    with pytest.raises(ValueError, match="scale: expected one number"):
+    with pytest.raises(ValueError, match="scale must be a number or an array of shape"):
         ours(scale=per_head)
 
 

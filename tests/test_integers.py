@@ -94,7 +94,7 @@ def test_bounds_in_layers_and_caches(x64: bool) -> None:
 
 
 def test_numbers_of_a_mask_of_flax_are_not_cut() -> None:
-    """What is not zero attends, also where its lowest 32 bits are zero."""
+    """Numbers other than zero attend, also where their lowest 32 bits are zero."""
     from jaxmha.flax.settings import read_mask
 
     for values in (np.full((1, T), 2**32), np.full((1, T), 1e-300)):
@@ -163,7 +163,7 @@ def test_traced_ids_of_64_bits_stay_so() -> None:
 
 
 def test_order_of_ids_stays() -> None:
-    """What sorted ids rule out is known of whole blocks."""
+    """Whole blocks are ruled out by sorted ids."""
     query, key = integers.comparable(np.array([-(2**62), -5, 2**40]), np.array([-(2**40), 0, 3]))
     both = np.concatenate([query, key])
     np.testing.assert_array_equal(np.argsort(both), [0, 3, 1, 4, 5, 2])
@@ -172,7 +172,7 @@ def test_order_of_ids_stays() -> None:
 
 @pytest.mark.parametrize("array", [np.zeros((1, 3)), np.zeros((1, 3), bool), [[0, 0, 0]], None])
 @pytest.mark.usefixtures("no_shape_hook")
-def test_what_is_no_integer_is_refused(array: Any) -> None:
+def test_other_dtypes_than_integers_are_refused(array: Any) -> None:
     given: Any = array if array is not None else "0"
     with pytest.raises(TypeError, match="query_ids must be an integer array"):
         Mask.segments(query_ids=given, key_value_ids=array)
@@ -208,7 +208,7 @@ def test_float64_is_another_softmax_than_none() -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
 def test_a_finite_bias_excludes_nothing(implementation: str) -> None:
-    """float64 beside float32 heads, whose sums are float32; its gradient is that of the rest."""
+    """A float64 bias with float32 heads, whose sums are float32, has its gradient."""
     bias = np.full((T, T), -1e300)
 
     def total(heads: Any, bias: Any) -> Any:
@@ -217,11 +217,11 @@ def test_a_finite_bias_excludes_nothing(implementation: str) -> None:
         )
         return (out[0, 0, 0] ** 2).sum(), out
 
-    slope, out = jax.grad(total, 1, has_aux=True)(X, bias)
+    gradient, out = jax.grad(total, 1, has_aux=True)(X, bias)
     wide, want = jax.grad(total, 1, has_aux=True)(X.astype(np.float64), bias)
     np.testing.assert_allclose(out, want, atol=1e-6)
-    np.testing.assert_allclose(slope, wide, atol=1e-6)
-    assert np.abs(slope).max() > 0.01
+    np.testing.assert_allclose(gradient, wide, atol=1e-6)
+    assert np.abs(gradient).max() > 0.01
 
 
 def test_numbers_that_float32_does_not_hold_are_refused() -> None:

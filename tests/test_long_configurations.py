@@ -19,7 +19,7 @@ OFFSETS, LENGTHS = Mask.causal(np.array([20])), Mask.lengths(key_value=np.array(
 SEGMENTS = Mask.segments(query_ids=IDS[0], key_value_ids=IDS[1])
 DENSE = Mask.dense(RNG.random((1, 1, T, S)) < 0.5)
 BIAS = RNG.standard_normal((1, 1, S)).astype(np.float32)
-# What decides which blocks are visited, and what is added there: mask, other arguments.
+# Arguments that decide which blocks are visited, or add to their logits: mask, others.
 REQUESTS: dict[str, tuple[Mask | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "causal": (CAUSAL, {}),

@@ -80,7 +80,7 @@ class Folder:
             source.close()
 
     def read_part(self, file: str, part: slice) -> bytes:
-        """What of a part of a file of the folder there is; a negative start counts from the end.
+        """The bytes of a part of a file, as many as it has; a negative start counts from the end.
 
         Raises:
             IncompleteCheckpoint, UnreadableFile.

@@ -189,7 +189,7 @@ _USUAL = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# What training leaves in such a folder in the formats of torch, and is no model.
+# Files of training in such a folder, in the formats of torch: they are no model.
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
 _LISTED = 10
 

@@ -98,7 +98,7 @@ class _Table:
                 raise ValueError("a chunk is outside the dataset")
             at = at * n + i
         if self.addresses[at] != UNDEFINED:
-            raise ValueError("a chunk is there twice")
+            raise ValueError("a chunk is stored twice")
         self.addresses[at], self.sizes[at], self.masks[at] = address, size, mask
 
     def fill(self, runs: Iterable[Run], entry: int, axis: int) -> None:

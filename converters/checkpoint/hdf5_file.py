@@ -46,7 +46,7 @@ class File:
 
     @contextlib.contextmanager
     def damage(self, member: str) -> Iterator[None]:
-        """What the bytes of an object break becomes MalformedFile."""
+        """Raises MalformedFile for any error that the bytes of an object cause."""
         self.member = member or "/"
         try:
             yield
@@ -170,6 +170,6 @@ class File:
         if drivers != UNDEFINED:
             self.forbid("a file driver, which may name other files")
         if end > self.source.size:
-            raise ValueError(f"it is cut short: {self.source.size} of {end} bytes are there")
+            raise ValueError(f"it is cut short: {self.source.size} of {end} bytes are present")
         self.end = end
         return int(root)

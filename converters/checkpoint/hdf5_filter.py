@@ -21,7 +21,7 @@ _MOST_DEFLATED = 1032  # deflate cannot expand further
 
 
 class Filter(NamedTuple):
-    """What was done to each chunk, and the first of its parameters."""
+    """A filter that was applied to each chunk, and the first of its parameters."""
 
     id: int
     width: int

@@ -138,7 +138,7 @@ class Dense:
         self.blocks.append(raw)
 
     def _indirect(self, address: int, start: int, rows: int) -> None:
-        """The blocks below a table: two rows of the smallest size, each later row twice the last."""
+        """The blocks below a table: two rows of the smallest size, each later row of twice that."""
         if rows > 64:
             raise ValueError("a heap of too many rows")
         size = 13 + self.offset_bytes + 8 * rows * self.width + 4

@@ -1,8 +1,8 @@
-"""What a sharded write is about to leave: a temporary of the index that lists its shards.
+"""The journal of a sharded write: a temporary of the index that lists its shards.
 
-By it the next run finds the shards of a killed one, and can go on with them. It ends with a digest of
-itself and of the name of its target, and lists nothing but names that `sharding` gives for this target:
-no other list is followed, and no name is taken for a path.
+The next run finds the shards of a killed one by it, and can go on with them. A journal ends with a
+digest of itself and of the name of its target, and lists only names that `sharding` gives for this
+target: no other list is followed, and no name is taken for a path.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def stem(target: Path, ending: str) -> str:
 
 
 def is_shard(target: Path, ending: str, name: str) -> bool:
-    """Whether a name is one that `shard_name` gives."""
+    """True if a name is one that `shard_name` gives."""
     own = re.escape(stem(target, ending)) + r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}"
     return re.fullmatch(own + re.escape(ending), name) is not None
 

@@ -1,4 +1,4 @@
-"""JSON from a file: what parsing it takes is counted before, and it is read in one way or not at all.
+"""JSON from a file: its memory is counted before it is parsed; an ambiguous text is refused.
 
 A text of `[],` needs 25 times its size once it is parsed. Counting its punctuation is fast and
 needs no memory.

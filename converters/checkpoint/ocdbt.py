@@ -24,7 +24,7 @@ _MOST_MANIFEST = 1 << 20
 _MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
 _BLOCK = 128 << 10  # what a block of zstd inflates to at most
 _REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3  # kinds of blocks; 0 is stored
-_ENTRY = 400  # bytes of memory for one key, beside its bytes
+_ENTRY = 400  # bytes of memory for one key, its own bytes apart
 _AGAIN = "save it again with orbax"
 
 
@@ -64,7 +64,7 @@ def _root(version: dict[str, Any]) -> bool:
 
 
 def _check_node(folder: Folder, location: str, budget: Budget) -> None:
-    """Raises unless a node is a frame within a file of the folder that inflates to what is allowed."""
+    """Raises unless a node is a frame in a file of the folder, of an allowed inflated size."""
     parts = re.fullmatch(r"btreenode:(.*):(.+):(\d+):(\d+)", location)
     if parts is None:
         raise MalformedFile(folder.path, "a node is nowhere", _AGAIN, location)
@@ -87,7 +87,7 @@ def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
 
 
 def _inflated(raw: bytes) -> int | None:
-    """What one frame of zstd inflates to at most, counted by its blocks; None: it is damaged."""
+    """The most bytes that a frame of zstd inflates to, by its blocks; None: it is damaged."""
     if raw[14:18] != _MAGIC or len(raw) < 24:
         return None
     descriptor = raw[18]

@@ -1,4 +1,4 @@
-"""Which files of a folder orbax writes: only these go when a checkpoint is replaced."""
+"""The files of a folder that orbax writes: only these are removed with a replaced checkpoint."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ _ARRAY = re.compile(
 
 
 def of(path: Path) -> Callable[[str], bool]:
-    """Whether a file or folder, by its path from this folder, is one that orbax writes there."""
+    """A predicate of paths inside a folder: True for files and folders that orbax writes."""
     arrays: dict[str, str] = {}
     with contextlib.suppress(CheckpointError):  # without a tree no array is known
         arrays = orbax.places(Folder(path, UNLIMITED), UNLIMITED)

@@ -237,8 +237,8 @@ def open(
     no link followed and no framework imported.
 
     Args:
-        path: a file; the index of a sharded checkpoint; the folder of either, such as Hugging Face's
-            save_pretrained makes; a folder written by orbax.
+        path: a file; the index of a sharded checkpoint; the folder of either, such as
+            save_pretrained of Hugging Face writes; a folder written by orbax.
         limits: budgets, for every file of the checkpoint.
         mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
             made. If another process cuts the file short meanwhile, the system ends this one.

@@ -1,14 +1,14 @@
 """Having the disk hold what was written, so that reading it back asks the disk.
 
-A system keeps what a process writes in memory, and reads from there: a disk that stored other bytes
-would not be noticed. So what was written is made durable, and the system is asked to forget its copy
-before it is read back: of small files all of it, of larger ones their ends and one MiB of sixteen. To
-read all of a large file from the disk would add a third and more to the time of its conversion.
+A system keeps written bytes in memory and reads from there: a disk that stored other bytes would go
+unnoticed. So the bytes are made durable, and the system drops its copy before they are read back:
+of small files all of it, of larger ones their ends and one MiB of sixteen. Reading all of a large
+file from the disk would add a third and more to the time of its conversion.
 
-This finds a disk that fails or lies, and not every single bit that it stores wrong; the digests in the
-file find these whenever it is read. To forget is a request: file systems in memory refuse it, and every
-system does for pages that another process has mapped. A disk, or the host of a virtual machine, has a
-memory of its own, which no program can look behind.
+This finds a disk that fails or lies, and not every single bit that it stores wrong; the digests in
+the file find these whenever it is read. Dropping the copy is a request: file systems in memory
+refuse it, and every system does for pages that another process has mapped. A disk, or the host of a
+virtual machine, has a memory of its own, which no program can look behind.
 """
 
 import contextlib

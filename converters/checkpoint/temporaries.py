@@ -1,11 +1,13 @@
 """Temporary files and folders next to their target: their names, their locks, and when they may go.
 
-A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight that follow from them and from the
-whole name of the target, so that the file of another program has such a name by chance once in four
-billion. A temporary carries a lock for as long as its process lives: without it, its writer was killed.
+A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight that follow from them and from
+the whole name of the target, so that the file of another program has such a name by chance once in
+four billion. A temporary carries a lock for as long as its process lives: without it, its writer
+was killed.
 
-Removed is only what has such a name, is a plain file (or a folder, where the target is one) of this
-user, has no second name, is not being read and not locked. Everything else stays and is named.
+A temporary is removed only if it has such a name, is a plain file (or a folder, where the target is
+one) of this user, has no second name, is not being read and not locked. Everything else stays and
+is named.
 """
 
 import contextlib
@@ -168,7 +170,7 @@ def _not_ours(target: Path, path: Path, read: frozenset[Identity], folder: bool)
 
 
 def is_of_user(status: os.stat_result) -> bool:
-    """Whether a file belongs to the user of this process."""
+    """True if a file belongs to the user of this process."""
     return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
 
 
@@ -226,7 +228,7 @@ def remove(folder: Path, names: Iterable[str], sources: Sequence[Path]) -> None:
 
 
 def others(path: Path, is_part: IsPart) -> list[str]:
-    """What is in a folder, links and empty folders included, and no part of it."""
+    """Everything in a folder that is no part of it, links and empty folders included."""
     found = []
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):

@@ -44,9 +44,9 @@ _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
-# Bytes of memory that opcodes make: a small number, a text beside its characters, a tuple with its
-# depth, a dict or list and what `flatten` notes of it, an entry of a dict or of the memo, a place on
-# the stack or in a list, and what REDUCE and BINPERSID give.
+# Bytes of memory that opcodes make: a small number, a text without its characters, a tuple with
+# its depth, a dict or list and the notes of `flatten` on it, an entry of a dict or of the memo, a
+# place on the stack or in a list, and the results of REDUCE and BINPERSID.
 _NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _PLACE, _RECORD = 32, 64, 320, 200, 100, 16, 200
 
 

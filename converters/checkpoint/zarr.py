@@ -64,7 +64,7 @@ class Array(NamedTuple):
         return 16 * count + 4 * self.inner.checksum
 
     def is_whole(self, index: bytes, numbers: tuple[int, ...]) -> bool:
-        """Whether all inner chunks of a chunk are stored that lie within the array."""
+        """True if every inner chunk within the array is stored in this chunk."""
         assert self.inner is not None
         if len(index) < self.index_bytes():
             return False
@@ -76,7 +76,7 @@ class Array(NamedTuple):
 
 
 def read2(path: Path, name: str, document: dict[str, Any]) -> Array:
-    """What a .zarray document declares.
+    """The array that a .zarray document declares.
 
     Raises:
         MalformedFile, ForbiddenContent, UnsupportedDtype.
@@ -92,7 +92,7 @@ def read2(path: Path, name: str, document: dict[str, Any]) -> Array:
 
 
 def read3(path: Path, name: str, document: dict[str, Any]) -> Array:
-    """What a zarr.json document declares; raises as `read2`."""
+    """The array that a zarr.json document declares; raises as `read2`."""
     inner = None
     try:
         grid = document["chunk_grid"]
@@ -123,7 +123,7 @@ def read3(path: Path, name: str, document: dict[str, Any]) -> Array:
 
 
 def is_group(document: dict[str, Any]) -> bool:
-    """Whether a zarr.json document is of a folder and not of an array."""
+    """True if a zarr.json document describes a folder, not an array."""
     return document.get("node_type") == "group"
 
 

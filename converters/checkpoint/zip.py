@@ -43,7 +43,7 @@ _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: how hard deflate tried
 _ZIP64, _UNICODE_PATH = 1, 0x7075
 _DIGEST = 0x6D6A  # "jm"; extra fields of unknown kinds are skipped by every reader
 _BLOCK = 1 << 20
-_MEMBER = 1000  # bytes of memory at most for one, beside its name
+_MEMBER = 1000  # bytes of memory at most for one, its name apart
 _AGAIN = "save it again with the library that made it"
 
 
@@ -154,7 +154,7 @@ def read_prefix(source: Source, member: Member, count: int) -> bytes:
 
 
 def is_member_name(name: str) -> bool:
-    """Whether a name leads nowhere but into a folder of its own, on every system."""
+    """True if a name stays inside its own folder on every system."""
     return "\\" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 

@@ -42,9 +42,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "They can have a significant impact on convergence and performance",
             "convergence",
-            "looked for in starts only, in one small model: {gap:.1f} points of accuracy apart, where "
-            "seeds spread by {spread:.1f}; that shows no impact, and not that there can be none "
-            "([training](../initialisation/))",
+            "looked for in starts only, in one small model: {gap:.1f} points of accuracy apart, "
+            "where seeds spread by {spread:.1f}; that shows no impact, and not that there can be "
+            "none ([training](../initialisation/))",
         ),
         Claim(
             "Both initialise with Xavier (Glorot)",
@@ -89,8 +89,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "intrinsic",
             "weights of their own: sum of differences {own:.0f}; one set of weights in both: "
             "{copied:.1e}, largest {largest:.1e}; with the mask of ones that the third example "
-            "passes (one axis more) {masked:.2g} apart, since the second reads it the other way round "
-            "([step by step](../attribution/))",
+            "passes (one axis more) {masked:.2g} apart, since the second reads it the other way "
+            "round ([step by step](../attribution/))",
         ),
         Claim(
             "The examples run as printed",

@@ -33,7 +33,8 @@ def text(found: dict[str, Any]) -> str:
     )
     return f"""Every claim has a check that runs: a few lines that return numbers, and whether the
 claim holds, under one condition or several. True is what holds under all of them, false what holds
-under none; not shown is what no check here could refute or bear out. Differences are relative to the length of the output; those below 1e-5 are rounding.
+under none; not shown is what no check here could refute or bear out. Differences are relative to
+the length of the output; those below 1e-5 are rounding.
 
 {parts}
 """

@@ -99,8 +99,8 @@ The shared output projection does not bring the two together. It is applied afte
 backward it is one linear map, dOᵢ = dY (rows *i* of Wo)ᵀ, for any number of heads. Heads meet there
 only through dY: they learn of each other from the loss, and not from each other's softmax.
 
-This answers the question that was asked: heads are indeed optimised separately in Wq and Wk, but that
-is not all, since they compute something else before the first step.
+So heads are indeed optimised separately in Wq and Wk, but that is not all: they compute something
+else before the first step.
 
 For a user it means:
 

@@ -27,7 +27,7 @@ OF_ROWS = ((128, 4), (256, 8))
 # From so many rows, up to so many; of fewer, all heads together are one kernel, and of more, blocks
 # leave out as much and take less time to compile.
 ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
-# Where a product of one and -inf is -inf: elsewhere it may be of parts of its factors, which are NaN.
+# Where 1 * -inf is -inf in a product: elsewhere factors may be split into parts, which gives NaN.
 MASKED_BY_PRODUCT = ("cpu",)
 Answer = tuple[jax.Array, jax.Array | None]
 

@@ -225,14 +225,14 @@ def blockwise(
 ) -> Softmax:
     """`core`, of blocks that `plan` cuts; the statistics are None where nobody reads the lse."""
 
-    def answer(running: Running) -> Any:
+    def output(running: Running) -> Any:
         found = finished(rules, running, words)
-        # A second answer would keep XLA from making one kernel of small blocks.
+        # A second output would keep XLA from making one kernel of small blocks.
         return found if rules.lse else (found.out, None, None)
 
     # Not filled up with 0, which times infinity is NaN.
     parts = tiles.tiles(plan, query, 1.0), tiles.chunks(plan, key), tiles.chunks(plan, value)
-    found = forward(plan, rules, parts, bias, traced, words, answer)
+    found = forward(plan, rules, parts, bias, traced, words, output)
     whole: Any = (None if x is None else tiles.rows(plan, x) for x in found)
     return Softmax(*whole)
 

@@ -51,7 +51,8 @@ class Running(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty rows.
+    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty
+    rows.
 
     The lse is exact to its own spacing only, which for large logits is many of a weight: gradients
     read both of its parts.
@@ -168,7 +169,7 @@ def backward(
         dropped, slopes = exps * factor, slopes * factor
     value_slope = product(dropped, slope)
     shift = jnp.swapaxes(shift, -1, -2)
-    if whole:  # of the same weights, slopes of the logits of a row sum to 0
+    if whole:  # with the same weights, gradients of the logits of a row sum to 0
         shift = (shift - (exps * slopes).sum(-2, keepdims=True)) / divisor
     d_added = exps * (slopes + shift)
     d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))

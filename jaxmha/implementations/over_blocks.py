@@ -90,9 +90,11 @@ def _divisor(row_sum: jax.Array) -> jax.Array:
 def rows_of_gradient(
     plan: Plan, query: Any, softmax: Softmax, slope: Any, slope_lse: Any, *, whole: bool = False
 ) -> tuple[jax.Array, ...]:
-    """What the gradient reads of every row, cut: query, which is transposed, slope, row max and shift.
+    """Tiles that the gradient reads: transposed queries, cotangent, row max, and shift.
 
-    `whole`: a block has all keys of its rows, and makes row sum and delta of its own weights.
+    `whole`: a block has all keys of its rows and computes row sum and delta from its own weights,
+    so that the shift is the cotangent of the lse alone. Else delta is taken from the shift, and
+    cotangent and shift are divided by the row sum.
     """
     # d logit = weight * (slope @ value - delta + slope of lse), delta = slope . out; a weight is
     # exp(logit - row max) / row sum, and of empty rows 0.

@@ -8,7 +8,7 @@ from tests.checkpoint.hostile import case
 from tests.checkpoint.hostile_composed import INDEX, orbax
 
 SIZE = 6_000_000
-# What is repeated in a list, and what it takes once it is parsed.
+# Texts that are repeated in a list, and the memory that each takes once it is parsed.
 SHAPES = {
     "lists": "[],",
     "dicts": "{},",

@@ -116,7 +116,9 @@ def test_random_names(suffix: str, tmp_path: Path) -> None:
         ("m.weights.h5", {"names": {"x//y": "layer"}}),
     ],
 )
-def test_what_else_cannot_be_read_back(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_other_destinations_cannot_be_read_back(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     _written_or_refused(tmp_path / name, _tensors("w"), **settings)
 
 

@@ -1,4 +1,4 @@
-"""Writers lose nothing of others: files that look like theirs, links, and folders with more in them."""
+"""Writers lose no file of others: look-alikes, links, and folders with more in them."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_the_source_of_a_conversion_is_not_cleaned_up(tmp_path: Path) -> None:
 
 
 def test_shards_in_use_are_not_cleaned_up(tmp_path: Path) -> None:
-    """A list of our own making names them: one in use here, one of another index, one being read."""
+    """A list written here names them: one in use here, one of another index, one being read."""
     target = tmp_path / INDEX
     first = checkpoint.write(target, TENSORS, shard_size=SHARD)
     copy = tmp_path / "copy.safetensors.index.json"
@@ -224,7 +224,7 @@ def test_folders_of_orbax_itself_are_replaced(ocdbt: bool, tmp_path: Path) -> No
     assert [one.name for one in tmp_path.iterdir()] == [target.name]
 
 
-def test_what_a_killed_exchange_left_goes_but_for_other_files(tmp_path: Path) -> None:
+def test_a_killed_exchange_is_cleaned_up_but_for_other_files(tmp_path: Path) -> None:
     target = tmp_path / "m.orbax"
     checkpoint.write(target, TENSORS)
     stale, mixed = temporaries.fresh(target), temporaries.fresh(target)

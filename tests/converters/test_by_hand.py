@@ -130,7 +130,7 @@ def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["subclassed", "functional"])
-def test_what_comes_back_is_what_keras_wrote(folder: Path, name: str, tmp_path: Path) -> None:
+def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path: Path) -> None:
     """Under the paths that its model loads."""
     source, there, back = (
         folder / f"{name}.weights.h5",
@@ -172,7 +172,7 @@ def test_live_classes_are_read_and_compared() -> None:
         getattr(T, name).set_weights([weights[0].T, weights[1]])
     report = verify.compare(P, T)
     assert report.same, str(report)
-    assert "is a class of its own" in report.notes[0]
+    assert "is a class written by hand" in report.notes[0]
     assert attribution.attribute(P, T).same
     T.v_proj.kernel.assign(np.asarray(T.v_proj.kernel).T)
     (part,) = attribution.attribute(P, T).parts

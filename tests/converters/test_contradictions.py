@@ -1,4 +1,4 @@
-"""A config.json that is of another model than the tensors beside it decides nothing."""
+"""A config.json of another model than the tensors next to it decides nothing."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def beside(source: Path, folder: Path, config: Any) -> Path:
-    """A copy of a checkpoint beside a configuration."""
+    """A copy of a checkpoint next to a configuration."""
     path = folder / source.name
     shutil.copy(source, path)
     (folder / "config.json").write_text(json.dumps(config))
@@ -108,7 +108,7 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "change", "told"), UNLIKE)
-def test_what_contradicts_the_tensors_is_set_aside(
+def test_a_configuration_that_contradicts_the_tensors_is_set_aside(
     model: str, change: dict[str, Any], told: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     original: Path = request.getfixturevalue(model)
@@ -176,7 +176,7 @@ def test_a_plan_that_contradicts_is_refused(bert: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_converted_keeps_its_configuration(bert: Path, tmp_path: Path) -> None:
-    """The advice of the note: a config.json stands beside a file that holds no head count."""
+    """The advice of the note: a config.json stands next to a file that holds no head count."""
     migrate.convert(bert, tmp_path / "a.npz", to="torch")
     (tmp_path / "config.json").write_text(json.dumps(own(bert)))
     done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")

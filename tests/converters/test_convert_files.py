@@ -97,7 +97,7 @@ def test_an_index_beside_its_source_is_refused(source: Path, tmp_path: Path) -> 
     before = sorted(folder.iterdir())
     done = cli(folder, folder / "flax.safetensors.index.json")
     assert (done.exit_code, sorted(folder.iterdir())) == (2, before)
-    assert "in the folder that is the source" in done.stderr
+    assert "is in the source folder" in done.stderr
     done = cli(folder / INDEX, folder / "flax.safetensors.index.json")
     assert done.exit_code == 0, done.output
 

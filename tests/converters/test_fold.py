@@ -64,7 +64,7 @@ def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, said(done)
     exact = H == 16
     assert ("a power of two, so that no digit changes" in said(done)) is exact
-    assert ("rounds each by up to 6e-08 of itself (float32)" in said(done)) is not exact
+    assert ("is rounded by up to 6e-08 of itself (float32)" in said(done)) is not exact
     assert "verified" in said(done)
     assert_close(output(there, to), output(source, "t5"), factor=8)
     done = run("convert", there, back, "--to", "t5", "--fold-scale")

@@ -1,4 +1,4 @@
-"""A config.json and a plan that say nonsense: every command refuses them in words, or does without."""
+"""Nonsense in a config.json or a plan: every command refuses it in words, or does without."""
 
 import contextlib
 import json

@@ -13,7 +13,7 @@ from jaxmha.converters.masks.torch import path_of
 from tests.converters import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-# What each argument is: in the weights or the behaviour, kept by `like`, or refused.
+# Each argument is in the weights or the behaviour, kept by `like`, or refused.
 CARRIED = {"num_heads", "key_dim", "value_dim", "dropout", "use_bias", "output_shape"}
 CARRIED |= {"head_dim", "num_query_heads", "num_key_value_heads"}
 REFUSED = {"attention_axes", "sliding_window", "use_gate"}
@@ -88,7 +88,7 @@ def test_there_and_back_keeps_what_torch_had() -> None:
 
 
 def test_the_fused_path_has_the_softmax_of_keras_on_jax() -> None:
-    """Which `jax.nn` computes in float32, for float64 too."""
+    """`jax.nn` computes it in float32, for float64 too."""
     with jax.enable_x64(True):
         source = built(dtype="float64")
         x = np.random.default_rng(0).normal(size=(2, 3, 8))

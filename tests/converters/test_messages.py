@@ -1,4 +1,4 @@
-"""What a newcomer is told: missing packages, wrong objects, folders, near misses of names."""
+"""Messages to a newcomer: missing packages, wrong objects, folders, near misses of names."""
 
 import importlib
 import json
@@ -176,7 +176,9 @@ def test_which_file_of_a_folder(there: list[str], found: str, tmp_path: Path) ->
         ([], "it holds nothing"),
     ],
 )
-def test_what_is_not_one_checkpoint(there: list[str], told: str, tmp_path: Path) -> None:
+def test_folders_without_exactly_one_checkpoint(
+    there: list[str], told: str, tmp_path: Path
+) -> None:
     for name in there:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")

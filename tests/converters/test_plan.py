@@ -172,9 +172,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
     "attention becomes": (
         lambda p: edited(p, "attention", becomes="linear"),
-        r"'attention' and can become nothing else, got as = 'linear'",
+        r"'attention' and cannot become another kind, got as = 'linear'",
     ),
-    "digest": (lambda p: replace(p, digest="sha256:0"), r"make a new plan"),
+    "digest": (lambda p: replace(p, digest="sha256:0"), r"write a new plan"),
     "no digest": (lambda p: replace(p, digest="md5:0"), r"safetensors: no digest 'md5'"),
     "refuse": (lambda p: replace(p, others="refuse"), r"the plan refuses others"),
     "to": (lambda p: replace(p, to="keras-file"), r"inside a .weights.h5 file"),
@@ -232,7 +232,7 @@ def test_another_source_is_refused(plan: Plan, tmp_path: Path) -> None:
     state = model()
     state["mystery.weight"][1, 1] += 1
     checkpoint.write(tmp_path / "other.npz", state)
-    with pytest.raises(ValueError, match=r"other.npz: its contents are sha256:.* make a new plan"):
+    with pytest.raises(ValueError, match=r"other.npz: its digest is sha256:.* write a new plan"):
         migrate.convert(tmp_path / "other.npz", tmp_path / "x.npz", plan=plan)
 
 

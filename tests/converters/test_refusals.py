@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Projection, Semantics
-from jaxmha.converters import flax, huggingface, keras, torch
+from jaxmha.converters import flax, huggingface, keras, linear, torch
 from jaxmha.converters.arrays import NDArray
 from tests.converters import layers
 
@@ -109,7 +109,7 @@ IMPORTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         torch,
         packed,
         {"num_heads": N, "layout": "touch"},
-        r"unknown layout 'touch': known are torch, torch-separate",
+        r"unknown layout 'touch': did you mean torch\? known are torch, torch-separate",
     ),
     "missing num_heads": (
         torch,
@@ -216,6 +216,12 @@ IMPORTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         without(bert, "self.key.bias"),
         {"num_heads": N},
         r"no known layout has all its keys: bert lacks self.key.bias",
+    ),
+    "many layouts, none near": (
+        linear,
+        {"a": np.ones(3)},
+        {"num_heads": N},
+        r"keys: linear lacks q_proj.weight, [^;]*(; [^;]* lacks [^;]*){3}; \d+ more lack no fewer$",
     ),
 }
 

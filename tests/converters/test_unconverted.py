@@ -1,4 +1,4 @@
-"""What a model computes around its projections is named by inspect, plan and convert, or refused."""
+"""inspect, plan and convert name or refuse the parts that a model adds around its projections."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Pa
 
 
 def notes(path: Path, to: str = "linear") -> list[str]:
-    """What all three say alike."""
+    """The notes that all three give alike."""
     target = path.parent / "b.npz"
     inspected = migrate.inspect(path, num_heads=N).notes
     planned = migrate.plan(path, to=to, num_heads=N)[0].notes
@@ -69,7 +69,7 @@ TYPES: list[tuple[str, str, bool]] = [
 
 
 @pytest.mark.parametrize(("model_type", "part", "refused"), TYPES)
-def test_what_a_model_type_has_is_named(
+def test_parts_of_a_model_type_are_named(
     model_type: str, part: str, refused: bool, tmp_path: Path
 ) -> None:
     path = source(tmp_path, {"model_type": model_type})
@@ -129,7 +129,7 @@ def test_keys_of_a_configuration_are_named(
         {"model_type": "big_bird", "attention_type": "original_full"},
     ],
 )
-def test_a_key_says_what_is_not_there(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_key_switches_a_part_off(config: dict[str, Any], tmp_path: Path) -> None:
     said = " ".join(notes(source(tmp_path, config)))
     assert signs.PARTS["window"][0] not in said
     assert signs.PARTS["form"][0] not in said

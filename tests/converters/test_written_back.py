@@ -1,4 +1,4 @@
-"""Layers beside attention: what a conversion writes comes back by name and value, or is refused."""
+"""Other layers than attention come back by name and value, or their conversion is refused."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -105,7 +105,7 @@ def tree(source: str, names: Iterable[str]) -> dict[str, NDArray]:
 
 
 def comes_back(source: str, to: str, state: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a state could be written; then it comes back by name and value, and verifies."""
+    """True if a state could be written; then it comes back by name and value, and verifies."""
     old, there, back = (folder / f"{name}.safetensors" for name in "abc")
     checkpoint.write(old, state, force=True)
     try:
@@ -147,7 +147,7 @@ def test_a_layer_scale_is_no_norm(tmp_path: Path) -> None:
 
 
 def test_projections_of_unknown_attention_keep_their_names(tmp_path: Path) -> None:
-    """Longformer's have no output beside them: in Flax they would look like half a block."""
+    """Longformer's have no output next to them: in Flax they would look like half a block."""
     state = tree("linear", ["attention without an output"])
     checkpoint.write(tmp_path / "a.npz", state)
     done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
@@ -198,7 +198,7 @@ NORMS: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("prefix", "config", "name", "expected"), NORMS)
-def test_a_norm_without_a_bias_is_told_or_asked(
+def test_a_norm_without_a_bias_is_known_or_refused(
     prefix: str, config: dict[str, Any], name: str, expected: str, tmp_path: Path
 ) -> None:
     """Keras keeps those of a LayerNorm and an RMSNorm under different names."""

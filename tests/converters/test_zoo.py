@@ -46,7 +46,7 @@ TYPES: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 def attention(block: Block, state: dict[str, NDArray], inputs: list[NDArray]) -> list[NDArray]:
-    """What the weights compute without a mask, and causally."""
+    """Outputs of the weights without a mask, and causally."""
     params, semantics = block.read(state, N)
     assert params.out is not None
     q, k, v = (
@@ -68,7 +68,7 @@ def attention(block: Block, state: dict[str, NDArray], inputs: list[NDArray]) ->
 
 
 def is_plain(model: Any, block: Block, state: dict[str, NDArray], feed: Any) -> bool:
-    """Whether a block of a live model computes what its weights alone say."""
+    """True if a block of a live model computes attention of its weights alone."""
     leaves = {
         leaf: key for e in block.layout.entries for leaf in e.leaves if (key := e.key) in block.keys
     }
@@ -96,7 +96,7 @@ def is_plain(model: Any, block: Block, state: dict[str, NDArray], feed: Any) -> 
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_what_is_not_plain_is_named_or_refused(model_type: str, tmp_path: Path) -> None:
+def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
