@@ -164,6 +164,12 @@ def test_vision_models_keep_the_names_of_older_versions(name: str, tmp_path: Pat
     assert done.heads == ((*done.heads[0][:1], N, "config.json: num_attention_heads"),)
 
 
+def test_inspect_says_each_note_once(llama: Path) -> None:
+    done = run("inspect", llama)
+    assert done.exit_code == 0
+    assert said(done).count("note: not converted: rotary positions") == 1
+
+
 def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
     kept = tmp_path / "torch.safetensors"
     migrate.convert(bert, kept, to="linear")
