@@ -105,8 +105,6 @@ def inspect(
             reason = escape(f"{layout}, {count} times, for its {why}")
             out.print(reason, soft_wrap=True, highlight=False)
         _print_layers(info)
-        for note in info.notes:
-            out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
         for broken in info.damaged:
             out.print(f"[red]damaged:[/red] {escape(broken)}", soft_wrap=True, highlight=False)
         for note in info.notes:

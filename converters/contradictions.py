@@ -170,7 +170,8 @@ def _model_type(
         if isinstance(model_type, str) and model_type in types.split()
     }
     here = {block.family[0] for block in blocks if block.family}
-    if not theirs or not here or here & theirs:
+    # One type has other names in other versions of the library, and in what its newer ones write.
+    if not theirs or not here or {_plain(x) for x in here} & {_plain(x) for x in theirs}:
         return
     prefixes = [split(name)[0] for name in shapes]
     mine = sum(keymaps.kind_at(prefix, theirs) is not None for prefix in prefixes)
@@ -182,6 +183,15 @@ def _model_type(
             "model_type",
             f"model_type is {model_type}, and the tensors are named as {shown} has them",
         )
+
+
+def _plain(family: str) -> str:
+    """The name of a family without a version.
+
+    >>> _plain("ViT (transformers 5)"), _plain("BERT")
+    ('ViT', 'BERT')
+    """
+    return re.sub(r" \(.*\)$", "", family)
 
 
 def _at(content: Any, way: Sequence[str]) -> dict[str, Any]:

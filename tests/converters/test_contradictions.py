@@ -152,6 +152,24 @@ def test_a_configuration_that_fits_is_used_and_named(
     assert {x.confidence for x in migrate.inspect(encoder, num_heads=N).blocks} == {"certain"}
 
 
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "IJepa"])
+def test_vision_models_keep_the_names_of_older_versions(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes them as version 4 named them: no other model's configuration."""
+    import transformers as t
+
+    sizes = {"hidden_size": D, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = getattr(t, f"{name}Config")(num_attention_heads=N, image_size=4, patch_size=2, **sizes)
+    getattr(t, f"{name}Model")(config).save_pretrained(tmp_path)
+    done = migrate.convert(tmp_path, tmp_path / "a.npz", to="flax")
+    assert done.heads == ((*done.heads[0][:1], N, "config.json: num_attention_heads"),)
+
+
+def test_inspect_says_each_note_once(llama: Path) -> None:
+    done = run("inspect", llama)
+    assert done.exit_code == 0
+    assert said(done).count("note: not converted: rotary positions") == 1
+
+
 def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
     kept = tmp_path / "torch.safetensors"
     migrate.convert(bert, kept, to="linear")

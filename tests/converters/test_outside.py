@@ -174,6 +174,28 @@ def test_a_bias_of_zeros_changes_nothing(folder: Path) -> None:
     assert not verify.compare(state, other, num_heads=N)
 
 
+@pytest.mark.parametrize("layout", ["gpt2", "linear"])
+def test_a_transposed_kernel_is_not_read_as_the_other_kind(layout: str) -> None:
+    """By its shape the transpose of a Conv1D is a Linear, and of a Linear a Conv1D."""
+    rng = np.random.default_rng(0)
+    names = {
+        "gpt2": ("c_attn c_proj", "mlp.c_fc"),
+        "linear": ("q_proj k_proj v_proj out_proj", "up"),
+    }
+    own, other = names[layout]
+    shapes = {f"h.0.attn.{name}": (D, D) for name in own.split()} | {f"h.0.{other}": (2 * D, D)}
+    if layout == "gpt2":
+        shapes |= {"h.0.attn.c_attn": (D, 3 * D), "h.0.mlp.c_fc": (D, 2 * D)}
+    state: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        width = shape[1] if layout == "gpt2" else shape[0]
+        state |= {f"{name}.weight": rng.normal(size=shape), f"{name}.bias": rng.normal(size=width)}
+    kernel = f"h.0.{other}.weight"
+    turned = state | {kernel: state[kernel].T.copy()}
+    for pair in ((state, turned), (turned, state)):
+        assert list(verify.compare(*pair, num_heads=N).outside) == [kernel]
+
+
 def test_one_block_asked_for_is_compared_alone(folder: Path) -> None:
     options = ("--block", "encoder.layer.0.attention")
     code, _, words = said("diff", folder / "bert.safetensors", spoiled(folder, zeroed), *options)
