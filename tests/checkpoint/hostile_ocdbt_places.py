@@ -18,7 +18,6 @@ from tests.checkpoint.hostile_ocdbt import (
     leaf,
     manifest,
     table,
-    varint,
     varints,
 )
 
@@ -69,7 +68,9 @@ def ocdbt_frame_of_nothing(path: Path) -> None:
 # --- places -----------------------------------------------------------------------------------------
 
 
-def _placed(name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]) -> None:
+def _placed(
+    name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]
+) -> None:
     def build(path: Path) -> None:
         node = frame(NODE, leaf(array()))
         database(path, [node], manifest(offset, size or len(node), path=file))
@@ -93,7 +94,9 @@ _placed("of_2_62_bytes", b"d/0", 0, 2**62, ck.MalformedFile)
 _placed("that_overflows", b"d/0", 2**63 - 10, 2**63 - 10, ck.MalformedFile)
 
 
-def _valued(name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]) -> None:
+def _valued(
+    name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]
+) -> None:
     """The chunk lies in a file that the node names."""
 
     def build(path: Path) -> None:
