@@ -1,7 +1,8 @@
 """The databases of tensorstore (OCDBT), bounded before they are listed.
 
-A few nodes that share their children hold billions of keys, and a node may inflate to any size. So
-each node is looked at once, by its frame and then by tensorstore's own decoder.
+A few nodes that share their children hold billions of keys, a node may inflate to any size, and two
+bytes of it to a key of 64 kB. So each node is looked at once: its frame, the lengths of its keys,
+and then by tensorstore's own decoder.
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
@@ -10,6 +11,7 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
+from jaxmha.converters.checkpoint import ocdbt_node
 from jaxmha.converters.checkpoint.errors import (
     IncompleteCheckpoint,
     MalformedFile,
@@ -24,7 +26,7 @@ _MOST_MANIFEST = 1 << 20
 _MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
 _BLOCK = 128 << 10  # what a block of zstd inflates to at most
 _REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3  # kinds of blocks; 0 is stored
-_ENTRY = 400  # bytes of memory for one key, its own bytes apart
+_DAMAGED = "a node of the database is damaged"
 _AGAIN = "save it again with orbax"
 
 
@@ -36,25 +38,25 @@ def keys(folder: Folder, tensorstore: Any, store: dict[str, Any], budget: Budget
     """
     with damage(folder.path, "tensorstore", _AGAIN):
         base = tensorstore.KvStore.open(store["base"]).result()
-        _check_frame(folder, MANIFEST, folder.read(MANIFEST, _MOST_MANIFEST), budget)
+        _check_manifest(folder, tensorstore, budget)
         manifest = tensorstore.ocdbt.dump(base).result()
         if manifest["config"].get("manifest_kind", "single") != "single":
             raise UnsupportedFormat(folder.path, "a manifest in parts", _AGAIN, MANIFEST)
         versions = manifest["versions"]
-        todo = [versions[-1]["root"]["location"]] if versions and _root(versions[-1]) else []
+        # Of a node its place, and how many bytes its keys share with those of the nodes above.
+        todo = [(versions[-1]["root"]["location"], 0)] if versions and _root(versions[-1]) else []
         count, seen = 0, set[str]()
         while todo:
-            location = todo.pop()
+            location, shared = todo.pop()
             if location in seen:
                 raise MalformedFile(folder.path, "two nodes share a child", _AGAIN, location)
             seen.add(location)
-            _check_node(folder, location, budget)
+            count += _check_node(folder, tensorstore, location, shared, budget)
+            budget.spend("the number of chunks", count, budget.limits.members)
             for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
-                count += 1
-                budget.spend("the number of chunks", count, budget.limits.members)
-                budget.build(_ENTRY, "its database")
                 if "location" in entry:
-                    todo.append(entry["location"])
+                    more = len(entry["subtree_common_prefix"])
+                    todo.append((entry["location"], shared + more))
         found = tensorstore.KvStore.open(store).result().list().result()
     return [key.decode("utf-8", "backslashreplace") for key in found]
 
@@ -63,8 +65,20 @@ def _root(version: dict[str, Any]) -> bool:
     return "location" in version["root"]
 
 
-def _check_node(folder: Folder, location: str, budget: Budget) -> None:
-    """Raises unless a node is a frame in a file of the folder, of an allowed inflated size."""
+def _check_manifest(folder: Folder, tensorstore: Any, budget: Budget) -> None:
+    raw = folder.read(MANIFEST, _MOST_MANIFEST)
+    _check_frame(folder, MANIFEST, raw, budget)
+    try:
+        ocdbt_node.check_manifest(tensorstore, raw, budget)
+    except ocdbt_node.Damaged:
+        raise MalformedFile(folder.path, _DAMAGED, _AGAIN, MANIFEST) from None
+
+
+def _check_node(
+    folder: Folder, tensorstore: Any, location: str, shared: int, budget: Budget
+) -> int:
+    """How many keys a node has; raises unless it is a frame within a file of the folder, and it and
+    its keys inflate to what is allowed."""
     parts = re.fullmatch(r"btreenode:(.*):(.+):(\d+):(\d+)", location)
     if parts is None:
         raise MalformedFile(folder.path, "a node is nowhere", _AGAIN, location)
@@ -74,7 +88,12 @@ def _check_node(folder: Folder, location: str, budget: Budget) -> None:
     if file not in folder:
         raise IncompleteCheckpoint(folder.path, "a file of the database is missing", _AGAIN, file)
     start, size = int(parts[3]), int(parts[4])
-    _check_frame(folder, file, folder.read_part(file, slice(start, start + size)), budget)
+    raw = folder.read_part(file, slice(start, start + size))
+    _check_frame(folder, file, raw, budget)
+    try:
+        return ocdbt_node.keys(tensorstore, raw, shared, budget)
+    except ocdbt_node.Damaged:
+        raise MalformedFile(folder.path, _DAMAGED, _AGAIN, file) from None
 
 
 def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
@@ -82,7 +101,7 @@ def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
     size = len(raw) if raw[12:14] == b"\0\0" else None  # a version, and no compression or zstd
     size = _inflated(raw) if raw[12:14] == b"\0\1" else size
     if size is None:
-        raise MalformedFile(folder.path, "a node of the database is damaged", _AGAIN, file)
+        raise MalformedFile(folder.path, _DAMAGED, _AGAIN, file)
     budget.build(size, "its database", file)
 
 

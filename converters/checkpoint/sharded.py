@@ -22,7 +22,7 @@ from jaxmha.converters.checkpoint.errors import (
     UnreadableFile,
     shown,
 )
-from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name
+from jaxmha.converters.checkpoint.limits import Budget, Limits, check_name, is_text
 from jaxmha.converters.checkpoint.source import Source
 
 SUFFIX, TOTAL = ".index.json", "total_size"
@@ -178,7 +178,8 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
         or file.startswith(".")
         or file[-1] in ". "
         or _DEVICES.fullmatch(file)
-        or len(file.encode("utf-8", "replace")) > 255
+        or not is_text(file)
+        or len(file.encode()) > 255
     )
     if bad:
         raise PathEscape(

@@ -1,4 +1,4 @@
-"""Fuzzes every reader of checkpoints and writes down how many inputs it survived.
+"""Fuzzes readers of checkpoints and whole commands, and writes down how many inputs they survived.
 
     python -m experiments.fuzz --seconds 600 [--reader safetensors] [--write]
 
@@ -15,9 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from experiments import records
+from experiments.fuzz import commands
 from jaxmha.converters import checkpoint
 
-READERS = tuple(format.name for format in checkpoint.FORMATS)
+READERS = (*(format.name for format in checkpoint.FORMATS), *commands.TARGETS)
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "experiments" / "results" / "fuzz.json"
 LIBRARIES = ("atheris", "numpy", "h5py", "tensorstore")

@@ -1,8 +1,8 @@
-"""One reader under atheris: a checkpoint of the given bytes is refused with a type, or read.
+"""One target under atheris: a file of the given bytes is refused with a type, or read.
 
     python -m experiments.fuzz.target safetensors CORPUS -max_total_time=60
 
-Anything but a CheckpointError ends the run, and so does an input that takes more than a second.
+Anything but a typed error ends the run, and so does an input that takes too long.
 """
 
 import os
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["jaxmha.converters.checkpoint"]):
+with atheris.instrument_imports(include=["jaxmha.converters"]):
+    from experiments.fuzz.commands import TARGETS, Target
     from jaxmha.converters import checkpoint
 
 from tests.checkpoint import hostile
 
-SECONDS = 1.0
 # Reader -> the sound file that damage starts from. Of several files, each is damaged in turn.
 READERS = {
     "safetensors": "sound_safetensors",
@@ -36,51 +36,80 @@ class Slow(Exception):  # noqa: N818
     """An input that takes too long."""
 
 
-def seeds(reader: str, folder: Path) -> None:
-    """Writes a corpus: the sound files, and hostile ones of the same suffix."""
-    sound = hostile.SOUND[READERS[reader]]
+def reader(name: str, folder: Path) -> Target:
+    """A sound checkpoint, opened and read; to begin with, hostile ones of the same suffix too."""
+    case = hostile.SOUND[READERS[name]]
+    path = folder / f"m{case.suffix}"
+    case.build(path)
+
+    def run() -> None:
+        try:
+            with checkpoint.open(path, limits=LIMITS) as file:
+                for tensor in file:
+                    _ = file[tensor]
+        except checkpoint.CheckpointError:
+            pass
+
+    return Target(hostile.files(path), run, seeds=tuple(seeds(case.suffix)))
+
+
+def seeds(suffix: str) -> list[bytes]:
+    """The sound files of a suffix, and the hostile ones."""
+    found = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, case in (hostile.SOUND | hostile.CASES).items():
             path = Path(scratch) / f"{name}{case.suffix}"
-            if case.suffix != sound.suffix:
+            if case.suffix != suffix:
                 continue
             case.build(path)
             if not path.is_file() and not path.is_dir():
                 continue
             for at, file in enumerate(hostile.files(path)[:8] if name in hostile.SOUND else []):
-                (folder / f"{name}-{at}").write_bytes(bytes([at]) + file.read_bytes())
+                found.append(bytes([at]) + file.read_bytes())
             if name in hostile.CASES and path.is_file() and path.stat().st_size < 1 << 16:
-                (folder / name).write_bytes(b"\0" + path.read_bytes())
+                found.append(b"\0" + path.read_bytes())
+    return found
+
+
+def prepared(name: str, folder: Path) -> tuple[Target, list[bytes]]:
+    """A target in a folder, and the inputs to begin with."""
+    target = reader(name, folder) if name in READERS else TARGETS[name](folder)
+    wholes = [file.read_bytes() for file in target.files]
+    sound = [bytes([at]) + whole for at, whole in enumerate(wholes)]
+    return target, [*sound, *target.seeds]
+
+
+def once(target: Target, wholes: list[bytes], data: bytes) -> None:
+    """Runs a target with one file changed: the first byte says which.
+
+    Raises:
+        Slow, and whatever ends a target untyped.
+    """
+    at = data[0] % len(target.files) if data else 0
+    target.files[at].write_bytes(data[1:])
+    start = time.process_time()
+    try:
+        target.run()
+    finally:
+        target.files[at].write_bytes(wholes[at])
+    seconds = time.process_time() - start
+    if seconds > target.seconds:
+        raise Slow(f"{seconds:.1f} s")
 
 
 def main() -> None:
     """Never returns: libFuzzer ends the process."""
-    reader, corpus = sys.argv[1], Path(sys.argv[2])
-    seeds(reader, corpus)
-    case = hostile.SOUND[READERS[reader]]
+    name, corpus = sys.argv[1], Path(sys.argv[2])
     scratch = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    path = Path(scratch) / f"m{case.suffix}"
-    case.build(path)
-    files = hostile.files(path)
-    wholes = [file.read_bytes() for file in files]
-
-    def run(data: bytes) -> None:
-        at = data[0] % len(files) if data else 0
-        files[at].write_bytes(data[1:])
-        start = time.process_time()
-        try:
-            with checkpoint.open(path, limits=LIMITS) as file:
-                for name in file:
-                    _ = file[name]
-        except checkpoint.CheckpointError:
-            pass
-        seconds = time.process_time() - start
-        if len(files) > 1:
-            files[at].write_bytes(wholes[at])
-        if seconds > SECONDS:
-            raise Slow(f"{seconds:.1f} s")
-
-    atheris.Setup([sys.argv[0], str(corpus), *sys.argv[3:]], run)
+    folder = Path(scratch) / "model"
+    folder.mkdir()
+    target, inputs = prepared(name, folder)
+    for at, data in enumerate(inputs):
+        (corpus / f"seed-{at}").write_bytes(data)
+    wholes = [file.read_bytes() for file in target.files]
+    atheris.Setup(
+        [sys.argv[0], str(corpus), *sys.argv[3:]], lambda data: once(target, wholes, data)
+    )
     atheris.Fuzz()
 
 

@@ -1,19 +1,8 @@
 """Tests of checkpoint files. Importing the modules of hostile files registers their cases."""
 
-from tests.checkpoint import (
-    hostile,
-    hostile_composed,
-    hostile_hdf5,
-    hostile_json,
-    hostile_pickle,
-    hostile_zarr,
-)
+from importlib import import_module
+from pathlib import Path
 
-__all__ = [
-    "hostile",
-    "hostile_composed",
-    "hostile_hdf5",
-    "hostile_json",
-    "hostile_pickle",
-    "hostile_zarr",
-]
+for _file in sorted(Path(__file__).parent.glob("hostile*.py")):
+    if _file.stem != "hostile_run":
+        import_module(f"tests.checkpoint.{_file.stem}")

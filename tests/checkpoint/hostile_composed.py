@@ -561,11 +561,18 @@ def ocdbt_redirected(path: Path, prefix: bytes) -> None:
     (path / "manifest.ocdbt").write_bytes(framed + crc32c(framed).to_bytes(4, "little"))
 
 
+def _crc32c_of(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRC32C = [_crc32c_of(byte) for byte in range(256)]
+
+
 def crc32c(data: bytes) -> int:
-    """The checksum of OCDBT, slowly."""
+    """The checksum of OCDBT."""
     crc = 0xFFFFFFFF
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
     return crc ^ 0xFFFFFFFF

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.fuzz import commands
 from jaxmha.converters import checkpoint
 from tests.checkpoint import hostile
 
@@ -94,3 +95,18 @@ def test_random_programs(seed: int) -> None:
         except checkpoint.CheckpointError:
             pass
     assert finished < FLIPS
+
+
+@pytest.mark.parametrize("name", commands.TARGETS)
+def test_targets_of_the_fuzzer(name: str, tmp_path: Path) -> None:
+    """Every file of a target cut short, doubled and overwritten."""
+    (tmp_path / "model").mkdir()
+    target = commands.TARGETS[name](tmp_path / "model")
+    target.run()
+    for at, file in enumerate(target.files[: None if EXHAUSTIVE else 2]):
+        whole = file.read_bytes()
+        damaged = [whole[: len(whole) // 2], whole * 2, whole.replace(b"a", b"\xff")]
+        for data in damaged if EXHAUSTIVE else damaged[at : at + 1]:
+            file.write_bytes(data)
+            target.run()
+        file.write_bytes(whole)

@@ -69,7 +69,7 @@ def test_files_of_a_folder_are_counted_while_they_are_listed(tmp_path: Path) -> 
 
 
 def test_there_are_enough_cases() -> None:
-    assert len(hostile.CASES) >= 260
+    assert len(hostile.CASES) >= 800
     assert {case.error for case in hostile.CASES.values()} >= {
         checkpoint.AmbiguousFile,
         checkpoint.BudgetExceeded,

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +131,40 @@ def test_a_plan_is_a_plain_file(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="not a regular file"):
         plan_file.read(tmp_path / "plan.toml")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def _gibibyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 30)  # sparse: no disk
+
+
+@pytest.mark.parametrize("make", [_fifo, _device, _loop, Path.mkdir, _gibibyte])
+@pytest.mark.parametrize("name", ["config.json", "plan.toml"])
+def test_side_files_that_are_no_text(
+    name: str, make: Callable[[Path], None], source: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / source.name
+    here.write_bytes(source.read_bytes())
+    make(tmp_path / name)
+    start = time.process_time()
+    if name == "config.json":
+        found = heads.in_config(here)
+        assert found is not None
+        assert found.wrong
+        assert not configuration.epsilons(here)
+    else:
+        with pytest.raises(ValueError, match=r"plan\.toml"):
+            plan_file.read(tmp_path / name)
+    assert time.process_time() - start < 1

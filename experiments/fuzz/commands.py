@@ -1,0 +1,110 @@
+"""Targets beside the readers: the documents that commands read, and whole commands on a folder."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from typer.testing import CliRunner
+
+from jaxmha.converters import blocks, checkpoint, configuration, engine, heads, migrate, plan_file
+from jaxmha.converters.cli import app
+from tests.converters.test_every_layout import params_of
+
+CONFIG = (
+    '{"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4, '
+    '"hidden_size": 13, "rms_norm_eps": 1e-5, "text_config": {"n_head": 6}, "clip_qkv": null, '
+    '"query_pre_attn_scalar": null, "architectures": ["LlamaForCausalLM"], "rope_scaling": {}}'
+)
+
+
+class Target(NamedTuple):
+    """Files that damage is done to, more inputs to begin with, and what is run on them."""
+
+    files: list[Path]
+    run: Callable[[], None]
+    seconds: float = 1.0
+    seeds: tuple[bytes, ...] = ()
+
+
+class Unexpected(Exception):  # noqa: N818
+    """A command that ends otherwise than with one message."""
+
+
+def model(folder: Path) -> Path:
+    """Two shards of attention of Llama and a norm, with their index and a configuration."""
+    layout = blocks.named("llama")
+    state = engine.export_params(
+        layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
+    )
+    path = folder / "model.safetensors.index.json"
+    state |= {"model.norm.weight": np.ones(13, np.float32)}
+    checkpoint.write(path, state, shard_size=2000, resume="the same names")
+    (folder / "config.json").write_text(CONFIG)
+    return path
+
+
+def config(folder: Path) -> Target:
+    """The config.json of a model."""
+    path = model(folder)
+
+    def run() -> None:
+        heads.in_config(path)
+        for read in (
+            migrate.inspect,
+            lambda path: migrate.plan(path, to="flax"),
+            configuration.epsilons,
+            configuration.offset_norms,
+            configuration.refuse_behaviour,
+        ):
+            with contextlib.suppress(ValueError):
+                read(path)
+
+    return Target([folder / "config.json"], run)
+
+
+def plan(folder: Path) -> Target:
+    """The TOML of a plan."""
+    path = folder / "plan.toml"
+    path.write_text(plan_file.dumps(migrate.plan(model(folder), to="flax")[0]))
+
+    def run() -> None:
+        with contextlib.suppress(ValueError):
+            plan_file.dumps(plan_file.read(path))
+
+    return Target([path], run)
+
+
+def commands(folder: Path) -> Target:
+    """Every file of a folder in turn: inspect, plan, convert, convert by a plan, verify."""
+    path, runner = model(folder), CliRunner()
+    made, written = folder / "plan.toml", folder.with_name("out.npz")
+    sound = folder.with_name("sound.npz")
+    made.write_text(plan_file.dumps(migrate.plan(path, to="flax")[0]))
+    with checkpoint.open(path) as file:
+        checkpoint.write(sound, dict(file))
+    lines = [
+        ["inspect", folder, "--json"],
+        ["plan", folder, "--to", "flax"],
+        ["convert", folder, written, "--to", "flax", "--force"],
+        ["convert", folder, written, "--plan", made, "--force"],
+        ["verify", folder, sound],
+    ]
+
+    def run() -> None:
+        for line in lines:
+            done = runner.invoke(app, list(map(str, line)))
+            known = done.exception is None or isinstance(done.exception, SystemExit)
+            if not known or done.exit_code not in (0, 1, 2) or "unexpected" in done.output:
+                raise Unexpected(f"{line[0]}: {done.output[-500:]}") from done.exception
+
+    files = sorted(file for file in folder.iterdir())
+    return Target(files, run, seconds=10.0)
+
+
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "config.json": config,
+    "plan.toml": plan,
+    "commands": commands,
+}

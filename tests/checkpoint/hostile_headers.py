@@ -1,0 +1,193 @@
+"""Hostile headers of safetensors, and indexes of shards."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmha.converters import checkpoint as ck
+from tests.checkpoint.hostile import FLOATS, case, entry, safetensors
+from tests.checkpoint.hostile_composed import INDEX, index, shard_of
+from tests.checkpoint.hostile_zip import Bad, Two, raw_case
+
+Big, Gone, Out = ck.BudgetExceeded, ck.IncompleteCheckpoint, ck.PathEscape
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+ONE = json.dumps(entry()).encode()
+for _name, _error, _data in (
+    ("header_of_no_byte", Bad, safetensors(b"")),
+    ("header_is_a_list", Bad, safetensors(b"[" + ONE + b"]")),
+    ("header_is_text", Bad, safetensors(b'{"w"')),
+    ("header_of_two_objects", Bad, safetensors(b"{}{}")),
+    ("header_is_utf16", Bad, safetensors(json.dumps({"w": entry()}).encode("utf-16"))),
+    ("header_with_a_comment", Bad, safetensors(b'{"w":' + ONE + b"/* */}")),
+    ("header_with_a_comma_behind", Bad, safetensors(b'{"w":' + ONE + b",}")),
+    ("header_in_single_quotes", Bad, safetensors(b"{'w':" + ONE + b"}")),
+    ("header_ends_in_nul", Bad, safetensors(b'{"w":' + ONE + b"}\0\0")),
+    ("header_ends_in_tabs", Bad, safetensors(b'{"w":' + ONE + b"}\t\t")),
+    ("header_is_one_byte_short", Bad, safetensors(b'{"w":' + ONE + b"}", length=len(ONE) + 5)),
+    ("header_is_cut_within_a_letter", Bad, safetensors(b'{"\xc3', length=3)),
+    ("length_alone", Bad, struct.pack("<Q", 2)),
+    ("half_a_length", ck.MalformedFile, b"\2\0\0\0"),
+    ("length_in_big_endian", Bad, struct.pack(">Q", 2) + b"{}"),
+    ("entry_is_null", Bad, safetensors({"w": None})),
+    ("entry_is_a_list", Bad, safetensors({"w": ["F32", [2, 3], [0, 24]]})),
+    ("entry_of_entries", Bad, safetensors({"w": {"w": entry()}})),
+    ("shape_is_null", Bad, safetensors({"w": entry(shape=None)})),
+    ("shape_is_a_number", Bad, safetensors({"w": entry(shape=6)})),
+    ("shape_is_an_object", Bad, safetensors({"w": entry(shape={"0": 2})})),
+    ("shape_of_text", Bad, safetensors({"w": entry(shape=["2", "3"])})),
+    ("shape_of_exponents", Bad, safetensors(b'{"w":{"dtype":"F32","shape":[2e0,3],"data_offsets":[0,24]}}')),
+    ("shape_of_minus_zero", Bad, safetensors(b'{"w":{"dtype":"F32","shape":[-0,3],"data_offsets":[0,24]}}')),
+    ("shape_wraps", Big, safetensors({"w": entry(shape=[2**62 + 6])})),
+    ("shape_of_a_million_axes", Big, safetensors({"w": entry(shape=[1] * 1_000_000)})),
+    ("shape_of_bytes_of_another_dtype", Bad, safetensors({"w": entry("F64")})),
+    ("offsets_of_one", Bad, safetensors({"w": entry(offsets=[24])})),
+    ("offsets_of_three", Bad, safetensors({"w": entry(offsets=[0, 24, 24])})),
+    ("offsets_are_negative", Bad, safetensors({"w": entry(offsets=[-24, 0])})),
+    ("offsets_beyond_64_bits", Bad, safetensors({"w": entry(offsets=[2**64, 2**64 + 24])})),
+    ("offsets_into_the_header", Bad, safetensors({"w": entry(offsets=[-8, 16])})),
+    ("offsets_of_truth", Bad, safetensors({"w": entry("U8", [1], [False, True])}, b"a")),
+    ("offsets_share_one_buffer", Bad, safetensors({"w": entry(), "v": entry()})),
+    ("offsets_leave_the_first_byte", Bad, safetensors({"w": entry(offsets=[1, 25])}, b"\0" + FLOATS)),
+    ("empty_tensors_outside", Bad, safetensors({"w": entry(), "v": entry(shape=[0], offsets=[99, 99])})),
+    ("empty_tensor_within_another", Bad, safetensors({"w": entry(), "v": entry(shape=[0], offsets=[12, 12])})),
+    ("dtype_in_small_letters", ck.UnsupportedDtype, safetensors({"w": entry("f32")})),
+    ("dtype_with_a_space", ck.UnsupportedDtype, safetensors({"w": entry("F32 ")})),
+    ("dtype_is_null", ck.UnsupportedDtype, safetensors({"w": entry(None)})),
+    ("dtype_of_a_megabyte", ck.UnsupportedDtype, safetensors({"w": entry("F" * 1_000_000)})),
+    ("dtype_of_six_bits", ck.UnsupportedDtype, safetensors({"w": entry("F6_E2M3", [4], [0, 3])}, b"abc")),
+    ("booleans_of_two", Bad, safetensors({"w": entry("BOOL", [2], [0, 2])}, b"\1\2")),
+    ("metadata_is_null", Bad, safetensors({"w": entry(), "__metadata__": None})),
+    ("metadata_of_objects", Bad, safetensors({"w": entry(), "__metadata__": {"a": {}}})),
+    ("metadata_twice", Two, safetensors(b'{"__metadata__":{},"w":' + ONE + b',"__metadata__":{}}')),
+    ("digests_are_no_json", ck.IntegrityError, safetensors({"w": entry(), "__metadata__": {"jaxmha.digests": "x"}})),
+    ("digests_are_a_bomb", ck.IntegrityError, safetensors({"w": entry(), "__metadata__": {"jaxmha.digests": "{" + "[]," * 100_000 + "}"}})),
+    ("digests_of_others", ck.IntegrityError, safetensors({"w": entry(), "__metadata__": {"jaxmha.digests": '{"all":"sha256:0","tensors":{"v":"sha256:0"}}'}})),
+    ("name_of_2_kilobytes", Big, safetensors({"w" * 2048: entry()})),
+    ("name_with_an_escape_sequence", Bad, safetensors({"\x1b[2J": entry()})),
+    ("name_with_delete", Bad, safetensors({"a\x7f": entry()})),
+    ("name_is_a_dot", Out, safetensors({"./w": entry()})),
+    ("name_of_windows", Out, safetensors({"..\\w": entry()})),
+    ("name_begins_with_a_backslash", Out, safetensors({"\\w": entry()})),
+    ("tensors_of_no_byte_by_the_hundred_thousand", Big, safetensors({f"{i:06}": entry("U8", [0], [0, 0]) for i in range(120_000)}, b"")),
+):  # fmt: skip
+    raw_case(f"st_{_name}", ".safetensors", _error, _data)
+
+
+# --- indexes ------------------------------------------------------------------------------------------
+
+
+def indexed(
+    name: str, error: type[ck.CheckpointError], change: Callable[[dict[str, Any], str], Any]
+) -> None:
+    """An index with its shard, changed."""
+
+    def build(path: Path) -> None:
+        index(path, change)
+
+    build.__name__ = f"index_{name}"
+    case(INDEX, error)(build)
+
+
+def listing(name: str) -> Callable[[dict[str, Any], str], Any]:
+    return lambda document, _: document["weight_map"].update(w=name)
+
+
+indexed("shard_is_a_url", Out, listing("https://example.com/m.safetensors"))
+indexed("shard_is_a_file_url", Out, listing("file:///etc/m.safetensors"))
+indexed("shard_of_a_share", Out, listing("\\\\host\\m.safetensors"))
+indexed("shard_of_a_stream", Out, listing("m.safetensors:stream"))
+indexed("shard_of_a_home", Out, listing("~/m.safetensors"))
+indexed("shard_of_a_glob", Out, listing("*.safetensors"))
+indexed("shard_of_a_variable", Gone, listing("$HOME.safetensors"))
+indexed("shard_of_proc", Out, listing("/proc/self/mem.safetensors"))
+indexed("shard_of_dots", Out, listing("..safetensors"))
+indexed("shard_of_a_parent_alone", Out, listing(".."))
+indexed("shard_with_a_newline", Out, listing("m\n.safetensors"))
+indexed("shard_of_a_device_with_suffix", Out, listing("NUL.safetensors"))
+indexed("shard_of_surrogates", Out, listing("\ud800.safetensors"))
+indexed(
+    "shard_in_capitals",
+    Bad,
+    lambda document, shard: document["weight_map"].update(
+        w=shard.replace(".safetensors", ".SAFETENSORS")
+    ),
+)
+indexed("shard_of_torch", Bad, listing("m.bin"))
+indexed("shard_is_null", Bad, lambda document, _: document["weight_map"].update(w=None))
+indexed("shard_is_a_number", Bad, lambda document, _: document["weight_map"].update(w=1))
+indexed("map_is_a_list", Bad, lambda document, shard: document.update(weight_map=[["w", shard]]))
+indexed("map_is_null", Bad, lambda document, _: document.update(weight_map=None))
+indexed("metadata_is_a_list", Bad, lambda document, _: document.update(metadata=[]))
+indexed("total_is_true", Bad, lambda document, _: document["metadata"].update(total_size=True))
+indexed(
+    "total_is_a_fraction", Bad, lambda document, _: document["metadata"].update(total_size=24.5)
+)
+indexed("total_of_2_80", Bad, lambda document, _: document["metadata"].update(total_size=2**80))
+indexed("name_is_empty", Bad, lambda document, shard: document["weight_map"].update({"": shard}))
+indexed(
+    "name_with_an_escape_sequence",
+    Bad,
+    lambda document, shard: document["weight_map"].update({"\x1b[2J": shard}),
+)
+indexed(
+    "name_of_2_kilobytes",
+    Big,
+    lambda document, shard: document["weight_map"].update({"w" * 2048: shard}),
+)
+
+for _name, _error, _data in (
+    ("is_a_list", ck.UnsupportedFormat, b"[]"),
+    ("has_a_byte_order_mark", ck.UnsupportedFormat, b"\xef\xbb\xbf{}"),
+    ("has_a_nan", Bad, b'{"metadata":{"total_size":NaN},"weight_map":{}}'),
+    ("of_5000_digits", Bad, b'{"metadata":{"total_size":' + b"9" * 5000 + b'},"weight_map":{}}'),
+    ("of_1e400", Bad, b'{"metadata":{"total_size":1e400},"weight_map":{"w":"m.safetensors"}}'),
+    ("is_not_utf8", Bad, b'{"weight_map":{"\xff":"m.safetensors"}}'),
+    ("is_cut_short", Bad, b'{"weight_map":{"w":"m.safe'),
+):  # fmt: skip
+    raw_case(f"index_{_name}", INDEX, _error, _data)
+
+
+@case(INDEX, ck.PathEscape)
+def index_shard_links_to_a_device(path: Path) -> None:
+    shard = index(path)
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+
+
+@case(INDEX, ck.PathEscape)
+def index_shards_link_in_a_ring(path: Path) -> None:
+    shard = index(path)
+    other = shard.with_name("other.safetensors")
+    shard.unlink()
+    shard.symlink_to(other.name)
+    other.symlink_to(shard.name)
+
+
+@case(INDEX, ck.MalformedFile)
+def index_shard_is_an_index(path: Path) -> None:
+    """A shard that says that it is in several files itself."""
+    shard = index(path)
+    shard.write_bytes(path.read_bytes())
+
+
+@case(INDEX, ck.MalformedFile)
+def index_shard_is_empty(path: Path) -> None:
+    index(path).write_bytes(b"")
+
+
+@case(INDEX, ck.BudgetExceeded)
+def index_shards_of_huge_tensors(path: Path) -> None:
+    """The header of a shard declares more than there is."""
+    shard = index(path)
+    shard.write_bytes(safetensors({"w": entry(shape=[2**40, 2**20])}))
+
+
+@case(".bin.index.json", ck.MalformedFile)
+def index_of_torch_with_a_shard_of_safetensors(path: Path) -> None:
+    shard = path.with_name(shard_of(path, ".safetensors"))
+    shard.write_bytes(safetensors({"w": entry()}))
+    path.write_text(json.dumps({"weight_map": {"w": shard.name}}))

@@ -1,0 +1,141 @@
+"""Hostile files of torch and .keras archives whose zip is sound."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxmha.converters import checkpoint as ck
+from tests.checkpoint.hostile import (
+    FLOATS,
+    PROGRAM,
+    V2,
+    case,
+    number,
+    numbers,
+    state,
+    storage,
+    tensor,
+    text,
+    torch_file,
+    torch_members,
+    zip_file,
+)
+from tests.checkpoint.hostile_composed import archive
+from tests.checkpoint.hostile_zip import Bad, Code, No, Two, raw_case
+
+# --- torch ---------------------------------------------------------------------------------------------
+
+
+def of(**changes: Any) -> bytes:
+    return torch_file(state(text("w"), tensor(**changes)))
+
+
+def rebuilt(arguments: bytes) -> bytes:
+    """A tensor made of any arguments."""
+    return torch_file(state(text("w"), V2 + b"(" + arguments + b"tR"))
+
+
+FULL = storage() + number(0) + numbers(2, 3) + numbers(3, 1)
+for _name, _error, _data in (
+    ("of_four_arguments", Code, rebuilt(FULL)),
+    ("of_twenty_arguments", Code, rebuilt(FULL + b"\x89" + b"N" * 15)),
+    ("of_no_storage", Code, rebuilt(b"N" + number(0) + numbers(2, 3) + numbers(3, 1) + b"\x89}")),
+    ("of_a_tensor_as_storage", Code, of(of=tensor())),
+    ("of_a_shape_of_text", Code, rebuilt(storage() + number(0) + text("23") + numbers(3, 1) + b"\x89}")),
+    ("of_a_shape_of_truth", Code, rebuilt(storage() + number(0) + b"\x88K\6\x86" + numbers(3, 1) + b"\x89}")),
+    ("of_an_offset_of_text", Code, rebuilt(storage() + text("0") + numbers(2, 3) + numbers(3, 1) + b"\x89}")),
+    ("of_an_offset_that_overflows", Bad, of(offset=2**63 - 1)),
+    ("of_strides_that_overflow", Bad, of(shape=(2, 2), strides=(2**63 - 1, 2**63 - 1))),
+    ("of_a_storage_of_2_62", Bad, of(of=storage(count=2**62))),
+    ("of_a_storage_of_one_element_more", Bad, of(of=storage(count=7))),
+    ("of_a_key_with_a_sign", Bad, of(of=storage(key="+0"))),
+    ("of_a_key_of_arabic_digits", Bad, of(of=storage(key="\u0660"))),
+    ("of_an_empty_key", Bad, of(of=storage(key=""))),
+    ("of_a_key_with_a_zero_in_front", ck.IncompleteCheckpoint, of(of=storage(key="00"))),
+    ("of_an_unknown_storage", Code, of(of=storage("torch\nQUInt8Storage"))),
+    ("of_a_storage_of_another_module", Code, of(of=storage("os\nFloatStorage"))),
+    ("of_a_global_with_spaces", Code, of(of=storage("torch \nFloatStorage"))),
+    ("on_a_device_of_a_program", Code, torch_file(state(text("w"), b"ctorch\ndevice\n" + text("x") + b"\x85R"))),
+    ("as_a_subclass", Code, torch_file(state(text("w"), b"ctorch._tensor\n_rebuild_from_type_v2\n"))),
+    ("as_a_numpy_array", Code, torch_file(state(text("w"), b"cnumpy.core.multiarray\n_reconstruct\n"))),
+    ("as_a_dtensor", Code, torch_file(state(text("w"), b"ctorch.distributed.tensor\nDTensor\n"))),
+    ("as_a_nested_tensor", Code, torch_file(state(text("w"), b"ctorch._utils\n_rebuild_nested_tensor\n"))),
+    ("as_a_device_tensor", Code, torch_file(state(text("w"), b"ctorch._utils\n_rebuild_device_tensor_from_numpy\n"))),
+    ("as_a_wrapper", Code, torch_file(state(text("w"), b"ctorch._utils\n_rebuild_wrapper_subclass\n"))),
+    ("of_a_lambda_module", Code, torch_file(state(text("w"), b"ctorch.nn\nModule\n)R"))),
+):  # fmt: skip
+    raw_case(f"torch_tensor_{_name}", ".pt", _error, _data)
+
+for _name, _error, _data in (
+    ("in_three_folders", Two, zip_file([*torch_members(), ("n/a", b""), ("o/a", b"")])),
+    ("without_a_folder", No, zip_file([("data.pkl", PROGRAM), ("data/0", FLOATS), ("version", b"3\n")])),
+    ("version_is_text", Bad, zip_file([*torch_members()[:-1], ("m/version", b"three")])),
+    ("version_is_empty", Bad, zip_file([*torch_members()[:-1], ("m/version", b"")])),
+    ("version_is_long", Bad, zip_file([*torch_members()[:-1], ("m/version", b"3" * 65)])),
+    ("byteorder_is_long", Bad, torch_file(byteorder=b"little" * 20)),
+    ("byteorder_in_capitals", Bad, torch_file(byteorder=b"LITTLE")),
+    ("program_is_empty", Bad, torch_file(b"")),
+    ("program_alone", ck.IncompleteCheckpoint, zip_file([("m/data.pkl", PROGRAM)])),
+    ("program_twice", Two, zip_file([*torch_members(), ("m/DATA.PKL", PROGRAM)])),
+    ("storage_in_a_folder", Bad, zip_file([*torch_members(), ("m/data/0/0", b"")])),
+    ("storage_with_a_suffix", Bad, zip_file([*torch_members(), ("m/data/0.npy", b"")])),
+    ("storage_is_hidden", Bad, zip_file([*torch_members(), ("m/data/.0", b"")])),
+    ("code_of_python", No, zip_file([*torch_members(), ("m/code/__torch__.py", b"import os")])),
+    ("package", No, zip_file([("m/.data/version", b"6"), ("m/.data/extern_modules", b"os")])),
+    ("pickle_in_the_extra_program", Bad, torch_file(**{"extra.pkl": b"cos\nsystem\n."})),
+):  # fmt: skip
+    raw_case(f"torch_file_{_name}", ".pt", _error, _data)
+
+
+@case(".pt", ck.UnsupportedFormat)
+def torch_tar_with_links(path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(path, "w") as archive:
+        link = tarfile.TarInfo("storages")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+
+
+@case(".pt", ck.UnsupportedFormat)
+def torch_in_gzip() -> bytes:
+    import gzip
+
+    return gzip.compress(torch_file(), mtime=0)
+
+
+@case(".bin", ck.UnsupportedFormat)
+def pointer_of_git_lfs() -> bytes:
+    return b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 24\n"
+
+
+# --- .keras ----------------------------------------------------------------------------------------------
+
+
+def _keras(name: str, error: type[ck.CheckpointError], **members: bytes | None) -> None:
+    def build(path: Path) -> None:
+        given = {key.replace("__", "/").replace("_dot_", "."): b for key, b in members.items()}
+        archive(path, members=given)
+
+    build.__name__ = f"keras_archive_{name}"
+    case(".keras", error)(build)
+
+
+_keras("without_metadata", ck.IncompleteCheckpoint, metadata_dot_json=None)
+_keras("metadata_is_a_list", Bad, metadata_dot_json=b"[]")
+_keras("metadata_is_empty", Bad, metadata_dot_json=b"")
+_keras("metadata_key_twice", Two, metadata_dot_json=b'{"a": 1, "a": 2}')
+_keras(
+    "metadata_is_a_bomb", ck.BudgetExceeded, metadata_dot_json=b'{"a":[' + b"[]," * 900_000 + b"0]}"
+)
+_keras("config_has_a_nan", Bad, config_dot_json=b'{"a": NaN}')
+_keras("config_of_many_digits", Bad, config_dot_json=b'{"a": ' + b"9" * 5000 + b"}")
+_keras("config_is_not_utf8", Bad, config_dot_json=b'{"a": "\xff"}')
+_keras("config_is_utf16", Bad, config_dot_json='{"a": 1}'.encode("utf-16"))
+_keras("config_is_17_megabytes", ck.BudgetExceeded, config_dot_json=b"{" + b" " * (17 << 20) + b"}")
+_keras("program_in_its_folder", Bad, src__layer_dot_py=b"import os")
+_keras("weights_in_a_folder", Bad, x__model_dot_weights_dot_h5=b"\x89HDF\r\n\x1a\n")
+_keras("weights_are_empty", Bad, model_dot_weights_dot_h5=b"")
+_keras("weights_are_a_zip", Bad, model_dot_weights_dot_h5=torch_file())
+_keras("weights_are_text", Bad, model_dot_weights_dot_h5=b"HDF" * 400)
+_keras("weights_in_npz_too", Bad, model_dot_weights_dot_npz=b"PK")
+_keras("weights_index", Bad, model_dot_weights_dot_json=b"{}")
