@@ -193,7 +193,12 @@ NORMS: list[tuple[str, dict[str, Any], str, str]] = [
     (LLAMA, RMS, "layers.0.linear_attn.norm.weight", "carried"),
     (LLAMA, RMS, "layers.0.input_layernorm.weight", "scale"),
     (LLAMA, LAYER, "layers.0.input_layernorm.weight", "gamma"),  # Cohere's
-    (LLAMA, {"rms_norm_eps": None} | LAYER, "layers.0.input_layernorm.weight", "gamma"),  # Cohere 2's MoE
+    (
+        LLAMA,
+        {"rms_norm_eps": None} | LAYER,
+        "layers.0.input_layernorm.weight",
+        "gamma",
+    ),  # Cohere 2's MoE
     (LLAMA, {"model_type": "moonshine"}, "layers.0.input_layernorm.weight", "asked"),
     (LLAMA, {}, "layers.0.input_layernorm.weight", "asked"),  # Cohere's have no second norm
     (LLAMA, LAYER, "layers.0.gateway.norm.weight", "asked"),  # an RMSNorm of DEIMv2
