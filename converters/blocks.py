@@ -1,7 +1,7 @@
 """Attention blocks in a flat dict of tensors: which layout, under which prefix, and why."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -188,13 +188,13 @@ def damaged_at(
     return reasons
 
 
-def _of_another_form(leaves: Set[str]) -> bool:
+def _of_another_form(leaves: Iterable[str]) -> bool:
     """Whether all of query, key and value is there, and nothing of an output.
 
     Longformer, LXMERT and Reformer keep theirs elsewhere: nothing is damaged there.
     """
-    roles = {leaf.partition(".")[0] for leaf in leaves if leaf.endswith("kernel")}
-    return roles == {"query", "key", "value"} and "out.bias" not in leaves
+    kernels = {leaf for leaf in leaves if not leaf.endswith("bias") or leaf == "out.bias"}
+    return kernels == {"query.kernel", "key.kernel", "value.kernel"}
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:

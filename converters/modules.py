@@ -125,9 +125,7 @@ def _parallel(prefixes: Iterable[str]) -> bool:
     """Whether layers have Llama's first norm and not its second, as Cohere's, which are LayerNorms."""
     there = set(prefixes)
     first = {p for p in there if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
-    return any(
-        p.replace("input_layernorm", "post_attention_layernorm") not in there for p in first
-    )
+    return any(p.replace("input_layernorm", "post_attention_layernorm") not in there for p in first)
 
 
 _FOREIGN = "its name has another separator than those of the attention beside it"
@@ -222,7 +220,7 @@ def _decide(
         if kind == "rmsnorm" and unbiased == "norm":
             why = f"config.json has {_LAYER_NORM} and no rms_norm_eps"
             return candidates["norm"]._replace(confidence="likely", why=why)
-        asked = kind == "norm" and unbiased != "norm" or kind == "rmsnorm" and unbiased == ASKED
+        asked = unbiased == ASKED if kind == "rmsnorm" else kind == "norm" and unbiased != "norm"
         if placed and asked and {"norm", "rmsnorm"} <= candidates.keys():
             return _unbiased(prefix, candidates, unbiased)
         return candidates[kind]._replace(why=f"the place of {place}")
