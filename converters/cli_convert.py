@@ -12,7 +12,8 @@ import typer
 
 from jaxmha.converters import checkpoint, migrate, parts, plan_file, report
 from jaxmha.converters.convert_output import print_conversion
-from jaxmha.converters.plan import OTHERS, Plan, Resolved
+from jaxmha.converters.plan import OTHERS, Plan
+from jaxmha.converters.resolved import Resolved
 from jaxmha.converters.terminal import (
     DtypeName,
     Json,

@@ -18,7 +18,8 @@ from jaxmha.converters import (
 )
 from jaxmha.converters.checkpoint import CheckpointError, sharded
 from jaxmha.converters.layout import Layout
-from jaxmha.converters.plan import DTYPES, Plan, Resolved, resolve
+from jaxmha.converters.plan import DTYPES, Plan
+from jaxmha.converters.resolved import Resolved, resolve
 from jaxmha.converters.sides import shapes
 
 

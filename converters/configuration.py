@@ -165,10 +165,17 @@ def offset_norms(path: Path) -> dict[str, str]:
 
 
 def unbiased_norms(path: Path) -> str:
-    """The kind of the norms without a bias, if the config.json next to a checkpoint says it."""
-    keys = {way[-1] for way, _ in search(readable(path), ["rms_norm_eps", "layer_norm_eps"])}
+    """The kind of the norms without a bias, where the config.json beside a checkpoint says it.
+
+    "asked": it is of a model, and has no epsilon of any norm: Moonshine's are LayerNorms at places
+    where Llama has RMSNorms.
+    """
+    content = readable(path)
+    keys = {way[-1] for way, value in search(content, EPSILONS) if value is not None}
+    if not keys and any(True for _ in search(content, ["model_type"])):
+        return "asked"
     told = {"rms_norm_eps": "rmsnorm", "layer_norm_eps": "norm"}
-    return told[keys.pop()] if len(keys) == 1 else ""
+    return told.get(keys.pop(), "") if len(keys) == 1 else ""
 
 
 def readable(path: Path) -> Any:

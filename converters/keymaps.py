@@ -150,9 +150,14 @@ def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
         if keymap.family in families:
             for kind, places in keymap.kinds.items():
                 for place in places.split():
-                    if _ends(prefix, place):
+                    if _ends(prefix, place) and not (place == "norm" and _in_layer(prefix)):
                         return kind, f"{keymap.family}: {place}"
     return None
+
+
+def _in_layer(path: str) -> bool:
+    """Whether a path leads through a layer or embeddings; a family's last norm stands outside."""
+    return re.search(r"(^|\.)(\d+|embeddings|attn_\d+)\.", path.replace("/", ".")) is not None
 
 
 def is_bare(name: str, families: Iterable[str]) -> bool:

@@ -34,7 +34,8 @@ from jaxmha.converters.conditions import (
 )
 from jaxmha.converters.inspection import FileInfo, inspect
 from jaxmha.converters.notes import listed
-from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan, Resolved, resolve
+from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan
+from jaxmha.converters.resolved import Resolved, resolve
 from jaxmha.converters.sides import shapes
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]

@@ -5,7 +5,7 @@ then the name. What none of these decides is not understood, and never guessed.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ _NAMES = (
     (
         "linear",
         r"proj|projector|projection|linear\d*|dense|fc\d*|head|classifier|gate|up|down|mlp"
-        + r"|embed_out|unembed|unembedding",
+        + r"|embed_out|unembed|unembedding|patch_(emb|embed|embedding|embeddings|embedder)",
     ),
     ("embedding", r"emb|embed|embedding|embeddings|wte|wpe|embed_tokens|embedder"),
 )
@@ -34,12 +34,12 @@ _OTHER_NORMS = (
     r"|layer_?scale|^scale_?\d*$|_scale$"
 )
 # Places of norms that are mostly gated: they take two inputs.
-_GATED = (
-    r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)"
-    r"[./]([^./]*[./])?\w*norm$"
-)
+_GATED = r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)[./]([^./]*[./])?\w*norm$|[./]o_norm$"
+# Places of norms in stacks of convolutions, mostly of groups of channels (wav2vec 2's are).
+_OF_CHANNELS = r"(^|[./_])conv_layers[./]\d+[./]\w*norm$|(^|[./])pixel_decoder[./]norms[./]\d+$"
 # Names by which Flax and Haiku call norms after their class.
 _BY_CLASS = {"norm": r"(LayerNorm|layer_norm)(_\d+)?", "rmsnorm": r"(RMSNorm|rms_norm)(_\d+)?"}
+ASKED = "asked"  # nothing says of which kind norms without a bias are, not even their place
 UNSURE = (
     "a norm without a bias: it could be RMSNorm or LayerNorm(bias=False), which compute different "
     "functions; name the kind (norm or rmsnorm) in a plan"
@@ -84,7 +84,7 @@ def find(
 
     `info` gives shape and dtype of every tensor; those of `blocks` are left out. `unlike` names
     kinds that compute something else in this model, with the reason (`configuration.offset_norms`);
-    `unbiased` is the kind of its norms without a bias, where that is said
+    `unbiased` is the kind of its norms without a bias, where that is said, or `ASKED`
     (`configuration.unbiased_norms`).
 
     >>> import numpy as np
@@ -102,6 +102,8 @@ def find(
     preferred = [c for block in blocks if (c := neighbours.beside(block.layout.name))]
     own = list(dict.fromkeys(preferred)) or list(CONVENTIONS)
     separators = {block.layout.separator for block in blocks}
+    if not unbiased and _parallel(prefix for prefix, _ in groups):
+        unbiased = ASKED
     found: list[Module] = []
     others: dict[str, str] = {}
     for (prefix, separator), keys in groups.items():
@@ -119,7 +121,14 @@ def find(
     return sorted(found, key=lambda module: natural(module.prefix)), others
 
 
-_FOREIGN = "its name has another separator than those of the attention near it"
+def _parallel(prefixes: Iterable[str]) -> bool:
+    """Whether layers have Llama's first norm and not its second, as Cohere's, which are LayerNorms."""
+    there = set(prefixes)
+    first = {p for p in there if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
+    return any(p.replace("input_layernorm", "post_attention_layernorm") not in there for p in first)
+
+
+_FOREIGN = "its name has another separator than those of the attention beside it"
 
 
 def _computes(module: Module) -> str:
@@ -200,7 +209,8 @@ def _decide(
         return (
             "a norm in a mixer, which may have a gate: where it has none, name the kind in a plan"
         )
-    named = keymaps.kind_at(prefix, families) or _keras_group(prefix, candidates)
+    placed = keymaps.kind_at(prefix, families)
+    named = placed or _keras_group(prefix, candidates)
     if named is not None:
         kind, place = named
         if kind not in candidates and (other := neighbours.INSTEAD.get(kind)) in candidates:
@@ -210,6 +220,9 @@ def _decide(
         if kind == "rmsnorm" and unbiased == "norm":
             why = f"config.json has {_LAYER_NORM} and no rms_norm_eps"
             return candidates["norm"]._replace(confidence="likely", why=why)
+        asked = unbiased == ASKED if kind == "rmsnorm" else kind == "norm" and unbiased != "norm"
+        if placed and asked and {"norm", "rmsnorm"} <= candidates.keys():
+            return _unbiased(prefix, candidates, unbiased)
         return candidates[kind]._replace(why=f"the place of {place}")
     if not prefix:
         return "a parameter or buffer at the top, which is no layer's"
@@ -226,7 +239,7 @@ def _by_shape(
     if kinds <= {"norm", "rmsnorm"}:
         if next(iter(candidates.values())).sizes["D"] == 1:
             return "a single number, which is no norm's"
-        if re.search(_OTHER_NORMS, re.split("[./]", prefix)[-1].lower()):
+        if re.search(_OTHER_NORMS, _called(prefix).lower()) or re.search(_OF_CHANNELS, prefix):
             return "a norm of groups or an activation by its name; else name the kind in a plan"
     if kinds == {"norm", "rmsnorm"}:  # the same array
         return _unbiased(prefix, candidates, unbiased)
@@ -252,6 +265,12 @@ def _by_shape(
 
 
 _LAYER_NORM = "layer_norm_eps"
+
+
+def _called(prefix: str) -> str:
+    """The last name in a path, for `group_norms.0` that of the list."""
+    names = [name for name in re.split("[./]", prefix) if not name.isdigit()]
+    return names[-1] if names else ""
 
 
 def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Module:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
-from jaxmha.converters import blocks, few_heads, heads, neighbours, plan, sides, stored
+from jaxmha.converters import blocks, few_heads, heads, neighbours, plan, resolved, sides, stored
 from jaxmha.converters.blocks import Block
 from jaxmha.converters.checkpoint import Loss
 from jaxmha.converters.checkpoint.digests import manifest
@@ -197,7 +197,7 @@ def _beside(
         return stored.whole(old, move.tensors[0]), stored.whole(new, made[0])
     convention = neighbours.beside(done.to)
     assert convention is not None
-    module = plan.module_of(move, old.whole.info)
+    module = resolved.module_of(move, old.whole.info)
     becomes = replace(
         move,
         kind=move.becomes
@@ -207,7 +207,7 @@ def _beside(
         tensors=made,
     )
     return stored.neighbour(old, module), stored.neighbour(
-        new, plan.module_of(becomes, new.whole.info)
+        new, resolved.module_of(becomes, new.whole.info)
     )
 
 

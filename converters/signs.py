@@ -128,7 +128,7 @@ NOT_OF_MODELS = {"id2label", "label2id", "quantization_config", "task_specific_p
 
 # Tensors outside the blocks, by name.
 TENSORS = (
-    ("rotary", r"inv_freq$|rotary|(^|[._])rope|freqs_cis|(sin|cos)_cached"),
+    ("rotary", r"^(?!.*sinusoid).*inv_freq$|rotary|(^|[._])rope|freqs_cis|(sin|cos)_cached"),
     ("alibi", r"alibi|(^|\.)slopes$"),
     (
         "relative",

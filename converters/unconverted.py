@@ -30,7 +30,7 @@ def notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> tuple[s
     `names` are those of all tensors outside the blocks, `layouts` those of the blocks; `path` is
     the file, next to which a config.json may stand.
     """
-    return tuple(printable(note) for note in _notes(path, names, layouts)) if layouts else ()
+    return tuple(printable(note) for note in _notes(path, names, layouts))
 
 
 def refuse(path: Path, layouts: Collection[str]) -> None:
@@ -75,12 +75,17 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
             f"config.json: not known here, and may change attention: {listed(said.unknown)}: "
             "compare with the model's own output"
         )
-    for layout in layouts:
-        if not types and layout in signs.IMPLIED and not {"rotary", "alibi"} & parts.keys():
-            yield (
-                "no config.json names the model_type: models with blocks of layout "
-                f"{layout} mostly have {signs.IMPLIED[layout]}, which are not converted"
-            )
+    implied = [] if types or {"rotary", "alibi"} & parts.keys() else signs.IMPLIED.keys() & layouts
+    for layout in implied:
+        yield (
+            "no config.json names the model_type: models with blocks of layout "
+            f"{layout} mostly have {signs.IMPLIED[layout]}, which are not converted"
+        )
+    if content and not types and layouts and not implied:
+        yield (
+            "config.json names no model_type: that the model computes nothing more around its "
+            "projections (positions, scale, masks) is not known: compare with the model's own output"
+        )
 
 
 def _content(path: Path) -> Any:

@@ -13,7 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from jaxmha.converters import (
+    blocks,
+    checkpoint,
     contradictions,
+    engine,
     heads,
     migrate,
     one_block,
@@ -21,6 +24,7 @@ from jaxmha.converters import (
     sides,
 )
 from jaxmha.converters.cli import app
+from tests.converters.test_every_layout import params_of
 
 N, D, LAYERS = 6, 24, 2
 OTHER = 4  # also divides the width
@@ -279,3 +283,16 @@ def test_an_epsilon_that_was_not_read_is_not_stated(encoder: Path, tmp_path: Pat
     (note,) = [n for n in migrate.plan(encoder, to="flax", num_heads=N)[0].notes if "epsilon" in n]
     assert "epsilon is not known" in note
     assert "It is 1e-05 if it is the default of torch, and 1e-06 by default in flax" in note
+
+
+@pytest.mark.parametrize("model_type", ["vit", "deit", "ijepa", "dinov2"])
+def test_names_on_disk_are_of_the_type_too(model_type: str, tmp_path: Path) -> None:
+    """transformers 5 renames these models' tensors in memory, and back when it saves them."""
+    chosen = blocks.named("vit")
+    state = engine.export_params(
+        chosen, params_of(chosen), chosen.semantics, prefix="encoder.layer.0.attention"
+    )
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_heads": N}))
+    assert migrate.inspect(tmp_path / "a.npz").notes == ()
+    migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")

@@ -16,7 +16,8 @@ from jaxmha.converters import blocks, checkpoint, engine, migrate, moves, report
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.checkpoint import writing
 from jaxmha.converters.cli import app
-from jaxmha.converters.plan import make, resolve
+from jaxmha.converters.plan import make
+from jaxmha.converters.resolved import resolve
 from tests.converters.test_every_layout import N, params_of
 from tests.converters.test_plan import model
 

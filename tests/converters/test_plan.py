@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from jaxmha.converters import checkpoint, engine, migrate, plan_file
 from jaxmha.converters.blocks import named
 from jaxmha.converters.cli import app
-from jaxmha.converters.plan import Move, Plan, make, resolve
+from jaxmha.converters.plan import Move, Plan, make
+from jaxmha.converters.resolved import resolve
 from tests.converters.test_every_layout import N, params_of
 
 State = dict[str, Any]

@@ -174,6 +174,34 @@ def test_tensors_outside_the_blocks_are_named(part: str, name: str, tmp_path: Pa
     assert f"tensor {name}" in note
 
 
+@pytest.mark.parametrize("config", [{}, {"encoder": {"tokens": 3}}])
+def test_a_configuration_without_a_model_type_is_said(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """RoFormer's and YOSO's say nothing else of what they have."""
+    (note,) = notes(source(tmp_path, config))
+    assert "config.json names no model_type" in note
+
+
+def test_sinusoids_of_boxes_are_no_rotary_positions(tmp_path: Path) -> None:
+    more = {"bbox_embeddings.bbox_sinusoid_emb.x_pos_emb.inv_freq": np.ones(4, np.float32)}
+    said = notes(source(tmp_path, {"model_type": "bros"}, **more))
+    assert [signs.PARTS["relative"][0] in note for note in said] == [True]
+
+
+def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> None:
+    """GTE and Phi have names of no layout: their linear layers are converted all the same."""
+    state = {f"layers.0.mixer.{x}.weight": np.ones((6, 6), np.float32) for x in ("Wqkv", "dense")}
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gte", "rope_theta": 1e4}))
+    assert any(signs.PARTS["rotary"][0] in x for x in migrate.inspect(tmp_path / "a.npz").notes)
+    for done in (
+        migrate.plan(tmp_path / "a.npz", to="flax")[0],
+        migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax"),
+    ):
+        assert any(signs.PARTS["rotary"][0] in note for note in done.notes)
+
+
 def test_text_and_json_of_every_command_name_it(tmp_path: Path) -> None:
     path, words = source(tmp_path, {"model_type": "bloom"}), signs.PARTS["alibi"][0]
     target = str(tmp_path / "b.npz")

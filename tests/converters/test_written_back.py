@@ -179,7 +179,8 @@ def test_a_plan_that_makes_half_a_block_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b.npz").exists()
 
 
-OWN, LLAMA = "blocks.0.attention", "layers.0.self_attn"  # of no family, and of one
+# Of no family, and of two.
+OWN, LLAMA, GPT2 = "blocks.0.attention", "layers.0.self_attn", "h.0.attn"
 RMS, LAYER = {"rms_norm_eps": 1e-6}, {"layer_norm_eps": 1e-6}
 NORMS: list[tuple[str, dict[str, Any], str, str]] = [
     (OWN, {}, "norm.weight", "asked"),
@@ -192,6 +193,22 @@ NORMS: list[tuple[str, dict[str, Any], str, str]] = [
     (LLAMA, RMS, "layers.0.linear_attn.norm.weight", "carried"),
     (LLAMA, RMS, "layers.0.input_layernorm.weight", "scale"),
     (LLAMA, LAYER, "layers.0.input_layernorm.weight", "gamma"),  # Cohere's
+    (
+        LLAMA,
+        {"rms_norm_eps": None} | LAYER,
+        "layers.0.input_layernorm.weight",
+        "gamma",
+    ),  # Cohere 2's MoE
+    (LLAMA, {"model_type": "moonshine"}, "layers.0.input_layernorm.weight", "asked"),
+    (LLAMA, {}, "layers.0.input_layernorm.weight", "asked"),  # Cohere's have no second norm
+    (LLAMA, LAYER, "layers.0.gateway.norm.weight", "asked"),  # an RMSNorm of DEIMv2
+    (GPT2, {"layer_norm_epsilon": 1e-5}, "h.0.ln_1.weight", "asked"),  # an RMSNorm of ImageGPT
+    (LLAMA, RMS, "layers.1.self_attn.o_norm.weight", "carried"),  # gated in Kimi Linear
+    (OWN, {}, "group_norms.0", "carried"),
+    (OWN, {}, "feature_extractor.conv_layers.0.layer_norm", "carried"),  # wav2vec 2's, of groups
+    (LLAMA, {}, "embeddings.norm.weight", "asked"),
+    (LLAMA, RMS, "norm.weight", "scale"),
+    (LLAMA, {}, "norm.weight", "scale"),
     (OWN, {"model_type": "mobilebert"}, "any_norm", "carried"),
     (OWN, {"model_type": "mobilebert", "normalization_type": "layer_norm"}, "any_norm", "gamma"),
 ]
@@ -202,7 +219,7 @@ def test_a_norm_without_a_bias_is_known_or_refused(
     prefix: str, config: dict[str, Any], name: str, expected: str, tmp_path: Path
 ) -> None:
     """Keras keeps those of a LayerNorm and an RMSNorm under different names."""
-    state: dict[str, Any] = block("llama", prefix)
+    state: dict[str, Any] = block("gpt2" if prefix == GPT2 else "llama", prefix)
     names = [name] if name.endswith("weight") else [f"{name}.weight", f"{name}.bias"]
     state |= {one: drawn(D) for one in names}
     checkpoint.write(tmp_path / "a.npz", state)

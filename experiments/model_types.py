@@ -1,0 +1,110 @@
+"""Makes the table of `jaxmha.converters.model_types`: families of blocks by model type.
+
+    python -m experiments.model_types [TYPE ...] [--write]
+
+Every type that transformers can build from its default configuration is built without memory (torch's
+meta device). Names in memory and names on disk both count: transformers renames many models when it
+saves them, and files of older versions have the names on disk.
+"""
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from jaxmha.converters import blocks, families, model_types
+
+_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+_MOST = 8
+
+
+def found(model_type: str) -> set[str] | None:
+    """The families of the blocks of a type, in memory or on disk; None: it cannot be built."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = _config(model_type)
+    for name in _CLASSES if config is not None else ():
+        try:
+            with torch.device("meta"):
+                model = getattr(transformers, name).from_config(config)
+        except Exception:  # noqa: BLE001, S112 (whatever its defaults do not have)
+            continue
+        state = model.state_dict()
+        names = _families(state)
+        try:
+            return names | _families(revert_weight_conversion(model, state))
+        except Exception:  # noqa: BLE001 (a conversion that computes on arrays)
+            return names
+    return None
+
+
+def table(model_types: list[str]) -> dict[str, set[str]]:
+    """Family -> its types, of those that can be built."""
+    made: dict[str, set[str]] = {family.name: set() for family in families.FAMILIES}
+    for model_type in model_types:
+        for family in found(model_type) or ():
+            made[family].add(model_type)
+    return {family: types for family, types in made.items() if types}
+
+
+def text(made: dict[str, set[str]]) -> str:
+    """The module, formatted as it is kept."""
+    rows = []
+    for family, types in made.items():
+        line = f'    "{family}": "{" ".join(sorted(types))}",'
+        if len(line) > 100:
+            parts = textwrap.wrap(" ".join(sorted(types)), 86)
+            shown = [f'        "{part} "' for part in parts[:-1]] + [f'        "{parts[-1]}"']
+            line = "\n".join((f'    "{family}": (', *shown, "    ),"))
+        rows.append(line)
+    head = Path(model_types.__file__).read_text().partition("MODEL_TYPES")[0]
+    return f"{head}MODEL_TYPES: dict[str, str] = {{\n" + "\n".join(rows) + "\n}\n"
+
+
+def _config(model_type: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[model_type]()
+        data = config.to_dict()
+        if "layer_types" in data or not any(data.get(key, 0) for key in _LAYERS):
+            return config
+        few = {key: min(data[key], _MOST) for key in _LAYERS if isinstance(data.get(key), int)}
+        return type(config)(**few)
+    except Exception:  # noqa: BLE001 (sizes that only a checkpoint tells)
+        return None
+
+
+def _families(state: dict[str, Any]) -> set[str]:
+    found = blocks.find({name: tuple(array.shape) for name, array in state.items()})
+    return {block.family[0] for block in found if block.family}
+
+
+def main() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="default: all")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    made = table(given.types or sorted(CONFIG_MAPPING_NAMES))
+    if given.write and not given.types:
+        Path(model_types.__file__).write_text(text(made))
+        return
+    for family, types in made.items():
+        kept = set(model_types.MODEL_TYPES.get(family, "").split())
+        print(f"{family}: {' '.join(sorted(types))}; new: {' '.join(sorted(types - kept))}")
+
+
+if __name__ == "__main__":
+    main()

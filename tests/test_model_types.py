@@ -1,0 +1,12 @@
+"""The table of model types is what its script makes of this version of transformers."""
+
+import pytest
+
+from experiments import model_types
+from jaxmha.converters.model_types import MODEL_TYPES
+
+
+@pytest.mark.parametrize("model_type", ["vit", "bert", "gpt2", "qwen2_vl", "jamba", "maskformer"])
+def test_the_table_is_not_stale(model_type: str) -> None:
+    kept = {family for family, types in MODEL_TYPES.items() if model_type in types.split()}
+    assert model_types.found(model_type) == kept
