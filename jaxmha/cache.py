@@ -15,7 +15,7 @@ from jaxmha.arrays import Array, DTypeLike, are_arrays
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
 from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, refuse_structure
-from jaxmha.integers import near
+from jaxmha.integers import FAR, near
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
@@ -260,8 +260,8 @@ def _decode_step(
     cache = _write(cache._replace(lengths=lengths), key, value, jnp.full(B, T, np.int32))
     mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
     out = attend_cache(params, query, cache, positions, mask, semantics, block)
-    if not rings:
-        out = nan_where((lengths + T > S).reshape(B, 1, 1, 1), out)
+    # Beyond FAR positions are no longer counted, in a window either.
+    out = nan_where((lengths + T > (FAR if rings else S)).reshape(B, 1, 1, 1), out)
     return combine(params, out, semantics=semantics), cache
 
 
@@ -306,10 +306,8 @@ def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) ->
 
 
 def _counts(lengths: Any) -> Any:
-    """Lengths of any integer dtype as int32 of at least 0."""
-    if lengths.dtype != np.int32:
-        lengths = near(lengths).astype(np.int32)
-    return lengths.clip(0)
+    """Lengths of any integer dtype as int32 of at least 0, and their sums with T too."""
+    return near(lengths).clip(0)
 
 
 def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:

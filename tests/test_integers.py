@@ -229,3 +229,15 @@ def test_numbers_that_float32_does_not_hold_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"{name} of float32 logits must be at most"):
             attend(None, X, **{name: value})
     np.testing.assert_allclose(attend(logits_soft_cap=1e30), attend(), atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 2], ids=["", "window"])
+@pytest.mark.parametrize("length", [2**31 - 1, 2**30], ids=["limit of int32", "2**30"])
+def test_a_step_beyond_what_is_counted(length: int, window: int | None) -> None:
+    """Sums of lengths and new tokens do not wrap below 0, where nothing is attended."""
+    cache = KVCache.empty(PARAMS, B, T)._replace(lengths=np.asarray([length, 0], np.int32))
+    mask = None if window is None else Mask.window(window, None)
+    out, cache = jaxmha.decode_step(PARAMS, FEATURES[:, :1], cache, mask=mask)
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
+    assert int(cache.lengths[0]) > 0
