@@ -37,6 +37,8 @@ def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     dtype = np.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating, got {dtype}")
+    if dtype.name.startswith("float6_"):  # JAX names it, and XLA cannot make arrays of it
+        raise TypeError(f"{name} must be floating, of another size than 6 bits, got {dtype}")
     if np.array([-1, 0]).astype(dtype).tolist() != [-1, 0]:  # float8_e8m0fnu, made for scales
         raise TypeError(f"{name} must be floating with a sign and a zero, got {dtype}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -71,7 +73,9 @@ def window(sides: Any) -> Mask:
     """`local_window_size` as a mask: w or (left, right)."""
     if sides is None:
         return Mask()
-    if isinstance(sides, np.ndarray) and sides.ndim:
+    if isinstance(sides, np.ndarray | jax.Array) and sides.ndim:
+        if sides.ndim > 1:
+            raise ValueError(f"local_window_size must be w or (left, right), got {sides!r}")
         sides = tuple(sides)
     if not isinstance(sides, Sequence) or isinstance(sides, str):
         sides = (sides, sides)

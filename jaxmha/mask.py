@@ -248,11 +248,15 @@ def _side(side: Any, window: tuple[Any, Any]) -> int | None:
             f"window sides shape the program and cannot be traced, got {shown}: make them static "
             "(static_argnames of jax.jit); a traced right side alone is Mask.causal(offset)"
         )
-    if isinstance(side, bool | np.bool_) or not hasattr(side, "__index__"):
-        raise TypeError(f"window sides must be integers or None, got {shown}")
-    if side < 0:
+    try:
+        if isinstance(side, bool | np.bool_):
+            raise TypeError
+        found = index(side)
+    except TypeError:  # of an array too that is no one integer
+        raise TypeError(f"window sides must be integers or None, got {shown}") from None
+    if found < 0:
         raise ValueError(f"window sides must be >= 0 or None, got {shown}")
-    return index(side)
+    return found
 
 
 def _over_rows(per_batch: Any, xp: Any) -> Any:

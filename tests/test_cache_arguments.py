@@ -18,7 +18,16 @@ from tests.everyday import everyday
 from tests.test_cache import B, D, T, make
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4")
-NO_STORAGE = ("int8", "uint8", "int32", "bool", "complex64", "int4", "float8_e8m0fnu")
+NO_STORAGE = (
+    "int8",
+    "uint8",
+    "int32",
+    "bool",
+    "complex64",
+    "int4",
+    "float8_e8m0fnu",
+    "float6_e2m3fn",
+)
 
 
 def named(dtype: str) -> np.dtype[Any]:
@@ -29,13 +38,13 @@ def hand_made(cache: KVCache, dtype: Any) -> KVCache:
     return cache._replace(key=cache.key.astype(dtype), value=cache.value.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", everyday(NO_STORAGE, "int8", "float8_e8m0fnu"))
+@pytest.mark.parametrize("dtype", everyday(NO_STORAGE, "int8", "float8_e8m0fnu", "float6_e2m3fn"))
 def test_dtypes_that_hold_no_keys(dtype: str) -> None:
     """Keys cut to integers would attend in silence."""
     params, x = make()
     with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
         KVCache.empty(params, B, T, named(dtype))
-    if dtype != "float8_e8m0fnu":
+    if dtype not in ("float8_e8m0fnu", "float6_e2m3fn"):
         cache = hand_made(KVCache.empty(params, B, T), named(dtype))
         for run in (jaxmha.prefill, jaxmha.decode_step):
             with pytest.raises(TypeError, match=rf"cache\.key.*{dtype}"):

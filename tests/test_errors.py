@@ -197,6 +197,26 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["causal_offset", "B", "(3,)"],
     ),
     "window of a bool": ({"local_window_size": True}, TypeError, ["window", "integers", "True"]),
+    "a window of a float array": (
+        {"local_window_size": np.array(1.0)},
+        TypeError,
+        ["window", "integers", "1.0"],
+    ),
+    "a window of a bool of JAX": (
+        {"local_window_size": jnp.array(True)},
+        TypeError,
+        ["window", "integers", "True"],
+    ),
+    "a window of three of JAX": (
+        {"local_window_size": jnp.ones(3, int)},
+        ValueError,
+        ["local_window_size", "left, right"],
+    ),
+    "a window of columns": (
+        {"local_window_size": np.ones((2, 1), int)},
+        ValueError,
+        ["local_window_size"],
+    ),
     "half a window": ({"local_window_size": (1.5, 2)}, TypeError, ["window", "integers", "1.5"]),
     "no head size": (
         {"query": zeros(2, 5, 6, 0), "key": zeros(2, 7, 3, 0)},
