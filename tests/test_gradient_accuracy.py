@@ -3,6 +3,7 @@
 The unit is the RMS error of the exact result when it is rounded to float32.
 """
 
+import functools
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -195,3 +196,18 @@ def test_gradients_that_are_zero() -> None:
     for implementation in ("blocked", "reference"):
         for mine, limit in zip(gradients(implementation), theirs, strict=True):
             assert mine <= limit
+
+
+def test_weights_of_huge_logits_are_at_most_one() -> None:
+    """The gradient rounds logits of 1e9 in another way than the output, by more than 60."""
+    rng = np.random.default_rng(0)
+    q, k, v, cotangent = (
+        jnp.asarray(rng.standard_normal((1, size, 1, 64)), jnp.float32)
+        for size in (300, 700, 700, 300)
+    )
+    attend = functools.partial(
+        jaxmha.dot_product_attention, is_causal=True, implementation="blocked"
+    )
+    gradient = jax.jit(lambda *x: jax.vjp(attend, *x[:3])[1](x[3])[2])
+    found = gradient(1e9 * q, k, v, cotangent)
+    assert float(jnp.abs(found).max()) <= float(jnp.abs(cotangent).sum(1).max())

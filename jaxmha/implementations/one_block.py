@@ -155,8 +155,10 @@ def backward(
         logits = rules.soft_cap * bent
     if mask_or_bias is not None:
         logits = _masked(logits, jnp.swapaxes(mask_or_bias, -1, -2))
-    # Logits may be rounded in another way than forward, and be above the row max.
-    exps = jnp.exp(jnp.minimum(logits - jnp.swapaxes(row_max, -1, -2), MOST_ABOVE))
+    # Logits may be rounded in another way than forward, and be above the row max: by so much that
+    # a weight, where no row sum of the same rounding divides it, would be far more than 1.
+    most = MOST_ABOVE if whole else 0.0
+    exps = jnp.exp(jnp.minimum(logits - jnp.swapaxes(row_max, -1, -2), most))
     if whole:
         row_sum = exps.sum(-2, keepdims=True)
         divisor = jnp.where(row_sum == 0, 1.0, row_sum)
