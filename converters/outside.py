@@ -200,10 +200,10 @@ def _groups(side: Source) -> dict[str, _Group]:
 def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Module] | None:
     """Both layers as one kind; None: they are compared by their keys."""
     if x.module and y.module and _alike(x.module, y.module):
-        kinds = {x.module.kind, y.module.kind}
+        both = {x.module.kind, y.module.kind}
         # One framework has one of Linear and Conv1D in one place: the other is a transpose.
         of_gpt2 = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
-        if len(kinds) == 2 and "conv1d" in kinds and of_gpt2[0] == of_gpt2[1]:
+        if len(both) == 2 and "conv1d" in both and of_gpt2[0] == of_gpt2[1]:
             return None
         return x.module, y.module
     if x.names.keys() == y.names.keys():

@@ -205,6 +205,9 @@ def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) 
         raise AssertionError(f"the two sides are not the same\n{report}")
 
 
+_UNSEEN = "the output does not show it"
+
+
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
     differences = tuple(weight_differences(a, b))
@@ -223,7 +226,7 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
         departs = f"no output can be compared: {', '.join(held)} holds NaN or infinity"
     elif counted or behaviour:
         departs = first_departure(a, b, seed)
-        explanation = explanation or _missing_scale(a, b)
+        explanation = explanation or _other_scale(a, b, departs)
     elif not alike:
         departs = "output: the weights agree, so a live layer computes something else"
         explanation = forward.explain_forward(a, seed) or forward.explain_forward(b, seed)
@@ -261,9 +264,13 @@ def _scale(side: BlockSide) -> float:
     return float(H**-0.5 if scale is None else scale)
 
 
-def _missing_scale(a: BlockSide, b: BlockSide) -> str | None:
-    """One side divides the logits by the square root of H, and the other does not."""
+def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
+    """One side divides the logits by the square root of H, and the other does not, or its queries
+    make up for it."""
     low, high = sorted((_scale(a), _scale(b)))
+    if departs is not None and departs.endswith(_UNSEEN):
+        folded = not math.isclose(low, high, rel_tol=1e-12)
+        return "the scale is folded into the query: outputs are the same" if folded else None
     usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
     return forward.MISSING_SCALE if usual and low < high == 1 else None
 
@@ -324,7 +331,7 @@ def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
             if first is None:
                 first = shown
         elif name == "output" and first is not None:
-            return f"{first}; the output does not show it"
+            return f"{first}; {_UNSEEN}"
     return first
 
 

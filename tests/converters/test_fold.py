@@ -4,13 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import jaxmha
-from jaxmha import Semantics
-from jaxmha.converters import blocks, checkpoint, engine, fold, linear, migrate, plan_file
+from jaxmha import Semantics, init_params
+from jaxmha.converters import (
+    blocks,
+    checkpoint,
+    engine,
+    fold,
+    forward,
+    linear,
+    migrate,
+    plan_file,
+    verify,
+)
 from jaxmha.converters.cli import app
 from tests.tolerance import assert_close
 
@@ -154,3 +165,14 @@ def jaxmha_key() -> Any:
 
 def oracle_of(params: Any, x: Any, semantics: Semantics) -> Any:
     return np.asarray(jaxmha.multi_head_attention(params, x, semantics=semantics))
+
+
+def test_verify_does_not_call_a_folded_scale_missing() -> None:
+    """Outputs are the same, so that nothing is missing."""
+    params = init_params(jax.random.key(0), num_heads=2, features=8)
+    ours = params, Semantics(scale=1.0)
+    (block,) = verify.compare(ours, fold.fold(*ours, blocks.named("flax"))).blocks
+    assert not block.same
+    assert block.explanation == "the scale is folded into the query: outputs are the same"
+    (block,) = verify.compare(ours, (params, Semantics())).blocks
+    assert block.explanation == forward.MISSING_SCALE
