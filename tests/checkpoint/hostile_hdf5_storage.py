@@ -13,6 +13,7 @@ from jaxmha.converters import checkpoint as ck
 from tests.checkpoint.hostile import case, keras
 from tests.checkpoint.hostile_composed import archive
 from tests.checkpoint.hostile_hdf5 import SECRET, W
+from tests.checkpoint.hostile_hdf5_changed import changed, seal, seal_header
 
 # --- storage and filters -----------------------------------------------------------------------
 
