@@ -124,6 +124,8 @@ ELSEWHERE = (
     r"|(gate|output_logit)_soft_cap|softmax_in_fp32"
     r"|position_embedding|hidden_act|n_window|num_windows|max_window_layers|use_scale|decoder_offset"
 )
+# Keys that transformers writes into every configuration.
+OF_TRANSFORMERS = {"architectures", "transformers_version", "torch_dtype", "dtype"}
 NOT_OF_MODELS = {"id2label", "label2id", "quantization_config", "task_specific_params"}
 
 # Tensors outside the blocks, by name.

@@ -81,7 +81,8 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
             "no config.json names the model_type: models with blocks of layout "
             f"{layout} mostly have {signs.IMPLIED[layout]}, which are not converted"
         )
-    if content and not types and layouts and not implied:
+    of_model = isinstance(content, dict) and signs.OF_TRANSFORMERS & content.keys()
+    if of_model and not types and layouts and not implied:
         yield (
             "config.json names no model_type: that the model computes nothing more around its "
             "projections (positions, scale, masks) is not known: compare with the model's own output"
