@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from jaxmha.converters import checkpoint
 from jaxmha.converters.checkpoint import folder as folder_module
@@ -67,3 +68,23 @@ def test_a_change_of_the_array_that_is_read_is_seen(change: str, tmp_path: Path)
         with pytest.raises(checkpoint.IntegrityError, match="changed while"):
             file["layers/1"]
         assert file["layers/2"].tolist() == [2, 2, 2]
+
+
+# A tenth of the tensors that a file may hold which is refused for nothing else, in a tenth of the
+# memory: 12,400 of a model of torch, which has that many opcodes, and 50,000 arrays of NumPy.
+TENTH = checkpoint.Limits(memory=checkpoint.Limits().memory // 10)
+
+
+def test_many_small_tensors_of_torch_are_read(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(620)))
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    with checkpoint.open(tmp_path / "m.pt", limits=TENTH) as file:
+        assert len(file) == 1240
+        assert np.array_equal(file["619.weight"], model[619].weight.detach().numpy())
+
+
+def test_many_small_arrays_of_numpy_are_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", **{f"layer{i}/w": np.full(2, i, "f4") for i in range(5000)})
+    with checkpoint.open(tmp_path / "m.npz", limits=TENTH) as file:
+        assert len(file) == 5000
+        assert file["layer4999/w"].tolist() == [4999, 4999]
