@@ -49,7 +49,16 @@ _UNSET: Final = object()  # a place in the memo that was left out
 # Bytes of memory that opcodes make: a small number, a text beside its characters, a tuple beside its
 # items and with what `flatten` notes of it, a dict or list with the same, an entry of a dict, a place
 # in the memo, one on the stack or in a list, and what REDUCE and BINPERSID give.
-_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = 32, 64, 180, 200, 100, 20, 16, 200
+_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = (
+    32,
+    64,
+    180,
+    200,
+    100,
+    20,
+    16,
+    200,
+)
 
 
 _COSTS = {
