@@ -97,9 +97,20 @@ def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
 def refuse_behaviour(path: Path) -> None:
     """Raises ValueError where the config.json beside a checkpoint changes attention itself.
 
-    Weights alone would be read as another function.
+    Weights alone would be read as another function. One that is too large is refused too: nobody
+    would hear what it says.
+
+    Raises BudgetExceeded where it is too large.
     """
-    for (*_, key), value in search(readable(path), BEHAVIOUR):
+    try:
+        content = read(path)
+    except BudgetExceeded as error:
+        problem = "is too large to be read, so that nothing is known of what it says of attention"
+        remedy = "leave out its labels (id2label, label2id), or move it away"
+        raise BudgetExceeded(path.parent / CONFIG, problem, remedy) from error
+    except (ValueError, RecursionError):
+        content = {}
+    for (*_, key), value in search(content, BEHAVIOUR):
         if value not in (BEHAVIOUR[key], None):
             remedy = (
                 "do it between jaxmha.project and jaxmha.dot_product_attention"

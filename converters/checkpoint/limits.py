@@ -85,6 +85,10 @@ class Budget:
         if self._built > self._most_built:  # the message takes longer than the sum
             self.spend(f"the memory to build with {what}", self._built, self._most_built, member)
 
+    def give_back(self, amount: int) -> None:
+        """Takes back what was charged for something that is there no more."""
+        self._built -= amount
+
     def grow(self, file_bytes: int) -> None:
         """Allows the memory of one more file of the same checkpoint."""
         self._most_built += 2 * file_bytes

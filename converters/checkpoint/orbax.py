@@ -129,8 +129,15 @@ def read(folder: Folder, limits: Limits) -> Contents:
                 rows = slice(at, min(at + step, info.shape[0]))
                 yield to_bytes(part(name, (rows,))).data
 
+    # A database may keep any tensor in any of its files.
+    alone = {name: key.partition("/")[0] for name, key in places.items() if store is base}
     return Contents(
-        budget.info, lambda name: part(name, ()), digests=kept, part=part, stream=stream
+        budget.info,
+        lambda name: part(name, ()),
+        digests=kept,
+        folders=alone,
+        part=part,
+        stream=stream,
     )
 
 

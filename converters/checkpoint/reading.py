@@ -92,6 +92,7 @@ class Checkpoint(Lazy):
         self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
+        self._folders = contents.folders
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -111,8 +112,14 @@ class Checkpoint(Lazy):
             ) from e
         finally:
             # A change is the likely cause of whatever else went wrong, so it is reported first.
-            self._source.check_unchanged()
+            self._check_unchanged(name)
         return array
+
+    def _check_unchanged(self, name: str) -> None:
+        if isinstance(self._source, Folder):
+            self._source.check_unchanged(self._folders.get(name, ""))
+        else:
+            self._source.check_unchanged()
 
     def _check_asked(self, name: str) -> None:
         if name not in self.info:
@@ -165,7 +172,7 @@ class Checkpoint(Lazy):
         try:
             return self._part(name, box)
         finally:
-            self._source.check_unchanged()
+            self._check_unchanged(name)
 
     def digest(self, algorithm: str | None = None, progress: Progress | None = None) -> str:
         """One digest over names, dtypes, shapes and values; it reads every tensor.
@@ -198,7 +205,7 @@ class Checkpoint(Lazy):
         for piece in self._stream(name):
             state.update(piece)
             advance(len(piece))
-        self._source.check_unchanged()
+        self._check_unchanged(name)
         return f"{algorithm}:{state.hexdigest()}"
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ looked up or executed.
 Format: https://docs.python.org/3/library/pickletools.html and torch/_utils.py
 """
 
+import functools
 import os
 import pickletools
 import struct
@@ -44,10 +45,20 @@ _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
-# Bytes of memory that opcodes make: a small number, a text without its characters, a tuple with
-# its depth, a dict or list and the notes of `flatten` on it, an entry of a dict or of the memo, a
-# place on the stack or in a list, and the results of REDUCE and BINPERSID.
-_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _PLACE, _RECORD = 32, 64, 320, 200, 100, 16, 200
+_UNSET: Final = object()  # a place in the memo that was left out
+# Bytes of memory that opcodes make: a small number, a text without its characters, a tuple without its
+# items and with what `flatten` notes of it, a dict or list with the same, an entry of a dict, a place
+# in the memo, one on the stack or in a list, and what REDUCE and BINPERSID give.
+_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = (
+    32,
+    64,
+    180,
+    200,
+    100,
+    20,
+    16,
+    200,
+)
 
 
 _COSTS = {
@@ -55,7 +66,7 @@ _COSTS = {
     for signs, cost in {
         "JKMG": _NUMBER,
         "\x8a": 255,
-        "qr": _ENTRY,
+        "qr": _MEMO,
         "}]": _CONTAINER,
         ")t\x85\x86\x87": _TUPLE,
         "s": _ENTRY,
@@ -70,9 +81,15 @@ class _Ordered(dict[Any, Any]):
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple that knows how deep it is nested."""
+    """A tuple that knows how deep it is nested, by its class: no tuple has a place for a number."""
 
-    depth: int
+    __slots__ = ()
+    depth = 0
+
+
+@functools.cache
+def _nested(depth: int) -> type[_Tuple]:
+    return type("_Tuple", (_Tuple,), {"__slots__": (), "depth": depth})
 
 
 def run(
@@ -153,7 +170,7 @@ class _Machine:
     def __init__(self, path: str | os.PathLike[str], limits: Limits, budget: Budget) -> None:
         self.path, self.limits, self._budget = path, limits, budget
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.storages: dict[str, Storage] = {}
 
     def fail(self, kind: type[CheckpointError], problem: str, remedy: str = _AGAIN) -> NoReturn:
@@ -187,10 +204,12 @@ class _Machine:
             case "q" | "r":
                 if argument > count:
                     self.fail(MalformedFile, "a memo index larger than any before it")
+                # Every pickler counts up. What leaves out numbers has at most one for each opcode.
+                self.memo += [_UNSET] * (argument + 1 - len(self.memo))
                 self.memo[argument] = self.pop()
                 self.stack.append(self.memo[argument])
             case "h" | "j":
-                if argument not in self.memo:
+                if argument >= len(self.memo) or self.memo[argument] is _UNSET:
                     self.fail(MalformedFile, "the memo index was never stored")
                 self.stack.append(self.memo[argument])
             case "(":
@@ -228,11 +247,10 @@ class _Machine:
         else:
             items = [self.pop() for _ in range(b")\x85\x86\x87".index(code))][::-1]
         self.charge(8 * len(items))
-        made = _Tuple(items)
-        made.depth = 1 + max((x.depth for x in items if isinstance(x, _Tuple)), default=0)
-        if made.depth > self.limits.tuple_depth:
+        depth = 1 + max((x.depth for x in items if isinstance(x, _Tuple)), default=0)
+        if depth > self.limits.tuple_depth:
             self.fail(BudgetExceeded, "tuples are nested too deeply", SAVE)
-        return made
+        return _nested(depth)(items)
 
     def set_items(self, items: Sequence[Any]) -> None:
         target = self.stack[-1] if self.stack else None

@@ -43,7 +43,9 @@ _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: how hard deflate tried
 _ZIP64, _UNICODE_PATH = 1, 0x7075
 _DIGEST = 0x6D6A  # "jm"; extra fields of unknown kinds are skipped by every reader
 _BLOCK = 1 << 20
-_MEMBER = 1000  # bytes of memory at most for one, its name apart
+# Bytes of memory at most for one, its names and digests apart: while the headers are compared, and
+# for as long as the file is open.
+_COMPARED, _MEMBER = 660, 400
 _AGAIN = "save it again with the library that made it"
 
 
@@ -83,7 +85,7 @@ def members(source: Source, budget: Budget) -> dict[str, Member]:
     count, start, size = _end(source)
     budget.spend("the number of zip members", count, budget.limits.members)
     budget.spend("the zip directory", size, budget.limits.header_bytes)
-    budget.build(size + _MEMBER * count, "its zip directory")
+    budget.build(3 * size + _COMPARED * count, "its zip directory")
     found: dict[str, Member] = {}
     position = 0
     for entry in sorted(_central(source, count, start, size), key=lambda entry: entry.offset):
@@ -105,6 +107,7 @@ def members(source: Source, budget: Budget) -> dict[str, Member]:
         )
     if position != start:
         _fail(source, MalformedFile, "bytes before the zip directory belong to no member")
+    budget.give_back(2 * size + (_COMPARED - _MEMBER) * count)
     return found
 
 

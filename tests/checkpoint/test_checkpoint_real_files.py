@@ -1,0 +1,90 @@
+"""Files and folders that people really have: nothing of them is refused, and none takes long."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import folder as folder_module
+
+
+def _folder_of_arrays(path: Path, count: int) -> None:
+    """What orbax writes without a database: a folder for every array, its chunk and its document."""
+    document = {
+        "zarr_format": 2,
+        "shape": [3],
+        "chunks": [3],
+        "dtype": "<f4",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "order": "C",
+    }
+    entry = {"value_metadata": {"value_type": "jax.Array"}}
+    tree = {}
+    for i in range(count):
+        inside = path / f"layers.{i}"
+        inside.mkdir(parents=True)
+        (inside / ".zarray").write_text(json.dumps(document))
+        (inside / "0").write_bytes(np.full(3, i, "<f4").tobytes())
+        tree[str(i)] = entry | {"key_metadata": [{"key": k} for k in ("layers", str(i))]}
+    (path / "_METADATA").write_text(json.dumps({"tree_metadata": tree, "use_zarr3": False}))
+
+
+def test_reading_a_folder_takes_time_in_proportion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, listed = 60, []
+    _folder_of_arrays(tmp_path / "m", count)
+    scandir = os.scandir
+
+    def counted(path: Any) -> Any:
+        listed.append(path)
+        return scandir(path)
+
+    with checkpoint.open(tmp_path / "m") as file:
+        monkeypatch.setattr(folder_module.os, "scandir", counted)
+        assert [file[f"layers/{i}"][0] for i in range(count)] == list(range(count))
+        assert file.part("layers/7", (slice(1),)).tolist() == [7]
+    assert len(listed) <= count + 1
+
+
+@pytest.mark.parametrize("change", ["other", "new", "gone"])
+def test_a_change_of_the_array_that_is_read_is_seen(change: str, tmp_path: Path) -> None:
+    _folder_of_arrays(tmp_path / "m", 3)
+    inside = tmp_path / "m" / "layers.1"
+    with checkpoint.open(tmp_path / "m") as file:
+        if change == "other":
+            (inside / "0").write_bytes(np.ones(3, "<f4").tobytes())
+        elif change == "new":
+            (inside / ".0.part").touch()
+        else:
+            inside.rename(tmp_path / "elsewhere")
+        with pytest.raises(checkpoint.IntegrityError, match="changed while"):
+            file["layers/1"]
+        assert file["layers/2"].tolist() == [2, 2, 2]
+
+
+# A tenth of the tensors that a file may hold which is refused for nothing else, in a tenth of the
+# memory: 12,400 of a model of torch, which has that many opcodes, and 50,000 arrays of NumPy.
+TENTH = checkpoint.Limits(memory=checkpoint.Limits().memory // 10)
+
+
+def test_many_small_tensors_of_torch_are_read(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(620)))
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    with checkpoint.open(tmp_path / "m.pt", limits=TENTH) as file:
+        assert len(file) == 1240
+        assert np.array_equal(file["619.weight"], model[619].weight.detach().numpy())
+
+
+def test_many_small_arrays_of_numpy_are_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", **{f"layer{i}/w": np.full(2, i, "f4") for i in range(5000)})
+    with checkpoint.open(tmp_path / "m.npz", limits=TENTH) as file:
+        assert len(file) == 5000
+        assert file["layer4999/w"].tolist() == [4999, 4999]
