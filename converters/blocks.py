@@ -31,7 +31,6 @@ LAYOUTS: tuple[Layout, ...] = (
     *equinox.LAYOUTS,
     *haiku.LAYOUTS,
 )
-_WITHOUT_OUTPUT = ("linear-query", "dense-query")
 
 
 class Block(NamedTuple):
@@ -175,28 +174,11 @@ def damaged_at(
             if prefix in whole or not (first or kernels or 2 * len(there) > len(usual)):
                 continue
             missing = [e.key for e in required if e not in there]
-            kept = {
-                leaf
-                for e in candidate.entries
-                for leaf in e.leaves
-                if candidate.path(prefix, e.key) in shapes
-            }
-            if candidate.name in _WITHOUT_OUTPUT and _of_another_form(kept):
-                continue
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
     return reasons
-
-
-def _of_another_form(leaves: Iterable[str]) -> bool:
-    """Whether all of query, key and value is there, and nothing of an output.
-
-    Longformer, LXMERT and Reformer keep theirs elsewhere: nothing is damaged there.
-    """
-    kernels = {leaf for leaf in leaves if not leaf.endswith("bias") or leaf == "out.bias"}
-    return kernels == {"query.kernel", "key.kernel", "value.kernel"}
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:

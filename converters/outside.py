@@ -211,8 +211,8 @@ def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Mo
     for known, other, info, first in ((x, y, b.info, True), (y, x, a.info, False)):
         if known.module is None:
             continue
-        kinds = [known.module.kind, neighbours.INSTEAD.get(known.module.kind, "")]
-        for kind in filter(None, kinds):
+        either = [known.module.kind, neighbours.INSTEAD.get(known.module.kind, "")]
+        for kind in filter(None, either):
             for convention in neighbours.CONVENTIONS:
                 prefix = modules.split(next(iter(other.names.values())))[0]
                 try:

@@ -105,15 +105,15 @@ def check(
       CheckpointError, ValueError: a file cannot be read.
     """
     with stored.opened(source) as old, stored.opened(destination) as new:
-        resolved = plan.resolve(done, old.whole)
-        by_move = dict(resolved.by_move)
-        missing = tuple(name for name in resolved.made if name not in new.whole)
+        carried = resolved.resolve(done, old.whole)
+        by_move = dict(carried.by_move)
+        missing = tuple(name for name in carried.made if name not in new.whole)
         there = blocks.find(sides.shapes(new.whole), [blocks.named(done.to)])
         targets = {block.prefix: block for block in there}
         reports = []
         for move in progress(list(by_move)):
             made = tuple(by_move[move])
-            pair = resolved.blocks.get(move), targets.get(move.target)
+            pair = carried.blocks.get(move), targets.get(move.target)
             found = _compare(move, made, done, old, new, pair, forward)
             notes = [*notes, *found.notes]
             tensors = {name: one.sources for name, one in by_move[move].items()}
@@ -121,7 +121,7 @@ def check(
             reports.append(
                 MoveReport(move.kind, move.source, move.target, tensors, differences, found.errors)
             )
-        unexpected = tuple(name for name in new.whole if name not in resolved.made)
+        unexpected = tuple(name for name in new.whole if name not in carried.made)
         stored.differences(stored.unread(old, ()), stored.unread(new, unexpected))
         same = not missing and not unexpected and not any(one.differences for one in reports)
         return ConversionReport(

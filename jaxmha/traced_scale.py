@@ -25,7 +25,7 @@ def split(scale: Any) -> tuple[Any, Array | None]:
         return scale, None
     if scale.shape != ():
         raise ValueError(
-            f"scale must be a number or an array of shape (), got shape {scale.shape}: multiply the "
+            f"scale must be one number, or an array of shape (), got shape {scale.shape}: multiply the "
             "query where heads or features have scales of their own"
         )
     real = jnp.issubdtype(scale.dtype, np.floating) or jnp.issubdtype(scale.dtype, np.integer)

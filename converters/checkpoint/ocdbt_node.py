@@ -148,9 +148,10 @@ def _start(tensorstore: Any, raw: bytes) -> Callable[[int], bytes]:
         ).result()
         store = tensorstore.KvStore.open({"driver": "zip", "base": base}, context=context).result()
         try:
-            kept = store.read("node").result().value
+            read: bytes = store.read("node").result().value
         except ValueError as error:
             raise Damaged from error
-        return kept
+        kept = read
+        return read
 
     return first

@@ -32,6 +32,8 @@ def tree_of(keys: Any, value: Any = None, **more: Any) -> bytes:
 
 
 KEY = [{"key": "w", "key_type": 2}]
+_error: type[ck.CheckpointError]
+_array: dict[str, Any]
 for _name, _error, _file, _data in (
     ("tree_key_is_a_number", Bad, "_METADATA", tree_of([{"key": 1, "key_type": 1}])),
     ("tree_key_is_empty", Bad, "_METADATA", tree_of([{"key": "", "key_type": 2}])),

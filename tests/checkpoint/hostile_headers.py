@@ -16,6 +16,7 @@ Big, Gone, Out = ck.BudgetExceeded, ck.IncompleteCheckpoint, ck.PathEscape
 # --- safetensors ----------------------------------------------------------------------------------
 
 ONE = json.dumps(entry()).encode()
+_error: type[ck.CheckpointError]
 for _name, _error, _data in (
     ("header_of_no_byte", Bad, safetensors(b"")),
     ("header_is_a_list", Bad, safetensors(b"[" + ONE + b"]")),

@@ -35,6 +35,7 @@ def rebuilt(arguments: bytes) -> bytes:
 
 
 FULL = storage() + number(0) + numbers(2, 3) + numbers(3, 1)
+_error: type[ck.CheckpointError]
 for _name, _error, _data in (
     ("of_four_arguments", Code, rebuilt(FULL)),
     ("of_twenty_arguments", Code, rebuilt(FULL + b"\x89" + b"N" * 15)),

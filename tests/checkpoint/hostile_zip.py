@@ -41,6 +41,7 @@ ONE = zip_file([("w.npy", npy())])
 LOCAL, CENTRAL, END = b"PK\3\4", b"PK\1\2", b"PK\5\6"
 Bad, Two, No, Code = ck.MalformedFile, ck.AmbiguousFile, ck.UnsupportedFormat, ck.ForbiddenContent
 
+_error: type[ck.CheckpointError]
 for _name, _error, _data in (
     ("end_counts_one_more", Bad, changed(ONE, END, 8, "<2H", 2, 2)),
     ("end_counts_none", Bad, changed(ONE, END, 8, "<2H", 0, 0)),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import folder as folder_module
 
 
 def _folder_of_arrays(path: Path, count: int) -> None:
@@ -48,7 +47,7 @@ def test_reading_a_folder_takes_time_in_proportion(
         return scandir(path)
 
     with checkpoint.open(tmp_path / "m") as file:
-        monkeypatch.setattr(folder_module.os, "scandir", counted)
+        monkeypatch.setattr(os, "scandir", counted)
         assert [file[f"layers/{i}"][0] for i in range(count)] == list(range(count))
         assert file.part("layers/7", (slice(1),)).tolist() == [7]
     assert len(listed) <= count + 1
@@ -76,7 +75,7 @@ TENTH = checkpoint.Limits(memory=checkpoint.Limits().memory // 10)
 
 
 def test_many_small_tensors_of_torch_are_read(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(620)))
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(620)))
     torch.save(model.state_dict(), tmp_path / "m.pt")
     with checkpoint.open(tmp_path / "m.pt", limits=TENTH) as file:
         assert len(file) == 1240
@@ -84,7 +83,8 @@ def test_many_small_tensors_of_torch_are_read(tmp_path: Path) -> None:
 
 
 def test_many_small_arrays_of_numpy_are_read(tmp_path: Path) -> None:
-    np.savez(tmp_path / "m.npz", **{f"layer{i}/w": np.full(2, i, "f4") for i in range(5000)})
+    arrays: Any = {f"layer{i}/w": np.full(2, i, "f4") for i in range(5000)}
+    np.savez(tmp_path / "m.npz", **arrays)
     with checkpoint.open(tmp_path / "m.npz", limits=TENTH) as file:
         assert len(file) == 5000
         assert file["layer4999/w"].tolist() == [4999, 4999]

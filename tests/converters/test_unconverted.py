@@ -186,7 +186,7 @@ def test_a_configuration_without_a_model_type_is_said(
 
 
 def test_sinusoids_of_boxes_are_no_rotary_positions(tmp_path: Path) -> None:
-    more = {"bbox_embeddings.bbox_sinusoid_emb.x_pos_emb.inv_freq": np.ones(4, np.float32)}
+    more: Any = {"bbox_embeddings.bbox_sinusoid_emb.x_pos_emb.inv_freq": np.ones(4, np.float32)}
     said = notes(source(tmp_path, {"model_type": "bros"}, **more))
     assert [signs.PARTS["relative"][0] in note for note in said] == [True]
 
