@@ -318,7 +318,7 @@ def test_forward_mode() -> None:
 def test_scales_of_several_numbers() -> None:
     per_head = np.ones((1, T, T), np.float32)
     assert theirs(scale=per_head).shape == Q.shape
-    with pytest.raises(ValueError, match="scale must be a number or an array of shape"):
+    with pytest.raises(ValueError, match="scale must be one number, or an array of shape"):
         ours(scale=per_head)
 
 
