@@ -201,9 +201,10 @@ def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Mo
     """Both layers as one kind; None: they are compared by their keys."""
     if x.module and y.module and _alike(x.module, y.module):
         both = {x.module.kind, y.module.kind}
-        # One framework has one of Linear and Conv1D in one place: the other is a transpose.
+        # A framework has either Linear or Conv1D in one place: the other is a transpose.
         of_gpt2 = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
-        if len(both) == 2 and "conv1d" in both and of_gpt2[0] == of_gpt2[1]:
+        alike = x.module.convention == y.module.convention and of_gpt2[0] == of_gpt2[1]
+        if len(both) == 2 and "conv1d" in both and alike:
             return None
         return x.module, y.module
     if x.names.keys() == y.names.keys():

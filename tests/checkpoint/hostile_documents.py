@@ -131,7 +131,8 @@ def folder_with_a_socket(path: Path) -> None:
     here = os.getcwd()
     os.chdir(path)  # the path of a socket is short
     try:
-        socket.socket(socket.AF_UNIX).bind("s")
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind("s")
     finally:
         os.chdir(here)
 

@@ -318,7 +318,9 @@ def test_rows_of_the_table() -> None:
     }
     assert Semantics.torch() == Semantics.torch("weights") == Semantics(fully_masked="nan")
     assert Semantics.torch("sdpa", dtype="bfloat16") == Semantics.torch_sdpa() == Semantics()
-    assert Semantics.keras(dropout_rate=0.3) == Semantics(fully_masked="mean", dropout_rate=0.3)
+    assert Semantics.keras(dropout_rate=0.3) == Semantics(
+        fully_masked="mean", softmax_dtype="float32", dropout_rate=0.3
+    )
     assert Semantics.flax(dropout_broadcast=()).dropout_broadcast == ()
     assert Semantics.flax("fused").softmax_dtype == Semantics.jax().softmax_dtype == np.float32
     assert hash(Semantics.jax(scale=0.5)) == hash(Semantics.jax(scale=0.5))
