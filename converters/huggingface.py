@@ -104,9 +104,8 @@ T5 = Layout(
     semantics=Semantics(scale=1.0),
     holds=_DROPOUT,
     beside=("relative_attention_bias.weight",),
-    about="T5 without biases and without scale: keys under `SelfAttention`, `EncDecAttention` "
-    "(the relative position bias goes to the call; a whole file keeps it under its name, and "
-    "goes to layouts with a scale by --fold-scale)",
+    about="T5 without biases and scale: keys under `SelfAttention`, `EncDecAttention` (the relative "
+    "bias goes to the call, or beside it in a file; other layouts take --fold-scale)",
 )
 WHISPER = Layout(
     "whisper",

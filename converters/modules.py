@@ -30,7 +30,8 @@ _OTHER_CONVOLUTIONS = (
 )
 # Names of what has the arrays of a norm of features and is none.
 _OTHER_NORMS = (
-    r"group|instance|prelu|(^|_)(gn|act|activation|ls|gamma|lambda|alpha|gate)_?\d*($|_)"
+    r"group|instance|prelu|(^|_)(gn|act|activation|gate)_?\d*($|_)"
+    r"|(^|_)(ls|gamma|lambda|alpha)_?\d*$"
     r"|layer_?scale|^scale_?\d*$|_scale$"
 )
 # Places of norms that are mostly gated: they take two inputs.

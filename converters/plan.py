@@ -249,8 +249,10 @@ def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -
     there = {family.name for family in families.FAMILIES if family.layout == to.name}
     named = keymaps.kind_at(prefix, there)
     wanted = [named[0]] if named else []
-    if layer.kind != "conv1d" or to.name == "gpt2" or not layer.why.startswith("the place of"):
-        wanted.append(layer.kind)  # GPT-2's own becomes Linear
+    # GPT-2's own becomes Linear, and one that a plan names.
+    own = layer.why.startswith(("the place of", "named"))
+    if layer.kind != "conv1d" or to.name == "gpt2" or not own:
+        wanted.append(layer.kind)
     wanted.append(neighbours.INSTEAD.get(layer.kind, layer.kind))
     for kind in wanted:
         if leaves <= {e.leaves[0] for e in convention.kinds.get(kind, ())}:

@@ -378,9 +378,7 @@ def test_a_head_count_that_does_not_divide_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 5}')
     (info,) = migrate.inspect(tmp_path / "a.npz").blocks
     assert info.num_heads is None
-    assert re.search(
-        rf"config.json: n_head says 5, which does not fit: {message}", info.num_heads_from
-    )
+    assert "config.json does not describe these tensors (n_head is 5" in info.num_heads_from
 
 
 def test_config_is_read_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,10 @@ def lacking(layout: Layout) -> Iterator[tuple[str, Case]]:
                 )
             else:
                 own = [name for name in members if name in dropped]
-                message = rf"^layout {layout.name} needs {', '.join(own)}, which is not there$"
+                remedy = ": heads are concatenated here, .*" if "out.kernel" in own else ""
+                message = (
+                    rf"^layout {layout.name} needs {', '.join(own)}, which is not there{remedy}$"
+                )
             case = Case(layout, without(params, *dropped), layout.semantics, message)
             yield f"{leaf} is not there", case
 

@@ -15,6 +15,7 @@ import pytest
 from jaxmha import multi_head_attention
 from jaxmha.converters import blocks, engine, keras, oracle
 from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.by_hand import BY_HAND
 from tests.converters.layers import foreign
 
 B, T, N, K, H = 2, 43, 6, 3, 10
@@ -332,8 +333,9 @@ def test_no_less_exact_than_the_class(name: str) -> None:
 def test_every_layout_has_a_live_class() -> None:
     """Those of torch, Keras and Flax themselves are measured with all their settings elsewhere."""
     elsewhere = {"torch", "torch-separate", "keras", "flax"}
-    files = {"keras-file", "keras-gqa-file"}  # the same arrays under other keys
+    files = {"keras-file", "keras-gqa-file", "dense-file"}  # the same arrays under other keys
     layouts = {layout.name for layout in blocks.LAYOUTS}
-    assert {layout for layout, _ in LIVE.values()} == layouts - elsewhere - files
+    by_hand = {layout.name for layout in BY_HAND}  # test_by_hand.py has a class of each
+    assert {layout for layout, _ in LIVE.values()} == layouts - elsewhere - files - by_hand
     count = sum(DRAWS * (1 if layout in UNMASKED else 2) for layout, _ in LIVE.values())
     assert count >= 200

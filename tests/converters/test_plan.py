@@ -362,8 +362,8 @@ def test_notes_of_a_plan_are_told_when_it_is_carried_out(
 def test_plans_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff")
     for path, why in [
-        (tmp_path / "absent.toml", "No such file"),
-        (tmp_path, "Is a directory"),
+        (tmp_path / "absent.toml", "there is no such file"),
+        (tmp_path, "is a directory"),
         (tmp_path / "bytes.toml", "no UTF-8"),
     ]:
         done = cli("convert", source, tmp_path / "a.npz", "--plan", path)

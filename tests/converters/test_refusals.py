@@ -503,11 +503,6 @@ KERAS: dict[str, tuple[dict[str, Any], tuple[int | None, ...], str]] = {
         (None, 7, 5, Dq),
         r"attention_axes=.*1, 2.*, which attends",
     ),
-    "output_shape": (
-        {"output_shape": (3, 5)},
-        (None, 7, Dq),
-        r"output_shape=.*3, 5.*, which spreads",
-    ),
     "sliding_window": (
         {"sliding_window": 3},
         (None, 7, Dq),
