@@ -121,6 +121,7 @@ def test_the_path_of_torch_has_a_reason(change: dict[str, Any], said: str) -> No
     evaluated = settings.pop("eval", False)
     module = framework.nn.MultiheadAttention(6, **settings).train(not evaluated)
     x = framework.ones(2, 3, 6)
+    framework.backends.mha.set_fastpath_enabled(True)  # others of this process may not have it
     with framework.no_grad():
         path, why = path_of(module, x, x, x, why=True)
         assert path == path_of(module, x, x, x)
