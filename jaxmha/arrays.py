@@ -1,5 +1,6 @@
 """Array types of the public signatures, and checks that refuse other types."""
 
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import jax
@@ -9,7 +10,16 @@ from numpy.typing import DTypeLike
 # Not NDArray: from NumPy 2.5 on that is an alias that jaxtyping cannot look into.
 Array: TypeAlias = jax.Array | np.ndarray[tuple[Any, ...], np.dtype[Any]]
 
-__all__ = ["Array", "DTypeLike", "are_arrays", "none_foreign"]
+__all__ = [
+    "Array",
+    "DTypeLike",
+    "are_arrays",
+    "as_dtype",
+    "in_jax",
+    "is_rounded",
+    "made_array",
+    "none_foreign",
+]
 
 # Frameworks whose tensors have shapes and dtypes too, and how theirs become arrays.
 FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".numpy()"}
@@ -18,19 +28,59 @@ FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".n
 def are_arrays(**arguments: Any) -> None:
     """Raises TypeError for an argument other than None that is no array of NumPy or JAX."""
     for name, value in arguments.items():
-        if value is None or isinstance(value, jax.Array | np.ndarray):
+        if value is None or _is_fine(value):
             continue
         none_foreign(name, value)
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            hint = f": make it one with np.asarray({name})" * isinstance(value, list | tuple)
-            raise TypeError(f"{name} must be an array, got {type(value).__name__}{hint}")
+            raise TypeError(
+                f"{name} must be an array, got {type(value).__name__}{made_array(name, value)}"
+            )
+
+
+def _is_fine(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and in_jax(leaf.dtype))
+
+
+def in_jax(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX has arrays of it. Integers may be of foreign byte order: they are narrowed."""
+    widest = 16 if dtype.kind == "c" else 8  # NumPy's long double is wider
+    ordinary = dtype.kind in "biufc" and dtype.itemsize <= widest
+    return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
+
+
+def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+    """A dtype argument; TypeError that names it for anything else, None included."""
+    found: np.dtype[Any] | None = None
+    with suppress(TypeError):
+        found = None if dtype is None else np.dtype(dtype)
+    if found is None or not in_jax(found):
+        raise TypeError(f"{name} must be a dtype that JAX has, such as 'float32', got {dtype!r}")
+    return found
+
+
+def made_array(name: str, value: Any) -> str:
+    """For the end of a message: how a list becomes an array."""
+    return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
+
+
+def is_rounded(dtype: Any) -> bool:
+    """Whether JAX, without x64, makes arrays of another dtype of it, without a word."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def none_foreign(name: str, tree: Any) -> None:
-    """Raises TypeError for a leaf that is a tensor of another framework, which is not imported."""
+    """Raises TypeError for a leaf that is a tensor of another framework, which is not imported, or
+    a NumPy array of a dtype that JAX lacks."""
+    if all(map(_is_fine, jax.tree.leaves(tree))):  # paths take longer than everything else
+        return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array | np.ndarray):
+        if _is_fine(leaf):
             continue
+        if isinstance(leaf, np.ndarray):
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)} is {leaf.dtype}, a dtype that JAX lacks: cast "
+                "it with astype, to np.float32 or another"
+            )
         framework = type(leaf).__module__.partition(".")[0]
         if framework in FOREIGN and hasattr(leaf, "dtype"):
             called = f"{name}{jax.tree_util.keystr(path)}"

@@ -1,7 +1,7 @@
 """Scaled dot-product attention."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Integer
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
-from jaxmha.arrays import Array, DTypeLike, are_arrays
+from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
 from jaxmha.axes import bind
 from jaxmha.implementations.request import Request, Result, simplified
 from jaxmha.mask import Mask
@@ -98,6 +98,7 @@ def dot_product_attention(
     (2, 5, 4)
     """
     are_arrays(query=query, key=key, value=value, bias=bias)
+    none_foreign("dropout_key", dropout_key)
     checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
     known_scale, traced = traced_scale.split(scale)
     semantics = Semantics(
@@ -107,7 +108,7 @@ def dot_product_attention(
         softmax_dtype=softmax_dtype,
         precision=precision,
         dropout_rate=dropout_rate,
-        dropout_broadcast=tuple(dropout_broadcast),
+        dropout_broadcast=dropout_broadcast,
     )
     returned = Returned(
         checks.weights_kind(return_weights),
@@ -305,7 +306,7 @@ def as_mask(mask: Any) -> Mask:
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """As a static argument of jit; what is hashable stays what it is."""
-    if implementation is None or isinstance(implementation, str | implementations.Question):
+    """As a static argument of jit; what is hashable stays what it is, and is looked up later."""
+    if isinstance(implementation, str | implementations.Question):
         return implementation
-    return tuple(implementation)
+    return tuple(implementation) if isinstance(implementation, Iterable) else implementation

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmha.arrays import DTypeLike, are_arrays, none_foreign
+from jaxmha.arrays import DTypeLike, are_arrays, as_dtype, is_rounded, none_foreign
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 
 
 def no_silent_rounding(**arguments: Any) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
-    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
+    if not is_rounded(np.float64):
         return
     # Paths of sound leaves would take longer than everything else that is checked.
     if not any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arguments)):
@@ -34,14 +34,14 @@ def no_silent_rounding(**arguments: Any) -> None:
 def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     """A dtype that can hold heads; TypeError unless it is floating, has a sign and a zero, and is
     not one that JAX would round."""
-    dtype = np.dtype(dtype)
+    dtype = as_dtype(name, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating, got {dtype}")
     if dtype.name.startswith("float6_"):  # JAX names it, and XLA cannot make arrays of it
         raise TypeError(f"{name} must be floating, of another size than 6 bits, got {dtype}")
     if np.array([-1, 0]).astype(dtype).tolist() != [-1, 0]:  # float8_e8m0fnu, made for scales
         raise TypeError(f"{name} must be floating with a sign and a zero, got {dtype}")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    if is_rounded(dtype):
         raise TypeError(
             f"{name}={dtype} would be rounded to float32: call "
             "jax.config.update('jax_enable_x64', True)"
@@ -84,13 +84,15 @@ def window(sides: Any) -> Mask:
     return Mask.window(*sides)
 
 
-def are_sizes(**arguments: Any) -> None:
-    """Raises ValueError for an argument that is there and no integer of at least 1."""
+def are_sizes(*, least: int = 1, most: int | None = None, **arguments: Any) -> None:
+    """Raises ValueError for an argument that is there and no integer of these sizes."""
     for name, size in arguments.items():
         if size is None or export.is_symbolic_dim(size):
             continue
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
+        if most is not None and size > most:
+            raise ValueError(f"{name} must be at most {most}, got {size!r}")
 
 
 def promoted(**arrays: Any) -> np.dtype[Any]:

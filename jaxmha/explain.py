@@ -93,7 +93,7 @@ def explain(
     }
     static = {name: x for name, x in options.items() if name not in traced}
     question = Question(implementation)
-    with platforms.lowering_for(platform) if platform else nullcontext():
+    with platforms.lowering_for(platform) if platform is not None else nullcontext():
         call = partial(dot_product_attention, **static, implementation=question)
         jax.eval_shape(call, **arrays, **traced)
         device = platforms.current().device

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.arrays import is_rounded
+
 # Further than any position; its sum with one is a number of 32 bits.
 FAR = 2**30
 _LIMITS = np.iinfo(np.int32)
@@ -57,7 +59,7 @@ def comparable(query_ids: Any, key_value_ids: Any) -> tuple[Any, Any]:
     dtypes = {np.dtype(x.dtype) for x in pair}
     if dtypes == {np.dtype(np.int32)}:
         return pair
-    held = all(jax.dtypes.canonicalize_dtype(x) == x for x in dtypes)
+    held = not any(is_rounded(x) for x in dtypes)
     if held and len(dtypes) == 1 and library(*pair) is jnp:
         return pair
     if all(_known(x) for x in pair):

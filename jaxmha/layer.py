@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxmha import checks, extra_positions, sharding
-from jaxmha.arrays import Array, are_arrays
+from jaxmha.arrays import Array, are_arrays, none_foreign
 from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.axes import bind
 from jaxmha.implementations import forward_mode, shards
@@ -76,6 +76,7 @@ def multi_head_attention(
     checks.are_of(MHAParams, params=params)
     checks.are_of(Semantics, semantics=semantics)
     are_arrays(query=query, key=key, value=value, bias=bias)
+    none_foreign("dropout_key", dropout_key)
     checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
     is_causal = checks.flag("is_causal", is_causal)
     mask = as_mask(mask)

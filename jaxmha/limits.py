@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.arrays import is_rounded
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.semantics import Semantics
 
@@ -27,10 +28,7 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
             raise ValueError(
                 f"{name} of {accumulate} logits must be at most {most:.3g}, got {given}"
             )
-    if (
-        semantics.softmax_dtype == np.float64
-        and jax.dtypes.canonicalize_dtype(np.float64) != np.float64
-    ):
+    if semantics.softmax_dtype is not None and is_rounded(semantics.softmax_dtype):
         raise TypeError(
             "softmax_dtype is float64, which JAX would round to float32: call "
             "jax.config.update('jax_enable_x64', True), or leave it out"

@@ -1,8 +1,10 @@
 """Which pairs of query and key may attend, kept as structure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from operator import index
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,29 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from jaxmha import picture
-from jaxmha.arrays import Array, are_arrays, none_foreign
+from jaxmha.arrays import Array, are_arrays, made_array, none_foreign
 from jaxmha.integers import comparable, library, narrow, near
+
+P = ParamSpec("P")
+
+
+def _by_keyword(
+    make: Callable[Concatenate[type["Mask"], P], "Mask"],
+) -> Callable[Concatenate[type["Mask"], P], "Mask"]:
+    """A constructor that refuses positional arguments and names its keywords."""
+    query, key_value = (name for name in make.__annotations__ if name != "return")
+
+    @wraps(make)
+    def made(cls: type["Mask"], /, *by_position: P.args, **named: P.kwargs) -> "Mask":
+        if by_position:
+            raise TypeError(
+                f"Mask.{make.__name__} takes no positional argument: the first would mean the "
+                f"queries, and leave the padding of keys visible. By name, give {key_value}= "
+                f"(keys and values), {query}=, or both"
+            )
+        return make(cls, **named)  # type: ignore[call-arg]
+
+    return made
 
 
 @jax.tree_util.register_pytree_node_class
@@ -68,6 +91,7 @@ class Mask:
         return cls(window_size=sides)
 
     @classmethod
+    @_by_keyword
     def lengths(
         cls,
         *,
@@ -83,10 +107,11 @@ class Mask:
         >>> Mask.lengths(key_value=np.array([3, 1])).to_array(1, 4, np).astype(int).tolist()
         [[[[1, 1, 1, 0]]], [[[1, 0, 0, 0]]]]
         """
-        _are_integers("an integer array", query=query, key_value=key_value)
+        _are_integers("an integer array", optional=True, query=query, key_value=key_value)
         return cls(query_lengths=query, key_value_lengths=key_value)
 
     @classmethod
+    @_by_keyword
     def padding(
         cls,
         *,
@@ -108,6 +133,7 @@ class Mask:
         return cls(query_padding=query, key_value_padding=key_value)
 
     @classmethod
+    @_by_keyword
     def segments(
         cls, *, query_ids: Integer[Array, "*B T"], key_value_ids: Integer[Array, "*B S"]
     ) -> "Mask":
@@ -227,16 +253,15 @@ class Mask:
 _FIELDS = tuple(field.name for field in fields(Mask))  # the static ones first
 
 
-def _are_integers(kind: str, **arguments: Any) -> None:
+def _are_integers(kind: str, *, optional: bool = False, **arguments: Any) -> None:
     for name, value in arguments.items():
-        if value is None and kind == "an integer array":
+        if value is None and optional:
             continue
         none_foreign(name, value)
         dtype = getattr(value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, np.integer):
-            hint = f": make it one with np.asarray({name})" * isinstance(value, list | tuple)
             found = type(value).__name__ if dtype is None else dtype
-            raise TypeError(f"{name} must be {kind}, got {found}{hint}")
+            raise TypeError(f"{name} must be {kind}, got {found}{made_array(name, value)}")
 
 
 def _side(side: Any, window: tuple[Any, Any]) -> int | None:

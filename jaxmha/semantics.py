@@ -1,6 +1,7 @@
 """Behaviour that is not a weight."""
 
 import math
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import numpy as np
 
-from jaxmha.arrays import DTypeLike
+from jaxmha.arrays import DTypeLike, as_dtype
 
 FullyMasked: TypeAlias = Literal["zero", "nan", "mean"]
 ReturnWeights: TypeAlias = bool | Literal["before_dropout", "after_dropout"]
@@ -100,16 +101,13 @@ class Semantics:
         object.__setattr__(self, "precision", _precision(self.precision))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
-        if not set(self.dropout_broadcast) <= set("BNTS"):
-            raise ValueError(
-                f"dropout_broadcast names axes of B, N, T, S, got {self.dropout_broadcast}"
-            )
+        object.__setattr__(self, "dropout_broadcast", _axes(self.dropout_broadcast))
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
             raise ValueError(f"logits_soft_cap must be positive, got {self.logits_soft_cap}")
         if not self.qk_norm_epsilon >= 0:
             raise ValueError(f"qk_norm_epsilon must be >= 0, got {self.qk_norm_epsilon}")
         if self.softmax_dtype is not None:
-            dtype = np.dtype(self.softmax_dtype)
+            dtype = as_dtype("softmax_dtype", self.softmax_dtype)
             if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
                 raise ValueError(f"softmax_dtype must be a floating dtype, got {dtype}")
             object.__setattr__(self, "softmax_dtype", dtype)
@@ -255,6 +253,12 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def _axes(names: Any) -> tuple[str, ...]:
+    if isinstance(names, Collection) and all(name in ("B", "N", "T", "S") for name in names):
+        return tuple(names)
+    raise ValueError(f"dropout_broadcast must be names of axes among B, N, T, S, got {names!r}")
+
+
 def _precision(value: Any) -> Any:
     """One of JAX's names of a precision, or one for each factor; algorithms are what they are."""
     presets = jax.lax.DotAlgorithmPreset
@@ -275,5 +279,5 @@ def _precision(value: Any) -> Any:
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
-    if not any(value is choice or value == choice for choice in choices):
+    if isinstance(value, jax.Array | np.ndarray) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")

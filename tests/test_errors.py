@@ -435,6 +435,31 @@ def test_semantics(field: str, value: Any) -> None:
         Semantics(**{field: value})
 
 
+@pytest.mark.parametrize("value", ["frob", 3, ["frob"], np.array([1, 2])], ids=repr)
+@pytest.mark.usefixtures("no_shape_hook")
+def test_wrong_options_list_the_choices(value: Any) -> None:
+    """Whatever kind of thing is given."""
+    x = np.ones((1, 2, 1, 3), np.float32)
+    choices = {
+        "fully_masked": r"\('zero', 'nan', 'mean'\)",
+        "implementation": r"\['reference', 'blocked'",
+        "return_weights": "",
+        "dropout_broadcast": "B, N, T, S",
+        "precision": "'default', 'high', 'highest'",
+    }
+    for name, listed in choices.items():
+        given: Any = {name: value}
+        with pytest.raises(ValueError, match=rf"{name} must be .*{listed}"):
+            jaxmha.dot_product_attention(x, x, x, **given)
+    layer: Any = {"key": jax.random.key(0), "num_heads": 2, "features": 6}
+    with pytest.raises(ValueError, match=r"scheme must be one of \('torch', 'keras', 'flax'\)"):
+        jaxmha.init_params(**layer, scheme=value)
+    with pytest.raises(ValueError, match=r"qk_norm must be one of \(None, 'layer', 'rms'\)"):
+        Semantics(qk_norm=value)
+    with pytest.raises(ValueError, match=r"platform must be among \['cpu', 'tpu'"):
+        jaxmha.explain(x, x, x, platform=value)
+
+
 def test_things_of_another_kind_are_named() -> None:
     query, params = INPUTS["query"], params_of(LEAVES)
     other: Any = {"a": 1}

@@ -48,6 +48,14 @@ CALLS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "bias": (lambda x: _attention(bias=x), X[0, :, 0]),
     "mask": (lambda x: _attention(mask=x), X[0, :, 0] > 0),
     "scale": (lambda x: _attention(scale=x), np.float32(1)),
+    "dropout_key": (
+        lambda x: _attention(dropout_rate=0.5, dropout_key=x),
+        np.array([1, 2], np.uint32),
+    ),
+    "dropout_key of a layer": (
+        lambda x: _layer(FEATURES, dropout_key=x, semantics=jaxmha.Semantics(dropout_rate=0.5)),
+        np.array([1, 2], np.uint32),
+    ),
     "query_seq_lengths": (lambda x: _attention(query_seq_lengths=x), np.array([1, 2])),
     "key_value_seq_lengths": (lambda x: _attention(key_value_seq_lengths=x), np.array([1, 2])),
     "segment_ids": (lambda x: _attention(segment_ids=x), np.ones((2, 3), int)),
@@ -164,3 +172,46 @@ def test_operators_of_masks() -> None:
         for other in (Mask.causal(), array):
             with pytest.raises(TypeError, match=r"Mask\.dense\(~?a\.to_array"):
                 operator(Mask.causal(), other)
+
+
+ABSENT: tuple[Any, ...] = (np.longdouble, object, "U1", ">f4")
+
+
+@pytest.mark.parametrize("dtype", ABSENT)
+@pytest.mark.parametrize("name", ["query", "value", "bias", "query of a layer", "inputs_q of nnx"])
+def test_dtypes_that_jax_lacks(name: str, dtype: Any) -> None:
+    call, array = CALLS[name]
+    with pytest.raises(TypeError, match=rf"{name.split()[0]} is .*a dtype that JAX lacks: cast"):
+        call(array.astype(dtype))
+
+
+def test_other_places_of_dtypes_that_jax_lacks() -> None:
+    wide = jax.tree.map(lambda x: np.asarray(x).astype(np.longdouble), PARAMS)
+    for run in (jaxmha.multi_head_attention, jaxmha.project):
+        with pytest.raises(TypeError, match=r"params\.query\.kernel is .* that JAX lacks"):
+            run(wide, FEATURES)
+    with pytest.raises(TypeError, match="segment_ids is object, a dtype that JAX lacks"):
+        _attention(segment_ids=np.ones((2, 3), object))
+    cache = KVCache.empty(PARAMS, 2, 4)
+    with pytest.raises(TypeError, match=r"cache\.key is .* that JAX lacks"):
+        jaxmha.decode_step(PARAMS, FEATURES, cache._replace(key=wide.key.kernel))
+
+
+@pytest.mark.parametrize("dtype", [*ABSENT[:3], "frob", 3])
+def test_dtype_arguments_are_named(dtype: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "softmax_dtype": lambda: _attention(softmax_dtype=dtype),
+        "dtype": lambda: KVCache.empty(PARAMS, 1, 2, dtype),
+        "dtype ": lambda: jaxmha.init_params(
+            jax.random.key(0), num_heads=2, features=6, dtype=dtype
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name.strip()} must be a dtype that JAX has, such"):
+            call()
+
+
+def test_integers_of_another_byte_order_are_no_foreign_dtype() -> None:
+    lengths = np.array([1, 3])
+    out = _attention(key_value_seq_lengths=lengths.astype(">i8"))
+    np.testing.assert_array_equal(out, _attention(key_value_seq_lengths=lengths))

@@ -183,10 +183,20 @@ def test_other_dtypes_than_integers_are_refused(array: Any) -> None:
             Mask.lengths(key_value=array)
 
 
-@pytest.mark.parametrize("make", [Mask.lengths, Mask.padding, Mask.segments])
-def test_conditions_are_named(make: Any) -> None:
-    with pytest.raises(TypeError, match="positional argument"):
-        make(np.ones((1, 3), bool), np.ones((1, 3), bool))
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Mask.lengths, "key_value= .* query="),
+        (Mask.padding, "key_value= .* query="),
+        (Mask.segments, "key_value_ids= .* query_ids="),
+    ],
+    ids=["lengths", "padding", "segments"],
+)
+@pytest.mark.parametrize("several", [1, 2])
+def test_conditions_are_named(make: Any, names: str, several: int) -> None:
+    """By position they would mean queries, and padded keys would stay visible."""
+    with pytest.raises(TypeError, match=rf"no positional argument: .*queries.*give {names}"):
+        make(*[np.ones((1, 3), int)] * several)
 
 
 def test_float64_is_another_softmax_than_none() -> None:

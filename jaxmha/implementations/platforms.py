@@ -57,7 +57,7 @@ def named(name: str) -> Platform:
     >>> named("H200").capability
     (9, 0)
     """
-    known = KNOWN.get(name.lower())
+    known = KNOWN.get(name.lower()) if isinstance(name, str) else None
     if known is None:
         raise ValueError(f"platform must be among {list(KNOWN)}, got {name!r}")
     return known
