@@ -1,5 +1,6 @@
 """Every row of the page "Coming from jax.nn", run with the live function."""
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -209,9 +210,21 @@ def test_dead_keys() -> None:
 
 
 def test_implementations() -> None:
-    with pytest.raises(ValueError, match=r"implementation must be among .*got 'xla'"):
-        ours(implementation="xla")
-    same(ours(implementation="reference"), theirs(implementation="xla"))
+    """Names of jax.nn are taken; its "xla" is "reference"."""
+    found = ours(implementation="xla", return_weights=True)
+    same(found, ours(implementation="reference", return_weights=True), 0.0)
+    same(found[0], theirs(implementation="xla"))
+    same(ours(implementation=("blocked", "xla"), return_weights=True), found, 0.0)
+    assert jaxmha.explain(Q, K, V, implementation="xla").chosen == "reference"
+    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=8)
+    x = np.ones((B, T, 8), np.float32)
+    run = functools.partial(jaxmha.multi_head_attention, params, x)
+    same(run(implementation="xla"), run(implementation="reference"), 0.0)
+    with pytest.raises(ValueError, match="no implementation supports this request: cudnn"):
+        ours(implementation="cudnn")
+    for name in ("pallas", 3, ["xla", "pallas"]):
+        with pytest.raises(ValueError, match="implementation must be among"):
+            ours(implementation=name)
 
 
 def test_large_numbers_of_positions_in_lengths() -> None:

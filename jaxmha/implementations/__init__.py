@@ -53,6 +53,8 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "ring": ring,
     "allgather": allgather,
 }
+# Names of jax.nn, whose calls stay as they are; "cudnn" is one of ours.
+OF_JAX: dict[str, str] = {"xla": "reference"}
 # Those that know of positions on other devices; first where there are such.
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Those that are no plain XLA, and the platform that JAX has to lower them for.
@@ -115,7 +117,8 @@ def candidates(
         order = DENSE.get(platform, order) if dense else order
         axes = sharding.current()
         return (*CONTEXT, *order) if axes is not None and axes.context else order
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = tuple(implementation) if isinstance(implementation, tuple | list) else (implementation,)
+    names = tuple(OF_JAX.get(name, name) for name in names)
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"implementation must be among {list(IMPLEMENTATIONS)}, got {name!r}")
