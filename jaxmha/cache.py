@@ -35,7 +35,8 @@ class KVCache(NamedTuple):
     Attributes:
       key: `(B, K, S, H)`, S slots.
       value: `(B, K, S, h)`.
-      lengths: `(B,)` int32, tokens so far of each sequence; a negative length is 0.
+      lengths: `(B,)` int32, tokens so far of each sequence; a negative length is 0. Positions are
+        counted up to 2**30: outputs of a sequence are NaN from there on.
     """
 
     key: Array
@@ -51,14 +52,15 @@ class KVCache(NamedTuple):
         Args:
           params: of the layer, for K, H and h.
           batch_size: B.
-          length: S. With `Mask.window(left, ...)` in every step, left + 1 slots are enough for
-            sequences of any length.
+          length: S, at most 2**30. With `Mask.window(left, ...)` in every step, left + 1 slots
+            are enough for sequences of up to 2**30 tokens.
           dtype: default that of the parameters. Keys and values are rounded to it once, when a
             token is written, as `astype` rounds: beyond its largest value they are inf, or NaN
             where it has no inf. Steps compute in the dtype of their inputs. float8 has a quarter
             of the bytes of float32.
 
         Raises:
+          ValueError: a size is no integer of at least 0, or length is more than 2**30.
           TypeError: dtype is not floating, has no zero (float8_e8m0fnu), or is float64 without x64.
 
         >>> from jaxmha import init_params
@@ -67,6 +69,8 @@ class KVCache(NamedTuple):
         (5, 2, 7, 3)
         """
         sizes = check(params)
+        checks.are_sizes(least=0, batch_size=batch_size)
+        checks.are_sizes(least=0, most=FAR, length=length)
         dtype = checks.promoted(**_kernels(params)) if dtype is None else dtype
         dtype = checks.floating_dtype(dtype)
         shape = (batch_size, sizes["K"], length)
@@ -189,8 +193,8 @@ def decode_step(
     """Appends tokens to the cache and attends from them to everything before and themselves.
 
     A step costs what the longest sequence has, not what the cache has room for. Each sequence has
-    its own length. Where one has no room left its outputs are NaN (and its cache useless), since
-    a compiled program cannot raise. Steps have no reverse-mode gradient: train with
+    its own length. Where one has no room left, or more than 2**30 tokens, its outputs are NaN (and
+    its cache useless), since a compiled program cannot raise. Steps have no reverse-mode gradient: train with
     `multi_head_attention` on whole sequences.
 
     Args:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax import export
 
 import jaxmha
 import jaxmha.flax.nnx
@@ -127,6 +128,27 @@ def test_lengths_of_any_size(huge: int) -> None:
     _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T))
     out, _ = jaxmha.decode_step(params, x[:, :1], cache._replace(lengths=lengths))
     assert np.isnan(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize("size", [-1, 2.0, True, 2**30 + 1])
+@pytest.mark.usefixtures("no_shape_hook")
+def test_sizes_of_a_cache(size: Any) -> None:
+    params, _ = make()
+    with pytest.raises(ValueError, match=r"^length must be (an integer of at least 0|at most)"):
+        KVCache.empty(params, B, size)
+    if size != 2**30 + 1:
+        with pytest.raises(ValueError, match=r"batch_size must be an integer of at least 0"):
+            KVCache.empty(params, size, T)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_sizes_of_a_cache_may_be_symbols() -> None:
+    params, _ = make()
+    b, s = export.symbolic_shape("b, s")
+    run = export.export(jax.jit(lambda x: KVCache.empty(params, x.shape[0], x.shape[1])))
+    x = jax.ShapeDtypeStruct((b, s), np.float32)  # type: ignore[no-untyped-call]
+    cache = run(x).out_avals[0]
+    assert (cache.shape[0], cache.shape[2]) == (b, s)
 
 
 def test_lengths_that_are_none() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmha import sharding
+from jaxmha import checks, sharding
 from jaxmha.cache import KVCache, Rotate
 from jaxmha.cached_attention import nan_where, refuse_structure
 from jaxmha.flax.heads import (
@@ -51,6 +51,10 @@ def attend_cached(
     refuse_structure(mask)
     check_positions(positions, rotate, *inputs[:2])
     check_arrays(params, inputs, bias)
+    heads = {"cached_key": cached[0], "cached_value": cached[1]}
+    checks.no_silent_rounding(**heads)
+    for name, x in heads.items():
+        checks.floating_dtype(x.dtype, f"the dtype of {name}")
     with forward_mode():
         out, weights, cached = _attend_cached(
             params, inputs, cached, bias, mask, fixed(how), positions, rotate=rotate
@@ -135,5 +139,5 @@ def _attend_cached(
     wide = widen(params, bias, mask, batch, sizes_of(query, keys), how.semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
     out, weights = between(params, query, *heads, wide, how)
-    out = nan_where(index + T > S, out)
+    out = nan_where(index > S - T, out)  # the sum may wrap
     return combine(params, out, semantics=how.semantics), weights, (keys, values, index + T)

@@ -208,3 +208,26 @@ def test_view_makes_a_cache() -> None:
     assert_close(view(x), view(x, decode=False))
     assert view.cached_key[...].shape == (B, 3, N, 7)
     assert layer.cached_key is None
+
+
+@pytest.mark.parametrize("index", [T, 2**31 - 1])
+def test_an_index_beyond_the_slots(index: int) -> None:
+    """Its sum with the new tokens may wrap below 0, where there would be room."""
+    layer = ours_linen.MultiHeadDotProductAttention(**WIDE, decode=True)
+    variables = layer.init(jax.random.key(0), X)
+    cache = {**variables["cache"], "cache_index": jnp.asarray(index, np.int32)}
+    step = partial(layer.apply, {**variables, "cache": cache}, mutable=["cache"])
+    for given in (X[:, :1], X[:, :2]):
+        out, _ = step(given)
+        assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64"])
+def test_caches_that_hold_no_keys(dtype: str) -> None:
+    """Keys cut to integers would attend in silence."""
+    layer = ours_linen.MultiHeadDotProductAttention(**WIDE, decode=True)
+    variables = layer.init(jax.random.key(0), X)
+    cached = np.asarray(variables["cache"]["cached_key"]).astype(dtype)
+    cache = {**variables["cache"], "cached_key": cached}
+    with pytest.raises(TypeError, match=f"cached_key.*{dtype}"):
+        layer.apply({**variables, "cache": cache}, X[:, :1], mutable=["cache"])
