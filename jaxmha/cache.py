@@ -194,8 +194,8 @@ def decode_step(
 
     A step costs what the longest sequence has, not what the cache has room for. Each sequence has
     its own length. Where one has no room left, or more than 2**30 tokens, its outputs are NaN (and
-    its cache useless), since a compiled program cannot raise. Steps have no reverse-mode gradient: train with
-    `multi_head_attention` on whole sequences.
+    its cache useless), since a compiled program cannot raise. Steps have no reverse-mode gradient:
+    train with `multi_head_attention` on whole sequences.
 
     Args:
       params: of the layer; Dq = Dk = Dv.
