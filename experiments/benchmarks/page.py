@@ -39,7 +39,7 @@ def text(found: dict[str, Any]) -> str:
 {report.summary(found)}
 
 Over: cases above the aim of the worst. Bold: what is aimed at is not reached.
-[Where the time goes](../profile/), and what XLA's own products and softmax leave of the aims.
+[How scores are cut into blocks](../cuts/), and [which settings of the environment help](../environment/).
 [Compilation, memory and errors](results/{name}.md); `make bench` measures the {len(report.some(found)["cases"])} cases of the
 figure in five minutes, into results/quick.md.
 

@@ -221,7 +221,7 @@ def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
         f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {packages}). "
         f"Over: cases beyond the aim of the worst; bold: an aim that is missed; ~: disturbed, as "
         f"{disturbed(results)} cases were; ^: measured again later. [Every case]({page}); "
-        f"[where the time goes](experiments/profile/README.md).\n\n![{ALT_SOME}]({figure})"
+        f"[how scores are cut into blocks](experiments/cuts/README.md).\n\n![{ALT_SOME}]({figure})"
     )
 
 

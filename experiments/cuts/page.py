@@ -3,6 +3,8 @@
 from typing import Any
 
 from experiments.benchmarks.statistics import mean
+from experiments.cuts.tried import TRIED
+from experiments.tables import markdown
 
 QUESTION = "How should the scores of attention be cut into blocks on a CPU?"
 COMMAND = "python -m experiments.cuts --write"
@@ -51,6 +53,7 @@ def text(found: dict[str, Any]) -> str:
             + ", ".join(f"{w} {entry['cases'][-1]['ways'][w]['compile']:.1f} s" for w in ways)
             + ".\n"
         )
+    parts.append(f"## Also tried\n\n{markdown([('change', 'result'), *TRIED])}\n")
     return "\n".join(parts)
 
 

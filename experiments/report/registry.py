@@ -61,7 +61,7 @@ GROUPS: dict[str, tuple[Experiment, ...]] = {
             "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
         ),
         Experiment("cuts"),
-        Experiment("profile"),
+        Experiment("environment"),
         Experiment("train"),
         Experiment("throughput", result="results/throughput.json"),
     ),

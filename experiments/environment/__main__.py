@@ -1,24 +1,27 @@
-"""What variables of the environment do to jaxmha on this CPU: XLA's flags and the allocator's.
+"""Which flags of XLA and settings of the allocator help on this CPU, and how long does a call take
+on the smallest arrays?
 
-    python -m experiments.profile.environment
-    python -m experiments.profile.environment --rounds 5 --json > environment.json
-
-They belong to the process: the library sets none. Every setting runs in processes of its own, in
-turns, and the fastest of them counts: what disturbs a process only adds time. Answers are checked
-against float64.
+Both belong to the process: the library sets none of them. Every setting runs in processes of its
+own, in turns, and the fastest of them counts, because a disturbance only adds time. Outputs are
+checked against float64.
 """
 
 import json
 import os
 import subprocess
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments import machine, tables
+from experiments import command, machine, tables
+from experiments.environment import calls
 
+HERE = Path(__file__).parent
+EXAMPLES = """examples:
+  python -m experiments.environment                    ten minutes on a quiet machine
+  python -m experiments.environment --rounds 5 --json
+"""
 NONE = "none"
 SETTINGS: dict[str, dict[str, str]] = {
     NONE: {},
@@ -28,7 +31,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "no concurrency between kernels": {
         "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     },
-    # What is above the first bound, or on top and above the second, glibc gives back at once.
+    # By default glibc returns blocks above 32 MiB to the kernel at every free.
     "temporaries kept by glibc": {
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -70,8 +73,9 @@ def measured(variables: dict[str, str]) -> Found:
 
 
 def collect(rounds: int) -> dict[str, Any]:
-    """The settings, and seconds (the least of all rounds) and errors by setting and case; says on
-    stderr what it is at.
+    """Settings, seconds (the least of all rounds) and errors by setting and case, and calls.
+
+    Progress goes to stderr.
 
     Raises:
       ValueError: a process ended with an error.
@@ -88,7 +92,7 @@ def collect(rounds: int) -> dict[str, Any]:
         }
         for name, found in runs.items()
     }
-    return {"settings": SETTINGS, "results": results}
+    return {"rounds": rounds, "settings": SETTINGS, "results": results, "calls": calls.collect()}
 
 
 def shown(variables: dict[str, str]) -> str:
@@ -119,31 +123,19 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def main() -> None:
-    """Prints a table or JSON."""
-    parser = ArgumentParser(
-        prog="python -m experiments.profile.environment",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="processes per setting")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    chosen = parser.parse_args()
-    if chosen.rounds < 1:
-        parser.exit(2, f"--rounds must be at least 1, got {chosen.rounds}\n")
-    try:
-        found = collect(chosen.rounds)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    if chosen.json:
-        about: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-        print(
-            json.dumps({"date": datetime.now(UTC).date().isoformat(), **about, **found}, indent=1)
-        )
-        return
+def show(found: dict[str, Any]) -> None:
+    """Both tables."""
     from rich.console import Console
 
-    Console(width=200).print(tables.terminal("time / error, relative to none", table(found)))
+    console = Console()
+    console.width = max(console.width, 160)  # the settings need it
+    console.print(tables.terminal("time / error, relative to none", table(found)))
+    console.print(tables.terminal("microseconds of a call", calls.table(found["calls"])))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints, and writes where requested."""
+    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=3)
 
 
 if __name__ == "__main__":

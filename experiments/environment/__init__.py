@@ -1,0 +1,1 @@
+"""Variables of the environment, and the cost of a call."""

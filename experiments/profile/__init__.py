@@ -1,1 +1,0 @@
-"""Where the time of a layer goes on a CPU."""

@@ -1,0 +1,58 @@
+"""Settings of the environment are measured in processes of their own, calls in this one."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from experiments.environment import __main__ as environment
+from experiments.environment import calls, page
+
+
+def test_examples() -> None:
+    for module in (environment, calls):
+        assert doctest.testmod(module).attempted
+        assert not doctest.testmod(module).failed
+
+
+def test_calls_are_timed_eager_and_under_jit() -> None:
+    found = calls.collect(calls=3)
+    assert len(found) == 3
+    assert all(0 < x < 1e6 for by_way in found.values() for x in by_way.values())
+    assert {tuple(by_way) for by_way in found.values()} == {("eager", "under jit")}
+
+
+@pytest.mark.slow
+def test_a_setting_reaches_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "CASES", ("layer-forward-plain-B1-T64-E256",))
+    found = environment.measured({"OMP_NUM_THREADS": "1"})
+    assert found["layer-forward-plain-B1-T64-E256"]["seconds"] > 0
+
+
+def test_a_flag_that_xla_does_not_know_is_one_message() -> None:
+    with pytest.raises(ValueError, match="XLA_FLAGS=--xla_frob"):
+        environment.measured({"XLA_FLAGS": "--xla_frob"})
+
+
+def test_the_best_setting_is_named() -> None:
+    none = {"a": {"seconds": 2.0, "error": 1.0}, "b": {"seconds": 4.0, "error": 1.0}}
+    half = {"a": {"seconds": 1.0, "error": 1.0}, "b": {"seconds": 2.0, "error": 1.0}}
+    found = {
+        "rounds": 3,
+        "settings": {"none": {}, "slow": {"A": "1"}, "fast": {"B": "1"}},
+        "results": {"none": none, "slow": none, "fast": half},
+        "calls": {"dot_product_attention": {"eager": 30.0, "under jit": 9.0}},
+    }
+    assert "helps most, fast, takes 0.50" in page.conclusion(found)
+    assert "| slow (`A=1`) | 1.00 / 1.00 | 1.00 / 1.00 |" in page.text(found)
+
+
+def test_where_nothing_can_be_stored_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.json").mkdir()
+    monkeypatch.setattr(environment, "HERE", tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        environment.main(["--write"])
+    said = capsys.readouterr().err
+    assert said == f"{tmp_path / 'results.json'}: results cannot be stored there: it is no file\n"
