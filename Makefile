@@ -21,7 +21,7 @@ report: weights  ## every experiment on one page, build/report/index.html; runs 
 	$(RUN) python -m experiments.report
 
 docs: $(VENV)/installed  ## the site, in build/docs
-	$(RUN) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict -f jaxmha/docs/mkdocs.yml
+	$(RUN) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict -f docs/mkdocs.yml
 
 test: weights  ## linters, types, the test suite, and the built wheel on its own
 	$(MAKE) --jobs=2 --no-print-directory suite lint wheel

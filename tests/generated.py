@@ -84,7 +84,7 @@ def masks() -> str:
     return "\n".join(lines)
 
 
-PAGES = ROOT / "jaxmha" / "docs" / "pages" / "reference"
+PAGES = ROOT / "docs" / "pages" / "reference"
 PARTS = (
     (ROOT / "README.md", "demo", demo),
     (PAGES / "converters.md", "layouts", layouts),

@@ -15,7 +15,7 @@ import jaxmha
 from jaxmha import Mask
 from jaxmha.implementations import few_queries
 
-PAGE = Path(__file__).parent.parent / "jaxmha" / "docs" / "pages" / "guide" / "jax_nn.md"
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "guide" / "jax_nn.md"
 B, T, N, H = 2, 5, 4, 3
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((B, T, N, H)).astype(np.float32) for _ in range(3))

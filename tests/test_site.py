@@ -15,7 +15,7 @@ import jaxmha.flax
 from jaxmha.converters import checkpoint
 
 ROOT = Path(__file__).parents[1]
-SITE = ROOT / "jaxmha" / "docs"
+SITE = ROOT / "docs"
 TEXTS = {
     p.relative_to(SITE / "pages").as_posix(): p.read_text() for p in SITE.glob("pages/**/*.md")
 }
