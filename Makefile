@@ -42,7 +42,7 @@ test-slow: weights  ## every test, compiled as users do, with more examples and 
 	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 soak: $(VENV)/installed  ## fuzz every reader of checkpoints for 10 minutes each
-	$(PIP) install $(QUIET) -c .ci/constraints.txt -e '.[fuzz]'
+	$(PIP) install $(QUIET) -c .ci/constraints.txt --group fuzz
 	$(RUN) python -m experiments.fuzz --write
 
 throughput: $(VENV)/installed  ## migrate 2 GiB beside cp + sync + one read: some minutes, quiet machine
@@ -63,7 +63,7 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(VENV)/bin/python install $(QUIET) pip
 	$(PIP) install $(QUIET) -c .ci/constraints.txt torch==2.13.0
-	$(PIP) install $(QUIET) -c .ci/constraints.txt -e '.[dev]'
+	$(PIP) install $(QUIET) -c .ci/constraints.txt -e '.[all]' --group dev
 	touch $@
 
 .weights/fetched: .ci/weights.txt | $(VENV)/installed

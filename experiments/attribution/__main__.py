@@ -44,7 +44,7 @@ def measure(seed: int, console: Console) -> dict[str, Any]:
     try:
         from experiments.attribution import steps
     except ImportError as error:
-        sys.exit(_fail(f"{error}: pip install '.[dev]' brings torch and tensorflow"))
+        sys.exit(_fail(f"{error}: `make .venv/installed` brings torch and tensorflow"))
 
     found = [
         {"name": step.name, "away": list(step.away), **step.found.to_json()}
