@@ -41,12 +41,14 @@ OFFSET_NORMS = "nemotron"
 def read(path: Path) -> Any:
     """What the config.json beside a checkpoint holds; nothing where there is none.
 
-    Raises ValueError or RecursionError where it cannot be read; a FIFO or device is not opened.
+    Raises ValueError or RecursionError where it cannot be read; a FIFO or device is not opened. A
+    link to nothing cannot be read either: a download that stopped leaves such links.
     """
     try:
         source = Source(path.parent / CONFIG)
     except UnreadableFile as error:
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+        absent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        if absent and not (path.parent / CONFIG).is_symlink():
             return {}
         raise
     try:
@@ -97,7 +99,7 @@ def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
 def refuse_behaviour(path: Path) -> None:
     """Raises ValueError where the config.json beside a checkpoint changes attention itself.
 
-    Weights alone would be read as another function. One that is too large is refused too: nobody
+    Weights alone would be read as another function. One that cannot be read is refused too: nobody
     would hear what it says.
 
     Raises BudgetExceeded where it is too large.
@@ -108,8 +110,11 @@ def refuse_behaviour(path: Path) -> None:
         problem = "is too large to be read, so that nothing is known of what it says of attention"
         remedy = "leave out its labels (id2label, label2id), or move it away"
         raise BudgetExceeded(path.parent / CONFIG, problem, remedy) from error
-    except (ValueError, RecursionError):
-        content = {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{unreadable(path, error)}: nothing is known of what it says of attention; correct it, "
+            "or move it away"
+        ) from error
     for (*_, key), value in search(content, BEHAVIOUR):
         if value not in (BEHAVIOUR[key], None):
             remedy = (
@@ -122,6 +127,11 @@ def refuse_behaviour(path: Path) -> None:
                 "no tensor, so that a file of another layout would lose it; read the blocks by "
                 f"import_params and {remedy}"
             )
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """In words, why the config.json next to a checkpoint could not be read."""
+    return f"{path.parent / CONFIG} cannot be read as JSON ({type(error).__name__}: {error})"
 
 
 EPSILONS = [

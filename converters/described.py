@@ -1,6 +1,6 @@
 """Facts on a checkpoint that no tensor holds, from the configurations next to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Description:
       heads: its head counts. epsilon: of its norms.
       unlike: kinds of norms that compute something else (`configuration.offset_norms`).
       unbiased: the kind of norms without a bias (`configuration.unbiased_norms`).
-      notes: why a configuration was set aside.
+      notes: why a configuration was set aside, or could not be read.
     """
 
     heads: Configured | None = None
@@ -47,7 +47,7 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     configured = heads.in_config(file.path)
     content = configuration.readable(file.path)
     by_key, unbiased = configuration.epsilons(file.path), configuration.unbiased_norms(file.path)
-    told: list[str] = []
+    told = list(_unread(file.path))
     if wrong := contradictions.find(content, configured, blocks, shapes):
         path = file.path.parent / configuration.CONFIG
         configured, by_key, unbiased = _aside(path, wrong, configured), {}, ""
@@ -63,6 +63,15 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
         unbiased,
         tuple(map(printable, told)),
     )
+
+
+def _unread(path: Path) -> Iterator[str]:
+    """A note where there is a configuration that cannot be read; `configuration.refuse_behaviour`
+    refuses to convert by it."""
+    try:
+        configuration.read(path)
+    except (ValueError, RecursionError) as error:
+        yield f"{configuration.unreadable(path, error)}: nothing that it says was used"
 
 
 def _aside(path: Path, wrong: Sequence[str], configured: Configured | None) -> Configured | None:

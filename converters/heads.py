@@ -208,8 +208,7 @@ def in_config(path: Path) -> Configured | None:
         content = configuration.read(path)
         found = [x for x in configuration.search(content, CONFIG_KEYS) if x[1] is not None]
     except (ValueError, RecursionError) as error:
-        wrong = f"{config} cannot be read as JSON ({type(error).__name__}: {error})"
-        return Configured(config, (), wrong)
+        return Configured(config, (), configuration.unreadable(path, error))
     most = Limits.dimension
     if impossible := [(w, x) for w, x in found if type(x) is not int or not 0 < x <= most]:
         shown = ", ".join(

@@ -1,0 +1,71 @@
+"""A config.json that cannot be read is refused, however much of what it says is given."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint, configuration
+from jaxmha.converters.cli import app
+
+D = 4
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+UNREADABLE: dict[str, Callable[[Path], Any]] = {
+    "half": lambda path: path.write_text('{"num_attention_heads": 2,'),
+    "empty": lambda path: path.write_text(""),
+    "FIFO": os.mkfifo,
+    "folder": lambda path: path.mkdir(),
+    "link to nothing": lambda path: path.symlink_to("blobs/none"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    state = {
+        f"self_attn.{name}_proj.weight": np.eye(D, dtype=np.float32)
+        for name in ("q", "k", "v", "out")
+    }
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    return tmp_path / "a.safetensors"
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_every_command_refuses_it(kind: str, source: Path) -> None:
+    UNREADABLE[kind](source.parent / configuration.CONFIG)
+    target, heads = source.with_name("b.npz"), ("--num-heads", 2)
+    for command in (
+        ("convert", source, target, "--to", "flax", *heads),
+        ("plan", source, "--to", "flax", *heads),
+        ("verify", source, source, *heads),
+        ("diff", source, source, *heads),
+        ("describe", source, *heads),
+    ):
+        done = run(*command)
+        text = " ".join(done.stderr.split())
+        assert done.exit_code == 2, (command, done.output)
+        assert "config.json cannot be read as JSON" in text, command
+        assert text.endswith("correct it, or move it away"), command
+    assert not target.exists()
+    done = run("inspect", source, *heads)
+    assert done.exit_code == 0
+    assert "note: " in done.stdout
+    assert "config.json cannot be read as JSON" in " ".join(done.stdout.split())
+
+
+def test_a_file_that_stores_its_head_count_is_no_exception(tmp_path: Path) -> None:
+    state = {f"{name}/kernel": np.ones((D, 2, 2), np.float32) for name in ("query", "key", "value")}
+    state["out/kernel"] = np.ones((2, 2, D), np.float32)
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / configuration.CONFIG).write_text("{")
+    done = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "linear")
+    assert (done.exit_code, "nothing is known of what it says" in done.stderr) == (2, True)
