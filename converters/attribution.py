@@ -20,6 +20,7 @@ from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.factors import Factor
 from jaxmha.converters.layer import Inputs, Layer, as_inputs, of_block, of_call
 from jaxmha.converters.sides import BlockSide
+from jaxmha.converters.weights import kept_otherwise
 
 # More factors than this are 2 ** MOST mixtures; then all weights become one.
 MOST = 8
@@ -80,6 +81,8 @@ class Attribution:
       parts: the largest first.
       idle: factors that differ, without effect on these inputs, alone or all together.
       outside: of `attribute`: tensors outside the block that differ or were not compared, in words.
+      stored: of `attribute` and two sides that are not live: weights whose dtype, shape or bits
+        differ without effect on the output, in words.
     """
 
     a: str
@@ -92,11 +95,17 @@ class Attribution:
     parts: tuple[Part, ...]
     idle: tuple[str, ...]
     outside: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Nothing but rounding differs, inside the block and outside it."""
-        return not self.outside and all(part.name == "rounding" for part in self.parts)
+        """Nothing but rounding differs, inside the block, outside it and as the weights are kept."""
+        return not (self.outside or self.stored or self.moves)
+
+    @property
+    def moves(self) -> bool:
+        """Something other than rounding moves the output."""
+        return any(part.name != "rounding" for part in self.parts)
 
     @property
     def headline(self) -> str:
@@ -116,6 +125,7 @@ class Attribution:
         lines = [f"{self.a} and {self.b}: {self.headline}"]
         lines += [f"  {part}" for part in self.parts]
         lines += [f"  without effect here: {sentence}" for sentence in self.idle]
+        lines += [f"  kept otherwise: {sentence}" for sentence in self.stored]
         lines += [f"  outside the block: {sentence}" for sentence in self.outside]
         return "\n".join(lines)
 
@@ -203,7 +213,10 @@ def attribute(
         else:
             found.append(of_block(block, given, **(masks or {"mask": mask})))
     guessed = _guessed(between(found[0], found[1], given), blocks, seed)
-    return replace(guessed, outside=rest)
+    x, y = blocks
+    kept = x is not None and y is not None and not (x.live or y.live)
+    stored = kept_otherwise(x.params, y.params, guessed.moves) if kept else ()  # type: ignore[union-attr]
+    return replace(guessed, outside=rest, stored=stored)
 
 
 def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:

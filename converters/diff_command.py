@@ -24,8 +24,10 @@ from jaxmha.converters.terminal import (
     out,
     print_json,
     print_outside,
+    print_some,
     print_verdict,
 )
+from jaxmha.converters.weights import kept_otherwise
 from jaxmha.semantics import PATHS
 
 EXAMPLES = (
@@ -74,8 +76,9 @@ def diff(
 ) -> None:
     """Say how much of the difference in output comes from what: weights, masks, scale, dtypes.
 
-    The parts sum to the difference. Tensors outside attention are compared bit by bit, unless one
-    --block is asked for. Exit code 1 if anything but rounding differs, or was not compared.
+    The parts sum to the difference. Weights that are kept otherwise without effect, such as in
+    another dtype, count too. Tensors outside attention are compared bit by bit, unless one --block
+    is asked for. Exit code 1 if anything but rounding differs, or was not compared.
     """
     with one_message():
         file = None if inputs is None else _read(inputs)
@@ -98,7 +101,9 @@ def diff(
                 _behaving(of_block(side, given, each, side.name), preset)
                 for side, each, preset in zip((x, y), masks, (as_a, as_b), strict=True)
             ]
-            found[x.name or y.name] = attribution.between(layers[0], layers[1], given)
+            one = attribution.between(layers[0], layers[1], given)
+            stored = kept_otherwise(x.params, y.params, one.moves)
+            found[x.name or y.name] = replace(one, stored=stored)
         missing = [*only_a, *only_b]
         rest = outside.NOTHING
         if block is None:
@@ -169,6 +174,9 @@ def show(name: str, found: Attribution) -> None:
         out.print(table)
     for sentence in found.idle:
         out.print(f"without effect here: {escape(sentence)}", highlight=False)
+    print_some(
+        [f"[red]kept otherwise:[/red] {escape(sentence)}" for sentence in found.stored],
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jaxmha.converters.blocks import Block
 from jaxmha.converters.layout import Entry
 from jaxmha.converters.modules import Module
 from jaxmha.converters.user_names import dotted
+from jaxmha.converters.weights import rounding
 
 _ROWS = 4 << 20  # bytes of a tensor that are compared at once
 
@@ -260,15 +261,8 @@ def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> 
         x, y = (neighbours.unpack(e, z) for e, z in zip(entries, (x, y), strict=True))
     if x.dtype != y.dtype or x.shape != y.shape:
         text = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
-        if x.shape == y.shape:
-            with np.errstate(over="ignore", invalid="ignore"):
-                for one, other, said in (
-                    (x, y, "second is the first"),
-                    (y, x, "first is the second"),
-                ):
-                    if np.array_equal(one.astype(other.dtype), other):
-                        return f"{text}; the {said}, rounded"
-        return text
+        said = rounding(x, y) if x.shape == y.shape else ""
+        return f"{text}; {said}" if said else text
     count = _differing(x, y)
     return f"{count} of {x.size} elements differ" if count else ""
 

@@ -19,36 +19,11 @@ from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.outside import Left
 from jaxmha.converters.sides import BlockSide
+from jaxmha.converters.weights import Difference, differences_of
 from jaxmha.params import check, leaves
 
 # What of two errors counts as alike, for those who compare reports.
 RATIO = forward.RATIO
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a leaf differs: absent on one side, or its first differing element.
-
-    `harmless`: a bias of zeros, which is written otherwise or not at all on the other side.
-    """
-
-    leaf: str
-    what: str
-    index: tuple[int, ...] | None = None
-    a: float | None = None
-    b: float | None = None
-    count: int = 0
-    size: int = 0
-    harmless: bool = False
-
-    def __str__(self) -> str:
-        if self.index is None:
-            return f"{self.leaf}: {self.what}"
-        place = ", ".join(map(str, self.index))
-        return (
-            f"{self.leaf}[{place}]: {self.a!r} and {self.b!r}, the first of {self.count} of "
-            f"{self.size} elements that differ"
-        )
 
 
 @dataclass(frozen=True)
@@ -210,7 +185,7 @@ _UNSEEN = "the output does not show it"
 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
-    differences = tuple(weight_differences(a, b))
+    differences = tuple(differences_of(a.params, b.params))
     held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
@@ -273,43 +248,6 @@ def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
         return "the scale is folded into the query: outputs are the same" if folded else None
     usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
     return forward.MISSING_SCALE if usual and low < high == 1 else None
-
-
-def weight_differences(a: BlockSide, b: BlockSide) -> list[Difference]:
-    """Every leaf that is not bit-identical."""
-    found = []
-    ours, theirs = (
-        {name: to_numpy(leaf) for name, leaf in leaves(side.params).items()} for side in (a, b)
-    )
-    for leaf in {**ours, **theirs}:
-        if leaf not in ours or leaf not in theirs:
-            where = "second" if leaf not in ours else "first"
-            what = f"only in the {where}"
-            if harmless := mistakes.harmless(leaf, ours.get(leaf), theirs.get(leaf)):
-                what += ", and zero: it changes nothing"
-            found.append(Difference(leaf, what, harmless=harmless))
-            continue
-        x, y = ours[leaf], theirs[leaf]
-        if x.shape != y.shape or x.dtype != y.dtype:
-            what = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
-            if x.shape == y.shape and np.array_equal(x.astype(y.dtype), y):
-                what += "; the second is the first, rounded"
-            elif x.shape == y.shape and np.array_equal(y.astype(x.dtype), x):
-                what += "; the first is the second, rounded"
-            found.append(Difference(leaf, what))
-            continue
-        bits = f"u{x.dtype.itemsize}"
-        where_differs = np.argwhere(
-            np.ascontiguousarray(x).view(bits) != np.ascontiguousarray(y).view(bits)
-        )
-        if len(where_differs):
-            index = tuple(int(i) for i in where_differs[0])
-            values = float(x[index]), float(y[index])
-            harmless = mistakes.harmless(leaf, x, y)
-            found.append(
-                Difference(leaf, "differs", index, *values, len(where_differs), x.size, harmless)
-            )
-    return found
 
 
 def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:

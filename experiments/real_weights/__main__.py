@@ -21,7 +21,17 @@ from rich.table import Table
 
 from experiments import records
 from experiments.real_weights import figure
-from jaxmha.converters import checkpoint, flax, keras, migrate, oracle, sides, torch, verify
+from jaxmha.converters import (
+    checkpoint,
+    flax,
+    keras,
+    migrate,
+    oracle,
+    sides,
+    torch,
+    verify,
+    weights,
+)
 from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.sides import BlockSide
 from jaxmha.params import check
@@ -77,7 +87,7 @@ def run_block(name: str, side: BlockSide) -> Row:
         pair = layer if isinstance(layer, tuple) else (layer,)
         params, semantics = converter.from_module(*pair)
         back = side._replace(params=params, semantics=semantics)
-        identical &= not verify.weight_differences(side, back)
+        identical &= not weights.differences_of(side.params, back.params)
     elapsed = 1e3 * (time.perf_counter() - start)
     return Row(name, side.layout, sizes["N"], sizes["Dq"], identical, errors, elapsed)
 

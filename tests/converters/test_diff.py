@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint
+from jaxmha.converters import attribution, checkpoint
 from jaxmha.converters.cli import app
 
 N, D = 3, 15
@@ -135,3 +135,38 @@ def test_bad_input_is_one_message(folder: Path, arguments: tuple[str, ...], mess
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert message in " ".join(result.stderr.split())
+
+
+KEPT: dict[str, tuple[dict[str, Any], str]] = {
+    "another dtype, in all": ({"": np.float64}, "float32 (15, 3, 5) and float64 (15, 3, 5)"),
+    "another dtype, in one": ({"value.weight": np.float64}, "the same values"),
+    "a key bias": ({"key.bias": 1.0}, "key.bias"),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_weights_that_are_kept_otherwise_are_not_the_same(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    """Neither moves the output, and `verify` says of both that they differ."""
+    changes, words = KEPT[kind]
+    with checkpoint.open(folder / "right.safetensors") as file:
+        state = {name: file[name] for name in file}
+    for end, change in changes.items():
+        for name in [name for name in state if name.endswith(end)]:
+            old = state[name]
+            state[name] = (
+                old.astype(change) if isinstance(change, type) else old + np.float32(change)
+            )
+    checkpoint.write(tmp_path / "b.safetensors", state)
+    both = (folder / "right.safetensors", tmp_path / "b.safetensors")
+    result = cli(*both, "--num-heads", N)
+    assert result.exit_code == 1, result.stdout
+    assert words in " ".join(result.stdout.split())
+    assert result.stdout.strip().endswith("different")
+    data = json.loads(cli(*both, "--num-heads", N, "--json").stdout)
+    assert (data["same"], data["blocks"]["attention"]["same"]) == (False, False)
+    with checkpoint.open(both[0]) as file:
+        found = attribution.attribute({n: file[n] for n in file}, state, num_heads=N)
+    assert not found.same
+    assert words in str(found)
