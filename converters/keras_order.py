@@ -7,16 +7,16 @@ model creates them; no name in another format says that order.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxmha.converters import keras
+from jaxmha.converters import keras, keras_groups
+from jaxmha.converters.keras_groups import METADATA
 from jaxmha.converters.moves import Tensors
 from jaxmha.converters.plan import Move
+from jaxmha.converters.user_names import dotted
 
-# Key of safetensors metadata: prefix of every layer -> its group in a .weights.h5 file, its name.
-METADATA = "jaxmha.keras.groups"
 _IN_FILE = {layout.name for layout, _ in keras.IN_FILE.values()}
 Groups = dict[str, tuple[str, str]]
 _SHOWN = 8
@@ -25,19 +25,15 @@ _SHOWN = 8
 def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
     """Group and name by the prefix in the source, from such a file itself or from the metadata;
     empty unless all are known."""
-    try:
-        told = json.loads(file.metadata.get(METADATA, "{}"))
-    except (ValueError, RecursionError):
-        told = {}
+    told = keras_groups.told(file.metadata)
     found: Groups = {}
     for move in moves:
         if move.kind == "other":
             continue
-        own = told.get(move.source) if isinstance(told, dict) else None
         if move.layout in _IN_FILE:
             found[move.source] = move.source, file.names.get(move.source, "")
-        elif isinstance(own, list) and len(own) == 2 and all(isinstance(x, str) for x in own):
-            found[move.source] = own[0], own[1]
+        elif move.source in told:
+            found[move.source] = told[move.source]
         else:
             return {}
     return found
@@ -60,32 +56,50 @@ def placed(moves: Sequence[Move], groups: Groups) -> tuple[Move, ...]:
 
 
 def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Move, ...]:
-    """The moves to the groups of a .weights.h5 file whose layers have the same names.
+    """The moves to the groups of a .weights.h5 file whose layers have the same names or paths.
+
+    Keras' own counters are no names: they go on from model to model.
 
     Raises:
       ValueError: a layer that has no counterpart, with the names on both sides.
     """
     groups: dict[str, list[str]] = {}
-    for group, name in template.names.items():
-        groups.setdefault(name.replace("/", "."), []).append(group)
-    known, own = kept(source, moves), dict(source.names)
-    names = {
-        move.source: (known.get(move.source, ("", ""))[1] or own.get(move.source) or move.source)
-        for move in moves
-        if move.kind != "other"
-    }
-    found: Groups = {}
-    for prefix, name in names.items():
-        there = groups.get(name.replace("/", "."), [])
+    for group in _layers(template):
+        groups.setdefault(_called(group, template.names), []).append(group)
+    known, found = kept(source, moves), Groups()
+    for move in moves:
+        if move.kind == "other":
+            continue
+        group, name = known.get(move.source, (move.source, ""))
+        called = _called(group, {group: name} if name else {})
+        there = groups.get(called, [])
         if len(there) != 1:
-            had = ", ".join(sorted(groups)[:_SHOWN])
+            had = ", ".join(sorted(groups)[:_SHOWN]) + ", ..." * (len(groups) > _SHOWN)
             what = "has no layer" if not there else "has several layers"
             raise ValueError(
-                f"--like: the file {what} named {name!r}; its layers are {had}: name the layers of "
-                "the model so, or write a plan and set `to` of every module"
+                f"--like: the file {what} named {called!r}; its layers are {had}: name the layers "
+                "of the model so, or write a plan and set `to` of every module"
             )
-        found[prefix] = there[0], name
+        found[move.source] = there[0], template.names[there[0]]
     return placed(moves, found)
+
+
+def _called(group: str, names: Mapping[str, str]) -> str:
+    """The name that the user gave a layer, else its path; with dots, as other files have it."""
+    return dotted(group, "/", names).replace("/", ".")
+
+
+def _layers(template: Tensors) -> Iterator[str]:
+    """The groups of layers that hold arrays; the parts of an attention layer are no layers."""
+    within = tuple(f"{group}/" for group in template.names if _is_attention(group, template))
+    for group in template.names:
+        arrays = any(name.startswith(f"{group}/vars/") for name in template.info)
+        if _is_attention(group, template) or (arrays and not group.startswith(within)):
+            yield group
+
+
+def _is_attention(group: str, template: Tensors) -> bool:
+    return any(f"{group}/{x}query_dense/vars/0" in template.info for x in ("", "_"))
 
 
 def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:

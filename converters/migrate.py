@@ -236,7 +236,7 @@ def convert(
         known = given or like is not None or bool(groups)
         with naming(file.path):
             found = resolve(plan, file)
-            if in_file and not given and not like and groups:
+            if in_file and (like or (groups and not given)):
                 found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
             if given:
                 check_heads(found, file)

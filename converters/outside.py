@@ -32,7 +32,8 @@ class Source(NamedTuple):
       source: a path, or a flat dict of arrays.
       info: name -> what has a shape and a dtype, attention included.
       found: its attention blocks. taken: names of their tensors.
-      names: of Keras layers, by prefix.
+      names: of Keras layers, by prefix. groups: group in a .weights.h5 file and name, by prefix.
+      places: prefix -> the path that a layer is compared under, where it is not its own.
     """
 
     source: Any
@@ -40,6 +41,8 @@ class Source(NamedTuple):
     found: tuple[Block, ...] = ()
     taken: frozenset[str] = frozenset()
     names: Mapping[str, str] = {}
+    groups: Mapping[str, tuple[str, str]] = {}
+    places: Mapping[str, str] = {}
 
 
 EMPTY = Source({}, {})
@@ -186,7 +189,7 @@ def _groups(side: Source) -> dict[str, _Group]:
         if name in side.taken:
             continue
         prefix, separator, key = modules.split(name)
-        place = dotted(prefix, separator, side.names)
+        place = side.places.get(prefix) or dotted(prefix, separator, side.names)
         module = by_prefix.get(prefix)
         if module is not None and name not in module.keys.values():
             module = None

@@ -19,6 +19,7 @@ from jaxmha.converters import (
     flax,
     heads,
     keras,
+    keras_groups,
     live,
     torch,
 )
@@ -131,7 +132,8 @@ def _read_state(
                 printable(f"{where}block {block.prefix or '(top)'}: {error}")
             ) from error
     taken = frozenset(name for block in found for name in block.keys.values())
-    return Side(sides, Source(state, state, tuple(found), taken, names))
+    groups = keras_groups.of(names, metadata)
+    return Side(sides, Source(state, state, tuple(found), taken, names, groups))
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
