@@ -287,6 +287,11 @@ def convert(
         size = None if shard_size is None else _bytes(shard_size)
         if size is not None and destination.suffix in (".safetensors", ".bin"):
             destination = destination.with_name(f"{destination.name}.index.json")
+        if processes > 1 and not destination.name.endswith(".index.json"):
+            raise ValueError(
+                f"--processes writes shards, and {destination} is one file: give --shard-size, or name "
+                "an index, such as model.safetensors.index.json"
+            )
         if report_to is not None:
             plans = [by_plan] if by_plan else []
             check_text(report_to, force, [*_files(source), destination, *plans])

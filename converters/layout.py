@@ -79,6 +79,7 @@ class Layout:
 
 _SHOWN = 4  # layouts in a message
 # Words that people have for what the layouts are called after.
+_NAMED = 8  # layouts that a message names
 _MEANT = {
     **dict.fromkeys(("jax", "nnx", "linen", "flax-linen", "flax-nnx", "jaxmha"), "flax"),
     **dict.fromkeys(("pytorch", "pt", "torch.nn", "nn.multiheadattention"), "torch"),
@@ -104,6 +105,17 @@ def guess(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
+def known(names: Sequence[str]) -> str:
+    """The first of several names in words, and where all of them are.
+
+    >>> known(["torch", "flax"])
+    'known are torch, flax'
+    """
+    more = len(names) - _NAMED
+    rest = f" and {more} more (`jaxmha inspect --layouts` lists all)" * (more > 0)
+    return f"known are {', '.join(names[:_NAMED])}{rest}"
+
+
 def choose(
     layouts: Sequence[Layout], keys: Sequence[str], name: str | None = None, prefix: str = ""
 ) -> Layout:
@@ -115,9 +127,7 @@ def choose(
     names = [layout.name for layout in layouts]
     if name is not None:
         if name not in names:
-            raise ValueError(
-                f"unknown layout {name!r}: {guess(name, names)}known are {', '.join(names)}"
-            )
+            raise ValueError(f"unknown layout {name!r}: {guess(name, names)}{known(names)}")
         return layouts[names.index(name)]
     missing = {
         layout.name: [e.key for e in layout.entries if not e.group and e.key not in keys]

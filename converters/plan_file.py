@@ -34,9 +34,15 @@ from jaxmha.converters.checkpoint.digests import is_digest
 from jaxmha.converters.checkpoint.errors import CheckpointError, printable, shown
 from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.moves import Made
+from jaxmha.converters.neighbours import CONVENTIONS
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan
 
 VERSION = 1
+KINDS = tuple(
+    dict.fromkeys(
+        ("attention", *(kind for one in CONVENTIONS for kind in one.kinds), "other"),
+    )
+)
 _KEYS = {
     "kind": str,
     "layout": str,
@@ -178,6 +184,12 @@ def _move(i: int, table: Any) -> Move:
     _demand(
         bool(names) and all(isinstance(name, str) for name in names),
         f"{where}: tensors must be a list of names",
+    )
+    kind = table["kind"]
+    _demand(
+        kind in KINDS,
+        f"{where} (from = {shown(table['from'])}): kind must be one of {', '.join(KINDS)}, "
+        f"got {shown(kind)}",
     )
     settings = {_FIELDS.get(key, key): value for key, value in table.items()}
     return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})

@@ -27,7 +27,7 @@ from rich.progress import (
 from jaxmha.converters import blocks, migrate
 from jaxmha.converters.checkpoint import formats, replacing
 from jaxmha.converters.checkpoint.errors import printable
-from jaxmha.converters.layout import guess
+from jaxmha.converters.layout import guess, known
 
 Item = TypeVar("Item")
 SHOWN = 10  # names that are listed before "and more"
@@ -46,11 +46,9 @@ NumHeads = Annotated[
 
 def layout_name(value: str | None) -> str | None:
     """For options: the name of a layout; a guess at the one that was meant where it is none."""
-    known = [layout.name for layout in blocks.LAYOUTS]
-    if value is not None and value not in known:
-        raise typer.BadParameter(
-            f"{value!r} is no layout: {guess(value, known)}known are {', '.join(known)}"
-        )
+    names = [layout.name for layout in blocks.LAYOUTS]
+    if value is not None and value not in names:
+        raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
     return value
 
 

@@ -212,3 +212,38 @@ def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPat
     with terminal.byte_bar("writing", quiet=False, passes=2) as progress:
         progress(340, 340)
     assert shown == [(170, 170)]
+
+
+def test_a_wrong_layout_does_not_list_all_of_them() -> None:
+    for given in ("flx", "zzz"):
+        text = said(run("convert", "a", "b", "--to", given))
+        assert "`jaxmha inspect --layouts` lists all" in text
+        assert "dense-combine-file" not in text
+    with pytest.raises(ValueError, match="inspect --layouts") as error:
+        migrate.convert_state({}, to="zzz")
+    assert "dense-combine-file" not in str(error.value)
+
+
+def test_processes_are_for_shards(tmp_path: Path) -> None:
+    """It is said before any process starts, and of the option that was given."""
+    checkpoint.write(tmp_path / "a.npz", encoder())
+    for name in ("b.npz", "b.safetensors"):
+        command = ("convert", tmp_path / "a.npz", tmp_path / name, "--to", "flax", "--num-heads", N)
+        done = run(*command, "--processes", 2)
+        assert done.exit_code == 2
+        assert done.stderr.startswith("error: --processes writes shards")
+        assert "give --shard-size, or name an index" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("old", ["attention", "linear", "norm"])
+def test_an_unknown_kind_in_a_plan_is_named(old: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "a.npz", encoder())
+    plan, out = tmp_path / "p.toml", tmp_path / "b.npz"
+    done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", plan)
+    assert done.exit_code == 0, done.output
+    plan.write_text(plan.read_text().replace(f'kind = "{old}"', 'kind = "frob"', 1))
+    done = run("convert", tmp_path / "a.npz", out, "--plan", plan)
+    text = said(done)
+    assert done.exit_code == 2
+    assert "kind must be one of attention, linear, conv1d, norm" in text
+    assert "got 'frob'" in text

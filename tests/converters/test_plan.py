@@ -157,7 +157,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"two tensors would be written as 'embeddings/word_embeddings/embedding'",
     ),
     "from": (lambda p: edited(p, "other", source="x"), r"`from` must be the name of its tensor"),
-    "kind": (lambda p: edited(p, "linear", kind="embedding"), r"a embedding of torch has weight"),
+    "kind": (
+        lambda p: edited(p, "linear", kind="embedding"),
+        r"is no array of embedding in torch, which has weight",
+    ),
     "no kind": (lambda p: edited(p, "linear", kind="lstm"), r"torch has no lstm: it has linear"),
     "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Di Do\), Do=7"),
     "convention": (lambda p: edited(p, "linear", layout="jax"), r"unknown convention 'jax'"),
