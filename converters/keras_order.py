@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxmha.converters import keras, keras_groups
+from jaxmha.converters import blocks, keras, keras_groups
 from jaxmha.converters.keras_groups import METADATA
 from jaxmha.converters.moves import Tensors
 from jaxmha.converters.plan import Move
@@ -66,21 +66,26 @@ def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Mov
     groups: dict[str, list[str]] = {}
     for group in _layers(template):
         groups.setdefault(_called(group, template.names), []).append(group)
-    known, found = kept(source, moves), Groups()
-    for move in moves:
-        if move.kind == "other":
-            continue
+    known, found, left = kept(source, moves), Groups(), dict[str, str]()
+    for move in (move for move in moves if move.kind != "other"):
         group, name = known.get(move.source, (move.source, ""))
         called = _called(group, {group: name} if name else {})
-        there = groups.get(called, [])
-        if len(there) != 1:
-            had = ", ".join(sorted(groups)[:_SHOWN]) + ", ..." * (len(groups) > _SHOWN)
-            what = "has no layer" if not there else "has several layers"
-            raise ValueError(
-                f"--like: the file {what} named {called!r}; its layers are {had}: name the layers "
-                "of the model so, or write a plan and set `to` of every module"
-            )
-        found[move.source] = there[0], template.names[there[0]]
+        if len(there := groups.get(called, [])) == 1:
+            found[move.source] = there[0], template.names.get(there[0], "")
+        else:
+            left[move.source] = called
+    taken = {group for group, _ in found.values()}
+    free = [group for several in groups.values() for group in several if group not in taken]
+    if len(left) == len(free) == 1:  # whatever the two are called
+        found |= {source: (free[0], template.names.get(free[0], "")) for source in left}
+    elif left:
+        called = next(iter(left.values()))
+        had = ", ".join(sorted(groups)[:_SHOWN]) + ", ..." * (len(groups) > _SHOWN)
+        what = "has several layers" if called in groups else "has no layer"
+        raise ValueError(
+            f"--like: the file {what} named {called or '(top)'!r}; its layers are {had}: name the "
+            "layers of the model so, or write a plan and set `to` of every module"
+        )
     return placed(moves, found)
 
 
@@ -90,16 +95,12 @@ def _called(group: str, names: Mapping[str, str]) -> str:
 
 
 def _layers(template: Tensors) -> Iterator[str]:
-    """The groups of layers that hold arrays; the parts of an attention layer are no layers."""
-    within = tuple(f"{group}/" for group in template.names if _is_attention(group, template))
-    for group in template.names:
-        arrays = any(name.startswith(f"{group}/vars/") for name in template.info)
-        if _is_attention(group, template) or (arrays and not group.startswith(within)):
-            yield group
-
-
-def _is_attention(group: str, template: Tensors) -> bool:
-    return any(f"{group}/{x}query_dense/vars/0" in template.info for x in ("", "_"))
+    """The groups of layers that hold arrays: of attention blocks as a whole, and of the rest."""
+    found = blocks.find({name: tuple(one.shape) for name, one in template.info.items()})
+    taken = {name for block in found for name in block.keys.values()}
+    yield from (block.prefix for block in found)
+    rest = [name for name in template.info if name not in taken]
+    yield from dict.fromkeys(name.rpartition("/vars/")[0] for name in rest if "/vars/" in name)
 
 
 def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:

@@ -155,9 +155,10 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     Raises ValueError where the blocks are no attention of this form.
     """
     layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
-    unconverted.refuse(file.path, layouts)
     taken = _taken(plan)
-    return unconverted.notes(file.path, (x for x in file.info if x not in taken), layouts)
+    names = [name for name in file.info if name not in taken]
+    unconverted.refuse(file.path, names, layouts)
+    return unconverted.notes(file.path, names, layouts)
 
 
 def convert(
@@ -238,6 +239,8 @@ def convert(
             found = resolve(plan, file)
             if in_file and (like or (groups and not given)):
                 found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
+            elif in_file and not given:
+                found.notes.append(notes.of_groups([move.target for move in found.blocks]))
             if given:
                 check_heads(found, file)
         target = blocks.named(plan.to)

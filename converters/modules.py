@@ -47,6 +47,11 @@ UNSURE = (
 )
 
 
+# What the tensors of a norm with a bias leave open, unless its name tells a norm of features.
+OF_GROUPS = "its keys and shapes (GroupNorm and InstanceNorm have the same)"
+_OF_FEATURES = r"layer_?norm|(^|_)ln(_|\d|$)"
+
+
 class Module(NamedTuple):
     """One layer beside attention and the place of every array.
 
@@ -115,6 +120,8 @@ def find(
         module = _decide(prefix, keys, info, families, own, unbiased)
         if isinstance(module, Module):
             module = unlike.get(_computes(module), module)
+        if isinstance(module, Module) and module.why == _SHAPES:
+            module = _of_features(module, groups, info)
         if isinstance(module, Module):
             found.append(module)
         else:
@@ -166,7 +173,8 @@ def as_kind(
     there = {entry.key: entry for entry in convention.kinds[kind]}
     for key, name in keys.items():
         if key not in there:
-            raise ValueError(f"{name}: a {kind} of {convention.name} has {', '.join(there)}")
+            has = ", ".join(there)
+            raise ValueError(f"{name} is no array of {kind} in {convention.name}, which has {has}")
         shape, axes = tuple(info[name].shape), there[key].axes
         letters = [group[0] for group in parse(axes)]
         bound = {**dict(zip(letters, shape, strict=False)), **sizes}
@@ -253,7 +261,7 @@ def _by_shape(
         (module,) = candidates.values()
         if module.kind == "convolution":
             return _convolution(module)
-        return module._replace(confidence="likely", why="its keys and shapes")
+        return module._replace(confidence="likely", why=_SHAPES)
     last = re.split("[./]", prefix)[-1].lower()
     for kind, names in _NAMES:
         if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
@@ -266,6 +274,26 @@ def _by_shape(
 
 
 _LAYER_NORM = "layer_norm_eps"
+_SHAPES = "its keys and shapes"
+
+
+def _of_features(
+    module: Module, groups: Iterable[tuple[str, str]], info: Mapping[str, Any]
+) -> Module | str:
+    """A norm that its shapes alone tell: next to convolutions it is mostly one of groups."""
+    parent, _, last = module.prefix.replace("/", ".").rpartition(".")
+    if module.kind != "norm" or re.search(_OF_FEATURES, last.lower()):
+        return module
+    start = len(parent) + 1 if parent else 0
+    for prefix, separator in groups:
+        path = prefix.replace("/", ".")
+        if path.rpartition(".")[0] == parent and re.search(r"^conv", path[start:].lower()):
+            names = (f"{prefix}{separator}{key}" for key in ("weight", "kernel", "vars/0", "w"))
+            if any(name in info and len(info[name].shape) > 2 for name in names):
+                return (
+                    "a norm next to convolutions, which may be of groups: name the kind in a plan"
+                )
+    return module._replace(why=OF_GROUPS)
 
 
 def _called(prefix: str) -> str:

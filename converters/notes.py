@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxmha.converters import keymaps
 from jaxmha.converters.blocks import Block, natural
-from jaxmha.converters.modules import Module
+from jaxmha.converters.modules import OF_GROUPS, Module
 from jaxmha.converters.neighbours import Convention
 
 CREATES = "check that the model creates its layers so"
@@ -93,12 +93,42 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
         )
 
 
+def of_groups(targets: Sequence[str]) -> str:
+    """Which models load a .weights.h5 file whose groups only the source's names decide."""
+    like = "name a file that it saved (--like model.weights.h5)"
+    shown = listed(targets, 3)
+    if not all(targets):
+        return (
+            "the arrays stand at the top of the file, where a model of this very class has them; for "
+            f"a model that holds the class as a layer, {like}"
+        )
+    if all(target.startswith("layers/") for target in targets):
+        return (
+            f"the groups of the file ({shown}) are those of a functional or Sequential model; for a "
+            f"model that keeps its layers as attributes, {like}"
+        )
+    return (
+        f"the groups of the file ({shown}) are those of a model that keeps its layers as attributes "
+        f"of these names; for another model, {like}"
+    )
+
+
 def told_by_name(layers: Sequence[Module]) -> Iterator[str]:
     """Layers whose kind nothing but the name says."""
     if shown := [f"{x.prefix} ({x.kind})" for x in layers if x.confidence == "by name"]:
         yield (
             f"what only the name tells: {listed(shown)}; where that is wrong, write a plan and name "
             "the kind"
+        )
+
+
+def of_features(layers: Sequence[Module]) -> Iterator[str]:
+    """Norms that nothing but their shapes calls norms of features."""
+    if shown := [x.prefix for x in layers if x.why == OF_GROUPS]:
+        yield (
+            f"{len(shown)} x norm read as LayerNorm, whose tensors GroupNorm and InstanceNorm have as "
+            f"well: {listed(shown, 3)}; where one is no LayerNorm, write a plan and set its kind to "
+            "other"
         )
 
 

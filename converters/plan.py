@@ -178,6 +178,7 @@ def make(
             *[notes.NO_ATTENTION] * (not found),
             *notes.epsilons(layers, convention, found, epsilon),
             *notes.told_by_name(layers),
+            *notes.of_features(layers),
             *notes.renamed(_renamed(planned, file.names) if not in_file(to) else ()),
             *notes.not_back(layers, [move.becomes for move in beside], mistakable, to.name),
             *notes.carried_norms(

@@ -117,3 +117,52 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
         made.set_weights([np.zeros_like(w) for w in made.get_weights()])
         made.load_weights(back)
         np.testing.assert_array_equal(np.asarray(made(X)), expected)
+
+
+@pytest.mark.parametrize("how", ["functional", "attribute"])
+def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_path: Path) -> None:
+    """Its names begin at the top, and no model of Keras but the class itself has them there."""
+    import keras
+    import torch
+
+    from tests.converters.test_by_hand import keras_class, torch_class
+
+    P, T = torch_class()(D, N), keras_class()
+    torch.save(P.state_dict(), tmp_path / "a.pt")
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = T(D, N)
+
+        def call(self, x: Any) -> Any:
+            return self.attn(x)
+
+    with layers.foreign():
+        inputs = keras.Input((3, D))
+        model = keras.Model(inputs, T(D, N)(inputs)) if how == "functional" else Model()
+        model(X)
+    model.save_weights(tmp_path / "like.weights.h5")
+    target = tmp_path / "b.weights.h5"
+    command = ("convert", tmp_path / "a.pt", target, "--to", "dense", "--num-heads", N)
+    done = run(*command)
+    assert done.exit_code == 0, done.output
+    assert "a model that holds the class as a layer, name a file" in " ".join(done.stdout.split())
+    with pytest.raises(ValueError, match="could not be loaded"), layers.foreign():
+        model.load_weights(target)
+    done = run(*command, "--force", "--like", tmp_path / "like.weights.h5")
+    assert done.exit_code == 0, done.output
+    assert "the top of the file" not in " ".join(done.stdout.split())
+    with layers.foreign():
+        model.load_weights(target)
+    assert verify.compare(model, P).same
+
+
+def test_two_layers_without_a_counterpart_are_named(tmp_path: Path) -> None:
+    functional("one", "two").save_weights(tmp_path / "a.weights.h5")
+    functional("three", "four").save_weights(tmp_path / "like.weights.h5")
+    like = ("--to", "keras", "--like", tmp_path / "like.weights.h5")
+    migrate.convert(tmp_path / "a.weights.h5", tmp_path / "a.npz", to="flax")
+    done = run("convert", tmp_path / "a.npz", tmp_path / "b.weights.h5", *like)
+    assert done.exit_code == 2
+    assert "no layer named 'one'; its layers are attn, four, three:" in done.stderr
