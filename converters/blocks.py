@@ -153,6 +153,10 @@ def damaged(
     return list(damaged_at(shapes, found, layouts).values())
 
 
+# GroupViT assigns tokens to groups: one choice per token, no softmax over keys.
+_ASSIGNS = r"(^|[./])downsample[./]assign$"
+
+
 def damaged_at(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> dict[str, str]:
@@ -168,6 +172,8 @@ def damaged_at(
         required = [entry for entry in usual if not entry.group]
         prefixes = {p: None for entry in usual for p in _prefixes(candidate, ends, entry.key)}
         for prefix in prefixes:
+            if re.search(_ASSIGNS, prefix):
+                continue
             there = [e for e in usual if candidate.path(prefix, e.key) in shapes]
             first = required[0] in there and 2 * sum(not e.group for e in there) >= len(required)
             kernels = 2 * sum(not e.group for e in there) > len(required)

@@ -73,6 +73,7 @@ BY_HAND = tuple(
         *NAMES.items(),
         ("qkv", ("qkv", "proj")),
         ("qkv-out", ("qkv", "out_proj")),
+        ("qkv-projection", ("qkv", "projection")),  # BLIP's
     )
     if (style, suffix) != ("linear", "qkv")  # which is timm's
 )

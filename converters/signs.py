@@ -147,8 +147,20 @@ TENSORS = (
             r"|att\w*[./](logit_scale|tau)$"
         ),
     ),
+    ("layers", r"[./]downsample[./]assign[./]"),
     ("gate", r"att\w*[./](.*[._])?(g_proj|gate\w*|gru_rel_pos\w*)([./]|$)|attn_gate$"),
 )
 
+# Names of tensors that one family of models alone has, and the types that these are of.
+OF_TYPE = (
+    ("gptj", r"(^|[./])h[./]\d+[./]mlp[./]fc_in[./]"),
+    ("pegasus_x", r"(^|[./])embed_global[./]|global_self_attn_layer_norm"),
+    ("longformer", r"[./](query|key|value)_global[./]"),
+)
+# Layouts that are one class of a framework: all that it computes is known from its arguments.
+CLASSES = frozenset(
+    ("torch", "torch-separate", "keras", "keras-gqa", "keras-file", "keras-gqa-file", "flax",
+     "equinox", "haiku")
+)  # fmt: skip
 # Layouts whose blocks mostly stand in models that have more, where nothing says it.
 IMPLIED = {"llama": "rotary positions", "gpt-neox": "rotary positions or ALiBi"}

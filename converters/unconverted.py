@@ -33,18 +33,23 @@ def notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> tuple[s
     return tuple(printable(note) for note in _notes(path, names, layouts))
 
 
-def refuse(path: Path, layouts: Collection[str]) -> None:
-    """Raises ValueError where a model computes another function of such projections."""
+def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
+    """Raises ValueError where a model computes another function of such projections; arguments as
+    of `notes`."""
     content = _content(path)
     said = _said(content)
     refused = {part: said.there[part] for part in ("form",) if part in said.there}
     refused |= _by_type(content, said, architectures.functions)
+    told = f"{path.parent / configuration.CONFIG}: "
+    if not any(_types(content)):
+        told = f"{path}: " if not refused else told
+        refused |= _by_names(names, architectures.functions)
     for part, texts in refused.items() if layouts else ():
         words, remedy = signs.PARTS[part]
         raise ValueError(
             printable(
-                f"{path.parent / configuration.CONFIG}: {texts[0]} has {words}: a file of another "
-                f"layout would be read as another function; {remedy}"
+                f"{told}{texts[0]} has {words}: a file of another layout would be read as another "
+                f"function; {remedy}"
             )
         )
 
@@ -53,16 +58,19 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
     content = _content(path)
     said = _said(content)
     parts = {part: list(texts) for part, texts in said.there.items()}
+    types = list(dict.fromkeys(_types(content)))
+    names = list(names)
     by_type = [
         _by_type(content, said, has) for has in (architectures.parts, architectures.functions)
     ]
+    if not types:
+        by_type += [_by_names(names, has) for has in (architectures.parts, architectures.functions)]
     for found in (_by_tensor(names), *by_type):
         for part, texts in found.items():
             parts.setdefault(part, []).extend(texts)
     for part, (words, remedy) in signs.PARTS.items():
         if part in parts:
             yield f"not converted: {words}, by {listed(parts[part], 6)}; {remedy}"
-    types = list(dict.fromkeys(_types(content)))
     for model_type in types:
         if model_type not in architectures.KNOWN:
             yield (
@@ -81,19 +89,23 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
             "no config.json names the model_type: models with blocks of layout "
             f"{layout} mostly have {signs.IMPLIED[layout]}, which are not converted"
         )
+    if types or implied or not set(layouts) - signs.CLASSES:
+        return
     of_model = isinstance(content, dict) and signs.OF_TRANSFORMERS & content.keys()
-    if of_model and not types and layouts and not implied:
+    if of_model or content == {}:
+        there = "config.json names no model_type" if content else "there is no config.json"
         yield (
-            "config.json names no model_type: that the model computes nothing more around its "
-            "projections (positions, scale, masks) is not known: compare with the model's own output"
+            f"{there}: that the model computes nothing more around its projections (positions, "
+            "biases of the logits, scale, windows) is not known: put the model's own config.json next "
+            "to the file, or compare with the model's own output"
         )
 
 
 def _content(path: Path) -> Any:
     try:
         return configuration.read(path)
-    except (ValueError, RecursionError):  # `heads.in_config` says it
-        return {}
+    except (ValueError, RecursionError):  # `described` says it
+        return None
 
 
 def _types(content: Any) -> Iterator[str]:
@@ -198,6 +210,23 @@ def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> d
         for part in has(model_type):
             if part not in said.off or part in said.there:
                 parts.setdefault(part, []).append(f"model_type {model_type}")
+    return parts
+
+
+def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
+    """The parts of the model types that names of tensors tell: by the start that transformers gives
+    them, or by a name that one type alone has."""
+    parts: dict[str, list[str]] = {}
+    told: dict[str, str] = {}
+    for name in names:
+        first = re.split("[./]", name, maxsplit=1)[0]
+        own = [kind for kind, pattern in signs.OF_TYPE if re.search(pattern, name[-300:])]
+        for model_type in (first, *own):
+            if model_type in architectures.KNOWN:
+                told.setdefault(model_type, name)
+    for model_type, name in told.items():
+        for part in has(model_type):
+            parts.setdefault(part, []).append(f"tensor {name} (a name of {model_type})")
     return parts
 
 

@@ -1,0 +1,100 @@
+"""Vision models of transformers whose attention has names of its own, and norms without a name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha.converters import checkpoint, linear, migrate
+from jaxmha.converters.cli import app
+from tests.converters.test_families import state_of
+
+D, N = 12, 3
+_SIZES = {
+    "hidden_size": D,
+    "intermediate_size": 7,
+    "num_hidden_layers": 1,
+    "num_attention_heads": N,
+}
+_IMAGE = {"image_size": 8, "patch_size": 4}
+_TEXT = {
+    "vocab_size": 31, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2,
+    "sep_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def saved(folder: Path, model: Any) -> Path:
+    checkpoint.write(folder / "model.safetensors", state_of(model))
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    return folder / "model.safetensors"
+
+
+def run(*arguments: Any) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stdout.split())
+
+
+def test_blip_packs_queries_keys_and_values(tmp_path: Path) -> None:
+    """Its own forward is softmax attention of the weights that are converted."""
+    import torch
+    import transformers as t
+
+    model = t.BlipVisionModel(t.BlipVisionConfig(**_SIZES, **_IMAGE)).eval()
+    text = run("convert", saved(tmp_path, model), tmp_path / "b.npz", "--to", "flax")
+    assert "1 attention blocks converted" in text
+    assert "verified: " in text
+    attention = model.encoder.layers[0].self_attn
+    params, _ = linear.import_params(
+        attention.state_dict(), layout="linear-qkv-projection", num_heads=N
+    )
+    x = np.random.default_rng(0).normal(size=(2, 5, D)).astype("f")
+    with torch.no_grad():
+        expected = attention(torch.tensor(x))[0].numpy()
+    from jaxmha import multi_head_attention
+
+    np.testing.assert_allclose(multi_head_attention(params, x), expected, atol=2e-6)
+
+
+def test_groupvit_is_converted_but_for_its_assignment(tmp_path: Path) -> None:
+    import transformers as t
+
+    config = {**_SIZES, **_IMAGE, "depths": [1, 1, 0], "num_group_tokens": [4, 2, 0],
+              "num_output_groups": [4, 2, 0]}  # fmt: skip
+    model = t.GroupViTVisionModel(t.GroupViTVisionConfig(**config))
+    path = saved(tmp_path, model)
+    assert migrate.inspect(path).damaged == ()
+    text = run("convert", path, tmp_path / "b.npz", "--to", "flax")
+    assert "attention blocks converted" in text
+    assert "layers of another form than softmax attention" in text
+    assert "downsample.assign" in text
+
+
+NORMS: dict[str, tuple[str, bool, bool]] = {
+    # Name of the norm, whether it is converted, whether a note says what else it could be.
+    "norm1": ("block.norm1", True, True),
+    "named layer norm": ("block.layer_norm", True, False),
+    "ln_f": ("ln_f", True, False),
+    "next to convolutions": ("res.norm1", False, False),
+    "at the end": ("norm_out", True, True),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
+    name, converted, told = NORMS[kind]
+    ones = np.ones(D, np.float32)
+    state = {
+        "attn.in_proj_weight": np.ones((3 * D, D), np.float32), "attn.in_proj_bias": np.ones(3 * D, np.float32),
+        "attn.out_proj.weight": np.eye(D, dtype=np.float32), "attn.out_proj.bias": ones,
+        f"{name}.weight": ones, f"{name}.bias": ones,
+        "res.conv1.weight": np.ones((D, 5, 3, 3), np.float32), "res.conv1.bias": ones,
+    }  # fmt: skip
+    checkpoint.write(tmp_path / "a.npz", state)
+    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
+    assert (f"{name}.weight" not in done.carried) == converted
+    assert any("GroupNorm" in note and name in note for note in done.notes) == told
+    assert any("may be of groups" in move.why for move in done.plan.moves) != converted  # type: ignore[union-attr]
