@@ -2,7 +2,7 @@
 
 Parts are those of `signs.PARTS`, made from the sources of every model and its default
 configuration, and checked by running them. Every type that a part does not list is known to lack it
-by default.
+by default. Kept by hand; `model_types` is the generated table of where their blocks stand.
 """
 
 # Parts that the same weights can be converted without, and a caller can add.

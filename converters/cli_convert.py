@@ -271,27 +271,15 @@ def convert(
     afterwards; exit code 1 if anything differs.
     """
     with one_message():
-        if (to is None) == (by_plan is None):
-            raise ValueError(
-                "name a layout with --to, or a plan with --plan: one of them, not both"
-            )
-        if by_plan is not None and (
-            from_ or num_heads or dtype or others or attention_only or fold_scale
-        ):
-            raise ValueError("a plan says it all: edit it instead of passing other options")
+        others_given = from_ or num_heads or dtype or others or attention_only or fold_scale
+        _refuse_contradictions(to, by_plan, bool(others_given))
         if report_to is not None and check.value == "none":
             raise ValueError("--report has nothing to say with --check none")
         if part is not None and (not resume or processes > 1):
             raise ValueError("--part needs --resume, and no --processes beside it")
         share = None if part is None else parts.parsed(part)
         size = None if shard_size is None else _bytes(shard_size)
-        if size is not None and destination.suffix in (".safetensors", ".bin"):
-            destination = destination.with_name(f"{destination.name}.index.json")
-        if processes > 1 and not destination.name.endswith(".index.json"):
-            raise ValueError(
-                f"--processes writes shards, and {destination} is one file: give --shard-size, or name "
-                "an index, such as model.safetensors.index.json"
-            )
+        destination = _of_shards(destination, size, processes)
         if report_to is not None:
             plans = [by_plan] if by_plan else []
             check_text(report_to, force, [*_files(source), destination, *plans])
@@ -308,11 +296,7 @@ def convert(
             "--fold-scale": fold_scale,
             "--force": force,
         }
-        failed: Mapping[int, int] = {}
-        if processes > 1:
-            if not as_json:
-                err.print(f"{processes} processes write a part each, then all is checked")
-            failed = parts.convert(processes, source, destination, options)
+        failed = _parts(processes, source, destination, options, as_json)
         with byte_bar("writing and reading back", as_json, passes=2) as progress:
             done = migrate.convert(
                 source,
@@ -357,6 +341,37 @@ def convert(
             put_text(report_to, text, force, [*_files(source), *map(Path, done.files)])
     if checked is not None and not checked.same:
         raise typer.Exit(1)
+
+
+def _refuse_contradictions(to: str | None, by_plan: Path | None, others: bool) -> None:
+    """Raises ValueError unless a layout is named, or a plan and nothing that a plan says."""
+    if (to is None) == (by_plan is None):
+        raise ValueError("name a layout with --to, or a plan with --plan: one of them, not both")
+    if by_plan is not None and others:
+        raise ValueError("a plan says it all: edit it instead of passing other options")
+
+
+def _of_shards(destination: Path, size: int | None, processes: int) -> Path:
+    """The index where shards are asked for. Raises ValueError where several processes have none."""
+    if size is not None and destination.suffix in (".safetensors", ".bin"):
+        destination = destination.with_name(f"{destination.name}.index.json")
+    if processes > 1 and not destination.name.endswith(".index.json"):
+        raise ValueError(
+            f"--processes writes shards, and {destination} is one file: give --shard-size, or name "
+            "an index, such as model.safetensors.index.json"
+        )
+    return destination
+
+
+def _parts(
+    processes: int, source: Path, destination: Path, options: Mapping[str, Any], quiet: bool
+) -> Mapping[int, int]:
+    """Lets several processes write a part each; the parts that failed, with their exit codes."""
+    if processes == 1:
+        return {}
+    if not quiet:
+        err.print(f"{processes} processes write a part each, then all is checked")
+    return parts.convert(processes, source, destination, options)
 
 
 def _files(source: Path) -> list[Path]:

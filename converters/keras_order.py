@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxmha.converters import blocks, keras, keras_groups
-from jaxmha.converters.keras_groups import METADATA
 from jaxmha.converters.moves import Tensors
 from jaxmha.converters.plan import Move
 from jaxmha.converters.user_names import dotted
@@ -20,6 +19,10 @@ from jaxmha.converters.user_names import dotted
 _IN_FILE = {layout.name for layout, _ in keras.IN_FILE.values()}
 Groups = dict[str, tuple[str, str]]
 _SHOWN = 8
+NOT_KNOWN = (
+    "the order in which the Keras model creates layers of one class and shape is in no tensor: "
+    "see the note, and name a file that the model saved (--like)"
+)
 
 
 def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
@@ -42,7 +45,7 @@ def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
 def to_metadata(groups: Groups, moves: Iterable[Move]) -> dict[str, str]:
     """The groups by the prefixes of the destination, as metadata."""
     there = {move.target: groups[move.source] for move in moves if move.source in groups}
-    return {METADATA: json.dumps(there, separators=(",", ":"))} if there else {}
+    return {keras_groups.METADATA: json.dumps(there, separators=(",", ":"))} if there else {}
 
 
 def placed(moves: Sequence[Move], groups: Groups) -> tuple[Move, ...]:

@@ -1,8 +1,8 @@
 """Checkpoint files from one layout to another: find the attention blocks, convert, write."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ from jaxmha.converters import (
     blocks,
     checkpoint,
     configuration,
+    conversion,
     described,
     edited,
     heads,
+    keras_groups,
     keras_order,
     moves,
     notes,
@@ -22,7 +24,7 @@ from jaxmha.converters import (
 )
 from jaxmha.converters import plan as planning
 from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.checkpoint import Loss, sharded
+from jaxmha.converters.checkpoint import sharded
 from jaxmha.converters.checkpoint.errors import printable
 from jaxmha.converters.conditions import (
     check_heads,
@@ -32,7 +34,9 @@ from jaxmha.converters.conditions import (
     taken_from,
     target_layout,
 )
+from jaxmha.converters.conversion import Conversion
 from jaxmha.converters.inspection import FileInfo, inspect
+from jaxmha.converters.layout import Layout
 from jaxmha.converters.notes import listed
 from jaxmha.converters.plan import DTYPES, OTHERS, Move, Plan
 from jaxmha.converters.resolved import Resolved, resolve
@@ -44,41 +48,6 @@ __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "insp
 _NO_NEWS = ("jaxmha.", "format", "total_size")
 _UNBOUND = "the plan has no digest: nothing said that it was made for this source"
 DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a conversion did.
-
-    Attributes:
-      blocks: (prefix in the source, layout there, prefix in the destination, layout there).
-      beside: (kind, prefix in the source, prefix in the destination) of the layers beside them.
-      carried: names of tensors that are neither, taken over as they are.
-      files: what was written. digests: tensor name -> digest, of what was read back.
-      losses: tensor name -> what the cast to `dtype` did to it, for every tensor that it changed.
-      heads: (prefix in the source, head count, where it is from) of every block.
-      unchecked: what no comparison of the two files can show, in words.
-      notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
-    """
-
-    source: str
-    destination: str
-    blocks: tuple[tuple[str, str, str, str], ...]
-    beside: tuple[tuple[str, str, str], ...]
-    carried: tuple[str, ...]
-    files: tuple[str, ...]
-    digests: dict[str, str]
-    losses: dict[str, Loss]
-    notes: tuple[str, ...] = ()
-    plan: Plan | None = None
-    heads: tuple[tuple[str, int, str], ...] = ()
-    unchecked: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        del data["plan"]
-        return data | {"losses": {name: loss._asdict() for name, loss in self.losses.items()}}
 
 
 def plan(
@@ -219,58 +188,24 @@ def convert(
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     refuse_second_checkpoint(Path(source), Path(destination))
     with checkpoint.open(source) as file:
-        if plan is None:
-            if to is None:
-                raise ValueError("name a layout (to=), or give a plan")
+        if plan is not None:
+            plan = _completed(plan, file, in_file)
+        elif to is not None:
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
             plan = replace(plan, fold_scale=fold_scale)
         else:
-            plan = edited.in_file(plan) if in_file else plan
-            check_plan(plan, file, in_file)
-            with naming(file.path):
-                plan = edited.completed(plan, blocks.named(plan.to), file.info)
-            around = _around(plan, file)
-            plan = replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
+            raise ValueError("name a layout (to=), or give a plan")
         if like is not None:
             plan = taken_from(plan, file, like, in_file)
         groups = keras_order.kept(file, plan.moves)
-        known = given or like is not None or bool(groups)
-        with naming(file.path):
-            found = resolve(plan, file)
-            if in_file and (like or (groups and not given)):
-                found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
-            elif in_file and not given:
-                found.notes.append(notes.of_groups([move.target for move in found.blocks]))
-            if given:
-                check_heads(found, file)
-        target = blocks.named(plan.to)
-        whole = all(name in _taken(plan) for name in _attention_names(file))
-        metadata = {k: v for k, v in file.metadata.items() if k != keras_order.METADATA}
-        metadata |= keras_order.to_metadata(groups, plan.moves) if not in_file else {}
-        if whole:  # no block is carried over as it is
-            metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
-        if not target.stores_num_heads:
-            metadata |= heads.to_metadata(found.counts, whole=whole)
-        targets = {move.target for move, _ in found.by_move if move.kind == "attention"}
-        read_back.refuse(found.made, targets, target, shapes(file))
-        settings: dict[str, Any] = {}
-        lost = []
+        found = _resolved(plan, file, in_file, given, like is not None, bool(groups))
+        target, infos = blocks.named(plan.to), dict(file.info)
+        lost: list[str] = []
+        settings: dict[str, Any] = {"names": found.names} if in_file else {}
         if str(destination).endswith((".safetensors", f".safetensors{sharded.SUFFIX}")):
-            settings["metadata"] = metadata
+            settings["metadata"] = _metadata(plan, found, file, {} if in_file else groups)
         else:
-            if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
-                lost = [
-                    f"metadata not carried over, for which the format has no place: {listed(own)}"
-                ]
-            if not target.stores_num_heads:
-                counts = ", ".join(map(str, sorted(set(found.counts.values()))))
-                lost.append(
-                    f"the head count ({counts}) is in no tensor, and the format has no place for it: "
-                    "keep a config.json beside the file"
-                )
-        infos = dict(file.info)
-        if in_file:
-            settings["names"] = found.names
+            lost = list(_lost(file, found, target))
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
@@ -286,49 +221,68 @@ def convert(
             progress=progress,
             **settings,
         )
-    return Conversion(
-        str(source),
-        str(destination),
-        tuple(
-            (move.source, move.layout, move.target, target.name)
-            for move in plan.moves
-            if move.kind == "attention"
-        ),
-        tuple(
-            (move.kind, move.source, move.target)
-            for move in plan.moves
-            if move.kind not in ("attention", "other")
-        ),
-        tuple(move.target for move in plan.moves if move.kind == "other"),
-        tuple(map(str, written.files)),
-        dict(written.digests),
-        dict(written.losses),
-        (
-            *plan.notes,
-            *([_UNBOUND] if given and not plan.digest else []),
-            *found.notes,
-            *lost,
-            *written.notes,
-        ),
-        plan,
-        tuple(
-            (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
-            for move in found.blocks
-        ),
-        ()
-        if not in_file or known or keras_order.order_is_evident(plan.moves, infos)
-        else (_ORDER,),
-    )
+    told = given or like is not None or bool(groups)
+    ordered = not in_file or told or keras_order.order_is_evident(plan.moves, infos)
+    unbound = [_UNBOUND] * (given and not plan.digest)
+    said = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
+    made = conversion.of(source, destination, plan, found, written, given)
+    return replace(made, notes=said, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
 
 
-_ORDER = (
-    "the order in which the Keras model creates layers of one class and shape is in no tensor: "
-    "see the note, and name a file that the model saved (--like)"
-)
+def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
+    """A plan that was given, checked, with what its edits left out."""
+    plan = edited.in_file(plan) if in_file else plan
+    check_plan(plan, file, in_file)
+    with naming(file.path):
+        plan = edited.completed(plan, blocks.named(plan.to), file.info)
+    around = _around(plan, file)
+    return replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
 
 
-def _heads_from(move: Move, given: bool) -> str:
-    return "plan" if given and move.num_heads is not None else "shape"
+def _resolved(
+    plan: Plan, file: checkpoint.Checkpoint, in_file: bool, given: bool, like: bool, kept: bool
+) -> Resolved:
+    """The plan against its source, with the notes on groups of Keras that are left to say.
+
+    `given`: the plan was. `like`, `kept`: its groups are from a file of Keras, or were kept.
+    """
+    with naming(file.path):
+        found = resolve(plan, file)
+        if in_file and (like or (kept and not given)):
+            found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
+        elif in_file and not given:
+            found.notes.append(notes.of_groups([move.target for move in found.blocks]))
+        if given:
+            check_heads(found, file)
+    targets = {move.target for move, _ in found.by_move if move.kind == "attention"}
+    read_back.refuse(found.made, targets, blocks.named(plan.to), shapes(file))
+    return found
+
+
+def _metadata(
+    plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
+) -> dict[str, str]:
+    """The metadata of the source, with the head counts and the groups of Keras of the destination."""
+    whole = all(name in _taken(plan) for name in _attention_names(file))
+    metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
+    metadata |= keras_order.to_metadata(groups, plan.moves)
+    if whole:  # no block is carried over as it is
+        metadata = {k: v for k, v in metadata.items() if not k.startswith(heads.METADATA)}
+    if not blocks.named(plan.to).stores_num_heads:
+        metadata |= heads.to_metadata(found.counts, whole=whole)
+    return metadata
+
+
+def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
+    """What a format without metadata has no place for, in words."""
+    if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
+        yield f"metadata not carried over, for which the format has no place: {listed(own)}"
+    if not target.stores_num_heads:
+        counts = ", ".join(map(str, sorted(set(found.counts.values()))))
+        yield (
+            f"the head count ({counts}) is in no tensor, and the format has no place for it: "
+            "keep a config.json beside the file"
+        )
 
 
 def convert_state(

@@ -2,6 +2,11 @@
 
 Made by experiments/model_types.py from the default configuration of every type that transformers 5
 builds, with the names in memory and those on disk.
+
+`architectures` is the other table by model_type, and stays apart: this one is generated and says
+where the blocks of a model stand, that one is read from the sources of the models and says what
+they compute around the blocks. A new version of transformers makes this one again and changes none
+of that.
 """
 
 MODEL_TYPES: dict[str, str] = {

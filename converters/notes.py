@@ -48,6 +48,7 @@ def epsilons(
     counts = Counter(
         (
             x.kind,
+            x.confidence == "ambiguous",
             x.convention,
             (read.by_prefix[x.prefix],) if x.prefix in read.by_prefix else of_all,
             "the archive's config.json"
@@ -57,13 +58,14 @@ def epsilons(
         for x in layers
         if x.kind in ("norm", "rmsnorm")
     )
-    for (kind, source, values, where), count in counts.items():
+    for (kind, unsure, source, values, where), count in counts.items():
+        shown_kind = f"{kind} (LayerNorm or RMSNorm: no tensor tells)" if unsure else kind
         theirs = convention.epsilon[kind if kind in convention.kinds else "norm"]
         there = f"{theirs:.3g} by default in {convention.name}"
         if not values and source.name != convention.name:
             usual = source.epsilon.get(kind, theirs)
             yield (
-                f"{count} x {kind}: epsilon is not known: neither a tensor nor a configuration has "
+                f"{count} x {shown_kind}: epsilon is not known: neither a tensor nor a configuration has "
                 f"it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
                 "it up in the source model and give it to the layers"
             )
@@ -71,7 +73,7 @@ def epsilons(
             shown = " or ".join(f"{value:.3g}" for value in values)
             which = " (each part of the model has its own)" * (len(values) > 1)
             yield (
-                f"{count} x {kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor "
+                f"{count} x {shown_kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor "
                 "holds it, so give it to the layers"
             )
 

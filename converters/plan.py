@@ -135,57 +135,64 @@ def make(
         place = order.of_source(file.info)
         found = sorted(found, key=lambda block: place(block.prefix))
         layers = sorted(layers, key=lambda layer: place(layer.prefix))
-    mistakable = read_back.mistakable(file.info, rest, found, to)
-    planned = []
+    moved: list[Move] = []
     for i, block in enumerate(found):
         given = heads.by_default(block, num_heads, configured) if draft else num_heads
-        count, where = heads.find(block, shapes, given, file.metadata, configured)
-        planned.append(
-            Move(
-                "attention",
-                block.layout.name,
-                block.prefix,
-                user_names.target_by_name(
-                    block.prefix, block.layout.separator, to.separator, file.names
-                )
-                if not in_file(to)
-                else f"layers/{in_file(to)}{f'_{i}' * (i > 0)}",
-                tuple(block.keys.values()),
-                "attention",
-                count,
-                user_names.dotted(block.prefix, block.layout.separator, file.names)
-                * bool(in_file(to)),
-                where,
-                confidence(block, where, configured),
-                block.why,
-            )
-        )
+        count = heads.find(block, shapes, given, file.metadata, configured)
+        moved.append(_attention(block, to, file.names, i, count, configured))
     numbers: Counter[str] = Counter()
     beside = []
     for layer in layers:
         assert convention is not None
         beside.append(_neighbour(layer, to, convention, file.names, numbers))
-    planned += beside
-    planned += [
+    others_moved = (
         Move("other", "", name, name, (name,), "other", why=why.get(name, "left as it is"))
         for name in rest
-    ]
-    return Plan(
-        to.name,
-        tuple(planned),
-        others,
-        notes=(
-            *[notes.NO_ATTENTION] * (not found),
-            *notes.epsilons(layers, convention, found, epsilon),
-            *notes.told_by_name(layers),
-            *notes.of_features(layers),
-            *notes.renamed(_renamed(planned, file.names) if not in_file(to) else ()),
-            *notes.not_back(layers, [move.becomes for move in beside], mistakable, to.name),
-            *notes.carried_norms(
-                {name: why.get(name, "") for name in rest},
-                [*(unlike or {}).values(), modules.UNSURE],
-            ),
-        ),
+    )
+    moved += [*beside, *others_moved]
+    mistakable = read_back.mistakable(file.info, rest, found, to)
+    carried = {name: why.get(name, "") for name in rest}
+    reasons = [*(unlike or {}).values(), modules.UNSURE]
+    said = (
+        *[notes.NO_ATTENTION] * (not found),
+        *notes.epsilons(layers, convention, found, epsilon),
+        *notes.told_by_name(layers),
+        *notes.of_features(layers),
+        *notes.renamed(_renamed(moved, file.names) if not in_file(to) else ()),
+        *notes.not_back(layers, [move.becomes for move in beside], mistakable, to.name),
+        *notes.carried_norms(carried, reasons),
+    )
+    return Plan(to.name, tuple(moved), others, notes=said)
+
+
+def _attention(
+    block: Block,
+    to: Layout,
+    names: Mapping[str, str],
+    i: int,
+    count: tuple[int | None, str],
+    configured: heads.Configured | None,
+) -> Move:
+    """The move of the i-th block; `count` is its head count, and where that is from."""
+    separator = block.layout.separator
+    if group := in_file(to):
+        target = f"layers/{group}{f'_{i}' * (i > 0)}"
+        name = user_names.dotted(block.prefix, separator, names)
+    else:
+        target = user_names.target_by_name(block.prefix, separator, to.separator, names)
+        name = ""
+    return Move(
+        "attention",
+        block.layout.name,
+        block.prefix,
+        target,
+        tuple(block.keys.values()),
+        "attention",
+        count[0],
+        name,
+        count[1],
+        confidence(block, count[1], configured),
+        block.why,
     )
 
 

@@ -74,7 +74,7 @@ def test_names_in_other_groups_are_other_layers(norms: bool, tmp_path: Path) -> 
         for name in "ab":
             made.load_weights(tmp_path / f"{name}.weights.h5")
             outputs.append(np.asarray(made(X)))
-    assert not np.allclose(*outputs)
+    assert not np.allclose(outputs[0], outputs[1])
     migrate.convert(tmp_path / "a.weights.h5", tmp_path / "a.safetensors", to="flax")
     for first in ("a.weights.h5", "a.safetensors"):
         for command in ("verify", "diff"):

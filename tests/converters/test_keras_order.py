@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, keras_order, migrate, plan_file, sides
+from jaxmha.converters import checkpoint, keras_groups, keras_order, migrate, plan_file, sides
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.cli import app
 
@@ -185,7 +185,7 @@ def test_metadata_that_says_nonsense_is_ignored(
     migrate.convert(path, tmp_path / "a.safetensors", to="flax")
     for text in ("[", "[1]", '{"up_0": 3}', '{"up_0": ["a"]}', "{}", '{"up_0": ["x", "y"]}'):
         with checkpoint.open(tmp_path / "a.safetensors") as file:
-            metadata = dict(file.metadata) | {keras_order.METADATA: text}
+            metadata = dict(file.metadata) | {keras_groups.METADATA: text}
             checkpoint.write(tmp_path / "b.safetensors", file, metadata=metadata, force=True)
         done = migrate.convert(
             tmp_path / "b.safetensors", tmp_path / "b.weights.h5", to="keras", force=True

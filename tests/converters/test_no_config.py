@@ -35,7 +35,7 @@ def run(*arguments: Any) -> Any:
 
 def source(folder: Path, *names: str, layout: str = "linear") -> Path:
     kernel = np.eye(D, dtype=np.float32)
-    state = {f"a.{name}_proj.weight": kernel for name in ("q", "k", "v", "out")}
+    state: dict[str, Any] = {f"a.{name}_proj.weight": kernel for name in ("q", "k", "v", "out")}
     if layout == "torch":
         state = {
             "a.in_proj_weight": np.ones((3 * D, D), np.float32), "a.in_proj_bias": np.ones(3 * D, np.float32),

@@ -98,3 +98,20 @@ def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
     assert (f"{name}.weight" not in done.carried) == converted
     assert any("GroupNorm" in note and name in note for note in done.notes) == told
     assert any("may be of groups" in move.why for move in done.plan.moves) != converted  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("to", ["flax", "haiku"])
+def test_a_norm_without_a_bias_is_called_neither_kind(to: str, tmp_path: Path) -> None:
+    """Flax keeps LayerNorm(use_bias=False) and RMSNorm in the same arrays."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = torch.nn.MultiheadAttention(D, N)
+            self.norm = torch.nn.RMSNorm(D)
+
+    checkpoint.write(tmp_path / "a.npz", state_of(Model()))
+    text = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", to, "--num-heads", N)
+    assert ("LayerNorm or RMSNorm: no tensor tells" in text) == ("x norm" in text)
+    assert "norm" in text
