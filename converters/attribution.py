@@ -81,8 +81,7 @@ class Attribution:
       parts: the largest first.
       idle: factors that differ, without effect on these inputs, alone or all together.
       outside: of `attribute`: tensors outside the block that differ or were not compared, in words.
-      stored: of `attribute` and two sides that are not live: weights whose dtype, shape or bits
-        differ without effect on the output, in words.
+      stored: of two sides that are not live: weights that differ without effect, in words.
     """
 
     a: str
@@ -213,9 +212,8 @@ def attribute(
         else:
             found.append(of_block(block, given, **(masks or {"mask": mask})))
     guessed = _guessed(between(found[0], found[1], given), blocks, seed)
-    x, y = blocks
-    kept = x is not None and y is not None and not (x.live or y.live)
-    stored = kept_otherwise(x.params, y.params, guessed.moves) if kept else ()  # type: ignore[union-attr]
+    kept = [block.params for block in blocks if block is not None and not block.live]
+    stored = kept_otherwise(kept[0], kept[1], guessed.moves) if len(kept) == 2 else ()
     return replace(guessed, outside=rest, stored=stored)
 
 

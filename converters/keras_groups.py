@@ -1,17 +1,7 @@
-"""Comparison of two sides of Keras by the groups that it loads weights by, not by layers' names.
-
-Keras writes every layer into a group that is numbered by class, and loads by group: a file in which
-two names have exchanged their groups fills the layers of a model the other way round.
-"""
+"""The groups of Keras layers in a .weights.h5 file, of such files and of what was converted from one."""
 
 import json
 from collections.abc import Mapping
-from typing import Any
-
-from jaxmha.converters import modules
-from jaxmha.converters.notes import listed
-from jaxmha.converters.outside import Source
-from jaxmha.converters.user_names import dotted
 
 # Key of safetensors metadata: prefix of every layer -> its group in a .weights.h5 file, its name.
 METADATA = "jaxmha.keras.groups"
@@ -33,51 +23,3 @@ def told(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 def of(names: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Group and name of every layer by its prefix: a file of Keras has its groups as prefixes."""
     return {group: (group, name) for group, name in names.items()} or told(metadata)
-
-
-def by_group(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two sides (`sides.Side`), with the layers of one group as counterparts where names tell
-    others; a note of the first says so.
-
-    Both stay as they are where neither is a file of Keras, and where groups are not known, not the
-    same, or those of the names.
-    """
-    if not (a.source.names or b.source.names):
-        return a, b
-    both = _with_arrays(a.source), _with_arrays(b.source)
-    if not both[0] or {x for x, _ in both[0].values()} != {x for x, _ in both[1].values()}:
-        return a, b
-    names = [dict(one.values()) for one in both]
-    moved = [group for group in names[0] if names[0][group] != names[1][group]]
-    user = [g for g in moved if any(dotted(g, "/", each) != dotted(g, "/", {}) for each in names)]
-    if not user:
-        return a, b
-    shown = [f"{group} is {names[0][group]} and {names[1][group]}" for group in user]
-    note = (
-        "layers are compared by their groups, by which Keras loads them, since their names are in "
-        f"other groups: {listed(shown)}"
-    )
-    a, b = (_placed(side, groups) for side, groups in zip((a, b), both, strict=True))
-    return a._replace(notes=(note, *a.notes)), b
-
-
-def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
-    """The groups of layers that hold arrays; those within attention belong to its own group."""
-    groups: Mapping[str, tuple[str, str]] = source.groups
-    own = {block.prefix for block in source.found}
-    taken = {modules.split(name)[0] for name in source.taken}
-    prefixes = own | {modules.split(name)[0] for name in source.info if name not in source.taken}
-    return {p: groups[p] for p in prefixes if p in groups and (p in own or p not in taken)}
-
-
-def _placed(side: Any, groups: Mapping[str, tuple[str, str]]) -> Any:
-    """The side with its layers named by their groups."""
-    places = {prefix: dotted(group, "/", {}) for prefix, (group, _) in groups.items()}
-    blocks = [
-        block._replace(name=groups[block.path][0], path=groups[block.path][0])
-        if block.path in groups
-        else block
-        for block in side.blocks
-    ]
-    source = side.source._replace(names={}, places=places)
-    return side._replace(blocks=blocks, source=source)

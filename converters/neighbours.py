@@ -78,7 +78,8 @@ def _convolution(kernel: str, axes: str, bias: str) -> tuple[Entry, ...]:
 TORCH = Convention(
     "torch",
     "torch torch-separate bert vit timm gpt2 gpt-neox t5 whisper linear llama annotated equinox "
-    "linear-wo linear-tutorial linear-query linear-combine linear-to linear-upper linear-qkv-out",
+    "linear-wo linear-tutorial linear-query linear-combine linear-to linear-upper linear-qkv-out "
+    "linear-qkv-projection",
     {
         "linear": _linear("weight", "Do Di", "bias"),
         "conv1d": _linear("weight", "Di Do", "bias"),
@@ -92,7 +93,7 @@ TORCH = Convention(
 FLAX = Convention(
     "flax",
     "flax dense dense-wo dense-tutorial dense-query dense-combine dense-to dense-upper dense-qkv "
-    "dense-qkv-out",
+    "dense-qkv-out dense-qkv-projection",
     {
         "linear": _linear("kernel", "Di Do", "bias"),
         "norm": _norm("scale", "bias"),
@@ -120,7 +121,8 @@ _FIRST, _SECOND = "vars/0", "vars/1"
 KERAS_FILE = Convention(
     "keras-file",
     "keras-file keras-gqa-file dense-file dense-wo-file dense-tutorial-file dense-query-file "
-    "dense-combine-file dense-to-file dense-upper-file dense-qkv-file dense-qkv-out-file",
+    "dense-combine-file dense-to-file dense-upper-file dense-qkv-file dense-qkv-out-file "
+    "dense-qkv-projection-file",
     {
         "linear": _linear(_FIRST, "Di Do", _SECOND),
         "norm": _norm(_FIRST, _SECOND),

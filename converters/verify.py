@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha import MHAParams
-from jaxmha.converters import forward, keras_groups, mistakes, oracle, outside, sides
+from jaxmha.converters import forward, keras_pairs, mistakes, oracle, outside, sides
 from jaxmha.converters.arrays import to_numpy
 from jaxmha.converters.checkpoint import CheckpointError
 from jaxmha.converters.checkpoint.errors import printable
@@ -279,7 +279,7 @@ def _sizes(side: BlockSide) -> dict[str, int]:
 
 def read_both(a: Any, b: Any, num_heads: int | None) -> tuple[sides.Side, sides.Side]:
     """Reads both sides; the head count that only one of them stores serves the other."""
-    return keras_groups.by_group(*_read_both(a, b, num_heads))
+    return keras_pairs.by_group(*_read_both(a, b, num_heads))
 
 
 def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[sides.Side, sides.Side]:
