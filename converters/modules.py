@@ -5,7 +5,7 @@ then the name. What none of these decides is not understood, and never guessed.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -110,6 +110,7 @@ def find(
     separators = {block.layout.separator for block in blocks}
     if not unbiased and _parallel(prefix for prefix, _ in groups):
         unbiased = ASKED
+    of_images = _with_convolutions(groups, info)
     found: list[Module] = []
     others: dict[str, str] = {}
     for (prefix, separator), keys in groups.items():
@@ -121,7 +122,7 @@ def find(
         if isinstance(module, Module):
             module = unlike.get(_computes(module), module)
         if isinstance(module, Module) and module.why == _SHAPES:
-            module = _of_features(module, groups, info)
+            module = _of_features(module, of_images)
         if isinstance(module, Module):
             found.append(module)
         else:
@@ -277,23 +278,31 @@ _LAYER_NORM = "layer_norm_eps"
 _SHAPES = "its keys and shapes"
 
 
-def _of_features(
-    module: Module, groups: Iterable[tuple[str, str]], info: Mapping[str, Any]
-) -> Module | str:
+def _of_features(module: Module, of_images: Collection[str]) -> Module | str:
     """A norm that its shapes alone tell: next to convolutions it is mostly one of groups."""
-    parent, _, last = module.prefix.replace("/", ".").rpartition(".")
+    parent, last = _parent(module.prefix)
     if module.kind != "norm" or re.search(_OF_FEATURES, last.lower()):
         return module
-    start = len(parent) + 1 if parent else 0
-    for prefix, separator in groups:
-        path = prefix.replace("/", ".")
-        if path.rpartition(".")[0] == parent and re.search(r"^conv", path[start:].lower()):
-            names = (f"{prefix}{separator}{key}" for key in ("weight", "kernel", "vars/0", "w"))
-            if any(name in info and len(info[name].shape) > 2 for name in names):
-                return (
-                    "a norm next to convolutions, which may be of groups: name the kind in a plan"
-                )
+    if parent in of_images:
+        return "a norm next to convolutions, which may be of groups: name the kind in a plan"
     return module._replace(why=OF_GROUPS)
+
+
+def _with_convolutions(
+    groups: Mapping[tuple[str, str], Mapping[str, str]], info: Mapping[str, Any]
+) -> set[str]:
+    """The places that hold layers called convolutions, of kernels of three axes or more."""
+    return {
+        parent
+        for (prefix, _), keys in groups.items()
+        for parent, last in [_parent(prefix)]
+        if last.lower().startswith("conv") and any(len(info[x].shape) > 2 for x in keys.values())
+    }
+
+
+def _parent(prefix: str) -> tuple[str, str]:
+    parent, _, last = prefix.replace("/", ".").rpartition(".")
+    return parent, last
 
 
 def _called(prefix: str) -> str:

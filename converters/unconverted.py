@@ -93,7 +93,8 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
         return
     of_model = isinstance(content, dict) and signs.OF_TRANSFORMERS & content.keys()
     if of_model or content == {}:
-        there = "config.json names no model_type" if content else "there is no config.json"
+        known = (path.parent / configuration.CONFIG).exists()
+        there = "config.json names no model_type" if known else "there is no config.json"
         yield (
             f"{there}: that the model computes nothing more around its projections (positions, "
             "biases of the logits, scale, windows) is not known: put the model's own config.json next "
