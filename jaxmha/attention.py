@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
@@ -19,6 +19,92 @@ from jaxmha.mask import Mask
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
 
 
+class Options(TypedDict, total=False):
+    """Arguments of `dot_product_attention` by which its type does not change."""
+
+    scale: float | Float[Array, ""] | None
+    is_causal: bool
+    query_seq_lengths: Integer[Array, "*B"] | None
+    key_value_seq_lengths: Integer[Array, "*B"] | None
+    local_window_size: int | Sequence[int | None] | None
+    segment_ids: (
+        Integer[Array, "*B T"] | tuple[Integer[Array, "*B T"], Integer[Array, "*B S"]] | None
+    )
+    logits_soft_cap: float | None
+    fully_masked: FullyMasked
+    softmax_dtype: DTypeLike | None
+    precision: Precision
+    dropout_rate: float
+    dropout_broadcast: tuple[str, ...]
+    dropout_key: PRNGKeyArray | None
+    implementation: str | Sequence[str] | None
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    return_weights: Literal[True, "before_dropout", "after_dropout"],
+    return_lse: Literal[False] = False,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[True],
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    return_weights: ReturnWeights = False,
+    return_lse: bool = False,
+    return_residual: bool = False,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 def dot_product_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -40,12 +126,12 @@ def dot_product_attention(
     precision: Precision = None,
     dropout_rate: float = 0.0,
     dropout_broadcast: tuple[str, ...] = (),
-    dropout_key: Any = None,
+    dropout_key: PRNGKeyArray | None = None,
     return_weights: ReturnWeights = False,
     return_lse: bool = False,
     return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Softmax-weighted values: `softmax(scale * query @ key + bias) @ value`, per head.
 
     The arguments of `jax.nn.dot_product_attention` with their names, order and layout, and more;
@@ -123,7 +209,7 @@ def dot_product_attention(
         segment_ids,
     )
     with implementations.forward_mode():
-        return _dot_product_attention(
+        found: jax.Array | tuple[jax.Array, ...] = _dot_product_attention(
             query,
             key,
             value,
@@ -136,6 +222,7 @@ def dot_product_attention(
             returned=returned,
             implementation=hashable(implementation),
         )
+    return found
 
 
 class Returned(NamedTuple):

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, PRNGKeyArray
 
 from jaxmha import checks, extra_positions, sharding
 from jaxmha.arrays import Array, are_arrays, none_foreign
@@ -23,6 +23,7 @@ from jaxmha.products import matmul, resolved
 from jaxmha.semantics import ReturnWeights, Semantics
 
 
+@overload
 def multi_head_attention(
     params: MHAParams,
     query: Float[Array, "*B T Dq"],
@@ -33,10 +34,54 @@ def multi_head_attention(
     mask: Bool[Array, "..."] | Mask | None = None,
     is_causal: bool = False,
     semantics: Semantics = Semantics(),
-    dropout_key: Any = None,
+    dropout_key: PRNGKeyArray | None = None,
+    return_weights: Literal[False] = False,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array: ...
+@overload
+def multi_head_attention(
+    params: MHAParams,
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"] | None = None,
+    value: Float[Array, "*B S Dv"] | None = None,
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    is_causal: bool = False,
+    semantics: Semantics = Semantics(),
+    dropout_key: PRNGKeyArray | None = None,
+    return_weights: Literal[True, "before_dropout", "after_dropout"],
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def multi_head_attention(
+    params: MHAParams,
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"] | None = None,
+    value: Float[Array, "*B S Dv"] | None = None,
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    is_causal: bool = False,
+    semantics: Semantics = Semantics(),
+    dropout_key: PRNGKeyArray | None = None,
+    return_weights: ReturnWeights,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def multi_head_attention(
+    params: MHAParams,
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"] | None = None,
+    value: Float[Array, "*B S Dv"] | None = None,
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    is_causal: bool = False,
+    semantics: Semantics = Semantics(),
+    dropout_key: PRNGKeyArray | None = None,
     return_weights: ReturnWeights = False,
     implementation: str | Sequence[str] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A whole attention layer: `combine(params, attend(project(params, query, key, value)))`.
 
     Args:
@@ -81,7 +126,7 @@ def multi_head_attention(
     is_causal = checks.flag("is_causal", is_causal)
     mask = as_mask(mask)
     with forward_mode():
-        return _multi_head_attention(
+        found: jax.Array | tuple[jax.Array, jax.Array] = _multi_head_attention(
             params,
             *_distinct(query, key, value),
             bias,
@@ -92,6 +137,7 @@ def multi_head_attention(
             return_weights=checks.weights_kind(return_weights),
             implementation=hashable(implementation),
         )
+    return found
 
 
 def _places(params: Any, query: Any, *_: Any, return_weights: Any, **__: Any) -> Any:

@@ -476,7 +476,8 @@ def test_things_of_another_kind_are_named() -> None:
         with pytest.raises(TypeError, match=r"cache must be a jaxmha\.KVCache, got dict"):
             call(params, query, other)
     dropping = Semantics(dropout_rate=0.5)
-    for key in (3, jnp.zeros((2, 2), np.uint32)):
+    keys: tuple[Any, ...] = (3, jnp.zeros((2, 2), np.uint32))
+    for key in keys:
         with pytest.raises(TypeError, match=r"one PRNG key for dropout.* with shape"):
             jaxmha.multi_head_attention(params, **INPUTS, dropout_key=key, semantics=dropping)
 

@@ -83,10 +83,11 @@ def test_bounds_in_layers_and_caches(x64: bool) -> None:
     with jax.enable_x64(x64):
         mask = Mask.lengths(key_value=np.full(B, 2**32))
         layer = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0))
-        for run in (
+        runs: tuple[Callable[[Mask], Any], ...] = (
             lambda mask: jaxmha.multi_head_attention(PARAMS, FEATURES, mask=mask),
             lambda mask: layer(FEATURES, mask=mask),
-        ):
+        )
+        for run in runs:
             np.testing.assert_allclose(run(mask), run(Mask()), atol=1e-6)
         cache = KVCache.empty(PARAMS, B, 2 * T)
         _, filled = jaxmha.prefill(PARAMS, FEATURES, cache, mask=mask)

@@ -62,7 +62,7 @@ def attend_layer(
     """
     check_positions(positions, rotate, *inputs[:2])
     if rotate is None:
-        result = multi_head_attention(
+        result: Any = multi_head_attention(
             params,
             *inputs,
             bias=bias,
