@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxmha
+from tests.everyday import everyday
 
 OPTIMISED = True  # compiled as users compile it
 
@@ -196,6 +197,42 @@ def test_gradients_that_are_zero() -> None:
     for implementation in ("blocked", "reference"):
         for mine, limit in zip(gradients(implementation), theirs, strict=True):
             assert mine <= limit
+
+
+# Batch, queries, keys, heads, key heads; features are 40. Blocks of rows and of keys differ in
+# size wherever keys are cut.
+SUMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "one block": ((1, 499, 431, 1, 1), {}),
+    "one block, bias": (
+        (1, 499, 431, 1, 1), {"bias": np.linspace(-3, 3, 431, dtype="f").reshape(1, 1, 1, 431)},
+    ),
+    "grouped, padded": ((2, 53, 149, 6, 2), {"key_value_seq_lengths": np.array([101, 149])}),
+    "causal": ((1, 307, 701, 1, 1), {"is_causal": True}),
+    "causal, grouped, padded": (
+        (1, 521, 1031, 3, 1), {"is_causal": True, "key_value_seq_lengths": np.array([997])},
+    ),
+    "window": ((1, 523, 701, 1, 1), {"local_window_size": (307, 61)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [300.0, 1e9])
+@pytest.mark.parametrize("name", everyday([*SUMS], "one block, bias", "causal", "window"))
+def test_weights_of_the_gradient_sum_to_one(name: str, size: float) -> None:
+    """Products round large logits by their shape; of 1e9 by more than an exponential holds."""
+    (B, T, S, N, K), options = SUMS[name]
+    rng = np.random.default_rng(0)
+    q, k = (
+        jnp.asarray(x * rng.standard_normal((B, n, heads, 40)), jnp.float32)
+        for x, n, heads in ((size, T, N), (1.0, S, K))
+    )
+    v, cotangent = jnp.zeros((B, S, K, 40)), jnp.ones((B, T, N, 40))
+
+    def attend(v: Any) -> Any:
+        return jaxmha.dot_product_attention(q, k, v, implementation="blocked", **options)
+
+    (dv,) = jax.jit(lambda v, g: jax.vjp(attend, v)[1](g))(v, cotangent)
+    rows = T * N // K
+    np.testing.assert_allclose(np.asarray(dv, np.float64).sum(1), rows, rtol=2e-6)
 
 
 def test_weights_of_huge_logits_are_at_most_one() -> None:

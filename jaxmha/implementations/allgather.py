@@ -76,7 +76,7 @@ def _of_parts(
 
 
 def _forward(static: Static, *arguments: Any) -> Any:
-    found = Softmax(*_of_parts(blocked.blockwise, static, *arguments))
+    found = Softmax(*_of_parts(blocked.before_gradient, static, *arguments))
     return blocked.shown(static.rules, found), (*arguments, found)
 
 

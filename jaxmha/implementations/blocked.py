@@ -3,8 +3,10 @@
 Scores exist for one block at a time; blocks that conditions rule out are never computed, and where
 a block has none but allowed pairs no condition is looked at. The gradient recomputes weights from
 row max and row sum: the lse of large logits holds fewer digits than a weight. Where a block has all
-keys of its rows, row sum and delta are those of the recomputed weights, so that gradients of logits
-cancel as they should; else delta is the sum of out * dout, and they cancel to rounding of both.
+keys of its rows, row max, row sum and delta are those of the recomputed logits, so that gradients
+of logits cancel as they should. Else row max and row sum are those of the output, whose logits are
+products of the same operands in the same blocks and rounded alike: exp magnifies a difference of
+logits. Delta is the sum of out * dout there, and gradients of logits cancel to rounding of both.
 Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need
 O(n^2) memory" (2021).
 """
@@ -237,25 +239,38 @@ def blockwise(
     return Softmax(*whole)
 
 
+def before_gradient(plan: Plan, rules: Rules, *arguments: Any) -> Softmax:
+    """`blockwise`, in blocks of the sizes that the gradient has."""
+    # Beside a gradient bands and steps without a loop save little and take long to compile.
+    plan = replace(plan, unroll=False)
+    if plan.chunks > 1:
+        plan = _gradient_plan(plan, rules, *arguments)
+    return blockwise(plan, rules._replace(lse=True), *arguments)
+
+
 def core_forward(
     plan: Plan, rules: Rules, *arguments: Any
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
-    # Beside a gradient bands and steps without a loop save little and take long to compile.
-    found = blockwise(replace(plan, unroll=False), rules._replace(lse=True), *arguments)
+    found = before_gradient(plan, rules, *arguments)
     names = "attention_out", "attention_lse", "attention_lse"
     found = Softmax(*map(checkpoint_name, found, names))
     return shown(rules, found), (*arguments, found)
 
 
+def _gradient_plan(
+    plan: Plan, rules: Rules, query: Any, key: Any, value: Any, bias: Any, traced: Any, words: Any
+) -> Plan:
+    return cut(
+        query, key, platform=rules.platform, skips=plan.chunks > 1,
+        plain=bias is None and words is None, gradient=True, window=rules.window, sizes=rules.sizes,
+    )  # fmt: skip
+
+
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
     """Every product of the transposed scores has row-major operands."""
     query, key, value, bias, traced, words, found = saved
-    plain, skips = bias is None and words is None, plan.chunks > 1
-    plan = cut(
-        query, key, platform=rules.platform, skips=skips, plain=plain, gradient=True,
-        window=rules.window, sizes=rules.sizes,
-    )  # fmt: skip
-    per_row = rows_of_gradient(plan, query, found, *slopes, whole=plan.chunks == 1)
+    plan = _gradient_plan(plan, rules, *saved[:-1])
+    per_row = rows_of_gradient(plan, query, found if plan.chunks > 1 else None, *slopes)
     per_key = tiles.chunks(plan, key), tiles.chunks(plan, value)
     bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)
     if bias_slope is not None:

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.products import matmul, pairwise_sum
+from jaxmha.products import matmul, pairwise_sum, sum_of_rows
 
-# Exponentials of so much are finite, and so are sums of them.
-MOST_ABOVE = 60.0
 LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
@@ -69,8 +67,9 @@ class Softmax(NamedTuple):
 
 
 def nothing_yet(rows: jax.Array, h: int) -> Running:
-    *lead, _ = rows.shape
-    out, zeros = (jnp.zeros_like(rows, shape=(*lead, d)) for d in (h, 1))
+    """Before the first key of rows `... H r`."""
+    *lead, _, r = rows.shape
+    out, zeros = (jnp.zeros_like(rows, shape=(*lead, d, r)) for d in (h, 1))
     return Running(out, jnp.full_like(zeros, LOWEST[rows.dtype.name]), zeros)
 
 
@@ -83,24 +82,53 @@ def forward(
     keep: jax.Array | None,
     before: Running | None,
 ) -> Running:
-    """One block more: rows `[c] r H`, keys `[c] H s`, values `[c] s h`."""
-    logits = _scaled(rules, _product(rules, rows, keys))
-    if rules.soft_cap is not None:
-        logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
-    if mask_or_bias is not None:
-        logits = _masked(logits, mask_or_bias)
+    """One block more.
+
+    With all keys of its rows (`before` is None) scores are `[c] r s`: rows `[c] r H`, keys
+    `[c] H s`, values `[c] s h`. Else they are `[c] s r` and the same product as in `backward`, so
+    that they are rounded alike: rows `[c] H r`, keys `[c] s H`, values `[c] h s`.
+    """
+    product = partial(_product, rules)
+    if before is None:
+        axis, lowest = -1, jnp.asarray(LOWEST[rows.dtype.name], rows.dtype)
+        logits, _ = _logits(rules, rows, keys, mask_or_bias)
+    else:
+        axis, lowest = -2, before.row_max
+        keep = None if keep is None else jnp.swapaxes(keep, -1, -2)
+        logits, _ = _transposed_logits(rules, keys, rows, mask_or_bias)
     # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
-    lowest = LOWEST[rows.dtype.name] if before is None else before.row_max
-    row_max = jnp.maximum(logits.max(-1, keepdims=True), lowest)
+    row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
     exps = jnp.exp(logits - row_max)
-    row_sum = _sum(exps)
+    row_sum = _sum(exps) if before is None else sum_of_rows(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)
-    out = _product(rules, exps, values)
     if before is None:
-        return Running(out, row_max, row_sum)
+        return Running(product(exps, values), row_max, row_sum)
     alpha = jnp.exp(before.row_max - row_max)
-    return Running(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
+    out = before.out * alpha + product(values, exps)
+    return Running(out, row_max, before.row_sum * alpha + row_sum)
+
+
+def _transposed_logits(
+    rules: Rules, keys: jax.Array, rows: jax.Array, mask_or_bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`[c] s r`; the mask or bias is `[c] r s`."""
+    if mask_or_bias is not None:
+        mask_or_bias = jnp.swapaxes(mask_or_bias, -1, -2)
+    return _logits(rules, keys, rows, mask_or_bias)
+
+
+def _logits(
+    rules: Rules, a: jax.Array, b: jax.Array, mask_or_bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logits, and the tanh of a soft cap."""
+    logits, bent = _scaled(rules, _product(rules, a, b)), None
+    if rules.soft_cap is not None:
+        bent = jnp.tanh(logits / rules.soft_cap)
+        logits = rules.soft_cap * bent
+    if mask_or_bias is not None:
+        logits = _masked(logits, mask_or_bias)
+    return logits, bent
 
 
 def _product(rules: Rules, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -133,34 +161,29 @@ SMALL_SUM = 2**14
 
 def backward(
     rules: Rules,
-    per_row: tuple[jax.Array, ...],
+    per_row: tuple[Any, ...],
     per_key: tuple[jax.Array, ...],
     mask_or_bias: jax.Array | None,
     keep: jax.Array | None,
-    whole: bool,
 ) -> tuple[jax.Array, ...]:
-    """Slopes of rows, keys, values and added logits; scores are `[c] s r` in here.
+    """Gradients of rows, keys, values and added logits; scores are `[c] s r` in here.
 
-    Rows and their slopes come and go as `[c] H r`, so that each product has row-major operands; the
-    slopes of the output are `[c] r h`. `whole`: the block has all keys of its rows; else slope and
-    shift are divided by the row sum, and delta is in the shift.
+    Rows and their gradients come and go as `[c] H r`, so that each product has row-major operands;
+    cotangents of the output are `[c] r h`. Without a row max the block has all keys of its rows;
+    else cotangent and shift are divided by the row sum, and delta is in the shift.
     """
     rows, slope, row_max, shift = per_row
     keys, values, flipped = per_key
     product = partial(_product, rules)
-    logits = _scaled(rules, product(keys, rows))
-    bent = None
-    if rules.soft_cap is not None:
-        bent = jnp.tanh(logits / rules.soft_cap)
-        logits = rules.soft_cap * bent
-    if mask_or_bias is not None:
-        logits = _masked(logits, jnp.swapaxes(mask_or_bias, -1, -2))
-    # Logits may be rounded in another way than forward, and be above the row max: by so much that
-    # a weight, where no row sum of the same rounding divides it, would be far more than 1.
-    most = MOST_ABOVE if whole else 0.0
-    exps = jnp.exp(jnp.minimum(logits - jnp.swapaxes(row_max, -1, -2), most))
+    logits, bent = _transposed_logits(rules, keys, rows, mask_or_bias)
+    whole = row_max is None
+    if whole:  # `forward` may have rounded the logits in another way
+        row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
+    else:
+        row_max = jnp.swapaxes(row_max, -1, -2)
+    exps = jnp.exp(logits - row_max)
     if whole:
-        row_sum = exps.sum(-2, keepdims=True)
+        row_sum = sum_of_rows(exps)
         divisor = jnp.where(row_sum == 0, 1.0, row_sum)
         slope = slope / jnp.swapaxes(divisor, -1, -2)
     slopes = product(values, jnp.swapaxes(slope, -1, -2))
@@ -172,7 +195,7 @@ def backward(
     value_slope = product(dropped, slope)
     shift = jnp.swapaxes(shift, -1, -2)
     if whole:  # with the same weights, gradients of the logits of a row sum to 0
-        shift = (shift - (exps * slopes).sum(-2, keepdims=True)) / divisor
+        shift = (shift - sum_of_rows(exps * slopes)) / divisor
     d_added = exps * (slopes + shift)
     d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))
     key_slope = product(d_logits, jnp.swapaxes(rows, -1, -2))

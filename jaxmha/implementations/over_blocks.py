@@ -47,14 +47,20 @@ def forward(
 
     def step(index: Any, x: tuple[jax.Array, ...]) -> Any:
         rows_of_all, keys, values = x
-        keys = jnp.swapaxes(keys, -1, -2)
+        if plan.chunks == 1:
+            keys = jnp.swapaxes(keys, -1, -2)
+        else:
+            rows_of_all, values = (jnp.swapaxes(y, -1, -2) for y in (rows_of_all, values))
 
         def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
             return tiles.part(plan, keys, j), tiles.part(plan, values, j)
 
         def of(i: Any, rows: jax.Array) -> Any:
-            start = None if plan.chunks == 1 else one_block.nothing_yet(rows, values.shape[-1])
-            return answer(block(index, i, rows, chunk, start))
+            if plan.chunks == 1:
+                return answer(block(index, i, rows, chunk, None))
+            start = one_block.nothing_yet(rows, values.shape[-2])
+            seen = block(index, i, rows, chunk, start)
+            return answer(Running(*(jnp.swapaxes(y, -1, -2) for y in seen)))
 
         return tiles.each(of, plan.blocks, rows_of_all, unroll=plan.unroll)
 
@@ -63,7 +69,7 @@ def forward(
 
         def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
             seen, weighed = (read(tiles.part(plan, x, j)) for x in per_key)
-            return jnp.swapaxes(seen, -1, -2), weighed
+            return seen, jnp.swapaxes(weighed, -1, -2)
 
         def of(i: Any, seen: Running, _: None, rows: jax.Array) -> Any:
             return block(index, i, rows, chunk, seen), None
@@ -77,36 +83,32 @@ def forward(
 
 def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:
     """Output and statistics of what rows have seen."""
-    divisor = _divisor(seen.row_sum)
+    # 1 on empty rows; in others the largest logit alone gives 1.
+    divisor = jnp.maximum(seen.row_sum, 1.0)
     out = seen.out / (divisor if words is None else divisor * (1 - rules.dropout_rate))
     return Softmax(out, seen.row_max, seen.row_sum)
 
 
-def _divisor(row_sum: jax.Array) -> jax.Array:
-    """1 on empty rows; in others the largest logit alone gives 1."""
-    return jnp.maximum(row_sum, 1.0)
-
-
 def rows_of_gradient(
-    plan: Plan, query: Any, softmax: Softmax, slope: Any, slope_lse: Any, *, whole: bool = False
-) -> tuple[jax.Array, ...]:
+    plan: Plan, query: Any, softmax: Softmax | None, slope: Any, slope_lse: Any
+) -> tuple[Any, ...]:
     """Tiles that the gradient reads: transposed queries, cotangent, row max, and shift.
 
-    `whole`: a block has all keys of its rows and computes row sum and delta from its own weights,
-    so that the shift is the cotangent of the lse alone. Else delta is taken from the shift, and
-    cotangent and shift are divided by the row sum.
+    Without a softmax blocks have all keys of their rows and compute row max, row sum and delta
+    from their own logits, so that the shift is the cotangent of the lse alone. Else delta is taken
+    from the shift, and cotangent and shift are divided by the row sum.
     """
     # d logit = weight * (slope @ value - delta + slope of lse), delta = slope . out; a weight is
     # exp(logit - row max) / row sum, and of empty rows 0.
-    row_max = jnp.where(softmax.row_sum == 0, jnp.inf, softmax.row_max)
     query = jnp.swapaxes(tiles.tiles(plan, query), -1, -2)
-    slope, row_max = tiles.tiles(plan, slope), tiles.tiles(plan, row_max, jnp.inf)
-    shift = jnp.zeros_like(softmax.row_sum) if slope_lse is None else slope_lse[..., None]
-    shift = tiles.tiles(plan, shift)
-    if whole:
-        return query, slope, row_max, shift
+    shift = jnp.zeros_like(slope[..., :1]) if slope_lse is None else slope_lse[..., None]
+    slope, shift = tiles.tiles(plan, slope), tiles.tiles(plan, shift)
+    if softmax is None:
+        return query, slope, None, shift
+    row_max = jnp.where(softmax.row_sum == 0, jnp.inf, softmax.row_max)
+    row_max = tiles.tiles(plan, row_max, jnp.inf)
     out, row_sum = tiles.tiles(plan, softmax.out), tiles.tiles(plan, softmax.row_sum)
-    divisor = _divisor(row_sum)
+    divisor = jnp.maximum(row_sum, 1.0)
     # As a product: XLA's CPU makes of a sum a kernel that holds all terms several times.
     shift -= jnp.einsum("...h,...h->...", slope, out, precision="highest")[..., None]
     return query, slope / divisor, row_max, shift / divisor
@@ -115,7 +117,7 @@ def rows_of_gradient(
 def backward(
     plan: Plan,
     rules: Rules,
-    per_row: tuple[jax.Array, ...],
+    per_row: tuple[Any, ...],
     per_key: tuple[jax.Array, ...],
     bias: jax.Array | None,
     traced: Pairs,
@@ -125,13 +127,12 @@ def backward(
 ) -> Any:
     """Slopes of the bias and of query, key and value, all of them cut, the query's transposed.
 
-    `before`: slopes of query, key and value so far, which are added to in place; no bias then, and
-    blocks are never whole.
+    `before`: slopes of query, key and value so far, which are added to in place; no bias then.
     `read`: as in `forward`.
     """
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = reach.table(conditions, plan)
-    dtype, whole = per_row[0].dtype, plan.chunks == 1 and before is None
+    dtype = per_row[0].dtype
     bias_slope = None if bias is None else jnp.zeros_like(bias, dtype)
 
     def block(index: Any, i: Any, parts: Any, chunk: Any, start: Any) -> Any:
@@ -142,7 +143,7 @@ def backward(
                 plan, rules, NOTHING if clear else conditions, bias, words, place, dtype
             )
             more_dq, more_dk, more_dv, d_added = one_block.backward(
-                rules, parts, chunk(j), mask_or_bias, keep, whole
+                rules, parts, chunk(j), mask_or_bias, keep
             )
             if bias_slope is not None:
                 bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)

@@ -126,6 +126,84 @@ def test_values_and_gradients(variant: str) -> None:
     assert_alike(true_order(4, got) if zigzag else got, expected, variant)
 
 
+SUMS = [f"{x}-{y}" for x in ("ring", "allgather") for y in ("full", "causal")]
+
+
+@pytest.mark.parametrize("size", [300.0, pytest.param(1e9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", everyday(SUMS, "ring-full"))
+def test_weights_of_the_gradient_sum_to_one(variant: str, size: float) -> None:
+    """Products round large logits by their shape, which queries and keys of a device have."""
+    implementation, case = variant.split("-")
+    options = CASES[case]
+    devices, rng = mesh(data=1, context=4), np.random.default_rng(0)
+    t, s = 4 * 499, 4 * 431
+    q, k = (rng.standard_normal((1, n, 1, 40)).astype("f") for n in (t, s))
+    arrays = (
+        put(devices, x, "data", "context")
+        for x in (q * np.float32(size), k, np.zeros_like(k), np.ones_like(q))
+    )
+
+    def of(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        def attend(v: Any) -> Any:
+            return jaxmha.dot_product_attention(q, k, v, implementation=implementation, **options)
+
+        return jax.vjp(attend, v)[1](cotangent)[0]
+
+    with sharding.use(devices, data="data", context="context"):
+        dv = np.asarray(jax.jit(of)(*arrays), np.float64)
+    np.testing.assert_allclose(dv.sum(1), t, rtol=2e-6)
+
+
+LIVE = [
+    f"{order}-{kind}"
+    for order in ("ring-natural", "ring-zigzag", "allgather-natural")
+    for kind in ("lengths", "padding", "causal")
+]
+
+
+@pytest.mark.parametrize(
+    "variant", everyday(LIVE, "ring-zigzag-padding", "allgather-natural-lengths")
+)
+def test_live_logits_of_any_size_beat_masked_ones(variant: str) -> None:
+    """Down to the lowest float32, of the only key that is left, wherever the others lie."""
+    name, order, kind = variant.split("-")
+    lowest = float(np.finfo(np.float32).min)
+    logits = np.array([-1.0, -1e38, -2.25e38, lowest], np.float32)
+    t, live = 8, np.arange(8) == 0
+    query, value = np.ones((4, t, 1, 1), np.float32), np.where(live, 1.0, 7.0).astype("f")
+    key = np.where(live, logits[:, None], -logits[:, None]).reshape(4, t, 1, 1)
+    value = np.broadcast_to(value.reshape(1, t, 1, 1), query.shape)
+    conditions: dict[str, dict[str, Any]] = {
+        "lengths": {"key_value_seq_lengths": jnp.ones(4, np.int32)},
+        "padding": {"mask": Mask.padding(key_value=jnp.broadcast_to(live, (4, t)))},
+        "causal": {"mask": Mask.causal(1 - t)},  # the last row alone has a key
+    }
+    rows = np.arange(t) == t - 1 if kind == "causal" else np.ones(t, bool)
+    devices = mesh(data=2, context=4)
+
+    def of(*heads: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            *heads, scale=1.0, return_lse=True, implementation=name, **conditions[kind]
+        )
+
+    def run(*heads: Any) -> Any:
+        (out, lse), back = jax.vjp(of, *heads)
+        return out, lse[:, 0, :, None, None], *back((jnp.ones_like(out), jnp.zeros_like(lse)))
+
+    zigzag = ORDERS[order]
+    with sharding.use(devices, data="data", context="context", zigzag=zigzag):
+        arrays = spread(4, zigzag, (query, key, value), devices, "data", "context")
+        found = jax.jit(run)(*arrays)
+    out, lse, dq, dk, dv = (
+        np.asarray(sharding.unzigzag(x, 4) if zigzag else x)[..., 0, 0] for x in found
+    )
+    assert np.array_equal(out, np.broadcast_to(np.where(rows, 1.0, 0.0), out.shape))
+    assert np.array_equal(lse, np.where(rows, logits[:, None], -np.inf))
+    assert np.array_equal(dv, np.broadcast_to(np.where(live, rows.sum(), 0.0), dv.shape))
+    assert not np.any(dq)
+    assert not np.any(dk)
+
+
 def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
 
