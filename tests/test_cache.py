@@ -95,6 +95,46 @@ def test_products_of_bfloat16(semantics: Semantics, new: int) -> None:
     tolerance.assert_close(found["tpu"], np.asarray(found["cpu"], np.float64))
 
 
+def _scalar_layer(logit: float, value: float) -> MHAParams:
+    """One feature: whatever comes in, queries are 1, and keys and values those given."""
+
+    def always(x: float) -> Projection:
+        return Projection(jnp.zeros((1, 1, 1)), jnp.full((1, 1), x, jnp.float32))
+
+    out = Projection(jnp.ones((1, 1, 1)), jnp.zeros(1))
+    return MHAParams(always(1.0), always(logit), always(value), out)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("logit", [-1e38, -2.25e38, float(np.finfo(np.float32).min)])
+def test_live_logits_of_any_size_beat_masked_ones(logit: float, new: int) -> None:
+    """Slots beyond the length, of padding and of a later token hold far larger ones."""
+    params, slots = _scalar_layer(logit, 1.0), 7
+    live = np.arange(slots) == 0
+    cache = KVCache.empty(params, 1, slots)
+    cache = cache._replace(
+        key=jnp.asarray(np.where(live, logit, -logit).reshape(cache.key.shape), jnp.float32),
+        value=jnp.asarray(np.where(live, 1.0, 7.0).reshape(cache.value.shape), jnp.float32),
+        lengths=jnp.asarray([2], np.int32),
+    )
+    mask = Mask.padding(key_value=jnp.asarray(np.arange(slots) != 1).reshape(1, slots))
+    out, _ = jaxmha.decode_step(
+        params, jnp.ones((1, new, 1)), cache, mask=mask, semantics=Semantics(scale=1.0)
+    )
+    assert np.array_equal(out, np.ones((1, new, 1)))
+
+
+def test_values_near_the_largest_number() -> None:
+    """Their mean is finite, whatever the sum of as many would be."""
+    params, slots = _scalar_layer(1.0, 3e38), 601
+    cache = KVCache.empty(params, 1, slots)
+    cache = cache._replace(
+        value=jnp.full_like(cache.value, 3e38), lengths=jnp.asarray([593], np.int32)
+    )
+    out, _ = jaxmha.decode_step(params, jnp.ones((1, 1, 1)), cache)
+    np.testing.assert_allclose(out, 3e38, rtol=1e-5)
+
+
 def test_sequences_of_different_lengths() -> None:
     """Prompts padded on the right; every sequence goes on from its own end."""
     params, x = make()
