@@ -184,8 +184,9 @@ def backward(
     whole = row_max is None
     if whole:  # `forward` may have rounded the logits in another way
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
-    else:
+    else:  # where products of one shape do round in two ways, weights are at most 1 all the same
         row_max = jnp.swapaxes(row_max, -1, -2)
+        logits = jnp.minimum(logits, row_max)
     exps = jnp.exp(logits - row_max)
     if whole:
         row_sum = sum_of_rows(exps)
