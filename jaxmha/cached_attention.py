@@ -15,7 +15,6 @@ import numpy as np
 from jaxmha import extra_positions
 from jaxmha.arrays import Array
 from jaxmha.implementations import platforms
-from jaxmha.implementations.one_block import SMALLER
 from jaxmha.implementations.request import accumulation_dtype
 from jaxmha.implementations.shards import alike
 from jaxmha.mask import Mask
@@ -118,7 +117,7 @@ def attend_cache(
             logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
         logits = jnp.where(pairs, logits, -jnp.inf)
         higher = jnp.maximum(highest, logits.max(-1))
-        exps, shrink = jnp.exp(logits - higher[..., None]) * SMALLER, jnp.exp(highest - higher)
+        exps, shrink = jnp.exp(logits - higher[..., None]), jnp.exp(highest - higher)
         weighed = product("bkrs,bksh->bkrh", exps.astype(operands), values)
         return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + weighed
 

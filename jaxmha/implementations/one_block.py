@@ -9,9 +9,6 @@ import numpy as np
 
 from jaxmha.products import matmul, pairwise_sum, sum_of_rows
 
-# Exponentials of the output are multiplied by it, so that their products with finite values have
-# finite sums of up to 2**24 keys, before these are divided by the row sum.
-SMALLER = 2.0**-24
 LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
@@ -44,9 +41,7 @@ class Rules(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Of the keys visited so far: values times exp(logit - row max) * SMALLER, row max, and the sum
-    of these exponentials.
-    """
+    """Of the keys visited so far: values times exp(logit - row max), row max, sum of these exps."""
 
     out: jax.Array
     row_max: jax.Array
@@ -103,7 +98,7 @@ def forward(
         logits, _ = _transposed_logits(rules, keys, rows, mask_or_bias)
     # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
     row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
-    exps = jnp.exp(logits - row_max) * SMALLER
+    exps = jnp.exp(logits - row_max)
     row_sum = _sum(exps) if before is None else sum_of_rows(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)

@@ -83,11 +83,10 @@ def forward(
 
 def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:
     """Output and statistics of what rows have seen."""
-    row_sum = seen.row_sum / one_block.SMALLER  # exact
-    # The sum of empty rows is 0; that of others is no less, by their largest logit alone.
-    divisor = jnp.maximum(seen.row_sum, one_block.SMALLER)
+    # 1 on empty rows; in others the largest logit alone gives 1.
+    divisor = jnp.maximum(seen.row_sum, 1.0)
     out = seen.out / (divisor if words is None else divisor * (1 - rules.dropout_rate))
-    return Softmax(out, seen.row_max, row_sum)
+    return Softmax(out, seen.row_max, seen.row_sum)
 
 
 def rows_of_gradient(
