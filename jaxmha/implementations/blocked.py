@@ -243,9 +243,10 @@ def before_gradient(plan: Plan, rules: Rules, *arguments: Any) -> Softmax:
     """`blockwise`, in blocks of the sizes that the gradient has."""
     # Beside a gradient bands and steps without a loop save little and take long to compile.
     plan = replace(plan, unroll=False)
-    if plan.chunks > 1:
+    transposed = plan.chunks > 1
+    if transposed:
         plan = _gradient_plan(plan, rules, *arguments)
-    return blockwise(plan, rules._replace(lse=True), *arguments)
+    return blockwise(plan, rules._replace(lse=True, transposed=transposed), *arguments)
 
 
 def core_forward(

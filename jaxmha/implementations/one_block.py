@@ -24,6 +24,7 @@ class Rules(NamedTuple):
       operands: dtype of what is multiplied, which loses nothing of rows, keys and values; None:
         their own.
       scale: of the logits, beside what the rows have of it.
+      transposed: scores of `forward` are `[c] s r`, rounded as those of `backward` are.
     """
 
     soft_cap: float | None
@@ -38,6 +39,7 @@ class Rules(NamedTuple):
     sizes: tuple[tuple[str, int], ...] = ()
     operands: np.dtype[Any] | None = None
     scale: float = 1.0
+    transposed: bool = False
 
 
 class Running(NamedTuple):
@@ -66,10 +68,11 @@ class Softmax(NamedTuple):
         return (self.row_max + jnp.log(self.row_sum))[..., 0]
 
 
-def nothing_yet(rows: jax.Array, h: int) -> Running:
-    """Before the first key of rows `... H r`."""
-    *lead, _, r = rows.shape
-    out, zeros = (jnp.zeros_like(rows, shape=(*lead, d, r)) for d in (h, 1))
+def nothing_yet(rules: Rules, rows: jax.Array, h: int) -> Running:
+    """Before the first key of rows `... r H`, or `... H r` where scores are transposed."""
+    *lead, r, _ = jnp.swapaxes(rows, -1, -2).shape if rules.transposed else rows.shape
+    shapes = ((*lead, d, r) if rules.transposed else (*lead, r, d) for d in (h, 1))
+    out, zeros = (jnp.zeros_like(rows, shape=shape) for shape in shapes)
     return Running(out, jnp.full_like(zeros, LOWEST[rows.dtype.name]), zeros)
 
 
@@ -84,29 +87,29 @@ def forward(
 ) -> Running:
     """One block more.
 
-    With all keys of its rows (`before` is None) scores are `[c] r s`: rows `[c] r H`, keys
-    `[c] H s`, values `[c] s h`. Else they are `[c] s r` and the same product as in `backward`, so
-    that they are rounded alike: rows `[c] H r`, keys `[c] s H`, values `[c] h s`.
+    Scores are `[c] r s`: rows `[c] r H`, keys `[c] H s`, values `[c] s h`. Transposed they are
+    `[c] s r` and the same product as in `backward`: rows `[c] H r`, keys `[c] s H`, values
+    `[c] h s`.
     """
     product = partial(_product, rules)
-    if before is None:
-        axis, lowest = -1, jnp.asarray(LOWEST[rows.dtype.name], rows.dtype)
-        logits, _ = _logits(rules, rows, keys, mask_or_bias)
-    else:
-        axis, lowest = -2, before.row_max
-        keep = None if keep is None else jnp.swapaxes(keep, -1, -2)
+    if rules.transposed:
+        axis, keep = -2, None if keep is None else jnp.swapaxes(keep, -1, -2)
         logits, _ = _transposed_logits(rules, keys, rows, mask_or_bias)
+    else:
+        axis = -1
+        logits, _ = _logits(rules, rows, keys, mask_or_bias)
     # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
+    lowest = LOWEST[rows.dtype.name] if before is None else before.row_max
     row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
     exps = jnp.exp(logits - row_max)
-    row_sum = _sum(exps) if before is None else sum_of_rows(exps)
+    row_sum = sum_of_rows(exps) if rules.transposed else _sum(exps)
     if keep is not None:
         exps = jnp.where(keep, exps, 0.0)
+    out = product(values, exps) if rules.transposed else product(exps, values)
     if before is None:
-        return Running(product(exps, values), row_max, row_sum)
+        return Running(out, row_max, row_sum)
     alpha = jnp.exp(before.row_max - row_max)
-    out = before.out * alpha + product(values, exps)
-    return Running(out, row_max, before.row_sum * alpha + row_sum)
+    return Running(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
 
 
 def _transposed_logits(

@@ -47,20 +47,19 @@ def forward(
 
     def step(index: Any, x: tuple[jax.Array, ...]) -> Any:
         rows_of_all, keys, values = x
-        if plan.chunks == 1:
-            keys = jnp.swapaxes(keys, -1, -2)
+        h = values.shape[-1]
+        if rules.transposed:
+            rows_of_all, values = turned((rows_of_all, values))
         else:
-            rows_of_all, values = (jnp.swapaxes(y, -1, -2) for y in (rows_of_all, values))
+            keys = jnp.swapaxes(keys, -1, -2)
 
         def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
             return tiles.part(plan, keys, j), tiles.part(plan, values, j)
 
         def of(i: Any, rows: jax.Array) -> Any:
-            if plan.chunks == 1:
-                return answer(block(index, i, rows, chunk, None))
-            start = one_block.nothing_yet(rows, values.shape[-2])
+            start = None if plan.chunks == 1 else one_block.nothing_yet(rules, rows, h)
             seen = block(index, i, rows, chunk, start)
-            return answer(Running(*(jnp.swapaxes(y, -1, -2) for y in seen)))
+            return answer(turned(seen) if rules.transposed else seen)
 
         return tiles.each(of, plan.blocks, rows_of_all, unroll=plan.unroll)
 
@@ -79,6 +78,11 @@ def forward(
     if before is None:
         return tiles.each(step, plan.steps, parts, unroll=plan.unroll and plan.chunks == 1)
     return tiles.refine(more, plan.steps, before, None, parts)[0]
+
+
+def turned(arrays: Any) -> Any:
+    """A tuple of arrays with the last two axes of each exchanged."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), arrays)
 
 
 def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:

@@ -19,7 +19,7 @@ from jaxmha.implementations import context, one_block, over_blocks, tiles
 from jaxmha.implementations.blocks import Plan
 from jaxmha.implementations.context import Static
 from jaxmha.implementations.kernels import is_dense
-from jaxmha.implementations.one_block import Rules, Running, Softmax
+from jaxmha.implementations.one_block import Rules, Softmax
 from jaxmha.implementations.pairs import Pairs
 from jaxmha.implementations.request import Request, Result
 
@@ -62,10 +62,11 @@ def _ring(
 def _softmax(
     static: Static, query: Any, key: Any, value: Any, traced: Pairs, words: Any
 ) -> Softmax:
+    static = static._replace(rules=static.rules._replace(transposed=True))  # as in the gradient
     cut = _cut(static, query, key, traced, words)
     rows = jnp.stack([tiles.tiles(cut.plan, x) for x in context.split_parts(static, query)])
     rows = _once(jnp.swapaxes(rows, -1, -2))
-    start = one_block.nothing_yet(rows, value.shape[-1])
+    start = one_block.nothing_yet(cut.rules, rows, value.shape[-1])
     read = partial(_numbers, key.dtype, query.dtype)
 
     def meet(seen: Any, kv: Any, i: Any, j: Any, at: context.Corner) -> Any:
@@ -75,7 +76,7 @@ def _softmax(
         return jax.tree.map(lambda x, part: x.at[i].set(part), seen, more)
 
     seen, _, _ = _travel(static, cut, traced, words, start, _chunks(static, cut, key, value), meet)
-    seen = Running(*(jnp.swapaxes(x, -1, -2) for x in seen))
+    seen = over_blocks.turned(seen)
     found = over_blocks.finished(cut.rules, seen, words)
     whole = (jnp.stack([tiles.rows(cut.plan, x) for x in y]) for y in found)
     return Softmax(*map(context.join_parts, whole))
