@@ -47,7 +47,7 @@ def soak(reader: str, seconds: int, folder: Path) -> dict[str, int | float | str
         "exit_code": done.returncode,
     }
     if done.returncode:
-        print(done.stderr[-4000:], file=sys.stderr)
+        print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
     return result
 
 

@@ -1,12 +1,14 @@
-"""Targets beside the readers: the documents that commands read, and whole commands on a folder."""
+"""More targets than readers: the documents that commands read, and whole commands on a folder."""
 
 import contextlib
+import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from typer.testing import CliRunner
+from typer.main import get_command
 
 from jaxmha.converters import blocks, checkpoint, configuration, engine, heads, migrate, plan_file
 from jaxmha.converters.cli import app
@@ -20,10 +22,12 @@ CONFIG = (
 
 
 class Target(NamedTuple):
-    """Files that damage is done to, more inputs to begin with, and what is run on them."""
+    """Files that damage is done to, each with what is then run, and more inputs to begin with.
 
-    files: list[Path]
-    run: Callable[[], None]
+    The first byte of an input says which pair it is for.
+    """
+
+    pairs: list[tuple[Path, Callable[[], None]]]
     seconds: float = 1.0
     seeds: tuple[bytes, ...] = ()
 
@@ -61,7 +65,7 @@ def config(folder: Path) -> Target:
             with contextlib.suppress(ValueError):
                 read(path)
 
-    return Target([folder / "config.json"], run)
+    return Target([(folder / "config.json", run)])
 
 
 def plan(folder: Path) -> Target:
@@ -73,34 +77,46 @@ def plan(folder: Path) -> Target:
         with contextlib.suppress(ValueError):
             plan_file.dumps(plan_file.read(path))
 
-    return Target([path], run)
+    return Target([(path, run)])
 
 
 def commands(folder: Path) -> Target:
-    """Every file of a folder in turn: inspect, plan, convert, convert by a plan, verify."""
-    path, runner = model(folder), CliRunner()
+    """Every file of a folder, under every command that reads one."""
+    path, command = model(folder), get_command(app)
     made, written = folder / "plan.toml", folder.with_name("out.npz")
     sound = folder.with_name("sound.npz")
     made.write_text(plan_file.dumps(migrate.plan(path, to="flax")[0]))
     with checkpoint.open(path) as file:
         checkpoint.write(sound, dict(file))
-    lines = [
-        ["inspect", folder, "--json"],
-        ["plan", folder, "--to", "flax"],
-        ["convert", folder, written, "--to", "flax", "--force"],
-        ["convert", folder, written, "--plan", made, "--force"],
-        ["verify", folder, sound],
-    ]
 
-    def run() -> None:
-        for line in lines:
-            done = runner.invoke(app, list(map(str, line)))
-            known = done.exception is None or isinstance(done.exception, SystemExit)
-            if not known or done.exit_code not in (0, 1, 2) or "unexpected" in done.output:
-                raise Unexpected(f"{line[0]}: {done.output[-500:]}") from done.exception
+    def runs(*line: object) -> Callable[[], None]:
+        def run() -> None:
+            said = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                    command.main(list(map(str, line)))
+            except SystemExit as error:
+                if error.code in (None, 0, 1, 2) and "error: unexpected" not in said.getvalue():
+                    return
+                raise Unexpected(f"{line[0]}: {said.getvalue()[-500:]}") from error
+            except Exception as error:
+                raise Unexpected(f"{line[0]}: {said.getvalue()[-500:]}") from error
 
-    files = sorted(file for file in folder.iterdir())
-    return Target(files, run, seconds=10.0)
+        return run
+
+    convert = ("convert", folder, written, "--force")
+    on_folder = (
+        runs("inspect", folder),
+        runs("inspect", folder, "--json"),
+        runs("plan", folder, "--to", "flax"),
+        runs(*convert, "--to", "flax", "--check", "weights"),
+        runs(*convert, "--to", "llama", "--dtype", "float16"),
+        runs("verify", folder, sound),
+        runs("diff", folder, sound),
+        runs("describe", folder),
+    )
+    pairs = list(itertools.product(sorted({*folder.iterdir()} - {made}), on_folder))
+    return Target([*pairs, (made, runs(*convert, "--plan", made))], seconds=10.0)
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {

@@ -5,6 +5,7 @@
 Anything but a typed error ends the run, and so does an input that takes too long.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ with atheris.instrument_imports(include=["jaxmha.converters"]):
     from experiments.fuzz.commands import TARGETS, Target
     from jaxmha.converters import checkpoint
 
+from experiments.fuzz.json_changes import changed
 from tests.checkpoint import hostile
 
 # Reader -> the sound file that damage starts from. Of several files, each is damaged in turn.
@@ -50,7 +52,7 @@ def reader(name: str, folder: Path) -> Target:
         except checkpoint.CheckpointError:
             pass
 
-    return Target(hostile.files(path), run, seeds=tuple(seeds(case.suffix)))
+    return Target([(file, run) for file in hostile.files(path)], seeds=tuple(seeds(case.suffix)))
 
 
 def seeds(suffix: str) -> list[bytes]:
@@ -74,24 +76,23 @@ def seeds(suffix: str) -> list[bytes]:
 def prepared(name: str, folder: Path) -> tuple[Target, list[bytes]]:
     """A target in a folder, and the inputs to begin with."""
     target = reader(name, folder) if name in READERS else TARGETS[name](folder)
-    wholes = [file.read_bytes() for file in target.files]
-    sound = [bytes([at]) + whole for at, whole in enumerate(wholes)]
+    sound = [bytes([at]) + file.read_bytes() for at, (file, _) in enumerate(target.pairs)]
     return target, [*sound, *target.seeds]
 
 
-def once(target: Target, wholes: list[bytes], data: bytes) -> None:
-    """Runs a target with one file changed: the first byte says which.
+def once(target: Target, wholes: dict[Path, bytes], data: bytes) -> None:
+    """Does one run of a target with one file changed.
 
     Raises:
         Slow, and whatever ends a target untyped.
     """
-    at = data[0] % len(target.files) if data else 0
-    target.files[at].write_bytes(data[1:])
+    file, run = target.pairs[data[0] % len(target.pairs) if data else 0]
+    file.write_bytes(data[1:])
     start = time.process_time()
     try:
-        target.run()
+        run()
     finally:
-        target.files[at].write_bytes(wholes[at])
+        file.write_bytes(wholes[file])
     seconds = time.process_time() - start
     if seconds > target.seconds:
         raise Slow(f"{seconds:.1f} s")
@@ -106,9 +107,15 @@ def main() -> None:
     target, inputs = prepared(name, folder)
     for at, data in enumerate(inputs):
         (corpus / f"seed-{at}").write_bytes(data)
-    wholes = [file.read_bytes() for file in target.files]
+    wholes = {file: file.read_bytes() for file, _ in target.pairs}
+    for _, run in target.pairs:  # what is imported late takes seconds, and so does a collection
+        run()
+    gc.collect()
+    gc.freeze()
     atheris.Setup(
-        [sys.argv[0], str(corpus), *sys.argv[3:]], lambda data: once(target, wholes, data)
+        [sys.argv[0], str(corpus), *sys.argv[3:]],
+        lambda data: once(target, wholes, data),
+        custom_mutator=lambda data, most, seed: changed(data, seed, atheris.Mutate, most),
     )
     atheris.Fuzz()
 
