@@ -66,10 +66,9 @@ class Contents:
     others: tuple[str, ...] = ()  # names of what is no tensor
     config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
     close: Callable[[], None] = _nothing
-    files: tuple[Path, ...] = ()  # beside the one that was opened
-    folders: Mapping[str, str] = field(
-        default_factory=dict
-    )  # that alone hold a tensor, by its name
+    files: tuple[Path, ...] = ()  # more than the one that was opened
+    # Of a folder: the files and folders in it that hold a tensor, by its name.
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
     stream: Callable[[str], Iterator[memoryview]] | None = None
     # One tensor over a mapped file, unread and unchecked; None: it does not lie there as in memory.

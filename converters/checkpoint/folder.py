@@ -1,8 +1,9 @@
 """A folder of plain files, listed once and watched for changes."""
 
+import bisect
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxmha.converters.checkpoint.errors import (
@@ -35,11 +36,7 @@ class Folder:
         self._limits = limits
         self._files = self._walk()
         self.size = sum(size for _, size, _ in self._files.values())
-        self._parts: dict[
-            str, dict[str, _State]
-        ] = {}  # the files by the first folder of their path
-        for file, state in self._files.items():
-            self._parts.setdefault(file.partition("/")[0], {})[file] = state
+        self._sorted = sorted(self._files)
 
     def _walk(self, part: str = "") -> dict[str, _State]:
         """The state of every file by its path within; or of those in one of its folders."""
@@ -60,7 +57,7 @@ class Folder:
                             problem = "is a link or device, not a plain file"
                             raise ForbiddenContent(self.path, problem, "copy the files here", name)
                         else:
-                            found[name] = status.st_ino, status.st_size, status.st_mtime_ns
+                            found[name] = _state(status)
         except OSError as e:
             problem = f"cannot be listed ({e.strerror or e})"
             raise UnreadableFile(self.path, problem, "check its permissions") from e
@@ -103,19 +100,36 @@ class Folder:
             raise IncompleteCheckpoint(self.path, "the file is missing", _AGAIN, file)
         return Source(self.path / file)
 
-    def check_unchanged(self, part: str = "") -> None:
-        """Raises IntegrityError if any file came, went or changed, or any in one of its folders.
+    def check_unchanged(self, places: Iterable[str] = ("",)) -> None:
+        """Raises IntegrityError if a file came, went or changed in the whole folder, or in `places`.
 
-        Listing everything after each tensor would take time that grows with the square of a folder.
+        These are files, or folders in it. Listing everything after each tensor would take time that
+        grows with the square of their number.
         """
-        before = self._parts.get(part, {}) if part else self._files
-        try:
-            same = self._walk(part) == before
-        except UnreadableFile:
-            same = False  # it could be listed before
-        if not same:
+        if not all(map(self._same, places)):
             problem = "the folder changed while it was being read"
             raise IntegrityError(self.path, problem, "wait for its writer, read again")
 
+    def _same(self, place: str) -> bool:
+        try:
+            if place in self._files:
+                return _state(os.lstat(self.path / place)) == self._files[place]
+            return self._walk(place) == self._below(place)
+        except OSError:  # it was there before
+            return False
+        except UnreadableFile:  # it could be listed before
+            return False
+
+    def _below(self, place: str) -> dict[str, _State]:
+        """The files of a folder in this one, as they were listed at first."""
+        if not place:
+            return self._files
+        start, end = (bisect.bisect_left(self._sorted, place + sign) for sign in "/0")
+        return {file: self._files[file] for file in self._sorted[start:end]}
+
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _state(status: os.stat_result) -> _State:
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -8,7 +8,7 @@ Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from jaxmha.converters.checkpoint import ocdbt_node
@@ -27,11 +27,14 @@ _MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
 _BLOCK = 128 << 10  # what a block of zstd inflates to at most
 _REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3  # kinds of blocks; 0 is stored
 _DAMAGED = "a node of the database is damaged"
+_PLACE = re.compile(r"(?:btreenode|value):(.*):(.+):(\d+):(\d+)")  # folder, file, offset, length
 _AGAIN = "save it again with orbax"
 
 
-def keys(folder: Folder, tensorstore: Any, store: dict[str, Any], budget: Budget) -> list[str]:
-    """The keys of the last version of a database.
+def keys(
+    folder: Folder, tensorstore: Any, store: dict[str, Any], budget: Budget
+) -> dict[str, tuple[str, ...]]:
+    """The keys of the last version of a database, and the files that each is read from.
 
     Raises:
         MalformedFile, IncompleteCheckpoint, UnsupportedFormat, BudgetExceeded.
@@ -43,26 +46,54 @@ def keys(folder: Folder, tensorstore: Any, store: dict[str, Any], budget: Budget
         if manifest["config"].get("manifest_kind", "single") != "single":
             raise UnsupportedFormat(folder.path, "a manifest in parts", _AGAIN, MANIFEST)
         versions = manifest["versions"]
-        # Of a node its place, and how many bytes its keys share with those of the nodes above.
-        todo = [(versions[-1]["root"]["location"], 0)] if versions and _root(versions[-1]) else []
-        count, seen = 0, set[str]()
+        todo = list[_Node]()
+        if versions and "location" in versions[-1]["root"]:
+            todo.append(_Node(versions[-1]["root"]["location"], b"", (MANIFEST,)))
+        count, seen, held = 0, set[str](), dict[bytes, tuple[str, ...]]()
         while todo:
-            location, shared = todo.pop()
-            if location in seen:
-                raise MalformedFile(folder.path, "two nodes share a child", _AGAIN, location)
-            seen.add(location)
-            count += _check_node(folder, tensorstore, location, shared, budget)
+            node = todo.pop()
+            if node.location in seen:
+                raise MalformedFile(folder.path, "two nodes share a child", _AGAIN, node.location)
+            seen.add(node.location)
+            file, more = _check_node(folder, tensorstore, node, budget)
+            count += more
             budget.spend("the number of chunks", count, budget.limits.members)
-            for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
+            files = node.files if file in node.files else (*node.files, file)
+            for entry in tensorstore.ocdbt.dump(base, node.location).result()["entries"]:
                 if "location" in entry:
-                    more = len(entry["subtree_common_prefix"])
-                    todo.append((entry["location"], shared + more))
+                    prefix = node.prefix + entry["subtree_common_prefix"]
+                    todo.append(_Node(entry["location"], prefix, files))
+                    continue
+                own = files
+                if "indirect_value" in entry:
+                    value, _ = _place(folder, "value", entry["indirect_value"])
+                    own = files if value in files else (*files, value)
+                held[node.prefix + entry["key"]] = own
         found = tensorstore.KvStore.open(store).result().list().result()
-    return [key.decode("utf-8", "backslashreplace") for key in found]
+    # A key that only tensorstore finds may be in any file.
+    return {key.decode("utf-8", "backslashreplace"): held.get(key, ("",)) for key in found}
 
 
-def _root(version: dict[str, Any]) -> bool:
-    return "location" in version["root"]
+class _Node(NamedTuple):
+    """Where a node is, what the keys in it begin with, and the files read on the way to it."""
+
+    location: str
+    prefix: bytes
+    files: tuple[str, ...]
+
+
+def _place(folder: Folder, what: str, location: str) -> tuple[str, slice]:
+    """The file of the folder that a node or a value is in, and its bytes there."""
+    parts = _PLACE.fullmatch(location)
+    if parts is None:
+        raise MalformedFile(folder.path, f"a {what} is nowhere", _AGAIN, location)
+    file = unquote(parts[1]) + unquote(parts[2])
+    if ".." in file.split("/"):
+        raise MalformedFile(folder.path, f"a {what} is outside of the folder", _AGAIN, file)
+    if file not in folder:
+        raise IncompleteCheckpoint(folder.path, "a file of the database is missing", _AGAIN, file)
+    start, size = int(parts[3]), int(parts[4])
+    return file, slice(start, start + size)
 
 
 def _check_manifest(folder: Folder, tensorstore: Any, budget: Budget) -> None:
@@ -74,24 +105,14 @@ def _check_manifest(folder: Folder, tensorstore: Any, budget: Budget) -> None:
         raise MalformedFile(folder.path, _DAMAGED, _AGAIN, MANIFEST) from None
 
 
-def _check_node(
-    folder: Folder, tensorstore: Any, location: str, shared: int, budget: Budget
-) -> int:
-    """How many keys a node has; raises unless it is a frame within a file of the folder, and it and
-    its keys inflate to what is allowed."""
-    parts = re.fullmatch(r"btreenode:(.*):(.+):(\d+):(\d+)", location)
-    if parts is None:
-        raise MalformedFile(folder.path, "a node is nowhere", _AGAIN, location)
-    file = unquote(parts[1]) + unquote(parts[2])
-    if ".." in file.split("/"):
-        raise MalformedFile(folder.path, "a node is outside of the folder", _AGAIN, file)
-    if file not in folder:
-        raise IncompleteCheckpoint(folder.path, "a file of the database is missing", _AGAIN, file)
-    start, size = int(parts[3]), int(parts[4])
-    raw = folder.read_part(file, slice(start, start + size))
+def _check_node(folder: Folder, tensorstore: Any, node: _Node, budget: Budget) -> tuple[str, int]:
+    """The file of a node, and how many keys it has; raises unless it is a frame within a file of
+    the folder, and it and its keys inflate to what is allowed."""
+    file, part = _place(folder, "node", node.location)
+    raw = folder.read_part(file, part)
     _check_frame(folder, file, raw, budget)
     try:
-        return ocdbt_node.keys(tensorstore, raw, shared, budget)
+        return file, ocdbt_node.keys(tensorstore, raw, len(node.prefix), budget)
     except ocdbt_node.Damaged:
         raise MalformedFile(folder.path, _DAMAGED, _AGAIN, file) from None
 

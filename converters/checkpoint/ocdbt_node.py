@@ -20,8 +20,9 @@ _HEAD = 14  # magic, length, version, compression
 _CONFIG = 16  # of a manifest: a UUID, then numbers
 _MOST_BYTES = 3  # of a length as it is stored; keys have less than 2**16 bytes
 _ZSTD = 93  # in zip files
-_PATH, _ENTRY = 100, 400  # bytes of memory for one, beside its text
-_COPIES = 3  # of a key: in tensorstore, in its description, in the list of keys
+# Bytes of memory for the path of a file and for an entry of a node, their text not counted.
+_PATH, _ENTRY = 100, 600
+_COPIES = 4  # of a key: in tensorstore, in its description, and twice in the keys found
 
 
 class Damaged(Exception):  # noqa: N818

@@ -41,6 +41,7 @@ SIDECAR = f"{digests.KEY}.json"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
 _CHUNK, _LARGE = 8 << 20, 4 << 20  # bytes; tensorstore holds some chunks at a time
 _PARTS = 8
+_NODES = 8 << 20  # bytes of the nodes of a database that are kept
 _AGAIN = "save it again with orbax"
 
 
@@ -72,6 +73,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
     store = {"driver": "ocdbt", "base": base} if MANIFEST in folder else base
     inside = _Inside(folder, budget, tensorstore, store)
     places: dict[str, str] = {}
+    held: dict[str, tuple[str, ...]] = {}
     for key, name in leaves.items():
         if f"{key}/{document}" not in inside.keys:
             raise IncompleteCheckpoint(path, "is in the tree, not stored", _AGAIN, name)
@@ -82,7 +84,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
         # tensorstore ends the process where it cannot get the memory for one chunk.
         size = math.prod(array.chunk) * info.dtype.itemsize
         budget.spend("the chunk size", size, info.nbytes + limits.chunk_bytes, name)
-        inside.check_chunks(key, name, array)
+        held[name] = inside.check_chunks(key, document, name, array)
         places[name] = key
     for key in inside.keys:
         place = key.removesuffix(f"/{document}")
@@ -90,12 +92,14 @@ def read(folder: Folder, limits: Limits) -> Contents:
         if stray and not (zarr3 and zarr.is_group(inside.document(key, place))):
             raise IncompleteCheckpoint(path, "is stored and not in the tree", _AGAIN, place)
     kept = _digests(folder, budget, limits) if SIDECAR in folder else {}
+    # Without a cache every tensor would have the nodes of the database read and inflated again.
+    nodes = tensorstore.Context({"cache_pool": {"total_bytes_limit": _NODES}})
 
     def opened(name: str) -> Any:
         spec = {"driver": driver, "kvstore": {**store, "path": f"{base['path']}{places[name]}/"}}
         if store is not base:
             spec["kvstore"] = {**store, "path": f"{places[name]}/"}
-        array = tensorstore.open(spec, open=True, read=True).result()
+        array = tensorstore.open(spec, open=True, read=True, context=nodes).result()
         if (*array.shape,) != budget.info[name].shape or (
             array.dtype.numpy_dtype != budget.info[name].dtype
         ):
@@ -129,13 +133,11 @@ def read(folder: Folder, limits: Limits) -> Contents:
                 rows = slice(at, min(at + step, info.shape[0]))
                 yield to_bytes(part(name, (rows,))).data
 
-    # A database may keep any tensor in any of its files.
-    alone = {name: key.partition("/")[0] for name, key in places.items() if store is base}
     return Contents(
         budget.info,
         lambda name: part(name, ()),
         digests=kept,
-        folders=alone,
+        places=held,
         part=part,
         stream=stream,
     )
@@ -153,9 +155,9 @@ class _Inside:
     ) -> None:
         self._folder, self._budget = folder, budget
         self._store = None
-        self.keys = frozenset(folder)
+        self.keys: Mapping[str, tuple[str, ...]] = dict.fromkeys(folder, ())
         if "base" in store:
-            self.keys = frozenset(ocdbt.keys(folder, tensorstore, store, budget))
+            self.keys = ocdbt.keys(folder, tensorstore, store, budget)
             self._store = tensorstore.KvStore.open(store).result()
 
     def document(self, key: str, name: str) -> dict[str, Any]:
@@ -166,10 +168,13 @@ class _Inside:
         self._budget.spend("its zarr document", len(raw), most, name)
         return json_text.parse(raw.strip(), self._budget, _AGAIN, name, numbers=True)
 
-    def check_chunks(self, key: str, name: str, array: zarr.Array) -> None:
-        """Raises IncompleteCheckpoint unless every chunk is stored: others would read as zeros.
+    def check_chunks(
+        self, key: str, document: str, name: str, array: zarr.Array
+    ) -> tuple[str, ...]:
+        """The files and folders of the folder that hold an array.
 
-        orbax and this module store chunks of zeros too.
+        Raises IncompleteCheckpoint unless every chunk is stored: others would read as zeros. orbax
+        and this module store chunks of zeros too.
         """
         path, wanted = self._folder.path, math.prod(array.grid)
         problem = f"has not all of its {wanted:,} chunks"
@@ -182,6 +187,7 @@ class _Inside:
                 self._budget.limits.chunk_bytes,
                 name,
             )
+        files = dict.fromkeys(self.keys[f"{key}/{document}"])
         for chunk, numbers in array.chunks():
             place = f"{key}/{chunk}"
             if place not in self.keys:
@@ -192,6 +198,8 @@ class _Inside:
                 if not array.is_whole(self._read(place, where, name), numbers):
                     problem = f"has not all inner chunks of {chunk}"
                     raise IncompleteCheckpoint(path, problem, _AGAIN, name)
+            files |= dict.fromkeys(self.keys[place])
+        return tuple(files) if self._store is not None else (key,)
 
     def _read(self, key: str, part: slice | None, name: str) -> bytes:
         if self._store is None:

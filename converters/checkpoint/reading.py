@@ -92,7 +92,7 @@ class Checkpoint(Lazy):
         self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
-        self._folders = contents.folders
+        self._places = contents.places
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -117,7 +117,7 @@ class Checkpoint(Lazy):
 
     def _check_unchanged(self, name: str) -> None:
         if isinstance(self._source, Folder):
-            self._source.check_unchanged(self._folders.get(name, ""))
+            self._source.check_unchanged(self._places.get(name, ("",)))
         else:
             self._source.check_unchanged()
 

@@ -53,6 +53,35 @@ def test_reading_a_folder_takes_time_in_proportion(
     assert len(listed) <= count + 1
 
 
+def test_reading_a_database_takes_time_in_proportion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[Any] = []
+    arrays = {f"mlp/~/linear_{i}": np.full(40, i, "f4") for i in range(9)}
+    checkpoint.write(tmp_path / "m.orbax", arrays)
+    with checkpoint.open(tmp_path / "m.orbax") as file:
+        monkeypatch.setattr(os, "scandir", listed.append)
+        for name, array in arrays.items():
+            assert np.array_equal(file[name], array)
+    assert not listed
+
+
+@pytest.mark.parametrize("change", ["data", "manifest", "gone"])
+def test_a_change_of_the_database_that_is_read_is_seen(change: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0).standard_normal((2, 200)).astype("f4")
+    checkpoint.write(tmp_path / "m.orbax", {"a": random[0], "b": random[1]})
+    with checkpoint.open(tmp_path / "m.orbax") as file:
+        assert np.array_equal(file["a"], random[0])
+        large = [f for f in (tmp_path / "m.orbax" / "d").iterdir() if f.stat().st_size > 400]
+        for held in [tmp_path / "m.orbax" / "manifest.ocdbt"] if change == "manifest" else large:
+            if change == "gone":
+                held.unlink()
+            else:
+                held.write_bytes(held.read_bytes())
+        with pytest.raises(checkpoint.IntegrityError, match="changed while"):
+            file["b"]
+
+
 @pytest.mark.parametrize("change", ["other", "new", "gone"])
 def test_a_change_of_the_array_that_is_read_is_seen(change: str, tmp_path: Path) -> None:
     _folder_of_arrays(tmp_path / "m", 3)
