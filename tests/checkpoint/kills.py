@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import journal, temporaries
+from jaxmha.converters.checkpoint import journal, replacing, temporaries
 from tests.checkpoint import hostile
 
 STEPS = ("fsync", "replace", "rename", "link", "unlink", "fchmod", "chmod", "mkdir")
@@ -36,13 +36,24 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
     return {f"layers/{i}/vars/0": made.random((70, 101 + seed)) for i in range(6)}
 
 
+def text(seed: int) -> bytes:
+    """A plan: what commands write that is no checkpoint."""
+    return f"# {seed}\n".encode() * 30_000
+
+
 def write(path: Path, seed: int) -> None:
+    if path.suffix == ".toml":
+        replacing.replace_by(path, text(seed), force=True)
+        return
     shards = {"shard_size": 120_000} if path.name.endswith(".index.json") else {}
     checkpoint.write(path, tensors(seed), force=True, **shards)  # type: ignore[arg-type]
 
 
 def state(path: Path) -> str:
     """ "old", "new", or what is wrong."""
+    if path.suffix == ".toml":
+        whole = {text(seed): name for seed, name in enumerate(("old", "new"))}
+        return whole.get(path.read_bytes(), "neither the old nor the new text")
     try:
         with checkpoint.open(path) as file:
             found = {name: file[name] for name in file}
