@@ -3,10 +3,12 @@
 Format: https://github.com/huggingface/safetensors#format
 """
 
+import itertools
 import json
+import re
 import struct
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -65,37 +67,9 @@ def read(source: Source, limits: Limits) -> Contents:
     if length > source.size - 8:
         raise MalformedFile(path, f"the header length {length} leaves the file", _AGAIN)
     budget.spend("the header length", length, limits.header_bytes)
-    header = json_text.parse(source.read(8, length), budget, _AGAIN)
+    header = json_text.parse(source.read(8, length), budget, _AGAIN, compact=_compact(source))
     metadata = _metadata(source, header.pop("__metadata__", {}))
-
-    start = 8 + length
-    offsets: dict[str, int] = {}
-    ranges: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        dtype, shape, begin, end = _entry(source, name, entry)
-        info = budget.tensor(name, shape, dtype)
-        if end - begin != info.nbytes:
-            raise MalformedFile(
-                path,
-                f"{end - begin} bytes declared for shape {shape} of {dtype}, which has "
-                f"{info.nbytes}",
-                _AGAIN,
-                name,
-            )
-        offsets[name] = start + begin
-        ranges.append((begin, end, name))
-    position = 0
-    for begin, end, name in sorted(ranges):
-        if begin != position:
-            what = "overlaps the tensor before it" if begin < position else "leaves a hole"
-            raise MalformedFile(path, f"the data {what}", _AGAIN, name)
-        position = end
-    if start + position != source.size:
-        raise MalformedFile(
-            path,
-            f"the tensors end at byte {start + position}, the file at {source.size}",
-            "the file is cut short or has bytes appended: copy it again",
-        )
+    offsets = _offsets(source, 8 + length, header, budget)
 
     def load(name: str) -> np.ndarray:
         info = budget.info[name]
@@ -111,6 +85,85 @@ def read(source: Source, limits: Limits) -> Contents:
 
     kept = _digests(source, metadata, budget) if digests.KEY in metadata else {}
     return Contents(budget.info, load, metadata=metadata, digests=kept, stream=stream, view=view)
+
+
+class _Entry(NamedTuple):
+    """What the header says of one tensor."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+# A name and its entry without their text: a string, and two lists of a few numbers.
+_CODE, _LIST = rb'"":\s?""', rb'"":\s?\[[0-9, ]{0,90}\]'
+_ORDERS = itertools.permutations((_CODE, _LIST, _LIST))
+_FORM = re.compile(
+    rb'"":\s?\{(?:' + b"|".join({rb",\s?".join(order) for order in _ORDERS}) + rb")\},?\s?"
+)
+_FORM_BYTES = 448  # of a name, its place in the header, and the entry
+_SHOWN = 100  # entries of another form; the first of them is named
+
+
+def _compact(source: Source) -> json_text.Compact:
+    """Entries become tuples while the header is parsed: dicts of many small tensors take thrice
+    the memory."""
+    others = 0
+
+    def made(items: dict[str, Any]) -> Any:
+        nonlocal others
+        if items.keys() != {"dtype", "shape", "data_offsets"}:
+            others += any(isinstance(value, list) for value in items.values())
+        else:
+            code, shape, offsets = items["dtype"], items["shape"], items["data_offsets"]
+            known = type(code) is str and code in DTYPES and _naturals(shape) and _naturals(offsets)
+            if known and len(offsets) == 2 and offsets[0] <= offsets[1]:
+                return _Entry(DTYPES[code], tuple(shape), *offsets)
+            others += 1
+        if others > _SHOWN:
+            raise MalformedFile(source.path, f"more than {_SHOWN} entries are damaged", _AGAIN)
+        return items
+
+    return json_text.Compact(_FORM, _FORM_BYTES, made)
+
+
+def _naturals(numbers: Any) -> bool:
+    # type() and not isinstance(): JSON true must not count as 1.
+    return type(numbers) is list and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget) -> dict[str, int]:
+    """Where the data of each tensor begins; takes the header apart, and registers its tensors.
+
+    Raises:
+        MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype.
+    """
+    offsets: dict[str, int] = {}
+    for name in list(header):
+        entry = header.pop(name)
+        if not isinstance(entry, _Entry):
+            _refuse(source, name, entry)
+        budget.give_back(_FORM_BYTES)
+        info, declared = budget.tensor(name, entry.shape, entry.dtype), entry.end - entry.begin
+        if declared != info.nbytes:
+            said = f"{declared} bytes declared for shape {info.shape} of {info.dtype}, which has "
+            raise MalformedFile(source.path, f"{said}{info.nbytes}", _AGAIN, name)
+        offsets[name] = start + entry.begin
+    position = start
+    # Tensors of no bytes lie at the start of others.
+    for name in sorted(offsets, key=lambda name: (offsets[name], budget.info[name].nbytes)):
+        if offsets[name] != position:
+            what = "overlaps the tensor before it" if offsets[name] < position else "leaves a hole"
+            raise MalformedFile(source.path, f"the data {what}", _AGAIN, name)
+        position += budget.info[name].nbytes
+    if position != source.size:
+        raise MalformedFile(
+            source.path,
+            f"the tensors end at byte {position}, the file at {source.size}",
+            "the file is cut short or has bytes appended: copy it again",
+        )
+    return offsets
 
 
 def check(plan: Plan) -> None:
@@ -186,7 +239,12 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
     return metadata
 
 
-def _entry(source: Source, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+def _refuse(source: Source, name: str, entry: Any) -> NoReturn:
+    """Says what is wrong with an entry.
+
+    Raises:
+        MalformedFile, UnsupportedDtype.
+    """
     path = source.path
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise MalformedFile(
@@ -197,10 +255,6 @@ def _entry(source: Source, name: str, entry: Any) -> tuple[np.dtype, tuple[int, 
         if code in _SUB_BYTE:
             raise UnsupportedDtype(path, f"{code} is narrower than a byte", "dequantise it", name)
         raise UnsupportedDtype(path, f"{str(code)[:40]!r} is not a dtype", _AGAIN, name)
-    for numbers in (shape, offsets):
-        # type() and not isinstance(): JSON true must not count as 1.
-        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-            raise MalformedFile(path, "shape or data_offsets are not naturals", _AGAIN, name)
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedFile(path, f"data_offsets {offsets[:4]} is not a range", _AGAIN, name)
-    return DTYPES[code], tuple(shape), offsets[0], offsets[1]
+    if not _naturals(shape) or not _naturals(offsets):
+        raise MalformedFile(path, "shape or data_offsets are not naturals", _AGAIN, name)
+    raise MalformedFile(path, f"data_offsets {offsets[:4]} is not a range", _AGAIN, name)

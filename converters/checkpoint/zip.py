@@ -9,6 +9,7 @@ Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 import contextlib
 import stat
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: how hard deflate tried
 _ZIP64, _UNICODE_PATH = 1, 0x7075
 _DIGEST = 0x6D6A  # "jm"; extra fields of unknown kinds are skipped by every reader
 _BLOCK = 1 << 20
-# Bytes of memory at most for one, its names and digests apart: while the headers are compared, and
+# Bytes of memory at most for one member, its names and digests not counted: while the headers are compared, and
 # for as long as the file is open.
 _COMPARED, _MEMBER = 660, 400
 _AGAIN = "save it again with the library that made it"
@@ -85,10 +86,12 @@ def members(source: Source, budget: Budget) -> dict[str, Member]:
     count, start, size = _end(source)
     budget.spend("the number of zip members", count, budget.limits.members)
     budget.spend("the zip directory", size, budget.limits.header_bytes)
-    budget.build(3 * size + _COMPARED * count, "its zip directory")
+    budget.build(2 * size + _COMPARED * count, "its zip directory")
     found: dict[str, Member] = {}
     position = 0
-    for entry in sorted(_central(source, count, start, size), key=lambda entry: entry.offset):
+    for entry in sorted(
+        _central(source, count, start, size, budget), key=lambda entry: entry.offset
+    ):
         if entry.name in found:
             _fail(source, AmbiguousFile, "two zip members have this name", entry.name)
         if entry.offset < position:
@@ -227,7 +230,7 @@ def _end(source: Source) -> tuple[int, int, int]:
     return count, start, size
 
 
-def _central(source: Source, count: int, start: int, size: int) -> list[_Entry]:
+def _central(source: Source, count: int, start: int, size: int, budget: Budget) -> list[_Entry]:
     raw = source.read(start, size)
     entries = []
     at = 0
@@ -244,6 +247,7 @@ def _central(source: Source, count: int, start: int, size: int) -> list[_Entry]:
         if sig != b"PK\1\2" or at > size or comment_len:
             _fail(source, MalformedFile, "the zip directory is damaged")
         name = _name(source, raw_name, flags)
+        budget.build(sys.getsizeof(name), "its zip directory")  # one wide letter widens them all
         unicode_path = _extra(extra, _UNICODE_PATH)
         if unicode_path is not None and unicode_path[5:] != raw_name:
             _fail(source, AmbiguousFile, "the zip member has two names", name)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import struct
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ import pytest
 import torch
 
 from jaxmha.converters import checkpoint
+from jaxmha.converters.checkpoint import zip
+from jaxmha.converters.checkpoint.limits import Budget
+from jaxmha.converters.checkpoint.source import Source
 
 
 def _folder_of_arrays(path: Path, count: int) -> None:
@@ -117,3 +123,61 @@ def test_many_small_arrays_of_numpy_are_read(tmp_path: Path) -> None:
     with checkpoint.open(tmp_path / "m.npz", limits=TENTH) as file:
         assert len(file) == 5000
         assert file["layer4999/w"].tolist() == [4999, 4999]
+
+
+def _tiny(count: int, name: str, **settings: Any) -> bytes:
+    """A safetensors file of many tensors of one byte."""
+    header = {
+        name.format(i): {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]}
+        for i in range(count)
+    }
+    text = json.dumps(header, **settings).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(count)
+
+
+# As the library writes them, with spaces, with wide letters and with escapes.
+@pytest.mark.parametrize("name", ["w{}", "layers.{}.wéight", "层.{}.w", "🙂{}"])
+@pytest.mark.parametrize(
+    "settings", [{"separators": (",", ":"), "ensure_ascii": False}, {}], ids=["usual", "escaped"]
+)
+def test_many_tiny_tensors_of_safetensors_are_read(
+    name: str, settings: Any, tmp_path: Path
+) -> None:
+    data = _tiny(5000, name, **settings)
+    (tmp_path / "m.safetensors").write_bytes(data)
+    with checkpoint.open(tmp_path / "m.safetensors", limits=TENTH) as file:
+        assert len(file) == 5000
+        assert file[name.format(4999)].tolist() == [0]
+
+
+def test_memory_of_many_tiny_tensors_is_what_was_charged(tmp_path: Path) -> None:
+    count = 8000
+    data = _tiny(count, "w{}", separators=(",", ":"))
+    (tmp_path / "m.safetensors").write_bytes(data)
+    tracemalloc.start()
+    try:
+        with checkpoint.open(tmp_path / "m.safetensors", limits=TENTH) as file:
+            assert len(file) == count
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < TENTH.memory + 2 * len(data)
+
+
+def test_zip_names_are_charged_as_wide_as_they_are(tmp_path: Path) -> None:
+    wide = [f"🙂{'w' * 60_000}{i}" for i in range(2)]
+    path = tmp_path / "m.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in wide:
+            archive.writestr(name, b"")
+    least = 2 * 4 * 60_000  # of the two names alone
+    small = checkpoint.Limits(memory=least, name_bytes=1 << 20)
+    source = Source(path)
+    budget = Budget(path, 0, small)
+    with pytest.raises(checkpoint.BudgetExceeded, match="its zip directory"):
+        zip.members(source, budget)
+    narrow = tmp_path / "narrow.npz"
+    with zipfile.ZipFile(narrow, "w") as archive:
+        for name in wide:
+            archive.writestr(name.replace("🙂", "uuuu"), b"")
+    assert len(zip.members(Source(narrow), Budget(narrow, 0, small))) == 2
