@@ -12,6 +12,7 @@ import pytest
 from experiments.fuzz import commands
 from jaxmha.converters import checkpoint
 from tests.checkpoint import hostile
+from tests.checkpoint.hostile import torch_files
 
 FLIPS = int(os.environ.get("JAXMHA_FUZZ", "300"))
 EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ
@@ -83,8 +84,14 @@ def test_random_programs(seed: int) -> None:
 
     random = np.random.default_rng(seed)
     words = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
-    words += [hostile.ORDERED, hostile.V2, hostile.V3, hostile.tensor(), hostile.storage()]
-    words += [hostile.text("w"), hostile.numbers(2, 3), b"q\x01", b"h\x01", b"\x8a\x01\xff"]
+    words += [
+        torch_files.ORDERED,
+        torch_files.V2,
+        torch_files.V3,
+        torch_files.tensor(),
+        torch_files.storage(),
+    ]
+    words += [torch_files.text("w"), torch_files.numbers(2, 3), b"q\x01", b"h\x01", b"\x8a\x01\xff"]
     limits, finished = Limits(), 0
     for _ in range(FLIPS):
         body = b"".join(words[i] for i in random.integers(len(words), size=random.integers(1, 40)))

@@ -12,7 +12,8 @@ import pytest
 
 from jaxmha.converters import checkpoint
 from jaxmha.converters.checkpoint.hdf5_checksum import fletcher32, lookup3
-from tests.checkpoint import hostile, hostile_hdf5
+from tests.checkpoint import hostile
+from tests.checkpoint.hostile import hdf5
 
 LIBVERS = ("earliest", ("earliest", "v108"), ("v108", "v108"), ("v110", "v112"), "latest")
 KINDS = (
@@ -143,7 +144,7 @@ def test_one_dataset_of_two_names(tmp_path: Path) -> None:
 
 def test_structure_has_a_budget(tmp_path: Path) -> None:
     path = tmp_path / "m.weights.h5"
-    hostile_hdf5.header_of_nothing(path, 60_000)
+    hdf5.header_of_nothing(path, 60_000)
     with checkpoint.open(path) as ours:
         assert not list(ours)
     with pytest.raises(checkpoint.BudgetExceeded, match="steps"):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmha.converters import checkpoint
-from tests.checkpoint import hostile, hostile_composed
+from tests.checkpoint import hostile
+from tests.checkpoint.hostile import keras_archives, torch_files
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "keras", "tensorflow", "safetensors", "flax")
@@ -114,7 +115,7 @@ for suffix in sys.argv[3].split(","):
 def _without(place: Path, blocked: str, suffixes: tuple[str, ...]) -> list[str]:
     for suffix in suffixes:
         if suffix == ".keras":
-            hostile_composed.archive(place / "old.keras")
+            keras_archives.archive(place / "old.keras")
         else:
             checkpoint.write(place / f"old{suffix}", {"w": np.ones(2)})
     np.savez(place / "plain.npz", w=np.ones(2))
@@ -206,7 +207,7 @@ def test_no_permission(tmp_path: Path) -> None:
 
 def test_limits_can_be_lowered_and_raised(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
-    path.write_bytes(hostile.torch_file())
+    path.write_bytes(torch_files.torch_file())
     tight = [
         checkpoint.Limits(logical_bytes=23),
         checkpoint.Limits(tensors=0),
@@ -223,10 +224,10 @@ def test_limits_can_be_lowered_and_raised(tmp_path: Path) -> None:
             checkpoint.open(path, limits=limits)
     with checkpoint.open(path, limits=checkpoint.Limits(logical_bytes=24)) as file:
         assert file["w"].size == 6
-    expanded = hostile.state(
-        hostile.text("w"), hostile.tensor(shape=(2**20, 2**20), strides=(0, 0))
+    expanded = torch_files.state(
+        torch_files.text("w"), torch_files.tensor(shape=(2**20, 2**20), strides=(0, 0))
     )
-    path.write_bytes(hostile.torch_file(expanded))
+    path.write_bytes(torch_files.torch_file(expanded))
     with checkpoint.open(path, limits=checkpoint.Limits(logical_bytes=2**50)) as file:
         assert file.info["w"].nbytes == 2**42
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmha.converters import checkpoint
-from tests.checkpoint import hostile
+from tests.checkpoint.hostile import torch_files
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 torch = pytest.importorskip("torch")
@@ -155,7 +155,7 @@ def test_we_read_what_people_save(kind: str, tmp_path: Path) -> None:
 def test_torch_big_endian_is_converted(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     swapped = np.arange(6, dtype=">f4").tobytes()
-    path.write_bytes(hostile.torch_file(data=swapped, byteorder=b"big"))
+    path.write_bytes(torch_files.torch_file(data=swapped, byteorder=b"big"))
     theirs = torch.load(path, weights_only=True)["w"]
     with checkpoint.open(path) as file:
         assert file["w"].tolist() == theirs.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -7,13 +7,9 @@ from io import BytesIO
 from pathlib import Path
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import (
-    FLOATS,
-    case,
-    npy,
-    npy_header,
-    zip_file,
-)
+from tests.checkpoint.hostile.arrays import npy, npy_header
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.torch_files import FLOATS, zip_file
 
 
 def raw_case(name: str, suffix: str, error: type[ck.CheckpointError], data: bytes) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case
-from tests.checkpoint.hostile_composed import W, crc32c, orbax
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.indexes import W
+from tests.checkpoint.hostile.orbax_folders import crc32c, orbax
 
 TWO = {"shape": [8], "chunks": [4], "dtype": "<f4"}
 MISSING = 2**64 - 1

@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxmha.converters import checkpoint as ck
 from jaxmha.converters.checkpoint.hdf5_checksum import lookup3
-from tests.checkpoint.hostile import case, keras
-from tests.checkpoint.hostile_composed import archive
-from tests.checkpoint.hostile_hdf5 import SECRET
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.hdf5 import SECRET
+from tests.checkpoint.hostile.keras_archives import archive
+from tests.checkpoint.hostile.keras_weights import keras
 
 # --- files of h5py, changed --------------------------------------------------------------------
 

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import (
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.keras_archives import archive
+from tests.checkpoint.hostile.torch_files import (
     FLOATS,
     PROGRAM,
     V2,
-    case,
     number,
     numbers,
     state,
@@ -19,8 +20,7 @@ from tests.checkpoint.hostile import (
     torch_members,
     zip_file,
 )
-from tests.checkpoint.hostile_composed import archive
-from tests.checkpoint.hostile_zip import Bad, Code, No, Two, raw_case
+from tests.checkpoint.hostile.zip_fields import Bad, Code, No, Two, raw_case
 
 # --- torch ---------------------------------------------------------------------------------------------
 

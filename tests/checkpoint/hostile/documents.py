@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case
-from tests.checkpoint.hostile_composed import W, orbax
-from tests.checkpoint.hostile_headers import Big, Out
-from tests.checkpoint.hostile_zarr import zarr3
-from tests.checkpoint.hostile_zip import Bad, Code, Two
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.headers import Big, Out
+from tests.checkpoint.hostile.indexes import W
+from tests.checkpoint.hostile.orbax_folders import orbax
+from tests.checkpoint.hostile.zarr import zarr3
+from tests.checkpoint.hostile.zip_fields import Bad, Code, Two
 
 # --- documents of orbax ------------------------------------------------------------------------------------
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import FLOATS, case, entry, safetensors
-from tests.checkpoint.hostile_composed import INDEX, index, shard_of
-from tests.checkpoint.hostile_zip import Bad, Two, raw_case
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.indexes import INDEX, index, shard_of
+from tests.checkpoint.hostile.safetensors_files import entry, safetensors
+from tests.checkpoint.hostile.torch_files import FLOATS
+from tests.checkpoint.hostile.zip_fields import Bad, Two, raw_case
 
 Big, Gone, Out = ck.BudgetExceeded, ck.IncompleteCheckpoint, ck.PathEscape
 

@@ -1,10 +1,10 @@
 """Hostile pickles: opcodes of a byte or two that make objects of hundreds."""
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import (
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.torch_files import (
     ORDERED,
     V2,
-    case,
     state,
     storage,
     tensor,

@@ -6,8 +6,9 @@ import struct
 from pathlib import Path
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case
-from tests.checkpoint.hostile_composed import W, crc32c, orbax
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.indexes import W
+from tests.checkpoint.hostile.orbax_folders import crc32c, orbax
 
 FILE = "d/0"
 NODE, MANIFEST = bytes.fromhex("0cdb20de"), bytes.fromhex("0cdb3a2a")

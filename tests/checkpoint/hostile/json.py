@@ -4,8 +4,9 @@ import struct
 from pathlib import Path
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case
-from tests.checkpoint.hostile_composed import INDEX, orbax
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.indexes import INDEX
+from tests.checkpoint.hostile.orbax_folders import orbax
 
 SIZE = 6_000_000
 # Texts that are repeated in a list, and the memory that each takes once it is parsed.

@@ -10,10 +10,11 @@ import h5py
 import numpy as np
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case, keras
-from tests.checkpoint.hostile_composed import archive
-from tests.checkpoint.hostile_hdf5 import SECRET, W
-from tests.checkpoint.hostile_hdf5_changed import changed, seal, seal_header
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.hdf5 import SECRET, W
+from tests.checkpoint.hostile.hdf5_changed import changed, seal, seal_header
+from tests.checkpoint.hostile.keras_archives import archive
+from tests.checkpoint.hostile.keras_weights import keras
 
 # --- storage and filters -----------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ import struct
 from pathlib import Path
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case
-from tests.checkpoint.hostile_composed import W
-from tests.checkpoint.hostile_ocdbt import (
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.indexes import W
+from tests.checkpoint.hostile.ocdbt import (
     MANIFEST,
     NEVER,
     NODE,

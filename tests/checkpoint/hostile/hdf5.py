@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 from jaxmha.converters import checkpoint as ck
-from tests.checkpoint.hostile import case
+from tests.checkpoint.hostile.cases import case
 
 NOWHERE = 2**64 - 1
 W = "layers/dense/vars/1"

@@ -1,0 +1,235 @@
+"""Hostile folders of orbax."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxmha.converters import checkpoint as ck
+from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.indexes import W
+
+
+def orbax(
+    path: Path,
+    *,
+    array: dict[str, Any] | None = None,
+    tree: dict[str, Any] | None = None,
+    key: str = "w",
+    kind: str = "np.ndarray",
+) -> None:
+    """A sound folder of plain files, its documents changed."""
+    (path / key).mkdir(parents=True)
+    document = {
+        "zarr_format": 2,
+        "shape": [2, 3],
+        "chunks": [2, 3],
+        "dtype": "<f4",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+    (path / key / ".zarray").write_text(json.dumps(document | (array or {})))
+    (path / key / "0.0").write_bytes(W.tobytes())
+    leaf = {
+        "key_metadata": [{"key": key, "key_type": 2}],
+        "value_metadata": {"value_type": kind, "skip_deserialize": False},
+    }
+    whole = {"tree_metadata": {f"('{key}',)": leaf}, "use_ocdbt": False, "use_zarr3": False}
+    (path / "_METADATA").write_text(json.dumps(whole | (tree or {})))
+
+
+@case(".orbax")
+def sound_orbax(path: Path) -> None:
+    ck.write(path, {"w": W}, digest="sha256")
+
+
+@case(".orbax")
+def sound_orbax_of_files(path: Path) -> None:
+    orbax(path)
+
+
+def _orbax_case(name: str, error: type[ck.CheckpointError], **changes: Any) -> None:
+    def build(path: Path) -> None:
+        orbax(path, **changes)
+
+    build.__name__ = f"orbax_{name}"
+    case(".orbax", error)(build)
+
+
+_orbax_case("shape_bomb", ck.BudgetExceeded, array={"shape": [2**40, 2**20], "chunks": [2, 3]})
+_orbax_case("chunk_bomb", ck.BudgetExceeded, array={"chunks": [2**40, 3]})
+_orbax_case("many_chunks", ck.IncompleteCheckpoint, array={"shape": [2000, 3], "chunks": [1, 1]})
+_orbax_case("negative_shape", ck.MalformedFile, array={"shape": [-2, 3]})
+_orbax_case("shape_of_floats", ck.MalformedFile, array={"shape": [2.0, 3.0]})
+_orbax_case("shape_of_truth", ck.MalformedFile, array={"shape": [True, 3]})
+_orbax_case("chunk_of_zero", ck.MalformedFile, array={"chunks": [0, 3]})
+_orbax_case("ranks_differ", ck.MalformedFile, array={"chunks": [6]})
+_orbax_case("other_shape", ck.MalformedFile, array={"shape": [3, 3], "chunks": [3, 3]})
+_orbax_case("objects", ck.UnsupportedDtype, array={"dtype": "|O"})
+_orbax_case("records", ck.UnsupportedDtype, array={"dtype": [["a", "<f4"]]})
+_orbax_case("text_dtype", ck.UnsupportedDtype, array={"dtype": "<U4"})
+_orbax_case("filter", ck.ForbiddenContent, array={"filters": [{"id": "pickle"}]})
+_orbax_case("codec", ck.ForbiddenContent, array={"compressor": {"id": "pickle"}})
+_orbax_case("text_leaf", ck.UnsupportedFormat, kind="string")
+_orbax_case(
+    "name_is_a_path",
+    ck.PathEscape,
+    tree={
+        "tree_metadata": {
+            "w": {
+                "key_metadata": [{"key": "..", "key_type": 2}, {"key": "w", "key_type": 2}],
+                "value_metadata": {"value_type": "np.ndarray"},
+            }
+        }
+    },
+)
+_orbax_case("tree_is_a_list", ck.MalformedFile, tree={"tree_metadata": []})
+_orbax_case("tree_of_text", ck.MalformedFile, tree={"tree_metadata": {"w": "w"}})
+_orbax_case("tree_without_array", ck.IncompleteCheckpoint, tree={"tree_metadata": {}})
+_orbax_case("other_zarr", ck.IncompleteCheckpoint, tree={"use_zarr3": True})
+
+
+@case(".orbax", ck.MalformedFile)
+def orbax_empty_tree(path: Path) -> None:
+    path.mkdir()
+    (path / "_METADATA").touch()
+
+
+@case(".orbax", ck.AmbiguousFile)
+def orbax_tree_key_twice(path: Path) -> None:
+    orbax(path)
+    text = (path / "_METADATA").read_text()
+    (path / "_METADATA").write_text('{"use_zarr3": true, ' + text[1:])
+
+
+@case(".orbax", ck.IncompleteCheckpoint)
+def orbax_without_tree(path: Path) -> None:
+    sound_orbax(path)
+    (path / "_METADATA").unlink()
+
+
+@case(".orbax", ck.IncompleteCheckpoint)
+def orbax_without_a_chunk(path: Path) -> None:
+    orbax(path)
+    (path / "w" / "0.0").unlink()
+
+
+@case(".orbax", ck.MalformedFile)
+def orbax_chunk_is_cut_short(path: Path) -> None:
+    orbax(path)
+    (path / "w" / "0.0").write_bytes(W.tobytes()[:-1])
+
+
+@case(".orbax", ck.IncompleteCheckpoint)
+def orbax_array_not_in_the_tree(path: Path) -> None:
+    orbax(path)
+    shutil.copytree(path / "w", path / "v")
+
+
+@case(".orbax", ck.ForbiddenContent)
+def orbax_chunk_is_a_link(path: Path) -> None:
+    orbax(path)
+    (path / "w" / "0.0").unlink()
+    (path / "w" / "0.0").symlink_to("/etc/passwd")
+
+
+@case(".orbax", ck.ForbiddenContent)
+def orbax_folder_is_a_link(path: Path) -> None:
+    orbax(path)
+    os.replace(path / "w", path / "v")
+    (path / "w").symlink_to(path / "v")
+
+
+@case(".orbax", ck.ForbiddenContent)
+def orbax_with_a_fifo(path: Path) -> None:
+    orbax(path)
+    os.mkfifo(path / "w" / "0.1")
+
+
+@case(".orbax", ck.BudgetExceeded)
+def orbax_deep_folders(path: Path) -> None:
+    orbax(path)
+    (path / "/".join("abcdefgh")).mkdir(parents=True)
+
+
+@case(".orbax-checkpoint-tmp-1", ck.IncompleteCheckpoint)
+def orbax_unfinished(path: Path) -> None:
+    orbax(path)
+
+
+@case("", ck.UnsupportedFormat)
+def orbax_of_several_items(path: Path) -> None:
+    orbax(path / "default")
+    (path / "_CHECKPOINT_METADATA").write_text("{}")
+
+
+@case(".orbax", ck.MalformedFile)
+def orbax_manifest_is_damaged(path: Path) -> None:
+    sound_orbax(path)
+    raw = bytearray((path / "manifest.ocdbt").read_bytes())
+    raw[20] ^= 1
+    (path / "manifest.ocdbt").write_bytes(raw)
+
+
+@case(".orbax", ck.MalformedFile)
+def orbax_manifest_leads_outside(path: Path) -> None:
+    """A data file of another folder, as a manifest may name it; its checksum is right."""
+    ocdbt_redirected(path, b"../")
+
+
+@case(".orbax", ck.MalformedFile)
+def orbax_manifest_goes_round(path: Path) -> None:
+    ocdbt_redirected(path, b"d/../")
+
+
+@case(".orbax", ck.IntegrityError)
+def orbax_digest(path: Path) -> None:
+    sound_orbax(path)
+    file = path / "jaxmha.digests.json"
+    kept = json.loads(file.read_text())
+    kept["tensors"]["w"] = kept["tensors"]["w"][:-1] + (
+        "0" if kept["tensors"]["w"][-1] != "0" else "1"
+    )
+    file.write_text(json.dumps(kept))
+
+
+def ocdbt_redirected(path: Path, prefix: bytes) -> None:
+    """Changes the path of a data file in the manifest of a database, and moves the file there."""
+    import tensorstore
+
+    orbax(path)
+    base = {"driver": "file", "path": f"{path}/"}
+    spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
+    store = tensorstore.KvStore.open(spec).result()
+    with tensorstore.Transaction() as together:  # one data file
+        for file in ("w/.zarray", "w/0.0"):
+            store.with_transaction(together).write(file, (path / file).read_bytes()).result()
+    with ck.open(path) as sound:
+        assert sound["w"].tolist() == W.tolist()
+    raw = (path / "manifest.ocdbt").read_bytes()
+    name = raw[raw.index(b"d/") :][:34]
+    new = prefix + name[len(prefix) :]
+    shutil.copy(path / os.fsdecode(name), os.path.join(path, os.fsdecode(new)))
+    framed = raw[:-4].replace(name, new)
+    (path / "manifest.ocdbt").write_bytes(framed + crc32c(framed).to_bytes(4, "little"))
+
+
+def _crc32c_of(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRC32C = [_crc32c_of(byte) for byte in range(256)]
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of OCDBT."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
