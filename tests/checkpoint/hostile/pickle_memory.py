@@ -16,7 +16,7 @@ OPCODES = 400_000
 # One object per repetition; all are kept in one list or tuple.
 SHAPES: dict[str, tuple[bytes, int, bytes, bytes]] = {
     "empty_tuples": (b")", 1, b"(", b"t"),
-    "tuples_of_one": (b"N\x85", 2, b"(", b"t"),
+    "tuples_of_one": (b"N\x85\x85", 3, b"(", b"t"),
     "empty_dicts": (b"}", 1, b"](", b"e"),
     "empty_lists": (b"]", 1, b"](", b"e"),
     "ordered_dicts": (ORDERED, 3, b"](", b"e"),
