@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def texts(self) -> list[tuple[str, str]]:
-        """What is kept beside the tensors."""
+        """The texts kept with the tensors."""
         return [*self.metadata.items(), *self.names.items()]
 
     def casts(self, name: str) -> bool:

@@ -16,6 +16,7 @@ from jaxmha.converters.checkpoint.hdf5_file import File
 _GZIP, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000
 _COMPRESSORS = frozenset({_GZIP, _LZF})
 _KNOWN = _COMPRESSORS | {_SHUFFLE, _FLETCHER32}
+_NAMES = {4: " (szip)", 5: " (nbit)", 6: " (scale-offset)"}
 _CHECKSUM = 4
 _MOST_DEFLATED = 1032  # deflate cannot expand further
 
@@ -46,7 +47,7 @@ def pipeline(file: File, body: bytes) -> tuple[Filter, ...]:
         _, values = struct.unpack_from("<HH", body, at)
         at += 4 + (-(-length // 8) * 8 if version == 1 else length)
         if id not in _KNOWN:
-            file.forbid(f"the filter {id}, which is not read here")
+            file.forbid(f"the filter {id}{_NAMES.get(id, '')}, which is not read here")
         if any(one.id == id for one in found):
             file.forbid(f"the filter {id} twice")
         found.append(Filter(id, struct.unpack_from("<L", body, at)[0] if values else 0))

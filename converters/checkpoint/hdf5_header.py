@@ -47,7 +47,12 @@ def read_header(file: File, address: int) -> Header:
         if kind not in _KNOWN:
             file.forbid(f"a header message of the unknown kind {kind:#x}")
         if flags & SHARED:
-            file.forbid(f"its header message {kind:#x} is stored elsewhere")
+            what = (
+                "its type, a committed one,"
+                if kind == DATATYPE
+                else f"its header message {kind:#x}"
+            )
+            file.forbid(f"{what} is stored elsewhere")
         if kind in _REPEATED:
             (header.links if kind == LINK else header.attributes).append(body)
         elif kind in header.one:

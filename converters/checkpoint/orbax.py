@@ -255,7 +255,7 @@ def write(path: Path, plan: Plan) -> None:
 
 
 def _chunk(info: TensorInfo) -> list[int]:
-    """Of a large tensor an eighth of the first two axes, so that devices read their own parts."""
+    """The chunk: an eighth of the first two axes of a large tensor, so that devices read their parts."""
     shape, row = info.shape, max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
     first = [-(-n // _PARTS) for n in shape[:2]] if info.nbytes >= _LARGE else list(shape[:2])
     chunk = [max(1, n) for n in (*first, *shape[2:])]

@@ -111,7 +111,7 @@ def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFaile
 
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
-    """A locked file beside the target. It is gone afterwards unless it was committed."""
+    """A locked file next to the target. It is gone afterwards unless it was committed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
     def create(path: Path) -> int:

@@ -183,7 +183,7 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
     )
     if bad:
         raise PathEscape(
-            path, "a shard name is not the name of a file beside the index", _AGAIN, file
+            path, "a shard name is not the name of a file next to the index", _AGAIN, file
         )
 
 

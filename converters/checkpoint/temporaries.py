@@ -175,7 +175,7 @@ def is_of_user(status: os.stat_result) -> bool:
 
 
 def identities(paths: Iterable[Path]) -> frozenset[Identity]:
-    """Of files and of the folders that hold them, links resolved."""
+    """The paths of files and of the folders that hold them, links resolved."""
     found = set()
     for path in paths:
         real = Path(os.path.realpath(path))

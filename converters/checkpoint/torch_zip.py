@@ -30,7 +30,7 @@ from jaxmha.converters.checkpoint.source import Source
 from jaxmha.converters.checkpoint.tensor import TensorInfo, from_bytes, over
 
 PROGRAM = "data.pkl"
-# What torch writes beside the program and the storages.
+# More members that torch writes than the program and the storages.
 _SMALL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 _MOST_SMALL = 64
 _BLOCK = 1 << 20

@@ -84,7 +84,7 @@ def write(
 
     Args:
         path: the target; its folder must exist. `NAME.safetensors.index.json` writes shards
-            beside the index, `NAME.orbax` a folder.
+            next to the index, `NAME.orbax` a folder.
         tensors: arrays by name; or an open Checkpoint, or a Lazy, which are asked for one tensor
             after the other. Transposed or otherwise strided views are written without a copy.
         metadata: strings to keep with the tensors; .safetensors only.
