@@ -65,7 +65,8 @@ def _without_strings(raw: bytes) -> Iterator[bytes]:
     """The text with empty strings, in parts: what replaces within the whole lists all strings."""
     at, most = 0, _PART
     while at < len(raw):
-        end = _WHOLE.match(raw, at, at + most).end()  # type: ignore[union-attr] (it always matches)
+        found = _WHOLE.match(raw, at, at + most)
+        end = found.end() if found else at
         if end == at and at + most < len(raw):  # within a longer string
             most *= 2
             continue

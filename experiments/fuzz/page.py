@@ -26,8 +26,9 @@ def text(found: dict[str, Any]) -> str:
     ]
     return f"""Each reader is given damaged files by a fuzzer that looks for new ways through its
 code. A finding is an error without a type of its own, or an input that takes more than a second.
-Of `config.json` and `plan.toml` that file is damaged. Of `commands` every file of a folder is in turn:
-the command line inspects, plans, converts and verifies it, and each must end in at most one message.
+Inputs of `config.json` and `plan.toml` are that file. Inputs of `commands` are one file of a folder:
+one command of `inspect`, `plan`, `convert`, `verify`, `diff` and `describe` then reads the folder,
+and must end in at most one message, within 10 seconds.
 
 {table(["reader", "inputs", "branches reached", "findings"], rows)}
 """
