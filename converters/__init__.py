@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxmha import MHAParams, Semantics
-    from jaxmha.converters.attribution import Attribution
-    from jaxmha.converters.dataflow import DataFlow
-    from jaxmha.converters.layout import Layout
-    from jaxmha.converters.masks.suspicions import Finding
+    from jaxmha.converters.layout.base import Layout
+    from jaxmha.converters.masks.lint_rules import Finding
+    from jaxmha.converters.verify.attribution import Attribution
+    from jaxmha.introspect.graph import DataFlow
 
 
 def layouts() -> "dict[str, Layout]":
@@ -23,13 +23,13 @@ def layouts() -> "dict[str, Layout]":
     >>> layouts()["torch"].entries[0].axes
     '(qkv N H) Dq'
     """
-    from jaxmha.converters.blocks import LAYOUTS
+    from jaxmha.converters.layout.registry import LAYOUTS
 
     return {layout.name: layout for layout in LAYOUTS}
 
 
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":
-    """What two attention layers' difference comes from: `jaxmha.converters.attribution.attribute`.
+    """What two attention layers' difference comes from: `jaxmha.converters.verify.attribution.attribute`.
 
     `inputs`: query `B T Dq`, key `B S Dk`, value `B S Dv` in this order, a mapping of these names
     (key defaults to query, value to key), or one array for all three; None: drawn.
@@ -39,7 +39,7 @@ def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attributio
     >>> print(attribute(params, (params, jaxmha.Semantics(logits_soft_cap=0.1))).parts[0])
     soft cap: the logits are capped not in a, at 0.1 in b; 100 % of the difference
     """
-    from jaxmha.converters.attribution import attribute
+    from jaxmha.converters.verify.attribution import attribute
 
     return attribute(a, b, inputs, **options)
 
@@ -60,13 +60,13 @@ def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
 def describe(
     params: "MHAParams | None" = None, semantics: "Semantics | None" = None, **sizes: Any
 ) -> "DataFlow":
-    """What attention computes, node by node: `jaxmha.converters.dataflow_nodes.describe`.
+    """What attention computes, node by node: `jaxmha.introspect.graph_nodes.describe`.
 
     >>> describe(num_heads=8, features=512, query_len=10)["weights"].shape
     (1, 8, 10, 10)
     """
     from jaxmha import Semantics
-    from jaxmha.converters.dataflow_nodes import describe
+    from jaxmha.introspect.graph_nodes import describe
 
     return describe(params, Semantics() if semantics is None else semantics, **sizes)
 
@@ -74,13 +74,13 @@ def describe(
 def plot_attention(
     weights: Any, tokens: Any = None, key_tokens: Any = None, **how: Any
 ) -> "Figure":
-    """Every head as a heat map: `jaxmha.converters.plots.plot_attention`.
+    """Every head as a heat map: `jaxmha.introspect.heatmaps.plot_attention`.
 
     >>> import numpy as np
     >>> figure = plot_attention(np.full((4, 3, 3), 1 / 3), ["a", "b", "c"])
     >>> len(figure.axes)  # four heads, and the scale of the colours
     5
     """
-    from jaxmha.converters.plots import plot_attention
+    from jaxmha.introspect.heatmaps import plot_attention
 
     return plot_attention(weights, tokens, key_tokens, **how)

@@ -1,37 +1,6 @@
-"""Entry of the command line; says what to install where its libraries are missing."""
+"""`python -m jaxmha.converters`: the command line."""
 
-import os
-import signal
-import sys
-import traceback
-from typing import Any, NoReturn
-
-
-def _terminated(*_: Any) -> NoReturn:
-    """SIGTERM ends the process as an exception does, so that no temporary file stays."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not end the cleaning up
-    sys.exit(128 + signal.SIGTERM)
-
-
-def main() -> None:
-    """Runs `jaxmha`."""
-    signal.signal(signal.SIGTERM, _terminated)
-    # A closed pipe ends the process quietly, as it does other Unix tools.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        from jaxmha.converters.cli import app
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:  # noqa: BLE001 (no traceback for users)
-        if os.environ.get("JAXMHA_DEBUG"):
-            traceback.print_exc()
-        text = f"error: the command line does not start: {type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name in ("typer", "rich"):
-            text = f"the command line needs {error.name}: pip install 'jaxmha[cli]'"
-        print(" ".join(text.split()), file=sys.stderr)
-        sys.exit(2)
-    app()
-
+from jaxmha.cli.__main__ import main
 
 if __name__ == "__main__":
     main()

@@ -10,43 +10,30 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import live
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.extras import needed
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
+from jaxmha.converters.layout.validation import leaf_shapes, refuse_sizes
 from jaxmha.converters.masks import flax as _masks
-from jaxmha.converters.refusals import leaf_shapes, refuse_sizes
-from jaxmha.converters.verbs import verbs
+from jaxmha.extras import needed
 from jaxmha.params import check
 
-_LINEN = (
-    Entry("query/kernel", "Dq N H", ("query.kernel",)),
-    Entry("query/bias", "N H", ("query.bias",), "bias"),
-    Entry("key/kernel", "Dk K H", ("key.kernel",)),
-    Entry("key/bias", "K H", ("key.bias",), "bias"),
-    Entry("value/kernel", "Dv K H", ("value.kernel",)),
-    Entry("value/bias", "K H", ("value.bias",), "bias"),
-    Entry("out/kernel", "N H Do", ("out.kernel",)),
-    Entry("out/bias", "Do", ("out.bias",), "bias"),
-    Entry("query_ln/scale", "H", ("query_norm",), "norm"),
-    Entry("key_ln/scale", "H", ("key_norm",), "norm"),
-)
-LINEN = Layout(
-    "flax",
-    _LINEN,
-    ties={"h": ("H", "flax attention has value heads as wide as query heads")},
-    separator="/",
-    semantics=Semantics(qk_norm="layer"),
-    holds=frozenset({"dropout_rate", "dropout_broadcast"}),
-    about="flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention",
-)
-LAYOUTS = (LINEN,)
+__all__ = [
+    "LAYOUTS",
+    "LINEN",
+    "LINEN_TIES",
+    "NNX_TIES",
+    "attention_layers",
+    "export_masks",
+    "export_params",
+    "forward",
+    "from_module",
+    "import_masks",
+    "import_params",
+    "to_module",
+]
 
-# What only one of the two classes cannot hold; their trees have one layout.
-LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx has fewer)")}
-NNX_TIES = {
-    "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")
-}
 import_params, export_params = verbs(LAYOUTS)
 import_masks, export_masks = _masks.import_masks, _masks.export_masks
 
@@ -78,8 +65,8 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
         instead = ""
         if isinstance(module, nnx.Module) or variables is not None:
             given = "module" if variables is None else "module, variables"
-            shown = f"jaxmha.converters.live.flax({given}).state"
-            instead = live.by_hand(module, "flax", shown, variables)
+            shown = f"jaxmha.converters.discovery.live_model.flax({given}).state"
+            instead = live_model.by_hand(module, "flax", shown, variables)
         raise TypeError(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
             f"{type(module).__name__}{f': {instead}' * bool(instead)}"

@@ -3,124 +3,20 @@
 The head count is in the checkpoint's config.json (`num_attention_heads`, `n_head`, `num_heads`).
 """
 
-from jaxmha import Semantics
-from jaxmha.converters.by_hand import TIES
-from jaxmha.converters.layout import Entry, Layout
-from jaxmha.converters.verbs import verbs
+from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.huggingface import BERT, GPT2, LAYOUTS, NEOX, T5, TIMM, VIT, WHISPER
 
-_RESIDUAL = {"Do": ("Dq", "the block adds its output to its input")}
-_PACKED = {
-    "K": ("N", "query, key and value are packed with one head count"),
-    "h": ("H", "query, key and value are packed with one head width"),
-    "Dk": ("Dq", "one input is projected to query, key and value"),
-    "Dv": ("Dq", "one input is projected to query, key and value"),
-}
-_QKV_KERNEL = ("query.kernel", "key.kernel", "value.kernel")
-_QKV_BIAS = ("query.bias", "key.bias", "value.bias")
-_DROPOUT = frozenset({"dropout_rate"})
+__all__ = [
+    "BERT",
+    "GPT2",
+    "LAYOUTS",
+    "NEOX",
+    "T5",
+    "TIMM",
+    "VIT",
+    "WHISPER",
+    "export_params",
+    "import_params",
+]
 
-_BERT = (
-    Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
-    Entry("self.query.bias", "(N H)", ("query.bias",)),
-    Entry("self.key.weight", "(N H) Dk", ("key.kernel",)),
-    Entry("self.key.bias", "(N H)", ("key.bias",)),
-    Entry("self.value.weight", "(N h) Dv", ("value.kernel",)),
-    Entry("self.value.bias", "(N h)", ("value.bias",)),
-    Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
-    Entry("output.dense.bias", "Do", ("out.bias",)),
-)
-BERT = Layout(
-    "bert",
-    _BERT,
-    ties={**TIES, **_RESIDUAL},
-    holds=_DROPOUT,
-    beside=("output.LayerNorm.weight", "output.LayerNorm.bias"),
-    about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
-)
-_VIT = (
-    Entry("attention.query.weight", "(N H) Dq", ("query.kernel",)),
-    Entry("attention.query.bias", "(N H)", ("query.bias",), "qkv bias"),
-    Entry("attention.key.weight", "(N H) Dk", ("key.kernel",)),
-    Entry("attention.key.bias", "(N H)", ("key.bias",), "qkv bias"),
-    Entry("attention.value.weight", "(N h) Dv", ("value.kernel",)),
-    Entry("attention.value.bias", "(N h)", ("value.bias",), "qkv bias"),
-    Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
-    Entry("output.dense.bias", "Do", ("out.bias",)),
-)
-VIT = Layout(
-    "vit",
-    _VIT,
-    ties={**TIES, **_RESIDUAL},
-    holds=_DROPOUT,
-    about="ViT, DeiT: keys under `encoder.layer.0.attention`",
-)
-TIMM = Layout(
-    "timm",
-    (
-        Entry("qkv.weight", "(qkv N H) Dq", _QKV_KERNEL),
-        Entry("qkv.bias", "(qkv N H)", _QKV_BIAS, "qkv bias"),
-        Entry("proj.weight", "Do (N h)", ("out.kernel",)),
-        Entry("proj.bias", "Do", ("out.bias",), "out bias"),
-    ),
-    ties=_PACKED,
-    holds=_DROPOUT,
-    about="timm vision transformers: keys under `blocks.0.attn`",
-)
-GPT2 = Layout(
-    "gpt2",
-    (
-        Entry("c_attn.weight", "Dq (qkv N H)", _QKV_KERNEL),
-        Entry("c_attn.bias", "(qkv N H)", _QKV_BIAS),
-        Entry("c_proj.weight", "(N h) Do", ("out.kernel",)),
-        Entry("c_proj.bias", "Do", ("out.bias",)),
-    ),
-    ties={**_PACKED, **_RESIDUAL},
-    holds=_DROPOUT,
-    beside=("bias", "masked_bias"),
-    about="GPT-2 (Conv1D, so kernels are not transposed): keys under `h.0.attn`",
-)
-NEOX = Layout(
-    "gpt-neox",
-    (
-        Entry("query_key_value.weight", "(N qkv H) Dq", _QKV_KERNEL),
-        Entry("query_key_value.bias", "(N qkv H)", _QKV_BIAS, "bias"),
-        Entry("dense.weight", "Do (N h)", ("out.kernel",)),
-        Entry("dense.bias", "Do", ("out.bias",), "bias"),
-    ),
-    ties={**_PACKED, **_RESIDUAL},
-    holds=_DROPOUT,
-    beside=("bias", "masked_bias", "rotary_emb.inv_freq"),
-    about="GPT-NeoX, Pythia, packed head by head (rotary embedding apart)",
-)
-T5 = Layout(
-    "t5",
-    (
-        Entry("q.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("k.weight", "(N H) Dk", ("key.kernel",)),
-        Entry("v.weight", "(N h) Dv", ("value.kernel",)),
-        Entry("o.weight", "Do (N h)", ("out.kernel",)),
-    ),
-    ties={**TIES, **_RESIDUAL},
-    semantics=Semantics(scale=1.0),
-    holds=_DROPOUT,
-    beside=("relative_attention_bias.weight",),
-    about="T5 without biases and scale: keys under `SelfAttention`, `EncDecAttention` (the relative "
-    "bias goes to the call, or beside it in a file; other layouts take --fold-scale)",
-)
-WHISPER = Layout(
-    "whisper",
-    (
-        Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("q_proj.bias", "(N H)", ("query.bias",)),
-        Entry("k_proj.weight", "(N H) Dk", ("key.kernel",)),
-        Entry("v_proj.weight", "(N h) Dv", ("value.kernel",)),
-        Entry("v_proj.bias", "(N h)", ("value.bias",)),
-        Entry("out_proj.weight", "Do (N h)", ("out.kernel",)),
-        Entry("out_proj.bias", "Do", ("out.bias",)),
-    ),
-    ties={**TIES, **_RESIDUAL},
-    holds=_DROPOUT,
-    about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
-)
-LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5, WHISPER)
 import_params, export_params = verbs(LAYOUTS)

@@ -4,90 +4,47 @@ In its masks True means attend. Weights are known by their variable path (`query
 their place in a `.weights.h5` file (`query_dense/vars/0`).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import live
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.extras import needed
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.keras import (
+    GROUPED,
+    GROUPED_FILE,
+    IN_FILE,
+    LAYOUTS,
+    VARIABLES,
+    WEIGHTS_FILE,
+)
+from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import keras as _masks
-from jaxmha.converters.refusals import one_dtype
-from jaxmha.converters.verbs import verbs
+from jaxmha.converters.masks.keras import attention_classes, attention_layers
+from jaxmha.extras import needed
 from jaxmha.params import check
 
-_TIES = {"K": ("N", "keras MultiHeadAttention has as many key/value heads as query heads")}
-_HOLDS = frozenset({"dropout_rate"})
+__all__ = [
+    "GROUPED",
+    "GROUPED_FILE",
+    "IN_FILE",
+    "LAYOUTS",
+    "VARIABLES",
+    "WEIGHTS_FILE",
+    "attention_layers",
+    "export_masks",
+    "export_params",
+    "forward",
+    "from_module",
+    "implicit_masks",
+    "import_masks",
+    "import_params",
+    "to_module",
+]
 
-_VARIABLES = (
-    Entry("query/kernel", "Dq N H", ("query.kernel",)),
-    Entry("query/bias", "N H", ("query.bias",), "bias"),
-    Entry("key/kernel", "Dk N H", ("key.kernel",)),
-    Entry("key/bias", "N H", ("key.bias",), "bias"),
-    Entry("value/kernel", "Dv N h", ("value.kernel",)),
-    Entry("value/bias", "N h", ("value.bias",), "bias"),
-    Entry("attention_output/kernel", "N h Do", ("out.kernel",)),
-    Entry("attention_output/bias", "Do", ("out.bias",), "bias"),
-)
-VARIABLES = Layout(
-    "keras",
-    _VARIABLES,
-    ties=_TIES,
-    separator="/",
-    holds=_HOLDS,
-    about="keras.layers.MultiHeadAttention, keys are variable paths",
-)
-_FILE_GROUPS = {
-    "query": "query_dense",
-    "key": "key_dense",
-    "value": "value_dense",
-    "attention_output": "output_dense",
-}
-WEIGHTS_FILE = replace(
-    VARIABLES,
-    name="keras-file",
-    entries=tuple(
-        entry._replace(key=f"{_FILE_GROUPS[layer]}/vars/{int(leaf == 'bias')}")
-        for entry in VARIABLES.entries
-        for layer, leaf in [entry.key.split("/")]
-    ),
-    about="keras.layers.MultiHeadAttention, keys as in a .weights.h5 file",
-)
-# The same variables with fewer key/value heads, as keras.layers.GroupQueryAttention has them.
-GROUPED = replace(
-    VARIABLES,
-    name="keras-gqa",
-    entries=tuple(
-        entry._replace(axes=entry.axes.replace("N", "K"))
-        if entry.key.startswith(("key/", "value/"))
-        else entry
-        for entry in VARIABLES.entries
-    ),
-    ties={
-        "h": ("H", "keras GroupQueryAttention has value heads as wide as query heads"),
-        "Do": ("Dq", "keras GroupQueryAttention has an output as wide as its query input"),
-    },
-    about="keras.layers.GroupQueryAttention, keys are variable paths",
-)
-GROUPED_FILE = replace(
-    GROUPED,
-    name="keras-gqa-file",
-    entries=tuple(
-        file_entry._replace(key=f"_{file_entry.key}", axes=entry.axes)
-        for file_entry, entry in zip(WEIGHTS_FILE.entries, GROUPED.entries, strict=True)
-    ),
-    about="keras.layers.GroupQueryAttention, keys as in a .weights.h5 file",
-)
-LAYOUTS = (VARIABLES, GROUPED, WEIGHTS_FILE, GROUPED_FILE)
-# In a .weights.h5 file: the layout of either, and the group that Keras names after the class.
-IN_FILE = {
-    VARIABLES.name: (WEIGHTS_FILE, "multi_head_attention"),
-    GROUPED.name: (GROUPED_FILE, "grouped_query_attention"),
-}
 import_params, export_params = verbs(LAYOUTS)
 import_masks, export_masks = _masks.import_masks, _masks.export_masks
 implicit_masks = _masks.implicit_masks
@@ -104,8 +61,10 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
 
     An `output_shape` of several axes is one axis here, their product: reshape the output to it.
     """
-    if not isinstance(layer, _classes()):
-        by_hand = live.by_hand(layer, "keras", "jaxmha.converters.live.keras(layer).state")
+    if not isinstance(layer, attention_classes()):
+        by_hand = live_model.by_hand(
+            layer, "keras", "jaxmha.converters.discovery.live_model.keras(layer).state"
+        )
         raise TypeError(
             "expected a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
             f"{type(layer).__name__}: "
@@ -130,13 +89,6 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
     grouped = "num_key_value_heads" in config
     params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
     return params, replace(semantics, dropout_rate=float(config["dropout"]))
-
-
-def _classes() -> tuple[Any, ...]:
-    with needed("keras"):
-        import keras
-
-    return keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
 
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
@@ -231,7 +183,7 @@ _SAID = frozenset(
 
 def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
     """The settings that `to_module` keeps of another layer."""
-    if not isinstance(like, _classes()):
+    if not isinstance(like, attention_classes()):
         raise TypeError(
             "like must be a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
             f"{type(like).__name__}"
@@ -244,18 +196,6 @@ def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
     config.pop("build_config", None)
     config["dtype"] = like.dtype_policy
     return {k: v for k, v in config.items() if k in built or k == "dtype"}
-
-
-def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every attention layer in a model by its name; "" for the model itself."""
-    if isinstance(model, _classes()):
-        yield "", model
-        return
-    seen: set[int] = set()
-    for layer in model._flatten_layers(include_self=False, recursive=True):
-        if isinstance(layer, _classes()) and id(layer) not in seen:
-            seen.add(id(layer))
-            yield layer.name, layer
 
 
 def forward(

@@ -1,87 +1,17 @@
 """Attention written with plain linear layers: torch Linear, Keras Dense, or bare matrices."""
 
-from jaxmha.converters.by_hand import BY_HAND, DENSE_FILE, TIES
-from jaxmha.converters.layout import Entry, Layout
-from jaxmha.converters.verbs import verbs
+from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.linear import ANNOTATED, DENSE, LAYOUTS, LINEAR, LLAMA, MATRICES
 
-LINEAR = Layout(
-    "linear",
-    (
-        Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("k_proj.weight", "(N H) Dk", ("key.kernel",)),
-        Entry("v_proj.weight", "(N h) Dv", ("value.kernel",)),
-        Entry("out_proj.weight", "Do (N h)", ("out.kernel",)),
-        Entry("q_proj.bias", "(N H)", ("query.bias",), "bias"),
-        Entry("k_proj.bias", "(N H)", ("key.bias",), "bias"),
-        Entry("v_proj.bias", "(N h)", ("value.bias",), "bias"),
-        Entry("out_proj.bias", "Do", ("out.bias",), "bias"),
-    ),
-    ties=TIES,
-    about="four torch.nn.Linear q_proj, k_proj, v_proj, out_proj (also CLIP, BART, OPT)",
-)
-_LLAMA = (
-    Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
-    Entry("k_proj.weight", "(K H) Dk", ("key.kernel",)),
-    Entry("v_proj.weight", "(K h) Dv", ("value.kernel",)),
-    Entry("o_proj.weight", "Do (N h)", ("out.kernel",)),
-    Entry("q_proj.bias", "(N H)", ("query.bias",), "qkv bias"),
-    Entry("k_proj.bias", "(K H)", ("key.bias",), "qkv bias"),
-    Entry("v_proj.bias", "(K h)", ("value.bias",), "qkv bias"),
-    Entry("o_proj.bias", "Do", ("out.bias",), "out bias"),
-)
-LLAMA = Layout(
-    "llama",
-    _LLAMA,
-    ties={
-        "h": ("H", "Llama attention has value heads as wide as query heads"),
-        "Dk": ("Dq", "Llama attention projects one input to query, key and value"),
-        "Dv": ("Dq", "Llama attention projects one input to query, key and value"),
-    },
-    beside=("rotary_emb.inv_freq",),
-    about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
-)
-_DENSE = (
-    Entry("q_proj/kernel", "Dq (N H)", ("query.kernel",)),
-    Entry("k_proj/kernel", "Dk (N H)", ("key.kernel",)),
-    Entry("v_proj/kernel", "Dv (N h)", ("value.kernel",)),
-    Entry("out_proj/kernel", "(N h) Do", ("out.kernel",)),
-    Entry("q_proj/bias", "(N H)", ("query.bias",), "bias"),
-    Entry("k_proj/bias", "(N H)", ("key.bias",), "bias"),
-    Entry("v_proj/bias", "(N h)", ("value.bias",), "bias"),
-    Entry("out_proj/bias", "Do", ("out.bias",), "bias"),
-)
-DENSE = Layout(
-    "dense",
-    _DENSE,
-    ties=TIES,
-    separator="/",
-    about="four Keras or Flax Dense q_proj, k_proj, v_proj, out_proj",
-)
-ANNOTATED = Layout(
-    "annotated",
-    (
-        Entry("linears.0.weight", "(N H) Dq", ("query.kernel",)),
-        Entry("linears.1.weight", "(N H) Dk", ("key.kernel",)),
-        Entry("linears.2.weight", "(N h) Dv", ("value.kernel",)),
-        Entry("linears.3.weight", "Do (N h)", ("out.kernel",)),
-        Entry("linears.0.bias", "(N H)", ("query.bias",), "bias"),
-        Entry("linears.1.bias", "(N H)", ("key.bias",), "bias"),
-        Entry("linears.2.bias", "(N h)", ("value.bias",), "bias"),
-        Entry("linears.3.bias", "Do", ("out.bias",), "bias"),
-    ),
-    ties=TIES,
-    about="MultiHeadedAttention of the Annotated Transformer: linears.0 to 3",
-)
-MATRICES = Layout(
-    "matrices",
-    (
-        Entry("linears.0", "Dq (N H)", ("query.kernel",)),
-        Entry("linears.1", "Dk (N H)", ("key.kernel",)),
-        Entry("linears.2", "Dv (N h)", ("value.kernel",)),
-    ),
-    ties=TIES,
-    about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
-    "target that has one, an identity computes the same)",
-)
-LAYOUTS = (LINEAR, LLAMA, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
+__all__ = [
+    "ANNOTATED",
+    "DENSE",
+    "LAYOUTS",
+    "LINEAR",
+    "LLAMA",
+    "MATRICES",
+    "export_params",
+    "import_params",
+]
+
 import_params, export_params = verbs(LAYOUTS)

@@ -12,58 +12,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import live
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.extras import needed
-from jaxmha.converters.layout import Entry, Layout
+from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
+from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import torch as _masks
-from jaxmha.converters.refusals import one_dtype
-from jaxmha.converters.verbs import verbs
+from jaxmha.extras import needed
 from jaxmha.params import check
 
-_TIES = {
-    "K": ("N", "nn.MultiheadAttention has as many key/value heads as query heads"),
-    "h": ("H", "nn.MultiheadAttention has value heads as wide as query heads"),
-    "Dq": ("N H", "nn.MultiheadAttention has heads of width embed_dim / num_heads"),
-    "Do": ("Dq", "out_proj of nn.MultiheadAttention is square"),
-}
-_SHARED = (
-    Entry("in_proj_bias", "(qkv N H)", ("query.bias", "key.bias", "value.bias"), "bias"),
-    Entry("out_proj.weight", "Do (N h)", ("out.kernel",)),
-    Entry("out_proj.bias", "Do", ("out.bias",), "bias"),
-    Entry("bias_k", "1 1 (N H)", ("bias_k",), "bias_kv"),
-    Entry("bias_v", "1 1 (N H)", ("bias_v",), "bias_kv"),
-)
-_HOLDS = frozenset({"add_zero_attn", "dropout_rate"})
+__all__ = [
+    "LAYOUTS",
+    "PACKED",
+    "SEPARATE",
+    "Imported",
+    "attention_layers",
+    "export_masks",
+    "export_params",
+    "forward",
+    "from_module",
+    "import_masks",
+    "import_params",
+    "path_of",
+    "to_module",
+    "weights_of",
+]
 
-PACKED = Layout(
-    "torch",
-    (
-        Entry("in_proj_weight", "(qkv N H) Dq", ("query.kernel", "key.kernel", "value.kernel")),
-        *_SHARED,
-    ),
-    ties={
-        **_TIES,
-        "Dk": ("Dq", "in_proj_weight packs projections of equal width (see torch-separate)"),
-        "Dv": ("Dq", "in_proj_weight packs projections of equal width (see torch-separate)"),
-    },
-    holds=_HOLDS,
-    about="torch.nn.MultiheadAttention with kdim = vdim = embed_dim",
-)
-SEPARATE = Layout(
-    "torch-separate",
-    (
-        Entry("q_proj_weight", "(N H) Dq", ("query.kernel",)),
-        Entry("k_proj_weight", "(N H) Dk", ("key.kernel",)),
-        Entry("v_proj_weight", "(N H) Dv", ("value.kernel",)),
-        *_SHARED,
-    ),
-    ties=_TIES,
-    apart=("Dq Dk Dv", "nn.MultiheadAttention packs projections of equal width (see torch)"),
-    holds=_HOLDS,
-    about="torch.nn.MultiheadAttention with kdim or vdim other than embed_dim",
-)
-LAYOUTS = (PACKED, SEPARATE)
 import_params, export_params = verbs(LAYOUTS)
 import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
 
@@ -115,7 +89,7 @@ def from_module(module: Any, variables: None = None) -> Imported:
 
     if not isinstance(module, torch.nn.MultiheadAttention):
         instead = (
-            live.by_hand(module, "torch", "module.state_dict()")
+            live_model.by_hand(module, "torch", "module.state_dict()")
             if isinstance(module, torch.nn.Module)
             else ""
         )

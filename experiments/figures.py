@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from jaxmha.converters.svg import INK, adaptive
+from jaxmha.introspect.svg import INK, adaptive
 
 SETTINGS: Any = {
     "svg.fonttype": "none",

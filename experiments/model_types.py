@@ -1,4 +1,4 @@
-"""Makes the table of `jaxmha.converters.model_types`: families of blocks by model type.
+"""Makes the table of `jaxmha.converters.discovery.model_types`: families of blocks by model type.
 
     python -m experiments.model_types [TYPE ...] [--write]
 
@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from jaxmha.converters import blocks, families, model_types
+from jaxmha.converters.discovery import attention_blocks, model_families, model_types
 
 _CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
 _LAYERS = (
@@ -50,7 +50,7 @@ def found(model_type: str) -> set[str] | None:
 
 def table(model_types: list[str]) -> dict[str, set[str]]:
     """Family -> its types, of those that can be built."""
-    made: dict[str, set[str]] = {family.name: set() for family in families.FAMILIES}
+    made: dict[str, set[str]] = {family.name: set() for family in model_families.FAMILIES}
     for model_type in model_types:
         for family in found(model_type) or ():
             made[family].add(model_type)
@@ -86,7 +86,7 @@ def _config(model_type: str) -> Any:
 
 
 def _families(state: dict[str, Any]) -> set[str]:
-    found = blocks.find({name: tuple(array.shape) for name, array in state.items()})
+    found = attention_blocks.find({name: tuple(array.shape) for name, array in state.items()})
     return {block.family[0] for block in found if block.family}
 
 

@@ -12,13 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from experiments import machine
-from jaxmha.converters.checkpoint.replacing import replace_by
+from jaxmha.checkpoint.atomic import replace_by
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 STORING = (
     "experiments/records.py",
-    *(f"converters/checkpoint/{name}.py" for name in ("replacing", "settling", "temporaries")),
+    *(f"jaxmha/checkpoint/{name}.py" for name in ("atomic", "settling", "temporaries")),
 )
 
 

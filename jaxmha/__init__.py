@@ -2,12 +2,12 @@
 
 from jaxmha import sharding as sharding
 from jaxmha.attention import dot_product_attention as dot_product_attention
-from jaxmha.cache import KVCache as KVCache
-from jaxmha.cache import decode_step as decode_step
-from jaxmha.cache import prefill as prefill
 from jaxmha.explain import explain as explain
 from jaxmha.implementations.platforms import lowering_for as lowering_for
-from jaxmha.initialisation import init_params as init_params
+from jaxmha.initializers import init_params as init_params
+from jaxmha.kv_cache import KVCache as KVCache
+from jaxmha.kv_cache import decode_step as decode_step
+from jaxmha.kv_cache import prefill as prefill
 from jaxmha.layer import combine as combine
 from jaxmha.layer import multi_head_attention as multi_head_attention
 from jaxmha.layer import project as project

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
-from jaxmha.axes import bind
-from jaxmha.implementations.request import Request, Result, simplified
+from jaxmha.dims import bind
+from jaxmha.implementations.base import Request, Result, simplified
 from jaxmha.mask import Mask
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
 

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha import extra_positions
+from jaxmha import bias_kv
 from jaxmha.arrays import Array
 from jaxmha.implementations import platforms
-from jaxmha.implementations.request import accumulation_dtype
-from jaxmha.implementations.shards import alike
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.shard_map import alike
 from jaxmha.mask import Mask
+from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.params import MHAParams
-from jaxmha.products import operand_dtype, resolved, split_scale
 from jaxmha.semantics import Semantics
 
 BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
@@ -162,7 +162,7 @@ def attend_cache(
 
     heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
     more = [
-        extra_positions.append(x, y, semantics)
+        bias_kv.append(x, y, semantics)
         for x, y in zip(heads, (params.bias_k, params.bias_v), strict=True)
     ]
     if more[0].shape[1]:

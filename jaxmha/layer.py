@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, PRNGKeyArray
 
-from jaxmha import checks, extra_positions, sharding
+from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, are_arrays, none_foreign
 from jaxmha.attention import as_mask, attend, hashable
-from jaxmha.axes import bind
-from jaxmha.implementations import forward_mode, shards
-from jaxmha.implementations.pairs import live_positions
-from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.dims import bind
+from jaxmha.implementations import forward_mode, shard_map
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.tiled.block_mask import live_positions
 from jaxmha.mask import Mask
+from jaxmha.matmul import matmul, resolved
 from jaxmha.params import MHAParams, Projection, check, leaves
-from jaxmha.products import matmul, resolved
 from jaxmha.semantics import ReturnWeights, Semantics
 
 
@@ -177,16 +177,16 @@ def _multi_head_attention(
         None if x is None else x.reshape(math.prod(batch), *x.shape[-2:])
         for x in _distinct(query, key, value)
     ]
-    extra = extra_positions.count(params, semantics)
+    extra = bias_kv.count(params, semantics)
     structure = mask & (Mask.causal() if is_causal else Mask())
-    mask = extra_positions.widen_mask(structure, extra, batch, sizes)
-    bias = extra_positions.widen_bias(bias, extra, batch, sizes)
+    mask = bias_kv.widen_mask(structure, extra, batch, sizes)
+    bias = bias_kv.widen_bias(bias, extra, batch, sizes)
     live = live_features(math.prod(batch), bias, mask, sizes, extra, semantics.fully_masked)
     q, k, v = project_live(params, *inputs, semantics, live)
     result = attend(
         q,
-        extra_positions.append(k, params.bias_k, semantics),
-        extra_positions.append(v, params.bias_v, semantics),
+        bias_kv.append(k, params.bias_k, semantics),
+        bias_kv.append(v, params.bias_v, semantics),
         bias,
         mask,
         semantics,
@@ -276,7 +276,7 @@ def project_live(
             for x, there, projection in zip(inputs, live, projections, strict=True)
         ]
 
-    heads = shards.project(affine, params[:3], (query, key, value), live)
+    heads = shard_map.project(affine, params[:3], (query, key, value), live)
     for index, scale in enumerate((params.query_norm, params.key_norm)):
         if (semantics.qk_norm is None) != (scale is None):
             raise ValueError(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.arrays import is_rounded
-from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.semantics import Semantics
 
 # Of a larger cap the quotient of a logit of size 1 has no normal number.

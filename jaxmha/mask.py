@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from jaxmha import picture
+from jaxmha import mask_repr
 from jaxmha.arrays import Array, are_arrays, made_array, none_foreign
 from jaxmha.integers import comparable, library, narrow, near
 
@@ -197,10 +197,10 @@ class Mask:
     __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _no_structure
 
     def __repr__(self) -> str:
-        return picture.describe(self)
+        return mask_repr.describe(self)
 
     def __str__(self) -> str:
-        return picture.picture(self)
+        return mask_repr.picture(self)
 
     @property
     def empty(self) -> bool:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jaxmha.arrays import Array
-from jaxmha.axes import bind
+from jaxmha.dims import bind
 
 
 class Projection(NamedTuple):

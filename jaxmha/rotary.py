@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array, are_arrays
 from jaxmha.checks import no_silent_rounding, promoted
-from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.implementations.base import accumulation_dtype
 
 
 def rope(

@@ -14,7 +14,7 @@ import numpy as np
 import jaxmha
 from jaxmha import dropout
 from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS
-from jaxmha.implementations.request import accumulation_dtype
+from jaxmha.implementations.base import accumulation_dtype
 from tests import cases, reference, tolerance
 from tests.cases import Case
 

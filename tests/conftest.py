@@ -73,10 +73,10 @@ def x64() -> Iterator[None]:
 @pytest.fixture
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Implementations take sizes that they are not made for, where they must be right too."""
-    from jaxmha.implementations import few_queries
+    from jaxmha.implementations import small_query
 
-    monkeypatch.setattr(few_queries, "MOST_ROWS", 10**6)
-    monkeypatch.setattr(few_queries, "LEAST_KEYS", 0)
+    monkeypatch.setattr(small_query, "MOST_ROWS", 10**6)
+    monkeypatch.setattr(small_query, "LEAST_KEYS", 0)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from jaxmha.converters import blocks
+from jaxmha.converters.layout import registry
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +40,7 @@ def demo() -> str:
 def layouts() -> str:
     """Every layout with the class it belongs to and an example entry."""
     lines = ["| layout | of | for example |", "|---|---|---|"]
-    for layout in blocks.LAYOUTS:
+    for layout in registry.LAYOUTS:
         entry = layout.entries[0]
         lines.append(f"| `{layout.name}` | {layout.about} | `{entry.key}`: `{entry.axes}` |")
     return "\n".join(lines)
@@ -54,7 +54,7 @@ MASKS = {
     "flax": "Flax linen, nnx",
     "jax": "`jax.nn`",
     "huggingface": "transformers",
-    "seeds": "hand-written layers",
+    "handwritten": "hand-written layers",
 }
 ANSWERS = {"nan": "NaN", "zero": "0"}
 OTHER = {"nonzero": "nonzero is True", "added": "floats are added", "refused": "refused"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import jaxmha
-from jaxmha.converters import oracle
-from jaxmha.converters.arrays import to_numpy, to_torch
+from jaxmha.converters.layout.arrays import to_numpy, to_torch
+from jaxmha.converters.verify import oracle
 from tests import conformance
 
 pytestmark = pytest.mark.usefixtures("every_size")

@@ -12,17 +12,17 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations import (
-    IMPLEMENTATIONS,
+from jaxmha.implementations import IMPLEMENTATIONS
+from jaxmha.implementations.tiled import (
+    attention,
     bands,
-    blocked,
-    blocked_dropout,
-    blocks,
-    one_block,
-    over_blocks,
-    pairs,
-    reach,
-    tiles,
+    block_mask,
+    dropout,
+    layout,
+    loop,
+    schedule,
+    tile,
+    tiling,
 )
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
@@ -48,9 +48,9 @@ def shape_of(shape: tuple[int, ...], dtype: str) -> Any:
 )
 def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """An implementation of a name of its own, for which nothing is compiled yet."""
-    monkeypatch.setattr(blocked, "SIZES", request.param)
+    monkeypatch.setattr(attention, "SIZES", request.param)
     name = request.node.name
-    module = SimpleNamespace(supports=blocked.supports, attend=blocked.attend)
+    module = SimpleNamespace(supports=attention.supports, attend=attention.attend)
     monkeypatch.setitem(conformance.WITHOUT_WEIGHTS, name, "as blocked")
     monkeypatch.setitem(IMPLEMENTATIONS, name, module)
     return str(name)
@@ -111,11 +111,11 @@ def test_every_slope_over_several_blocks(
     """Of every entry, not of a few, against those of the reference in float64."""
     plans = []
 
-    def seen(plan: blocks.Plan, *rest: Any) -> Any:
+    def seen(plan: tiling.Plan, *rest: Any) -> Any:
         plans.append(plan)
-        return over_blocks.backward(plan, *rest)
+        return loop.backward(plan, *rest)
 
-    monkeypatch.setattr(blocked, "backward", seen)
+    monkeypatch.setattr(attention, "backward", seen)
     conformance.kernel(case, tiny, "float32", lse=case.fully_masked == "zero")
     (plan,) = plans
     assert plan.blocks > 1
@@ -129,11 +129,11 @@ def test_sizes_of_one_call_are_those_of_its_gradient(monkeypatch: pytest.MonkeyP
     """They may have changed when the gradient is traced."""
     plans = []
 
-    def seen(plan: blocks.Plan, *rest: Any) -> Any:
+    def seen(plan: tiling.Plan, *rest: Any) -> Any:
         plans.append(plan)
-        return over_blocks.backward(plan, *rest)
+        return loop.backward(plan, *rest)
 
-    monkeypatch.setattr(blocked, "backward", seen)
+    monkeypatch.setattr(attention, "backward", seen)
     query, key = jnp.ones((1, 5, 3, 2)), jnp.ones((1, 11, 3, 2))
 
     def of(query: Any) -> Any:
@@ -142,7 +142,7 @@ def test_sizes_of_one_call_are_those_of_its_gradient(monkeypatch: pytest.MonkeyP
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocked, "SIZES", {"target": 1, "least_rows": 1, "side": 4})
+        patch.setattr(attention, "SIZES", {"target": 1, "least_rows": 1, "side": 4})
         out, pull = jax.vjp(of, query)
     pull(out)
     assert plans[0].keys == 4
@@ -273,17 +273,17 @@ def test_explain() -> None:
 
 
 def _changed_table(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    right = reach.table
+    right = schedule.table
 
     def table(*given: Any) -> Any:
         found = right(*given)
         return None if found is None else change(found)
 
-    monkeypatch.setattr(reach, "table", table)
+    monkeypatch.setattr(schedule, "table", table)
 
 
 def _last_chunk_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(x: reach.Reach) -> reach.Reach:
+    def change(x: schedule.Reach) -> schedule.Reach:
         needed = jnp.maximum(x.needed - 1, 0)
         return x._replace(needed=needed, clear=jnp.minimum(x.clear, needed))
 
@@ -295,22 +295,22 @@ def _edges_clear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lse_slope_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = blocked.core
+    right = attention.core
 
     def core(*arguments: Any) -> Any:
         out, lse = right(*arguments)
         return out, jax.lax.stop_gradient(lse)
 
-    monkeypatch.setattr(blocked, "core", core)
+    monkeypatch.setattr(attention, "core", core)
 
 
 def _draws_of_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    right: Any = blocked_dropout.kept
+    right: Any = dropout.kept
 
     def kept(*given: Any) -> Any:
         return right(*given[:-1], given[-1]._replace(t=0))
 
-    monkeypatch.setattr(over_blocks, "kept", kept)
+    monkeypatch.setattr(loop, "kept", kept)
 
 
 def _in_the_gradient(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,32 +319,32 @@ def _in_the_gradient(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(*given: Any) -> Any:
         with monkeypatch.context() as patch:
             mutate(patch)
-            return over_blocks.backward(*given)
+            return loop.backward(*given)
 
-    monkeypatch.setattr(blocked, "backward", backward)
+    monkeypatch.setattr(attention, "backward", backward)
 
 
 def _first_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tiles.add
-    monkeypatch.setattr(tiles, "add", lambda plan, x, j, more: right(plan, x, 0, more))
+    right = layout.add
+    monkeypatch.setattr(layout, "add", lambda plan, x, j, more: right(plan, x, 0, more))
 
 
 def _bias_of_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    right: Any = over_blocks._add_bias_slope
+    right: Any = loop._add_bias_slope
 
     def add(*given: Any) -> Any:
         return right(*given[:-1], given[-1]._replace(t=0))
 
-    monkeypatch.setattr(over_blocks, "_add_bias_slope", add)
+    monkeypatch.setattr(loop, "_add_bias_slope", add)
 
 
 def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = pairs.mask_or_bias
+    right = block_mask.mask_or_bias
 
     def swapped(conditions: Any, bias: Any, *rest: Any) -> Any:
         return right(conditions, None if bias is None else bias[:, ::-1], *rest)
 
-    monkeypatch.setattr(pairs, "mask_or_bias", swapped)
+    monkeypatch.setattr(block_mask, "mask_or_bias", swapped)
 
 
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
@@ -438,13 +438,13 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Of the queries that are cut: first of all of them, then of each band."""
-    right, found = blocked.cut, []
+    right, found = attention.cut, []
 
     def cut(query: Any, *given: Any, **more: Any) -> Any:
         found.append(query.shape)
         return right(query, *given, **more)
 
-    monkeypatch.setattr(blocked, "cut", cut)
+    monkeypatch.setattr(attention, "cut", cut)
     return found
 
 
@@ -494,11 +494,11 @@ def test_bands_of_rows_where_much_is_left_out(
 def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("steps", B=1, T=5, S=7, K=3, G=2, H=7, h=11)
     arrays = cases.arrays(case, "float32")
-    monkeypatch.setattr(blocks, "SMALL_HEAD", {"cpu": 0})
-    monkeypatch.setattr(blocks, "TARGET_OF_HEADS", {"cpu": 1})
+    monkeypatch.setattr(tiling, "SMALL_HEAD", {"cpu": 0})
+    monkeypatch.setattr(tiling, "TARGET_OF_HEADS", {"cpu": 1})
     want = np.asarray(conformance.call(case, "reference")(arrays))
     for bytes_, loops in ((2**24, False), (0, True)):
-        monkeypatch.setattr(blocks, "BYTES_OF_FEW_STEPS", {"cpu": bytes_})
+        monkeypatch.setattr(tiling, "BYTES_OF_FEW_STEPS", {"cpu": bytes_})
         jax.clear_caches()  # type: ignore[no-untyped-call]
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
@@ -510,11 +510,11 @@ def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("rows", B=2, T=5, S=7, K=3, G=2, H=7, h=11, is_causal=True, mask="BNTS")
     arrays = cases.arrays(case, "float32")
-    monkeypatch.setattr(blocked, "SIZES", {"side": 2, "least_rows": 2})
+    monkeypatch.setattr(attention, "SIZES", {"side": 2, "least_rows": 2})
     want = np.asarray(conformance.call(case, "reference")(arrays))
     loops = []
     for most in (5, 0):
-        monkeypatch.setattr(blocks, "FEW_BLOCKS", {"cpu": most})
+        monkeypatch.setattr(tiling, "FEW_BLOCKS", {"cpu": most})
         jax.clear_caches()  # type: ignore[no-untyped-call]
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
@@ -524,7 +524,7 @@ def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_heads_of_few_keys_are_together_only_before_a_softmax() -> None:
     def cells(S: int, **more: Any) -> int:
-        return blocks.plan(2, 8, 1, 1024, S, **more).cells
+        return tiling.plan(2, 8, 1, 1024, S, **more).cells
 
     assert cells(77, plain=True) == 16
     assert cells(77, plain=True, gradient=True) == 16
@@ -555,8 +555,8 @@ def test_rows_without_keys_take_the_narrowest_band() -> None:
 
     query, key = jnp.ones((B, N, T, H)), jnp.ones((B, N, S, H))
     there = jnp.arange(S)[None] < jnp.array([[0], [300], [S]])
-    plan = blocked.cut(query, key, platform="cpu", skips=True)
-    rules = one_block.Rules(None, None, (None, None), None, 0.0, (), lse=False, platform="cpu")
+    plan = attention.cut(query, key, platform="cpu", skips=True)
+    rules = tile.Rules(None, None, (None, None), None, 0.0, (), lse=False, platform="cpu")
     out, _ = jax.block_until_ready(bands.of_keys(run, plan, rules, query, key, key, there, None))  # type: ignore[no-untyped-call]
     jax.effects_barrier()  # type: ignore[no-untyped-call]
     assert sorted(widths) == [256, 512, 1024]
@@ -567,7 +567,7 @@ def test_rows_without_keys_take_the_narrowest_band() -> None:
     "sizes", [{"side": 0}, {"side": True}, {"target": -5}, {"least_rows": 1.5}, {"rows": 3}]
 )
 def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "SIZES", sizes)
+    monkeypatch.setattr(attention, "SIZES", sizes)
     x = jnp.ones((1, 5, 2, 3))
     with pytest.raises(
         ValueError, match=rf"blocked.SIZES\['{next(iter(sizes))}'\] = .* at least 1"
@@ -582,13 +582,13 @@ def test_blocks_are_cut_for_the_platform_that_is_named(
     implementation: Any, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of the gradient, traced later; beside a kernel for where that does not run."""
-    right, found = blocks.plan, []
+    right, found = tiling.plan, []
 
-    def plan(*sizes: int, **more: Any) -> blocks.Plan:
+    def plan(*sizes: int, **more: Any) -> tiling.Plan:
         found.append((more["platform"], more.get("gradient", False)))
         return right(*sizes, **more)
 
-    monkeypatch.setattr(blocks, "plan", plan)
+    monkeypatch.setattr(tiling, "plan", plan)
     x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
 
     def attend(x: Any) -> Any:

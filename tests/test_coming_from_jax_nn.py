@@ -13,7 +13,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations import few_queries
+from jaxmha.implementations import small_query
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "guide" / "jax_nn.md"
 B, T, N, H = 2, 5, 4, 3
@@ -102,7 +102,7 @@ def test_residual(name: str, dtype: str) -> None:
     if name == "wide":  # few queries, which have an implementation of their own
         heads = tuple(np.repeat(x, 40, 1) for x in (K, V))
         heads = Q[:, :1], *heads
-        assert 40 * T >= few_queries.LEAST_KEYS
+        assert 40 * T >= small_query.LEAST_KEYS
     heads = tuple(jnp.asarray(x, dtype) for x in heads)
     (_, found), (_, want) = (f(*heads, **options, return_residual=True) for f in (ours, theirs))
     assert found.shape == want.shape == heads[0].shape[:-1]
@@ -165,7 +165,7 @@ def test_learned_temperature_of_every_implementation(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN in rows that attend nothing does not reach its gradient."""
-    monkeypatch.setattr(few_queries, "LEAST_KEYS", 0)
+    monkeypatch.setattr(small_query, "LEAST_KEYS", 0)
     spoiled = Q.copy()
     spoiled[:, 3:] = np.nan
     lengths = np.array([3, 2], np.int32)

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 import jaxmha
 from jaxmha import Mask, implementations
-from jaxmha.converters.cli import app
-from jaxmha.implementations import KERNELS, UnsupportedError, cudnn, platforms, probe, reference
+from jaxmha.cli.app import app
+from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
+from jaxmha.implementations.fused import cudnn
 from tests import cudnn_contract
 from tests.everyday import everyday
 

@@ -24,7 +24,7 @@ def test_examples(name: str) -> None:
 
 
 def test_converters_are_among_them() -> None:
-    assert {"jaxmha.attention", "jaxmha.converters.layout"} <= set(modules())
+    assert {"jaxmha.attention", "jaxmha.converters.layout.base"} <= set(modules())
 
 
 def test_a_wrong_example_is_noticed() -> None:

@@ -22,7 +22,7 @@ from experiments.benchmarks import (
 )
 from experiments.benchmarks.gpu_cases import CASES, SHAPES, Case
 from jaxmha import Mask
-from jaxmha.implementations import blocked
+from jaxmha.implementations.tiled import attention
 from tests import reference
 
 ROOT = Path(__file__).parents[1]
@@ -86,13 +86,13 @@ def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     right = gpu_conformance.check(case, "blocked", "bfloat16")
     assert "failed" not in right
     assert set(right["errors"]) == {"out", "d query", "d key", "d value", "lse"}
-    attend = blocked.attend
+    attend = attention.attend
 
     def leaky(request: Any) -> Any:
         found = attend(request)
         return found._replace(out=found.out + 0 * request.value.sum())
 
-    monkeypatch.setattr(blocked, "attend", leaky)
+    monkeypatch.setattr(attention, "attend", leaky)
     jax.clear_caches()  # type: ignore[no-untyped-call]
     wrong = gpu_conformance.check(case, "blocked", "bfloat16")
     assert wrong["failed"] == "what nothing attends has an influence"

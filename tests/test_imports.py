@@ -16,10 +16,14 @@ LIGHT = (
     "jaxmha.converters.torch",
     "jaxmha.converters.keras",
     "jaxmha.converters.flax",
-    "jaxmha.converters.layout",
-    "jaxmha.converters.engine",
-    "jaxmha.converters.blocks",
-    "jaxmha.converters.families",
+    "jaxmha.converters.layout.base",
+    "jaxmha.converters.layout.transform",
+    "jaxmha.converters.verify",
+    "jaxmha.converters.migrate",
+    "jaxmha.checkpoint",
+    "jaxmha.cli.app",
+    "jaxmha.converters.discovery.attention_blocks",
+    "jaxmha.converters.discovery.model_families",
     *(
         f"jaxmha.converters.masks.{name}"
         for name in (
@@ -30,9 +34,9 @@ LIGHT = (
             "flax",
             "jax",
             "huggingface",
-            "seeds",
+            "handwritten",
             "lint",
-            "suspicions",
+            "lint_rules",
         )
     ),
 )
@@ -74,32 +78,65 @@ def under(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def violations(path: str, source: str) -> list[str]:
-    """Imports of a file of the repository that its layer may not have.
+CONVERTERS = "jaxmha.converters"
+FACES = ("torch", "keras", "flax", "huggingface", "linear", "equinox", "haiku")
+# Rooms, each of which may import those before it.
+ROOMS = (
+    ("jaxmha", "jaxmha.implementations", "jaxmha.flax"),
+    ("jaxmha.checkpoint",),
+    (f"{CONVERTERS}.layout",),
+    (f"{CONVERTERS}.masks",),
+    (f"{CONVERTERS}.discovery",),
+    tuple(f"{CONVERTERS}.{face}" for face in FACES),
+    (f"{CONVERTERS}.migrate",),
+    (f"{CONVERTERS}.sharded",),
+    (f"{CONVERTERS}.verify",),
+    (f"{CONVERTERS}.checkpoint",),
+    ("jaxmha.introspect",),
+    ("jaxmha.cli",),
+    ("jaxmha.__main__", f"{CONVERTERS}.__main__", CONVERTERS),
+)
 
-    tests, experiments -> jaxmha.converters -> jaxmha -> jax.
-    """
+
+def module(path: str) -> str:
+    """Full name of the module in a file of the repository."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.startswith("jaxmha") else f"jaxmha.{name}"
+
+
+def floor(name: str) -> int:
+    """Of a module's room: of all whose name it starts with, the longest."""
+    found = [
+        (len(room), number)
+        for number, rooms in enumerate(ROOMS)
+        for room in rooms
+        if under(name, room)
+    ]
+    return max(found)[1]
+
+
+def violations(path: str, source: str) -> list[str]:
+    """Imports of a file of the repository that its room may not have."""
     tree = ast.parse(source)
     everywhere = list(imports(tree, inside_functions=True))
     top = list(imports(tree, inside_functions=False))
-    found = [name for name in everywhere if under(name, "converters")]
-    if path.startswith("jaxmha/"):
-        forbidden = ["jaxmha.converters", "tests", "experiments", *FRAMEWORKS]
-        if path.startswith("jaxmha/flax"):
-            forbidden.remove("flax")
-        found += [name for name in everywhere if under(name, *forbidden)]
-    if path.startswith("converters/"):
-        found += [name for name in everywhere if under(name, "tests", "experiments")]
-        found += [name for name in top if under(name, *FRAMEWORKS)]
-    if path.startswith("converters/checkpoint/"):
-        # File formats know nothing of attention.
+    own, above = module(path), floor(module(path))
+    forbidden = ["tests", "experiments", "converters"]
+    found = [name for name in everywhere if under(name, *forbidden)]
+    found += [
+        name
+        for name in everywhere
+        if under(name, "jaxmha") and name not in ("jaxmha", CONVERTERS) and floor(name) > above
+    ]
+    if under(own, "jaxmha.checkpoint"):  # file formats know nothing of attention
         found += [
             name
             for name in everywhere
-            if under(name, "jaxmha") and not under(name, "jaxmha.converters.checkpoint")
-            if name not in ("jaxmha.converters", "jaxmha")
+            if under(name, "jaxmha") and name != "jaxmha" and not under(name, "jaxmha.checkpoint")
         ]
-    return found
+    frameworks = [name for name in FRAMEWORKS if not under(own, f"jaxmha.{name}")]
+    of_core = above <= floor("jaxmha.checkpoint")  # converters may, inside functions
+    return found + [name for name in (everywhere if of_core else top) if under(name, *frameworks)]
 
 
 def sources() -> list[str]:
@@ -119,15 +156,15 @@ def test_direction(path: str) -> None:
         ("jaxmha/a.py", "import torch"),
         ("jaxmha/a.py", "def f():\n    from flax import nnx"),
         ("jaxmha/a.py", "from jaxmha.converters import layout"),
-        ("jaxmha/a.py", "from jaxmha import converters"),
+        ("jaxmha/a.py", "from jaxmha import checkpoint"),
         ("jaxmha/implementations/a.py", "import tests.reference"),
         ("converters/torch.py", "import torch"),
         ("converters/torch.py", "if True:\n    from torch import nn"),
         ("converters/torch.py", "class A:\n    import keras.layers"),
         ("converters/torch.py", "from tests import reference"),
         ("converters/torch.py", "from converters import layout"),
-        ("converters/checkpoint/a.py", "from jaxmha.converters.layout import Layout"),
-        ("converters/checkpoint/a.py", "def f():\n    from jaxmha import params"),
+        ("jaxmha/checkpoint/a.py", "from jaxmha.converters.layout.base import Layout"),
+        ("jaxmha/checkpoint/a.py", "def f():\n    from jaxmha import params"),
     ],
 )
 def test_wrong_direction_is_noticed(path: str, source: str) -> None:
@@ -138,9 +175,9 @@ def test_wrong_direction_is_noticed(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("jaxmha/a.py", "import jax\nfrom jaxmha.mask import Mask"),
-        ("jaxmha/flax.py", "from flax import nnx"),
+        ("jaxmha/flax/a.py", "from flax import nnx"),
         ("converters/torch.py", "from jaxmha.params import MHAParams\ndef f():\n    import torch"),
-        ("converters/checkpoint/a.py", "from jaxmha.converters.checkpoint import npz"),
+        ("jaxmha/checkpoint/a.py", "from jaxmha.checkpoint.formats import npz"),
     ],
 )
 def test_right_direction_is_not(path: str, source: str) -> None:

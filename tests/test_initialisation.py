@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmha.converters import flax, keras, torch
-from jaxmha.initialisation import init_params
+from jaxmha.initializers import init_params
 from jaxmha.params import leaves
 from tests.converters.layers import foreign
 

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import model_types
-from jaxmha.converters.model_types import MODEL_TYPES
+from jaxmha.converters.discovery.model_types import MODEL_TYPES
 
 
 @pytest.mark.parametrize("model_type", ["vit", "bert", "gpt2", "qwen2_vl", "jamba", "maskformer"])

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmha import Mask, implementations
 from jaxmha.implementations import reference
-from jaxmha.implementations.request import Request, Result
+from jaxmha.implementations.base import Request, Result
 from tests import conformance
 from tests.cases import CASES
 

@@ -9,7 +9,7 @@ from experiments.numerics import inputs, measure, page, torch_runs
 from experiments.numerics.inputs import DTYPES, E, H, N, T
 from experiments.report import registry
 from jaxmha import Semantics
-from jaxmha.converters import oracle
+from jaxmha.converters.verify import oracle
 
 (RESULTS,) = (registry.found(e) for e in registry.EXPERIMENTS if e.name == "numerics")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import products
+from jaxmha import matmul
 from tests import tolerance
 from tests.everyday import everyday
 
@@ -40,7 +40,7 @@ def operands(shape: Any, dtype: Any) -> tuple[Any, Any]:
 def test_product_accumulates_in_float32(shape: Any, dtype: str) -> None:
     a, b = operands(shape, jnp.dtype(dtype))
     want = np.matmul(a.astype(np.float64), b.astype(np.float64))
-    for run in (products.matmul, jax.jit(products.matmul, static_argnames="dtype")):
+    for run in (matmul.matmul, jax.jit(matmul.matmul, static_argnames="dtype")):
         out = np.asarray(
             run(*map(jnp.asarray, (a, b)), dtype=np.dtype(np.float32))
         )  # not on its way: it is fetched
@@ -52,7 +52,7 @@ def test_product_accumulates_in_float32(shape: Any, dtype: str) -> None:
 @pytest.mark.usefixtures("x64")
 def test_product_in_float64(shape: Any) -> None:
     a, b = operands(shape, np.float64)
-    tolerance.assert_close(products.matmul(jnp.asarray(a), jnp.asarray(b)), a @ b, str(shape))
+    tolerance.assert_close(matmul.matmul(jnp.asarray(a), jnp.asarray(b)), a @ b, str(shape))
 
 
 def test_float32_stays_float32_on_every_platform() -> None:
@@ -60,7 +60,7 @@ def test_float32_stays_float32_on_every_platform() -> None:
 
     def precisions(**options: Any) -> set[str]:
         shape: Any = jax.eval_shape(lambda: jnp.zeros((512, 512), np.float32))
-        call = jax.jit(lambda a, b: products.matmul(a, b, **options))
+        call = jax.jit(lambda a, b: matmul.matmul(a, b, **options))
         text = call.trace(shape, shape).lower(lowering_platforms=("cuda",)).as_text()
         return {word for word in ("HIGHEST", "HIGH,", "DEFAULT") if word in text}
 
@@ -75,7 +75,7 @@ def test_float32_stays_float32_on_every_platform() -> None:
 def test_pairwise_sum(size: int) -> None:
     x = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
     want = x.astype(np.float64).sum(-1, keepdims=True)
-    tolerance.assert_close(products.pairwise_sum(jnp.asarray(x)), want)
+    tolerance.assert_close(matmul.pairwise_sum(jnp.asarray(x)), want)
 
 
 def test_small_products_are_more_exact_than_a_plain_loop() -> None:
@@ -87,6 +87,6 @@ def test_small_products_are_more_exact_than_a_plain_loop() -> None:
         plain = np.zeros((17, 13), np.float32)
         for term in range(509):
             plain += a[:, term, None] * b[None, term]
-        ours.append(np.square(np.asarray(products.matmul(*map(jnp.asarray, (a, b)))) - want).mean())
+        ours.append(np.square(np.asarray(matmul.matmul(*map(jnp.asarray, (a, b)))) - want).mean())
         loop.append(np.square(plain - want).mean())
     assert np.sqrt(np.mean(ours)) < np.sqrt(np.mean(loop)) / 2

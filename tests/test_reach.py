@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask
-from jaxmha.implementations import blocks, pairs, reach
+from jaxmha.implementations.tiled import block_mask, schedule, tiling
 
 PACKED = np.repeat(np.arange(8, dtype=np.int32), 512)[None]
 
@@ -39,11 +39,11 @@ def conditions_of(kind: str, T: int, S: int) -> Mask:
 def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batches: int) -> None:
     """Chunks are clear, or looked at with their conditions, or without any allowed pair."""
     mask = conditions_of(kind, T, S)
-    cut = blocks.plan(2, 3, 1, T, S, skips=True, target=1, least_rows=side, side=side)
+    cut = tiling.plan(2, 3, 1, T, S, skips=True, target=1, least_rows=side, side=side)
     cut = replace(cut, batches=batches)
     cut = replace(cut, heads=3 if batches > 1 else 1)
-    conditions, _ = pairs.pad(pairs.of_mask(mask, T, S), None, cut)
-    found = reach.table(conditions, cut)
+    conditions, _ = block_mask.pad(block_mask.of_mask(mask, T, S), None, cut)
+    found = schedule.table(conditions, cut)
     allowed = np.broadcast_to(mask.to_array(T, S), (2, 3, T, S))
     if found is None:
         assert allowed.all()
@@ -76,9 +76,9 @@ def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batche
     ids=["causal", "window", "lengths", "segments"],
 )
 def test_what_conditions_rule_out_is_not_computed(mask: Mask, most: float) -> None:
-    cut = blocks.plan(2, 1, 1, 4096, 4096, skips=True, side=256)
-    conditions, _ = pairs.pad(pairs.of_mask(mask, 4096, 4096), None, cut)
-    found = reach.table(conditions, cut)
+    cut = tiling.plan(2, 1, 1, 4096, 4096, skips=True, side=256)
+    conditions, _ = block_mask.pad(block_mask.of_mask(mask, 4096, 4096), None, cut)
+    found = schedule.table(conditions, cut)
     assert found is not None
     assert np.mean(found.needed) / cut.chunks < most
     assert np.mean(np.asarray(found.needed) - found.clear) / cut.chunks < 0.13

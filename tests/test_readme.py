@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.generated import PARTS, ROOT, filled
 
 OPTIMISED = True  # compiled as users compile it

@@ -12,7 +12,7 @@ import pytest
 
 import jaxmha
 import jaxmha.flax
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "docs"

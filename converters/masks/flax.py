@@ -12,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, canonical_bias, write
-from jaxmha.converters.masks.structure import (
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.masks.compose import (
     array_of,
     checked,
     floating,
@@ -24,6 +23,7 @@ from jaxmha.converters.masks.structure import (
     refuse_emptied,
     without_query_lengths,
 )
+from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, write
 from jaxmha.semantics import one_of
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")

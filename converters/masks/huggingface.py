@@ -15,20 +15,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.argument import (
-    MaskArg,
-    Masks,
-    canonical_bias,
-    exclusions,
-    read,
-)
-from jaxmha.converters.masks.structure import (
-    array_of,
-    checked,
-    padding_of,
-    without_query_lengths,
-)
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.compose import array_of, checked, padding_of, without_query_lengths
+from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.semantics import one_of
 
 PADDING = MaskArg(

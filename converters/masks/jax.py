@@ -11,9 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, canonical_bias, write
-from jaxmha.converters.masks.structure import (
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.masks.compose import (
     array_of,
     checked,
     floating,
@@ -21,6 +20,7 @@ from jaxmha.converters.masks.structure import (
     read_all,
     refuse_emptied,
 )
+from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, write
 from jaxmha.semantics import one_of
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")

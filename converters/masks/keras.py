@@ -20,9 +20,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.argument import MaskArg, Masks, write
-from jaxmha.converters.masks.structure import (
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.compose import (
     array_of,
     checked,
     is_top_left,
@@ -31,6 +30,8 @@ from jaxmha.converters.masks.structure import (
     read_all,
     without_query_lengths,
 )
+from jaxmha.converters.masks.spec import MaskArg, Masks, write
+from jaxmha.extras import needed
 from jaxmha.semantics import one_of
 
 Kind = Literal["mha", "gqa"]
@@ -230,6 +231,25 @@ class Arrived(NamedTuple):
     lost: tuple[str, ...]
 
 
+def attention_classes() -> tuple[Any, ...]:
+    with needed("keras"):
+        import keras
+
+    return keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
+
+
+def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every attention layer in a model by its name; "" for the model itself."""
+    if isinstance(model, attention_classes()):
+        yield "", model
+        return
+    seen: set[int] = set()
+    for layer in model._flatten_layers(include_self=False, recursive=True):
+        if isinstance(layer, attention_classes()) and id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer.name, layer
+
+
 def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
     """Calls a live model or attention layer and tells which masks really arrive, call by call.
 
@@ -239,8 +259,6 @@ def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
 
     Source: keras/src/layers/layer.py, `Layer.__call__`, and the two layers' `call`.
     """
-    from jaxmha.converters.keras import attention_layers
-
     tensors = [
         x for x in (*inputs, *options.values()) if getattr(x, "_keras_mask", None) is not None
     ]

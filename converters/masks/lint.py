@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.masks.argument import MaskArg
-from jaxmha.converters.masks.suspicions import CHECKS, Finding, blocked_by, given
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
+from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.semantics import one_of
 
 FRAMEWORKS = ("torch", "sdpa", "keras", "flax", "jax", "huggingface")

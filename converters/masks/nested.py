@@ -11,8 +11,8 @@ import numpy as np
 from einops import rearrange
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.extras import needed
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.extras import needed
 from jaxmha.semantics import one_of
 
 Axes: TypeAlias = Literal["B T D", "B T N H", "B N T H"]

@@ -12,16 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.masks.argument import (
-    MaskArg,
-    Masks,
-    canonical_bias,
-    exclusions,
-    read,
-    write,
-)
-from jaxmha.converters.masks.structure import checked, is_top_left
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.masks.compose import checked, is_top_left
+from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
 from jaxmha.semantics import one_of
 
 ATTN_MASK = MaskArg(

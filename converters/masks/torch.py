@@ -14,18 +14,11 @@ from einops import rearrange
 
 from jaxmha import Mask
 from jaxmha.attention import as_mask
-from jaxmha.axes import bind
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.extras import needed
-from jaxmha.converters.masks.argument import (
-    MaskArg,
-    Masks,
-    canonical_bias,
-    exclusions,
-    read,
-    write,
-)
-from jaxmha.converters.masks.structure import checked, is_top_left, without_query_lengths
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.compose import checked, is_top_left, without_query_lengths
+from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
+from jaxmha.dims import bind
+from jaxmha.extras import needed
 from jaxmha.semantics import one_of
 
 Path: TypeAlias = Literal["weights", "sdpa", "native"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxmha.converters.attribution import percent
+from jaxmha.converters.verify.attribution import percent
 
 QUESTION = "Why do two hand-written layers of PyTorch and TensorFlow give different results?"
 COMMAND = "python -m experiments.attribution --write"
@@ -109,7 +109,7 @@ Its sum of absolute differences, with its mask of ones (given the missing axis),
 ## How it was done
 
 `jaxmha.converters.attribute` on weights as they were imported, on masks as they were read by
-`jaxmha.converters.masks.seeds`, and on the outputs of the classes themselves; mixtures of factors in
+`jaxmha.converters.masks.handwritten`, and on the outputs of the classes themselves; mixtures of factors in
 float64. Shares are lengths along the whole difference: they may be negative, and sum to 1.
 """
 

@@ -10,11 +10,11 @@ import torch
 from experiments.attribution.tensorflow_class import TensorFlowMultiHeadAttention
 from experiments.attribution.torch_class import PyTorchMultiHeadAttention
 from jaxmha import MHAParams, Projection, Semantics
-from jaxmha.converters import attribution, oracle, sides
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.attribution import Attribution
-from jaxmha.converters.layer import Blocked, Layer
-from jaxmha.converters.masks import seeds as masks
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.masks import handwritten as masks
+from jaxmha.converters.verify import attribution, comparands, oracle
+from jaxmha.converters.verify.attribution import Attribution
+from jaxmha.converters.verify.captured_layer import Blocked, Layer
 
 D, N, T = 512, 8, 10  # as in the document
 WRITTEN = 2  # its batch
@@ -104,7 +104,7 @@ def layers(pair: Pair, x: NDArray, torch_mask: NDArray, other_mask: NDArray) -> 
     """Both with what their masks mean and what they answer."""
     outputs = run(pair, x, torch_mask, other_mask)
     state = {name: z.numpy() for name, z in pair.torch.state_dict().items()}
-    params = sides.read(state, N).blocks[0].params
+    params = comparands.read(state, N).blocks[0].params
     mean = Semantics(fully_masked="mean")
     found = []
     for name, weights, mask, style, output in (

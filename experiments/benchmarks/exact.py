@@ -10,7 +10,7 @@ from experiments.benchmarks import data
 from experiments.benchmarks.cases import Case
 from experiments.benchmarks.data import Data
 from jaxmha import MHAParams, Projection, Semantics
-from jaxmha.converters import oracle
+from jaxmha.converters.verify import oracle
 
 # Of central differences: curvature adds about STEP**2, rounding 1e-16 / STEP.
 STEP = 1e-5

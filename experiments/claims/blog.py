@@ -11,8 +11,8 @@ import torch
 from experiments.claims.found import SAME, Found, found
 from experiments.claims.printed import apart
 from jaxmha import Semantics
-from jaxmha.converters import oracle
 from jaxmha.converters import torch as convert
+from jaxmha.converters.verify import oracle
 
 F = torch.nn.functional
 B, T, S, N, H, VALUE = 2, 5, 7, 4, 8, 3

@@ -24,9 +24,9 @@ from experiments.claims.printed import (
 )
 from jaxmha import MHAParams, Projection, Semantics
 from jaxmha.converters import keras as keras_converter
-from jaxmha.converters import oracle
 from jaxmha.converters import torch as torch_converter
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify import oracle
 
 VALID = 6  # of T keys, where a mask is given
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
 
 D, N, T, B = 512, 8, 10, 2
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")

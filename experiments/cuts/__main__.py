@@ -18,7 +18,7 @@ import numpy as np
 import jaxmha
 from experiments import command
 from jaxmha import Mask
-from jaxmha.implementations import bands, blocks
+from jaxmha.implementations.tiled import bands, tiling
 
 HERE = Path(__file__).parent
 EXAMPLES = """examples:
@@ -52,12 +52,12 @@ class Question(NamedTuple):
 
 
 def _bytes(name: str, *counts: int) -> tuple[Setting, ...]:
-    return tuple(Setting(f"{c} MiB", blocks, {name: {"cpu": c * MIB}}) for c in counts)
+    return tuple(Setting(f"{c} MiB", tiling, {name: {"cpu": c * MIB}}) for c in counts)
 
 
 def _rows(name: str, *counts: int) -> tuple[Setting, ...]:
     free = {"TARGET_OF_KERNEL": {"cpu": MIB}, "MOST_OF_LEAST": 64 * MIB}
-    return tuple(Setting(f"{c} rows", blocks, {name: c, **free}) for c in counts)
+    return tuple(Setting(f"{c} rows", tiling, {name: c, **free}) for c in counts)
 
 
 BLOCKS = Setting("blocks", bands, {"kind": lambda *_: None})
@@ -77,7 +77,7 @@ def _key_bands(*counts: int) -> tuple[Setting, ...]:
 def _sides(name: str, *sides: tuple[int, int]) -> tuple[Setting, ...]:
     return tuple(
         Setting(
-            f"{side}, {c} MiB", blocks, {name: {"cpu": side}, "TARGET_OF_HEADS": {"cpu": c * MIB}}
+            f"{side}, {c} MiB", tiling, {name: {"cpu": side}, "TARGET_OF_HEADS": {"cpu": c * MIB}}
         )
         for side, c in sides
     )
@@ -95,7 +95,7 @@ QUESTIONS = (
     Question(
         "bytes of a small head of 77 keys, in units of 256 KiB", "cross", False,
         ((2, 512), (2, 1023), (2, 2048)),
-        tuple(Setting(f"{c}", blocks, {"FEW_KEYS_TIMES": c}) for c in (1, 2, 4, 16)), "4",
+        tuple(Setting(f"{c}", tiling, {"FEW_KEYS_TIMES": c}) for c in (1, 2, 4, 16)), "4",
     ),
     Question(
         "bytes of the heads of a block of 77 keys, in the gradient", "cross", True,

@@ -17,7 +17,7 @@ from experiments.dataflow import figure, walk
 from experiments.dataflow.choices import CHOICES, ROUNDS, SHAPES, THREADS, ratio
 from experiments.dataflow.page import COMMAND
 from experiments.dataflow.programs import PROGRAMS
-from jaxmha.converters.terminal import one_message
+from jaxmha.cli.console import one_message
 
 HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from jaxmha.converters.dataflow import DataFlow
-from jaxmha.converters.dataflow_nodes import describe
+from jaxmha.introspect.graph import DataFlow
+from jaxmha.introspect.graph_nodes import describe
 
 SIZES: dict[str, Any] = {"num_heads": 8, "features": 512}
 LENGTHS: dict[str, Any] = {"query_len": 10, "kv_len": 12}

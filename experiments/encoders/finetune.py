@@ -18,9 +18,9 @@ import optax
 from flax import nnx
 
 from experiments.encoders.models import Encoder, flat, load
-from jaxmha import Mask
-from jaxmha.converters import checkpoint, migrate
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha import Mask, checkpoint
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.migrate import pipeline
 
 STEPS, RATE, LENGTHS, T = 3, 0.01, (7, 5, 2), 7
 OPTIMISERS: dict[str, tuple[Any, dict[str, float]]] = {
@@ -64,11 +64,11 @@ def tune(state: Mapping[str, NDArray], D: int, heads: int, layers: int, optimise
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         hidden = len(state["layers.0.linear1.bias"])
         model = Encoder(D, heads, layers, hidden, dtype=jnp.float64)
-        if unused := load(model, migrate.convert_state(state, to="flax", num_heads=heads)):
+        if unused := load(model, pipeline.convert_state(state, to="flax", num_heads=heads)):
             raise ValueError(f"no place for {unused}")
         _steps_in_jax(model, x, wanted, there, optimiser)
         tuned = {name: np.asarray(array) for name, array in flat(model).items()}
-    back = migrate.convert_state(tuned, to="torch")
+    back = pipeline.convert_state(tuned, to="torch")
     expected = {name: to_numpy(tensor) for name, tensor in theirs.state_dict().items()}
     if back.keys() != expected.keys():
         raise ValueError(f"other names came back: {sorted(back.keys() ^ expected.keys())}")

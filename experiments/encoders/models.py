@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.flax.nnx import MultiHeadAttention
 
 Array = jax.Array

@@ -14,9 +14,11 @@ from flax import nnx
 
 from experiments.encoders import sceptr
 from experiments.encoders.models import Bert, load, sentence_embeddings
-from jaxmha.converters import checkpoint, migrate, oracle, report
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.plan import Plan
+from jaxmha import checkpoint
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.migrate.plans import Plan
+from jaxmha.converters.verify import oracle, report
 
 SENTENCES = (
     "Attention weighs every word of a sentence against every other.",
@@ -59,8 +61,8 @@ def migrated(source: Path, rename: Callable[[Plan], Plan] = lambda plan: plan) -
     """The tensors of a file in Flax's layout, by way of a file, and whether it was verified."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "flax.safetensors"
-        plan = rename(migrate.plan(source, to="flax")[0])
-        migrate.convert(source, target, plan=plan)
+        plan = rename(pipeline.plan(source, to="flax")[0])
+        pipeline.convert(source, target, plan=plan)
         same = report.check(source, target, plan).same
         with checkpoint.open(target) as file:
             return {name: file[name] for name in file}, same

@@ -13,7 +13,7 @@ from flax import nnx
 
 from experiments.encoders.models import Array, Encoder
 from jaxmha import Mask
-from jaxmha.converters.plan import Plan
+from jaxmha.converters.migrate.plans import Plan
 
 SPECIAL = 3  # residues below are padding, mask and class tokens
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from experiments import records
 from experiments.fuzz import commands
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 
 READERS = (*(format.name for format in checkpoint.FORMATS), *commands.TARGETS)
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from typer.main import get_command
 
-from jaxmha.converters import blocks, checkpoint, configuration, engine, heads, migrate, plan_file
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline, plan_toml
 from tests.converters.test_every_layout import params_of
 
 CONFIG = (
@@ -38,8 +41,8 @@ class Unexpected(Exception):  # noqa: N818
 
 def model(folder: Path) -> Path:
     """Two shards of attention of Llama and a norm, with their index and a configuration."""
-    layout = blocks.named("llama")
-    state = engine.export_params(
+    layout = attention_blocks.named("llama")
+    state = transform.export_params(
         layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
     )
     path = folder / "model.safetensors.index.json"
@@ -54,13 +57,13 @@ def config(folder: Path) -> Target:
     path = model(folder)
 
     def run() -> None:
-        heads.in_config(path)
+        head_count.in_config(path)
         for read in (
-            migrate.inspect,
-            lambda path: migrate.plan(path, to="flax"),
-            configuration.epsilons,
-            configuration.offset_norms,
-            configuration.refuse_behaviour,
+            pipeline.inspect,
+            lambda path: pipeline.plan(path, to="flax"),
+            hf_config.epsilons,
+            hf_config.offset_norms,
+            hf_config.refuse_behaviour,
         ):
             with contextlib.suppress(ValueError):
                 read(path)
@@ -71,11 +74,11 @@ def config(folder: Path) -> Target:
 def plan(folder: Path) -> Target:
     """The TOML of a plan."""
     path = folder / "plan.toml"
-    path.write_text(plan_file.dumps(migrate.plan(model(folder), to="flax")[0]))
+    path.write_text(plan_toml.dumps(pipeline.plan(model(folder), to="flax")[0]))
 
     def run() -> None:
         with contextlib.suppress(ValueError):
-            plan_file.dumps(plan_file.read(path))
+            plan_toml.dumps(plan_toml.read(path))
 
     return Target([(path, run)])
 
@@ -85,7 +88,7 @@ def commands(folder: Path) -> Target:
     path, command = model(folder), get_command(app)
     made, written = folder / "plan.toml", folder.with_name("out.npz")
     sound = folder.with_name("sound.npz")
-    made.write_text(plan_file.dumps(migrate.plan(path, to="flax")[0]))
+    made.write_text(plan_toml.dumps(pipeline.plan(path, to="flax")[0]))
     with checkpoint.open(path) as file:
         checkpoint.write(sound, dict(file))
 

@@ -16,7 +16,7 @@ import atheris
 
 with atheris.instrument_imports(include=["jaxmha.converters"]):
     from experiments.fuzz.commands import TARGETS, Target
-    from jaxmha.converters import checkpoint
+    from jaxmha import checkpoint
 
 from experiments.fuzz.json_changes import changed
 from tests.checkpoint import hostile

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from experiments.heads.measure import Matrices, cut, distance, drawn
 from jaxmha import Semantics
-from jaxmha.converters import oracle
+from jaxmha.converters.verify import oracle
 
 
 class Case(NamedTuple):

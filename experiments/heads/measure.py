@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import linear, oracle
+from jaxmha.converters import linear
+from jaxmha.converters.verify import oracle
 
 E, B, T = 512, 2, 128
 HEADS = (1, 2, 4, 8, 16)

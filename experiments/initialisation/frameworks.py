@@ -13,7 +13,7 @@ from jaxmha.converters import flax as of_flax
 from jaxmha.converters import keras as of_keras
 from jaxmha.converters import linear
 from jaxmha.converters import torch as of_torch
-from jaxmha.converters.arrays import to_numpy
+from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.params import leaves
 
 Leaves = dict[str, NDArray[Any]]

@@ -8,7 +8,7 @@ from scipy import special, stats  # type: ignore[import-untyped]
 
 from experiments.initialisation.frameworks import APART, STARTS, Leaves
 from jaxmha import Semantics
-from jaxmha.converters import oracle
+from jaxmha.converters.verify import oracle
 from jaxmha.params import from_leaves
 
 D, N, SEEDS = 512, 8, 3

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from experiments import figures
-from jaxmha.converters.svg import INK
+from jaxmha.introspect.svg import INK
 
 ALIKE = 0.15  # errors that differ by no more than this are drawn as one line
 COLOURS = ("C3", "C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9")

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxmha import MHAParams, Projection, Semantics
-from jaxmha.converters import oracle
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify import oracle
 
 N, H, T = 2, 32, 16
 E = N * H

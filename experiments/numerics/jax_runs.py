@@ -12,7 +12,7 @@ from experiments.numerics.compiling import compiled
 from experiments.numerics.inputs import H, Run, T, UnsupportedError
 from jaxmha import MHAParams
 from jaxmha.converters import flax
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 OWN = ("reference", "blocked", "few_queries")
 LEAST_KEYS = 64  # of few_queries

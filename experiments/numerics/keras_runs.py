@@ -8,7 +8,7 @@ from experiments.numerics.compiling import compiled
 from experiments.numerics.inputs import Run, T, UnsupportedError
 from jaxmha import MHAParams
 from jaxmha.converters import keras as convert
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 
 def runs(backend: str) -> dict[str, Run]:

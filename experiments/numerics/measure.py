@@ -10,7 +10,7 @@ import numpy as np
 from experiments.numerics import inputs
 from experiments.numerics.inputs import DTYPES, H, Run, UnsupportedError
 from jaxmha import MHAParams
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
 
 LENGTHS = (16, 128, 1024, 16384)
 SCALES = (1, 4, 16, 64, 256, 1024)

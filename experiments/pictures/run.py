@@ -9,10 +9,10 @@ import numpy as np
 
 from experiments.encoders.models import Bert, load
 from experiments.encoders.run import SENTENCES, tokens_of
-from jaxmha import Mask, multi_head_attention
-from jaxmha.converters import checkpoint, migrate
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.head_statistics import HeadStatistics, head_statistics
+from jaxmha import Mask, checkpoint, multi_head_attention
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.migrate import pipeline
+from jaxmha.introspect.head_statistics import HeadStatistics, head_statistics
 
 # Sentences in which words come twice.
 REPEATING = (
@@ -45,7 +45,7 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
         state = {name: file[name] for name in file}
     heads = config["num_attention_heads"]
     model = Bert(config)
-    load(model, migrate.convert_state(state, to="flax", num_heads=heads))
+    load(model, pipeline.convert_state(state, to="flax", num_heads=heads))
     mask = Mask.lengths(key_value=jnp.asarray(lengths))
     there = np.arange(tokens.shape[1]) < lengths[:, None]
     states, layers = embedded(model, tokens), []

@@ -21,19 +21,12 @@ from rich.table import Table
 
 from experiments import records
 from experiments.real_weights import figure
-from jaxmha.converters import (
-    checkpoint,
-    flax,
-    keras,
-    migrate,
-    oracle,
-    sides,
-    torch,
-    verify,
-    weights,
-)
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.sides import BlockSide
+from jaxmha import checkpoint
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparands, comparison, oracle, weights
+from jaxmha.converters.verify.comparands import BlockSide
 from jaxmha.params import check
 
 HERE = Path(__file__).parent
@@ -97,14 +90,14 @@ def run_file(path: Path, layout: str, folder: Path) -> dict[str, Any]:
     start, source = time.perf_counter(), path
     for i, (stop, suffix) in enumerate(TRIPS[layout]):
         target = folder / f"stop{i}{suffix}"
-        heads = migrate.inspect(path).blocks[0].num_heads
-        migrate.convert(source, target, to=stop, num_heads=heads, force=True)
+        heads = pipeline.inspect(path).blocks[0].num_heads
+        pipeline.convert(source, target, to=stop, num_heads=heads, force=True)
         source = target
     with checkpoint.open(path) as first, checkpoint.open(source) as last:
-        found = migrate.inspect(path)
+        found = pipeline.inspect(path)
         others = set(found.other_tensors)
         same = others <= set(last) and all(first[k].tobytes() == last[k].tobytes() for k in others)
-    report = verify.compare(path, source, num_heads=heads)
+    report = comparison.compare(path, source, num_heads=heads)
     return {
         "file": str(path),
         "trip": " -> ".join([path.suffix, *(f"{a} {b}" for a, b in TRIPS[layout])]),
@@ -129,12 +122,12 @@ def main() -> None:
         sys.exit(f"{arguments.weights}: no weights there; `make weights` fetches them")
     console = Console()
     console.width = max(console.width, 116)  # the table needs it
-    blocks = [(label(path, side), side) for path in paths for side in sides.read(path).blocks]
+    blocks = [(label(path, side), side) for path in paths for side in comparands.read(path).blocks]
     rows = [run_block(*b) for b in track(blocks, "blocks", console=console, transient=True)]
     trips = []
     with tempfile.TemporaryDirectory() as folder:
         for path in track(paths, "files", console=console, transient=True):
-            layout = migrate.inspect(path).blocks[0].layout
+            layout = pipeline.inspect(path).blocks[0].layout
             trips.append(run_file(path, layout, Path(folder)))
     for trip in trips:
         trip["file"] = str(Path(trip["file"]).relative_to(arguments.weights))
@@ -193,7 +186,7 @@ def report(console: Console, rows: list[Row], trips: list[dict[str, Any]]) -> bo
         f"{max(ratios):.2f} at most",
         highlight=False,
     )
-    return identical == len(rows) and files == len(trips) and max(ratios) <= verify.RATIO
+    return identical == len(rows) and files == len(trips) and max(ratios) <= comparison.RATIO
 
 
 def keras_backend() -> str:

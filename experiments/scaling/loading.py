@@ -64,7 +64,7 @@ def write(folder: Path, size: int) -> None:
     """The same tensors in every format: rows, columns and heads will be spread."""
     import numpy as np
 
-    from jaxmha.converters import checkpoint
+    from jaxmha import checkpoint
 
     rng = np.random.default_rng(0)
     rows = size // 4 // (4 * 1024)
@@ -85,8 +85,8 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         import numpy as np
         from jax.sharding import PartitionSpec
 
-        from jaxmha.converters import sharded
-        from jaxmha.converters.slices import Slices
+        from jaxmha.converters.migrate.lazy_slices import Slices
+        from jaxmha.converters.sharded import distributed
 
         mesh: Any = jax.make_mesh((jax.device_count(),), ("tensor",))
         spec: Any = PartitionSpec
@@ -109,13 +109,15 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         ready: Any = jax.block_until_ready
         found = {}
         small = {"a": jax.make_array_from_callback((8,), sharding_of(mesh), lambda _: np.ones(8))}
-        sharded.save_sharded(options.folder / "first", small)  # what libraries load on first use
-        sharded.load_sharded(options.folder / "first", mesh, {})
+        distributed.save_sharded(
+            options.folder / "first", small
+        )  # what libraries load on first use
+        distributed.load_sharded(options.folder / "first", mesh, {})
         for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
             looked.clear()
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             before, called = resident("VmRSS"), by_calls()
-            arrays = sharded.load_sharded(options.folder / name, mesh, specs)
+            arrays = distributed.load_sharded(options.folder / name, mesh, specs)
             ready(arrays)
             found[name] = {
                 "share": sum(s.data.nbytes for x in arrays.values() for s in x.addressable_shards),
@@ -123,7 +125,7 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
                 "peak": resident("VmHWM") - before,
             }
             if name == "model.npz":
-                sharded.save_sharded(options.folder / SAVED, arrays)
+                distributed.save_sharded(options.folder / SAVED, arrays)
             del arrays
         return found
 

@@ -82,7 +82,7 @@ def write(path: Path) -> None:
     """A layer as a checkpoint by canonical names."""
     import numpy as np
 
-    from jaxmha.converters import checkpoint
+    from jaxmha import checkpoint
     from jaxmha.params import CANONICAL
 
     sizes = {"N": N, "K": K, "H": H, "h": H, **dict.fromkeys(("Dq", "Dk", "Dv", "Do"), N * H)}
@@ -133,9 +133,8 @@ def error(layout: str, masked: str, path: Path) -> float:
     import numpy as np
 
     import jaxmha
-    from jaxmha import Mask, sharding
-    from jaxmha.converters import checkpoint
-    from jaxmha.converters.sharded import load_sharded
+    from jaxmha import Mask, checkpoint, sharding
+    from jaxmha.converters.sharded.distributed import load_sharded
     from jaxmha.params import from_leaves, leaves
 
     mesh, names = mesh_of(layout)
@@ -197,8 +196,8 @@ def error(layout: str, masked: str, path: Path) -> float:
 def share(path: Path) -> float:
     """Of the bytes of a checkpoint, those this process reads where heads are spread."""
     from jaxmha import sharding
-    from jaxmha.converters import sharded
-    from jaxmha.converters.slices import Slices
+    from jaxmha.converters.migrate.lazy_slices import Slices
+    from jaxmha.converters.sharded import distributed
     from jaxmha.params import from_leaves, leaves
 
     mesh, names = mesh_of("tensor")
@@ -215,7 +214,7 @@ def share(path: Path) -> float:
     def specs(state: Any) -> Any:
         return leaves(sharding.specs(from_leaves(state), mesh=mesh, **names))
 
-    arrays = sharded.load_sharded(path, mesh, specs)
+    arrays = distributed.load_sharded(path, mesh, specs)
     return float(sum(read) / sum(x.nbytes for x in arrays.values()))
 
 

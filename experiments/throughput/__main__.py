@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from experiments import records
-from jaxmha.converters import checkpoint, migrate
+from jaxmha import checkpoint
+from jaxmha.converters.migrate import pipeline
 
 E, HEADS = 2048, 16
 BLOCK = (3 * E * E + E * E + 4 * E) * 4  # bytes
@@ -95,7 +96,7 @@ def convert(source: str, target: str) -> None:
     before = memory("VmRSS")
     removed(Path(target))
     start = time.perf_counter()
-    migrate.convert(source, target, to="flax", num_heads=HEADS)
+    pipeline.convert(source, target, to="flax", num_heads=HEADS)
     print(time.perf_counter() - start, memory("VmHWM") - before)
 
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.tables import Rows
-from jaxmha.converters.svg import INK
+from jaxmha.introspect.svg import INK
 
 Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxmha import checks, sharding
-from jaxmha.cache import KVCache, Rotate
 from jaxmha.cached_attention import nan_where, refuse_structure
 from jaxmha.flax.heads import (
     How,
@@ -22,6 +21,7 @@ from jaxmha.flax.heads import (
 )
 from jaxmha.flax.settings import cast, read_mask, widened
 from jaxmha.implementations import forward_mode
+from jaxmha.kv_cache import KVCache, Rotate
 from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
@@ -71,7 +71,7 @@ def with_cache(
     force_fp32: bool = False,
     **more: Any,
 ) -> tuple[jax.Array, KVCache]:
-    """A step of `jaxmha.cache` as a module of linen or nnx takes it."""
+    """A step of `jaxmha.kv_cache` as a module of linen or nnx takes it."""
     params, semantics = module.to_params()
     params, inputs = cast((params, inputs), module.dtype)
     if force_fp32:

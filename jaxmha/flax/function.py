@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike, are_arrays
-from jaxmha.cache import Rotate
 from jaxmha.flax.heads import How, Implementation, attend_heads, rotated
 from jaxmha.flax.settings import behaviour, cast, read_mask, refuse
+from jaxmha.kv_cache import Rotate
 from jaxmha.mask import Mask
 from jaxmha.semantics import Precision, Semantics
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha import checks, extra_positions, sharding
+from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import are_arrays
 from jaxmha.attention import attend, hashable
-from jaxmha.cache import Rotate
 from jaxmha.implementations import forward_mode
+from jaxmha.kv_cache import Rotate
 from jaxmha.layer import combine, live_features, multi_head_attention, project_live
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
@@ -134,7 +134,7 @@ def _attend_layer(
     T, S = inputs[0].shape[-2], inputs[1].shape[-2]
     sizes = {**check(params), "T": T, "S": S}
     wide = widen(params, bias, mask, batch, sizes, how.semantics)
-    extra = extra_positions.count(params, how.semantics)
+    extra = bias_kv.count(params, how.semantics)
     live = live_features(math.prod(batch), *wide, sizes, extra, how.semantics.fully_masked)
     query, key, value = project_live(params, *inputs, how.semantics, live)
     query = rotate(query, _positions(batch, T) if positions is None else positions)
@@ -197,10 +197,10 @@ def widen(
     semantics: Semantics,
 ) -> tuple[Any, Mask]:
     """Bias and mask with one batch axis, over S and the extra positions."""
-    extra = 0 if params is None else extra_positions.count(params, semantics)
+    extra = 0 if params is None else bias_kv.count(params, semantics)
     return (
-        extra_positions.widen_bias(bias, extra, batch, sizes),
-        extra_positions.widen_mask(mask, extra, batch, sizes),
+        bias_kv.widen_bias(bias, extra, batch, sizes),
+        bias_kv.widen_mask(mask, extra, batch, sizes),
     )
 
 
@@ -214,8 +214,8 @@ def between(
         x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)
     )
     if params is not None:
-        key = extra_positions.append(key, params.bias_k, how.semantics)
-        value = extra_positions.append(value, params.bias_v, how.semantics)
+        key = bias_kv.append(key, params.bias_k, how.semantics)
+        value = bias_kv.append(value, params.bias_v, how.semantics)
     kind: ReturnWeights = "before_dropout" if how.return_weights else False
     result = attend(
         query, key, value, *wide, how.semantics, how.dropout_key, kind, how.implementation

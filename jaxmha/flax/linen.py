@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
-from jaxmha.cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.checks import are_sizes, no_silent_rounding, promoted
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
@@ -34,6 +33,7 @@ from jaxmha.flax.settings import (
     settings_of,
     widened,
 )
+from jaxmha.kv_cache import KVCache, Rotate, decode_step, prefill
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, from_leaves, leaves
 from jaxmha.semantics import Precision, Semantics

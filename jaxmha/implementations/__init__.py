@@ -14,21 +14,11 @@ from typing import Any
 import jax
 
 from jaxmha import sharding
-from jaxmha.implementations import (
-    allgather,
-    blocked,
-    cudnn,
-    few_queries,
-    kernels,
-    platforms,
-    probe,
-    reference,
-    ring,
-    shards,
-    splash,
-    tokamax,
-)
-from jaxmha.implementations.request import Request, Result
+from jaxmha.implementations import platforms, probe, reference, shard_map, small_query
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.context_parallel import all_gather, ring
+from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
+from jaxmha.implementations.tiled import attention
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -45,13 +35,13 @@ __all__ = [
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
-    "blocked": blocked,
-    "few_queries": few_queries,
+    "blocked": attention,
+    "few_queries": small_query,
     "cudnn": cudnn,
     "tokamax": tokamax,
     "splash": splash,
     "ring": ring,
-    "allgather": allgather,
+    "allgather": all_gather,
 }
 # Names of jax.nn, whose calls stay as they are; "cudnn" is one of ours.
 OF_JAX: dict[str, str] = {"xla": "reference"}
@@ -113,7 +103,7 @@ def candidates(
     if not implementation:
         platform = platforms.current().name
         order = ORDER.get(platform, ORDER[""])
-        dense = request is not None and kernels.is_dense(request)
+        dense = request is not None and adapter.is_dense(request)
         order = DENSE.get(platform, order) if dense else order
         axes = sharding.current()
         return (*CONTEXT, *order) if axes is not None and axes.context else order
@@ -138,7 +128,7 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     if reason or name not in KERNELS:
         return reason
     if platforms.current().live:
-        dense = kernels.is_dense(request)
+        dense = adapter.is_dense(request)
         return probe.failure(name, implementation.attend, request.query.dtype.name, dense)
     return implementation.traceable() if traced else None
 
@@ -176,7 +166,7 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
         ),
         None,
     )
-    return shards.attend(request, lambda part: _run(part, name, portable))
+    return shard_map.attend(request, lambda part: _run(part, name, portable))
 
 
 def _run(request: Request, name: str, portable: str | None) -> Result:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations.request import Request, Result
+from jaxmha.implementations.base import Request, Result
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import dropout
-from jaxmha.implementations.request import Request, Result, accumulation_dtype, allowed_pairs
+from jaxmha.implementations.base import Request, Result, accumulation_dtype, allowed_pairs
 from jaxmha.mask import Mask
-from jaxmha.products import matmul, pairwise_sum
+from jaxmha.matmul import matmul, pairwise_sum
 
 
 def supports(request: Request) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint import hostile
 
 HEADS = "jaxmha.num_heads"

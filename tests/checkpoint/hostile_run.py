@@ -11,7 +11,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint import hostile
 
 SECONDS, MEMORY = 5.0, 64 << 20

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import journal, replacing, temporaries
+from jaxmha import checkpoint
+from jaxmha.checkpoint import atomic, journal, temporaries
 from tests.checkpoint import hostile
 
 STEPS = ("fsync", "replace", "rename", "link", "unlink", "fchmod", "chmod", "mkdir")
@@ -43,7 +43,7 @@ def text(seed: int) -> bytes:
 
 def write(path: Path, seed: int) -> None:
     if path.suffix == ".toml":
-        replacing.replace_by(path, text(seed), force=True)
+        atomic.replace_by(path, text(seed), force=True)
         return
     shards = {"shard_size": 120_000} if path.name.endswith(".index.json") else {}
     checkpoint.write(path, tensors(seed), force=True, **shards)  # type: ignore[arg-type]

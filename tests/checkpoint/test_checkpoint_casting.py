@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import casting
-from jaxmha.converters.checkpoint.tensor import blocks, contiguous
+from jaxmha import checkpoint
+from jaxmha.checkpoint import casting
+from jaxmha.checkpoint.tensor import blocks, contiguous
 
 ROOT = Path(__file__).parents[2]
 VALUES = np.array([1.0, 1 / 3, 70000.0, -1e-9, 0.0, np.inf, np.nan, -65504.0])

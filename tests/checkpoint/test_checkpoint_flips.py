@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint.flips import flipped, sample, write
 
 # By suffix, every how many bits a flip is tried in every run.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.fuzz import commands
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import torch_files
 
@@ -79,8 +79,8 @@ def test_random_damage(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed: int) -> None:
     """Pickles of random opcodes and arguments."""
-    from jaxmha.converters.checkpoint import torch_pickle, torch_records
-    from jaxmha.converters.checkpoint.limits import Limits
+    from jaxmha.checkpoint.formats.torch import pickle, records
+    from jaxmha.checkpoint.limits import Limits
 
     random = np.random.default_rng(seed)
     words = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
@@ -96,8 +96,8 @@ def test_random_programs(seed: int) -> None:
     for _ in range(FLIPS):
         body = b"".join(words[i] for i in random.integers(len(words), size=random.integers(1, 40)))
         try:
-            root, _storages = torch_pickle.run(b"\x80\x02" + body + b".", "m.pt", limits)
-            list(torch_records.flatten(root, "m.pt", limits, []))
+            root, _storages = pickle.run(b"\x80\x02" + body + b".", "m.pt", limits)
+            list(records.flatten(root, "m.pt", limits, []))
             finished += 1
         except checkpoint.CheckpointError:
             pass

@@ -10,8 +10,8 @@ import h5py
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint.hdf5_checksum import fletcher32, lookup3
+from jaxmha import checkpoint
+from jaxmha.checkpoint.formats.hdf5.checksum import fletcher32, lookup3
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import hdf5
 

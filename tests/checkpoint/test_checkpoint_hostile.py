@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint import hostile
 
 SECONDS = 1.0

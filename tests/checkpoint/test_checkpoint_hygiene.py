@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import keras_archives, torch_files
 

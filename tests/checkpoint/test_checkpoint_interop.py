@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 from tests.checkpoint.hostile import torch_files
 
 os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 
 SUFFIXES = (
     *(".safetensors", ".pt", ".weights.h5", ".npz", ".orbax"),

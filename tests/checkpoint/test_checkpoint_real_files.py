@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import zip
-from jaxmha.converters.checkpoint.limits import Budget
-from jaxmha.converters.checkpoint.source import Source
+from jaxmha import checkpoint
+from jaxmha.checkpoint.formats import zip
+from jaxmha.checkpoint.limits import Budget
+from jaxmha.checkpoint.source import Source
 
 
 def _folder_of_arrays(path: Path, count: int) -> None:

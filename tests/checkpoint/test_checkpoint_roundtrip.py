@@ -10,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import hdf5, npz, safetensors, torch_records, zarr
+from jaxmha import checkpoint
+from jaxmha.checkpoint.formats import keras_h5, npz, safetensors, zarr
+from jaxmha.checkpoint.formats.torch import records
 from tests.everyday import everyday
 
 HELD: dict[str, frozenset[np.dtype]] = {
     ".safetensors": frozenset(safetensors.CODES),
-    ".pt": frozenset((*torch_records.STORAGES.values(), *torch_records.UNTYPED.values())),
-    ".weights.h5": frozenset(hdf5.DTYPES),
+    ".pt": frozenset((*records.STORAGES.values(), *records.UNTYPED.values())),
+    ".weights.h5": frozenset(keras_h5.DTYPES),
     ".npz": frozenset(npz.DTYPES),
 }
 EVERY = HELD | {
@@ -156,7 +157,7 @@ def test_mapping_behaviour(tmp_path: Path) -> None:
 
 def test_big_endian_machines_would_write_the_same() -> None:
     """Bytes for a file are little-endian whatever the array is."""
-    from jaxmha.converters.checkpoint.tensor import to_bytes
+    from jaxmha.checkpoint.tensor import to_bytes
 
     array = np.arange(3, dtype=np.int32)
     assert bytes(to_bytes(array)) == bytes(to_bytes(array.astype(">i4"))) == array.tobytes()

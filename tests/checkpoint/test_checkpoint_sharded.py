@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import replacing, writing
+from jaxmha import checkpoint
+from jaxmha.checkpoint import atomic, writer
 
 INDEX = "m.safetensors.index.json"
 TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
@@ -119,7 +119,7 @@ def test_onto_a_shard_that_is_read(tmp_path: Path) -> None:
 
 
 def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, after: int, **settings: Any) -> None:
-    real, count = writing._write_file, 0
+    real, count = writer._write_file, 0
 
     def stops(*args: Any) -> None:
         nonlocal count
@@ -129,7 +129,7 @@ def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, after: int, **sett
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_write_file", stops)
+        patch.setattr(writer, "_write_file", stops)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.write(path, TENSORS, shard_size=SHARD, **settings)
 
@@ -209,14 +209,14 @@ def test_a_late_interruption_never_takes_shards_in_use(
 ) -> None:
     path = tmp_path / INDEX
     checkpoint.write(path, {"w": np.ones(3)})
-    real = getattr(replacing, call)
+    real = getattr(atomic, call)
 
     def late(*args: Any) -> None:
         real(*args)
         if not same(path, {"w": np.ones(3)}):  # the new index is in place
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(replacing, call, late)
+    monkeypatch.setattr(atomic, call, late)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.write(path, TENSORS, shard_size=SHARD, force=True)
     monkeypatch.undo()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint, migrate
-from jaxmha.converters.checkpoint import journal, replacing, temporaries
+from jaxmha import checkpoint
+from jaxmha.checkpoint import atomic, journal, temporaries
+from jaxmha.converters.migrate import pipeline
 
 INDEX = "m.safetensors.index.json"
 TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
@@ -99,7 +100,7 @@ def test_the_source_of_a_conversion_is_not_cleaned_up(tmp_path: Path) -> None:
     stray = tmp_path / f".{target.name}.0123456789abcdef.tmp"
     stray.write_bytes(_list(*names, source.name))
     before = _folder(tmp_path)
-    done = migrate.convert(source, target, to="flax", num_heads=2)
+    done = pipeline.convert(source, target, to="flax", num_heads=2)
     assert not _lost(before, tmp_path)
     assert any(stray.name in note for note in done.notes)
 
@@ -177,7 +178,7 @@ def test_a_folder_in_place_of_a_temporary_is_not_unlinked(tmp_path: Path) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        replacing.replace(target, emit, lambda path: None, force=False)
+        atomic.replace(target, emit, lambda path: None, force=False)
     assert [one.read_text() for one in tmp_path.iterdir()] == ["mine"]
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.checkpoint import orbax_parts, replacing, settling, temporaries
-from jaxmha.converters.checkpoint.tensor import blocks
+from jaxmha import checkpoint
+from jaxmha.checkpoint import atomic, settling, temporaries
+from jaxmha.checkpoint.formats import orbax_parts
+from jaxmha.checkpoint.tensor import blocks
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
 OLD = b"the old content"
@@ -160,8 +161,8 @@ def test_a_write_that_reads_back_differently_is_refused(
 
         real(target, emit, after_damage, **settings)
 
-    real = replacing.replace
-    monkeypatch.setattr(replacing, "replace", replace)
+    real = atomic.replace
+    monkeypatch.setattr(atomic, "replace", replace)
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.write(target, TENSORS, force=True)
     monkeypatch.undo()
@@ -172,7 +173,7 @@ def test_interruption_leaves_nothing(target: Path, monkeypatch: pytest.MonkeyPat
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replacing, "commit", interrupted)
+    monkeypatch.setattr(atomic, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.write(target, TENSORS, force=True)
     monkeypatch.undo()
@@ -329,13 +330,13 @@ def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
 
 def test_a_faster_writer_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.npz"
-    real = replacing.put
+    real = atomic.put
 
     def late(temporary: Path, target: Path, force: bool) -> None:
         target.write_bytes(OLD)
         real(temporary, target, force)
 
-    monkeypatch.setattr(replacing, "put", late)
+    monkeypatch.setattr(atomic, "put", late)
     with pytest.raises(checkpoint.DestinationExists):
         checkpoint.write(path, TENSORS)
     assert path.read_bytes() == OLD

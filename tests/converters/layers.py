@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.params import leaves
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

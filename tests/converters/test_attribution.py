@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask
-from jaxmha.converters import attribution, oracle
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.layer import Blocked, Inputs, Layer
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify import attribution, oracle
+from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
 # N * H = D, so that transposed and exchanged kernels fit.

@@ -12,27 +12,21 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import (
-    blocks,
-    checkpoint,
-    cli,
-    configuration,
-    engine,
-    families,
-    heads,
-    huggingface,
-    linear,
-    migrate,
-    verify,
-)
-from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.layout import Layout
+from jaxmha import checkpoint
+from jaxmha.cli import app
+from jaxmha.converters import huggingface, linear
+from jaxmha.converters.discovery import attention_blocks, head_count, hf_config, model_families
+from jaxmha.converters.layout import registry, transform
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparison
 from tests.converters.test_every_layout import N, params_of
 
 Shapes = dict[str, tuple[int, ...]]
 ROWS = [
     (f.layout, f.name, p)
-    for f in families.FAMILIES
+    for f in model_families.FAMILIES
     for p in f.prefixes.split()
     if not f.refused  # these have a test of their own
 ]
@@ -42,13 +36,13 @@ def shapes_of(layout: Layout, *prefixes: str) -> Shapes:
     """Shapes of a synthetic checkpoint: one block at each prefix."""
     found: Shapes = {"embedding": (7, 5)}
     for prefix in prefixes:
-        state = engine.export_params(layout, params_of(layout), layout.semantics, prefix=prefix)
+        state = transform.export_params(layout, params_of(layout), layout.semantics, prefix=prefix)
         found |= {key: array.shape for key, array in state.items()}
     return found
 
 
 def test_every_family_has_a_known_layout_and_patterns_differ() -> None:
-    names = {layout.name for layout in blocks.LAYOUTS}
+    names = {layout.name for layout in registry.LAYOUTS}
     assert {layout for layout, _, _ in ROWS} <= names
     assert len({(layout, pattern) for layout, _, pattern in ROWS}) == len(ROWS)
 
@@ -56,10 +50,10 @@ def test_every_family_has_a_known_layout_and_patterns_differ() -> None:
 @pytest.mark.parametrize(("layout", "family", "pattern"), ROWS)
 @pytest.mark.parametrize("before", ["", "some.model."])
 def test_blocks_of_every_family(layout: str, family: str, pattern: str, before: str) -> None:
-    named = blocks.named(layout)
+    named = attention_blocks.named(layout)
     prefixes = [before.replace(".", named.separator) + pattern.replace(".", named.separator)]
     prefixes = [p.replace("{i}", str(i)) for p in prefixes for i in (0, 11)]
-    found = blocks.find(shapes_of(named, *dict.fromkeys(prefixes)))
+    found = attention_blocks.find(shapes_of(named, *dict.fromkeys(prefixes)))
     assert [block.prefix for block in found] == list(dict.fromkeys(prefixes))
     for block in found:
         assert block.layout.name == layout
@@ -72,7 +66,7 @@ def test_blocks_of_every_family(layout: str, family: str, pattern: str, before: 
     "prefix", ["my.attn", "xh.1.attn", "h.1.attn.inner", "h.one.attn", "h.1xattn", ""]
 )
 def test_keys_alone_elsewhere(prefix: str) -> None:
-    (block,) = blocks.find(shapes_of(huggingface.GPT2, prefix))
+    (block,) = attention_blocks.find(shapes_of(huggingface.GPT2, prefix))
     assert block.layout.name == "gpt2"
     assert block.family is None
     assert block.why == "4 keys alone"
@@ -82,11 +76,11 @@ def test_same_keys_are_decided_by_the_place_or_said_to_be_ambiguous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = replace(linear.LLAMA, name="other")
-    row = families.Family("Others", "other", "stack.{i}.core")
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
+    row = model_families.Family("Others", "other", "stack.{i}.core")
+    monkeypatch.setattr(model_families, "FAMILIES", (*model_families.FAMILIES, row))
     state = shapes_of(linear.LLAMA, "stack.3.core", "model.layers.3.self_attn", "x")
     for tables in ([linear.LLAMA, other], [other, linear.LLAMA]):
-        found = {block.prefix: block for block in blocks.find(state, tables)}
+        found = {block.prefix: block for block in attention_blocks.find(state, tables)}
         first, second = (table.name for table in tables)
         assert found["stack.3.core"].layout.name == "other"
         assert found["model.layers.3.self_attn"].layout.name == "llama"
@@ -99,25 +93,25 @@ def test_two_layouts_with_other_keys_at_one_prefix_are_decided_by_the_place() ->
     def both(prefix: str) -> Shapes:
         return shapes_of(huggingface.GPT2, prefix) | shapes_of(huggingface.T5, prefix)
 
-    (block,) = blocks.find(both("h.0.attn"))
+    (block,) = attention_blocks.find(both("h.0.attn"))
     assert block.layout.name == "gpt2"
     assert block.unknown  # what belongs to the other is not dropped in silence
     with pytest.raises(ValueError, match=r"prefix 'x' fits two layouts, gpt2 and t5: name one"):
-        blocks.find(both("x"))
+        attention_blocks.find(both("x"))
 
 
 def test_keras_with_as_many_heads_fits_two_classes() -> None:
-    tables = {layout.name: layout for layout in blocks.LAYOUTS}
+    tables = {layout.name: layout for layout in registry.LAYOUTS}
     shapes = shapes_of(tables["keras"], "attention")
     params = params_of(tables["keras"])
     square = params._replace(
         value=params.value._replace(kernel=params.key.kernel, bias=params.key.bias),
         out=params.out and params.out._replace(kernel=np.ones((N, 4, 13)), bias=np.ones(13)),
     )
-    state = engine.export_params(tables["keras"], square, prefix="attention")
-    (block,) = blocks.find({key: array.shape for key, array in state.items()})
+    state = transform.export_params(tables["keras"], square, prefix="attention")
+    (block,) = attention_blocks.find({key: array.shape for key, array in state.items()})
     assert (block.layout.name, block.also) == ("keras", ("keras-gqa",))
-    assert [b.also for b in blocks.find(shapes)] == [()]  # value_dim: only one holds it
+    assert [b.also for b in attention_blocks.find(shapes)] == [()]  # value_dim: only one holds it
 
 
 def live_models() -> dict[str, Callable[[], tuple[Any, list[tuple[str, str, str, int]]]]]:
@@ -202,7 +196,7 @@ def test_live_models_of_transformers(name: str) -> None:
     model, expected = live_models()[name]()
     state = model.state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    found = blocks.find(shapes)
+    found = attention_blocks.find(shapes)
     seen: dict[tuple[str, ...], int] = {}
     for block in found:
         assert block.family is not None, block
@@ -212,7 +206,7 @@ def test_live_models_of_transformers(name: str) -> None:
         row = (block.layout.name, *block.family)
         seen[row] = seen.get(row, 0) + 1
     assert sorted((*row, count) for row, count in seen.items()) == sorted(expected)
-    assert blocks.damaged(shapes, found) == []
+    assert attention_blocks.damaged(shapes, found) == []
 
 
 @pytest.mark.filterwarnings("default")
@@ -233,65 +227,69 @@ def test_families_that_no_layout_holds_are_refused_by_name(name: str, tmp_path: 
         family, reason = "Falcon", r"packs G queries, one key and one value for each of K groups"
     state = {key: to_numpy(tensor) for key, tensor in model.state_dict().items()}
     shapes: Shapes = {key: array.shape for key, array in state.items()}
-    found = blocks.find(shapes)
+    found = attention_blocks.find(shapes)
     assert [block.family and block.family[0] for block in found] == [family] * 2
     message = rf"(layers\.0\.self_attn|h\.0\.self_attention) is of {family}: .*{reason}"
     with pytest.raises(ValueError, match=message):
         found[0].read(state, 3)
-    assert re.search(message, blocks.damaged(shapes, found)[0])
+    assert re.search(message, attention_blocks.damaged(shapes, found)[0])
     checkpoint.write(tmp_path / "a.npz", state)
     with pytest.raises(ValueError, match=message):
-        migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
+        pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
     with pytest.raises(ValueError, match=message):
-        verify.compare(tmp_path / "a.npz", tmp_path / "a.npz", num_heads=3)
-    assert re.search(message, migrate.inspect(tmp_path / "a.npz", num_heads=3).damaged[0])
+        comparison.compare(tmp_path / "a.npz", tmp_path / "a.npz", num_heads=3)
+    assert re.search(message, pipeline.inspect(tmp_path / "a.npz", num_heads=3).damaged[0])
 
 
 def test_natural_order() -> None:
     names = [f"layer.{i}.attention" for i in range(12)]
     shapes = shapes_of(huggingface.BERT, *sorted(names))
-    assert [block.prefix for block in blocks.find(shapes)] == names
+    assert [block.prefix for block in attention_blocks.find(shapes)] == names
     assert sorted(names) != names
 
 
 def test_damaged_blocks_are_named() -> None:
     shapes = shapes_of(huggingface.GPT2, "h.0.attn", "h.1.attn")
     del shapes["h.1.attn.c_proj.bias"]
-    found = blocks.find(shapes)
+    found = attention_blocks.find(shapes)
     assert [block.prefix for block in found] == ["h.0.attn"]
-    (reason,) = blocks.damaged(shapes, found)
+    (reason,) = attention_blocks.damaged(shapes, found)
     assert reason == "h.1.attn looks like layout gpt2 but lacks c_proj.bias"
     shapes["h.1.attn.c_proj.bias"] = ()
-    (reason,) = blocks.damaged(shapes, blocks.find(shapes))
+    (reason,) = attention_blocks.damaged(shapes, attention_blocks.find(shapes))
     assert "c_proj.bias expected axes (Do), got shape ()" in reason
 
 
 def test_unknown_keys_under_a_prefix() -> None:
     layout = huggingface.GPT2
-    state = engine.export_params(layout, params_of(layout), prefix="h.0.attn")
+    state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
     state["h.0.attn.bias"] = np.ones((1, 1, 5, 5), np.float32)  # known to stand beside
     state["h.0.attn.gate"] = np.ones(5, np.float32)
-    (block,) = blocks.find({key: array.shape for key, array in state.items()})
+    (block,) = attention_blocks.find({key: array.shape for key, array in state.items()})
     assert block.unknown == ("h.0.attn.gate",)
     with pytest.raises(ValueError, match=r"unknown key 'h.0.attn.gate' in the block: layout gpt2"):
         block.read(state, N)
     del state["h.0.attn.gate"]
-    (block,) = blocks.find({key: array.shape for key, array in state.items()})
+    (block,) = attention_blocks.find({key: array.shape for key, array in state.items()})
     assert block.read(state, N)[0].query.kernel.shape[-2] == N
 
 
 def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
-    a, b = blocks.find(shapes_of(huggingface.GPT2, "a", "b"))
+    a, b = attention_blocks.find(shapes_of(huggingface.GPT2, "a", "b"))
     shapes = shapes_of(huggingface.GPT2, "a", "b")
-    metadata = {heads.METADATA: "3", f"{heads.METADATA}.b": "2"}
-    config = heads.Configured(Path("config.json"), (heads.Count(6, "config.json: n_head"),))
-    assert heads.find(a, shapes, None, metadata, config) == (3, "metadata")
-    assert heads.find(b, shapes, None, metadata, config) == (2, "metadata")
-    assert heads.find(b, shapes, 2, metadata, config) == (2, "given")
+    metadata = {head_count.METADATA: "3", f"{head_count.METADATA}.b": "2"}
+    config = head_count.Configured(
+        Path("config.json"), (head_count.Count(6, "config.json: n_head"),)
+    )
+    assert head_count.find(a, shapes, None, metadata, config) == (3, "metadata")
+    assert head_count.find(b, shapes, None, metadata, config) == (2, "metadata")
+    assert head_count.find(b, shapes, 2, metadata, config) == (2, "given")
     with pytest.raises(ValueError, match="num_heads=4 is given, and metadata says 2"):
-        heads.find(b, shapes, 4, metadata, config)
-    assert heads.find(b, shapes, None, {heads.METADATA: "x"}, config) == config.counts[0][:2]
-    assert heads.find(b, shapes)[0] is None
+        head_count.find(b, shapes, 4, metadata, config)
+    assert (
+        head_count.find(b, shapes, None, {head_count.METADATA: "x"}, config) == config.counts[0][:2]
+    )
+    assert head_count.find(b, shapes)[0] is None
 
 
 @pytest.mark.parametrize(
@@ -307,9 +305,9 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
 )
 def test_config_beside_the_file(content: Any, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
-    found = heads.in_config(tmp_path / "model.pt")
+    found = head_count.in_config(tmp_path / "model.pt")
     assert (found and found.of("h.0.attn")) == expected
-    assert heads.in_config(tmp_path / "elsewhere" / "model.pt") is None
+    assert head_count.in_config(tmp_path / "elsewhere" / "model.pt") is None
 
 
 def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
@@ -317,17 +315,17 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
     config, model = tmp_path / "config.json", tmp_path / "model.pt"
     config.touch()
     os.truncate(config, 2**40)
-    found = heads.in_config(model)
+    found = head_count.in_config(model)
     assert found is not None
     assert "1,099,511,627,776" in found.wrong
     config.unlink()
     os.mkfifo(config)
-    found = heads.in_config(model)
+    found = head_count.in_config(model)
     assert found is not None
     assert "a FIFO" in found.wrong
     with pytest.raises(ValueError, match="a FIFO"):
-        configuration.refuse_behaviour(model)
-    assert configuration.epsilons(model) == {}
+        hf_config.refuse_behaviour(model)
+    assert hf_config.epsilons(model) == {}
 
 
 @pytest.mark.parametrize(
@@ -349,36 +347,38 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
 def test_an_unusable_config_is_said(content: str, wrong: str, tmp_path: Path) -> None:
     """Where the head count is needed; a layout that stores it is read all the same."""
     for name in ("gpt2", "flax"):
-        layout = blocks.named(name)
-        state = engine.export_params(layout, params_of(layout), layout.semantics, prefix="h.0.attn")
+        layout = attention_blocks.named(name)
+        state = transform.export_params(
+            layout, params_of(layout), layout.semantics, prefix="h.0.attn"
+        )
         checkpoint.write(tmp_path / f"{name}.npz", state)
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
     said = re.escape(f"{tmp_path / 'config.json'} {wrong}")
     unread = "cannot be read" in wrong
     remedy = f"correct it, or {'move it away' if unread else 'pass num_heads= or --num-heads'}"
     with pytest.raises(ValueError, match=rf"(?s){said}.*[:;] {remedy}"):
-        migrate.convert(tmp_path / "gpt2.npz", tmp_path / "out.npz", to="linear")
-    (info,) = migrate.inspect(tmp_path / "gpt2.npz").blocks
+        pipeline.convert(tmp_path / "gpt2.npz", tmp_path / "out.npz", to="linear")
+    (info,) = pipeline.inspect(tmp_path / "gpt2.npz").blocks
     assert info.num_heads is None
     assert wrong in info.num_heads_from
-    (info,) = migrate.inspect(tmp_path / "gpt2.npz", num_heads=N).blocks
+    (info,) = pipeline.inspect(tmp_path / "gpt2.npz", num_heads=N).blocks
     assert (info.num_heads, info.num_heads_from) == (N, "given")
-    (info,) = migrate.inspect(tmp_path / "flax.npz").blocks
+    (info,) = pipeline.inspect(tmp_path / "flax.npz").blocks
     assert (info.num_heads, info.num_heads_from) == (N, "shape")
 
 
 def test_a_head_count_that_does_not_divide_is_said(tmp_path: Path) -> None:
-    layout = blocks.named("gpt2")
-    state = engine.export_params(layout, params_of(layout), prefix="h.0.attn")
+    layout = attention_blocks.named("gpt2")
+    state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
     checkpoint.write(tmp_path / "a.npz", state)
     message = r"h\.0\.attn\.c_attn\.weight: expected axes .* N=5, got shape \(13, 72\)"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}"):
-        migrate.inspect(tmp_path / "a.npz", num_heads=5)
-    done = CliRunner().invoke(cli.app, ["inspect", str(tmp_path / "a.npz"), "--num-heads", "5"])
+        pipeline.inspect(tmp_path / "a.npz", num_heads=5)
+    done = CliRunner().invoke(app.app, ["inspect", str(tmp_path / "a.npz"), "--num-heads", "5"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert re.search(message, done.stderr)
     (tmp_path / "config.json").write_text('{"n_head": 5}')
-    (info,) = migrate.inspect(tmp_path / "a.npz").blocks
+    (info,) = pipeline.inspect(tmp_path / "a.npz").blocks
     assert info.num_heads is None
     assert "config.json does not describe these tensors (n_head is 5" in info.num_heads_from
 
@@ -387,21 +387,21 @@ def test_config_is_read_once_per_file(tmp_path: Path, monkeypatch: pytest.Monkey
     layout = huggingface.GPT2
     state: dict[str, Any] = {}
     for i in range(3):
-        state |= engine.export_params(layout, params_of(layout, seed=i), prefix=f"h.{i}.attn")
+        state |= transform.export_params(layout, params_of(layout, seed=i), prefix=f"h.{i}.attn")
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
     calls = []
-    real = heads.in_config
+    real = head_count.in_config
 
-    def counted(path: Path) -> heads.Configured | None:
+    def counted(path: Path) -> head_count.Configured | None:
         calls.append(path)
         return real(path)
 
-    monkeypatch.setattr(heads, "in_config", counted)
-    infos = migrate.inspect(tmp_path / "a.npz").blocks
+    monkeypatch.setattr(head_count, "in_config", counted)
+    infos = pipeline.inspect(tmp_path / "a.npz").blocks
     assert [info.num_heads for info in infos] == [N] * 3
     assert len(calls) == 1
-    migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="linear")
+    pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="linear")
     assert len(calls) == 2
-    assert verify.compare(tmp_path / "a.npz", tmp_path / "b.npz").same
+    assert comparison.compare(tmp_path / "a.npz", tmp_path / "b.npz").same
     assert len(calls) == 4

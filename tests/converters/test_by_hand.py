@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import attribution, by_hand, checkpoint, flax, keras, linear, torch, verify
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters import flax, keras, linear, torch
+from jaxmha.converters.layout import by_hand
+from jaxmha.converters.verify import attribution, comparison
 from jaxmha.params import leaves
 from tests.converters import layers
 
@@ -157,7 +160,7 @@ def test_keras_loads_what_was_converted(folder: Path, tmp_path: Path) -> None:
     cli("convert", there, back, "--to", "dense", "--num-heads", N)
     model = subclassed()
     model.load_weights(back)
-    assert verify.compare(model, folder / "subclassed.weights.h5").same
+    assert comparison.compare(model, folder / "subclassed.weights.h5").same
 
 
 def test_live_classes_are_read_and_compared() -> None:
@@ -170,7 +173,7 @@ def test_live_classes_are_read_and_compared() -> None:
     for name in NAMES:
         weights = [x.detach().numpy() for x in getattr(P, name).parameters()]
         getattr(T, name).set_weights([weights[0].T, weights[1]])
-    report = verify.compare(P, T)
+    report = comparison.compare(P, T)
     assert report.same, str(report)
     assert "is a class written by hand" in report.notes[0]
     assert attribution.attribute(P, T).same
@@ -200,7 +203,7 @@ def test_other_names_in_every_framework(names: tuple[str, ...]) -> None:
         dense = getattr(module, name)
         dense.kernel.set_value(framework_state[f"{name}.weight"].numpy().T)
         dense.bias.set_value(framework_state[f"{name}.bias"].numpy())
-    report = verify.compare(layer, module)
+    report = comparison.compare(layer, module)
     assert report.same, str(report)
 
 
@@ -215,9 +218,9 @@ def test_nested_in_models_with_stock_attention() -> None:
             self.norm = framework.nn.LayerNorm(D)
 
     model = Model()
-    names = [block.a for block in verify.compare(model, model).blocks]
+    names = [block.a for block in comparison.compare(model, model).blocks]
     assert names == ["stock", "mine"]
-    assert verify.compare(model, model.state_dict()).same
+    assert comparison.compare(model, model.state_dict()).same
 
 
 def test_from_module_names_the_way_that_works() -> None:
@@ -249,7 +252,7 @@ def test_a_linen_class_of_ones_own() -> None:
 
     module = Mine()
     variables = initialised(module, jax.random.key(0), np.zeros((1, 3, D), "f"))
-    report = verify.compare((module, variables), (module, variables))
+    report = comparison.compare((module, variables), (module, variables))
     assert report.same
     assert report.blocks[0].num_heads == N
     with pytest.raises(TypeError, match=r"layout='dense', num_heads=2"):

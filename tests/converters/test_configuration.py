@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import blocks, checkpoint, configuration, engine, heads, migrate, modules
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import attention_blocks, head_count, hf_config, other_layers
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import params_of
 from tests.converters.test_families import state_of
 
@@ -56,7 +59,7 @@ def test_towers_have_their_own_head_counts(clip: Path, tmp_path: Path) -> None:
         for tower, N in (("text", TEXT), ("vision", VISION)):
             name = f"{tower}_model/encoder/layers/0/self_attn/query/kernel"
             assert file[name].shape == (D, N, D // N)
-    assert [info.num_heads for info in migrate.inspect(clip).blocks] == [TEXT, VISION]
+    assert [info.num_heads for info in pipeline.inspect(clip).blocks] == [TEXT, VISION]
 
 
 def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) -> None:
@@ -66,10 +69,10 @@ def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) ->
         assert f"num_heads={N} is given" in said(done)
         assert f"{tower}_config: num_attention_heads says {own}" in said(done)
         assert "write a plan and set num_heads for each module" in said(done)
-    made = migrate.plan(clip, to="flax")[0]
+    made = pipeline.plan(clip, to="flax")[0]
     wrong = [replace(m, num_heads=TEXT) if m.source.startswith("vision") else m for m in made.moves]
     with pytest.raises(ValueError, match=r"block vision_model.*num_heads=3 is given"):
-        migrate.convert(clip, tmp_path / "a.npz", plan=replace(made, moves=tuple(wrong)))
+        pipeline.convert(clip, tmp_path / "a.npz", plan=replace(made, moves=tuple(wrong)))
     assert not list(tmp_path.iterdir())
 
 
@@ -131,7 +134,7 @@ def test_parts_of_a_model(
     config: dict[str, Any], prefix: str, expected: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = heads.in_config(tmp_path / "model.pt")
+    found = head_count.in_config(tmp_path / "model.pt")
     assert found is not None
     assert found.of(prefix)[0] == expected
 
@@ -147,9 +150,9 @@ def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: P
 
 
 def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
-    layout = blocks.named("gpt2")
+    layout = attention_blocks.named("gpt2")
     checkpoint.write(
-        tmp_path / "a.npz", engine.export_params(layout, params_of(layout), prefix="h.0.attn")
+        tmp_path / "a.npz", transform.export_params(layout, params_of(layout), prefix="h.0.attn")
     )
     (tmp_path / "config.json").write_text('{"a": {"n_head": 3}, "num_heads": 6}')
     several = (
@@ -157,16 +160,16 @@ def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
     )
     for given in (None, 2):
         with pytest.raises(ValueError, match=rf"{several}.*write a plan and set num_heads"):
-            migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=given)
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
+            pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=given)
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
     assert done.plan is not None
     assert [move.num_heads for move in done.plan.moves] == [3]
 
 
 def llama(path: Path, config: dict[str, Any]) -> None:
     """Attention and a norm as Llama has them, beside a configuration."""
-    layout = blocks.named("llama")
-    state = engine.export_params(
+    layout = attention_blocks.named("llama")
+    state = transform.export_params(
         layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
     )
     checkpoint.write(path, state | {"model.norm.weight": np.arange(13, dtype=np.float32)})
@@ -189,29 +192,29 @@ def test_what_changes_attention_is_refused(
     with pytest.raises(
         ValueError, match=rf"has {shown}: it changes attention and.*between jaxmha.project"
     ):
-        migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
+        pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
     llama(tmp_path / "c.npz", {"clip_qkv": None, "use_qk_norm": False, "n": [{"clip_qkv": None}]})
-    migrate.convert(tmp_path / "c.npz", tmp_path / "b.npz", to="flax")
+    pipeline.convert(tmp_path / "c.npz", tmp_path / "b.npz", to="flax")
 
 
 def test_norms_that_multiply_by_more_are_not_understood(tmp_path: Path) -> None:
     llama(tmp_path / "a.npz", {"model_type": "gemma"})
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
     assert done.carried == ("model.norm.weight",)
     (note,) = (x for x in done.notes if "carried over" in x)
     assert re.match(r"1 x .* as it is: model_type gemma of config.json: .* 1 \+ weight", note)
     with pytest.raises(ValueError, match=r"model.norm.weight \(model_type gemma .* 1 \+ weight"):
-        migrate.convert(tmp_path / "a.npz", tmp_path / "c.npz", to="flax", others="refuse")
-    assert "1 + weight" in migrate.inspect(tmp_path / "a.npz").not_understood["model.norm.weight"]
+        pipeline.convert(tmp_path / "a.npz", tmp_path / "c.npz", to="flax", others="refuse")
+    assert "1 + weight" in pipeline.inspect(tmp_path / "a.npz").not_understood["model.norm.weight"]
     (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "model_type": "llama"}')
-    assert migrate.convert(tmp_path / "a.npz", tmp_path / "d.npz", to="flax").carried == ()
+    assert pipeline.convert(tmp_path / "a.npz", tmp_path / "d.npz", to="flax").carried == ()
 
 
 def test_norms_with_a_bias_are_others_than_those_without() -> None:
     """A vision tower beside Gemma has ordinary ones."""
     info = {f"n.{key}": np.zeros(5, np.float32) for key in ("weight", "bias")}
-    assert modules.find(info, [], {"rmsnorm": "why"})[1] == {}
-    assert modules.find(info, [], {"norm": "why"})[1] == dict.fromkeys(info, "why")
+    assert other_layers.find(info, [], {"rmsnorm": "why"})[1] == {}
+    assert other_layers.find(info, [], {"norm": "why"})[1] == dict.fromkeys(info, "why")
 
 
 @pytest.mark.parametrize(
@@ -242,4 +245,4 @@ def test_which_models_have_such_norms(
             parameter.zero_()
         given = bool(norm(torch.ones(2, 5) + torch.arange(5)).any())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert (given, set(configuration.offset_norms(tmp_path / "a.pt"))) == (bool(kinds), kinds)
+    assert (given, set(hf_config.offset_norms(tmp_path / "a.pt"))) == (bool(kinds), kinds)

@@ -12,18 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from jaxmha.converters import (
-    blocks,
-    checkpoint,
-    contradictions,
-    engine,
-    heads,
-    migrate,
-    one_block,
-    plan_file,
-    sides,
-)
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import attention_blocks, contradictions, head_count
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline, plan_toml
+from jaxmha.converters.verify import comparands, load_block
 from tests.converters.test_every_layout import params_of
 
 N, D, LAYERS = 6, 24, 2
@@ -121,18 +115,18 @@ def test_a_configuration_that_contradicts_the_tensors_is_set_aside(
     with pytest.raises(
         ValueError, match=rf"config.json does not describe.*{re.escape(told)}.*--num-heads"
     ):
-        migrate.convert(source, target, to="flax")
-    info = migrate.inspect(source)
+        pipeline.convert(source, target, to="flax")
+    info = pipeline.inspect(source)
     assert {block.num_heads for block in info.blocks} == {None}
     assert any(told in note for note in info.notes)
-    done = migrate.convert(source, target, to="flax", num_heads=N)
+    done = pipeline.convert(source, target, to="flax", num_heads=N)
     assert {(count, where) for _, count, where in done.heads} == {(N, "given")}
     assert any("config.json was set aside" in note and told in note for note in done.notes)
     assert not any("1e-12" in note for note in done.notes)
-    plan = migrate.plan(source, to="flax", num_heads=N)[0]
-    by_plan = migrate.convert(source, tmp_path / "b.npz", plan=plan)
+    plan = pipeline.plan(source, to="flax", num_heads=N)[0]
+    by_plan = pipeline.convert(source, tmp_path / "b.npz", plan=plan)
     assert {where for *_, where in by_plan.heads} <= {"given", "plan"}
-    for read in (sides.read, one_block.read):
+    for read in (comparands.read, load_block.read):
         with pytest.raises(ValueError, match=r"does not describe"):
             read(source)
 
@@ -143,17 +137,17 @@ def test_a_configuration_that_fits_is_used_and_named(
     for source in (bert, llama):
         done = run("convert", source, tmp_path / "a.npz", "--to", "flax", "--force")
         assert "heads 6 (config.json: num_attention_heads): 2 blocks" in said(done), said(done)
-        assert {block.confidence for block in migrate.inspect(source).blocks} == {"certain"}
+        assert {block.confidence for block in pipeline.inspect(source).blocks} == {"certain"}
         data = run(
             "convert", source, tmp_path / "b.npz", "--to", "flax", "--json", "--force"
         ).stdout
         (first, *_) = json.loads(data)["heads"]
         assert first[1:] == [N, "config.json: num_attention_heads"]
-        text = plan_file.dumps(migrate.plan(source, to="flax")[0])
+        text = plan_toml.dumps(pipeline.plan(source, to="flax")[0])
         assert "# num_heads: from config.json: num_attention_heads" in text
     source = beside(encoder, tmp_path, {"num_attention_heads": N})
-    assert {block.confidence for block in migrate.inspect(source).blocks} == {"likely"}
-    assert {x.confidence for x in migrate.inspect(encoder, num_heads=N).blocks} == {"certain"}
+    assert {block.confidence for block in pipeline.inspect(source).blocks} == {"likely"}
+    assert {x.confidence for x in pipeline.inspect(encoder, num_heads=N).blocks} == {"certain"}
 
 
 @pytest.mark.parametrize("name", ["ViT", "DeiT", "IJepa"])
@@ -164,7 +158,7 @@ def test_vision_models_keep_the_names_of_older_versions(name: str, tmp_path: Pat
     sizes = {"hidden_size": D, "num_hidden_layers": 1, "intermediate_size": 32}
     config = getattr(t, f"{name}Config")(num_attention_heads=N, image_size=4, patch_size=2, **sizes)
     getattr(t, f"{name}Model")(config).save_pretrained(tmp_path)
-    done = migrate.convert(tmp_path, tmp_path / "a.npz", to="flax")
+    done = pipeline.convert(tmp_path, tmp_path / "a.npz", to="flax")
     assert done.heads == ((*done.heads[0][:1], N, "config.json: num_attention_heads"),)
 
 
@@ -176,39 +170,39 @@ def test_inspect_says_each_note_once(llama: Path) -> None:
 
 def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
     kept = tmp_path / "torch.safetensors"
-    migrate.convert(bert, kept, to="linear")
-    assert {where for *_, where in migrate.convert(kept, tmp_path / "a.npz", to="flax").heads} == {
+    pipeline.convert(bert, kept, to="linear")
+    assert {where for *_, where in pipeline.convert(kept, tmp_path / "a.npz", to="flax").heads} == {
         "metadata"
     }
-    again = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="linear")
+    again = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="linear")
     assert {where for *_, where in again.heads} == {"shape"}
-    plan = plan_file.loads(plan_file.dumps(migrate.plan(kept, to="flax")[0]))
-    done = migrate.convert(kept, tmp_path / "c.npz", plan=plan)
+    plan = plan_toml.loads(plan_toml.dumps(pipeline.plan(kept, to="flax")[0]))
+    done = pipeline.convert(kept, tmp_path / "c.npz", plan=plan)
     assert {(count, where) for _, count, where in done.heads} == {(N, "plan")}
 
 
 def test_a_plan_that_contradicts_is_refused(bert: Path, tmp_path: Path) -> None:
-    plan = migrate.plan(bert, to="flax")[0]
+    plan = pipeline.plan(bert, to="flax")[0]
     for count, told in ((OTHER, "num_heads=4 is given"), (5, "N=5")):
         moves = tuple(
             replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.moves
         )
         with pytest.raises(ValueError, match=told):
-            migrate.convert(bert, tmp_path / "a.npz", plan=replace(plan, moves=moves))
+            pipeline.convert(bert, tmp_path / "a.npz", plan=replace(plan, moves=moves))
 
 
 def test_a_file_that_was_converted_keeps_its_configuration(bert: Path, tmp_path: Path) -> None:
     """The advice of the note: a config.json stands next to a file that holds no head count."""
-    migrate.convert(bert, tmp_path / "a.npz", to="torch")
+    pipeline.convert(bert, tmp_path / "a.npz", to="torch")
     (tmp_path / "config.json").write_text(json.dumps(own(bert)))
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
     assert {where for *_, where in done.heads} == {"config.json: num_attention_heads"}
     assert not any("set aside" in note for note in done.notes)
 
 
 def test_towers_of_other_widths_keep_their_configurations() -> None:
     """A part that is not said of is not judged by the other's sizes."""
-    blocks_of = heads.Configured
+    blocks_of = head_count.Configured
     config = {
         "text_config": {"hidden_size": 24, "num_attention_heads": 6, "head_dim": 4},
         "vision_config": {"hidden_size": 16, "num_heads": 4},
@@ -219,15 +213,19 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
         for which in ("q", "k", "v", "out")
         for kind in ("weight", "bias")
     }
-    from jaxmha.converters import blocks, configuration
+    from jaxmha.converters.discovery import attention_blocks, hf_config
 
-    found = [heads._count(way, x) for way, x in configuration.search(config, heads.CONFIG_KEYS)]
+    found = [
+        head_count._count(way, x) for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
+    ]
     configured = blocks_of(Path("config.json"), tuple(found))
-    there = blocks.find(shapes)
+    there = attention_blocks.find(shapes)
     assert len(there) == 2
     assert contradictions.find(config, configured, there, shapes) == []
     wrong = config | {"vision_config": {"hidden_size": 24, "num_heads": 4}}
-    found = [heads._count(way, x) for way, x in configuration.search(wrong, heads.CONFIG_KEYS)]
+    found = [
+        head_count._count(way, x) for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
+    ]
     (told,) = contradictions.find(wrong, blocks_of(Path("c"), tuple(found)), there, shapes)
     assert "visual.layers.0.self_attn has 16 features" in told
 
@@ -240,7 +238,7 @@ def test_an_archive_that_contradicts_itself_is_set_aside(tmp_path: Path) -> None
     attended = keras.layers.MultiHeadAttention(N, D // N, name="attn")(inputs, inputs)
     out = keras.layers.LayerNormalization(epsilon=1e-9, name="norm")(attended)
     keras.Model(inputs, keras.layers.Dense(5, name="head")(out)).save(tmp_path / "a.keras")
-    done = migrate.plan(tmp_path / "a.keras", to="flax")[0]
+    done = pipeline.plan(tmp_path / "a.keras", to="flax")[0]
     assert any("epsilon is 1e-09 (the archive's config.json)" in note for note in done.notes)
     for old, new, told in (
         ('"num_heads": 6', '"num_heads": 4', "num_heads of attn is 4, and layers/multi_head"),
@@ -256,7 +254,7 @@ def test_an_archive_that_contradicts_itself_is_set_aside(tmp_path: Path) -> None
                     assert old.encode() in raw
                     raw = raw.replace(old.encode(), new.encode())
                 other.writestr(name, raw)
-        plan = migrate.plan(tmp_path / "b.keras", to="flax")[0]
+        plan = pipeline.plan(tmp_path / "b.keras", to="flax")[0]
         assert any("was set aside" in note and told in note for note in plan.notes)
         assert not any("1e-09" in note for note in plan.notes)
 
@@ -268,19 +266,19 @@ def test_a_number_in_a_wrong_place_is_no_crash(encoder: Path, tmp_path: Path) ->
         [1, 2],
         {"text_config": {"text_config": [{"num_attention_heads": N}]}},
     ):
-        migrate.inspect(beside(encoder, tmp_path, config))
+        pipeline.inspect(beside(encoder, tmp_path, config))
 
 
 def test_the_epsilon_of_parts_is_said_of_each(bert: Path, tmp_path: Path) -> None:
     config = own(bert)
     source = beside(bert, tmp_path, config | {"other_config": {"layer_norm_eps": 1e-7}})
-    (note, *_) = [n for n in migrate.plan(source, to="flax")[0].notes if "epsilon" in n]
+    (note, *_) = [n for n in pipeline.plan(source, to="flax")[0].notes if "epsilon" in n]
     assert "epsilon is 1e-12 or 1e-07" in note
     assert "each part of the model has its own" in note
 
 
 def test_an_epsilon_that_was_not_read_is_not_stated(encoder: Path, tmp_path: Path) -> None:
-    (note,) = [n for n in migrate.plan(encoder, to="flax", num_heads=N)[0].notes if "epsilon" in n]
+    (note,) = [n for n in pipeline.plan(encoder, to="flax", num_heads=N)[0].notes if "epsilon" in n]
     assert "epsilon is not known" in note
     assert "It is 1e-05 if it is the default of torch, and 1e-06 by default in flax" in note
 
@@ -288,11 +286,11 @@ def test_an_epsilon_that_was_not_read_is_not_stated(encoder: Path, tmp_path: Pat
 @pytest.mark.parametrize("model_type", ["vit", "deit", "ijepa", "dinov2"])
 def test_names_on_disk_are_of_the_type_too(model_type: str, tmp_path: Path) -> None:
     """transformers 5 renames these models' tensors in memory, and back when it saves them."""
-    chosen = blocks.named("vit")
-    state = engine.export_params(
+    chosen = attention_blocks.named("vit")
+    state = transform.export_params(
         chosen, params_of(chosen), chosen.semantics, prefix="encoder.layer.0.attention"
     )
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_heads": N}))
-    assert migrate.inspect(tmp_path / "a.npz").notes == ()
-    migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
+    assert pipeline.inspect(tmp_path / "a.npz").notes == ()
+    pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import blocks, checkpoint, engine, migrate, moves, report
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.checkpoint import writing
-from jaxmha.converters.cli import app
-from jaxmha.converters.plan import make
-from jaxmha.converters.resolved import resolve
+from jaxmha import checkpoint
+from jaxmha.checkpoint import writer
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.migrate import lazy_tensors, pipeline
+from jaxmha.converters.migrate.plans import make
+from jaxmha.converters.migrate.resolved import resolve
+from jaxmha.converters.verify import report
 from tests.converters.test_every_layout import N, params_of
 from tests.converters.test_plan import model
 
@@ -46,7 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.write(folder / "a.safetensors", model())
     (folder / "shards").mkdir()
     checkpoint.write(folder / "shards" / INDEX, model(), shard_size=700)
-    migrate.convert(folder / "a.safetensors", folder / "flax.npz", to="flax", num_heads=N)
+    pipeline.convert(folder / "a.safetensors", folder / "flax.npz", to="flax", num_heads=N)
     return folder
 
 
@@ -59,7 +63,7 @@ def resplit(source: Path, folder: Path, shard_size: int, **settings: Any) -> int
         written = checkpoint.write(folder / INDEX, file, shard_size=shard_size)
     results = []
     for place, target in ((source, folder / "whole.npz"), (folder, folder / "shards.npz")):
-        done = migrate.convert(place, target, to="flax", **settings)
+        done = pipeline.convert(place, target, to="flax", **settings)
         assert done.plan is not None
         found = report.check(place, target, done.plan, forward=False)
         assert found.same, str(found)
@@ -105,7 +109,7 @@ def test_an_index_beside_its_source_is_refused(source: Path, tmp_path: Path) -> 
 
 def test_head_counts_without_a_place_are_told(source: Path, tmp_path: Path) -> None:
     for name, told in (("a.npz", True), ("a.safetensors", False)):
-        done = migrate.convert(source / "flax.npz", tmp_path / name, to="bert")
+        done = pipeline.convert(source / "flax.npz", tmp_path / name, to="bert")
         assert any("the head count (" in note for note in done.notes) == told
 
 
@@ -123,13 +127,13 @@ def test_a_folder_of_two_checkpoints_is_ambiguous(tmp_path: Path) -> None:
 
 def test_archives_of_keras_are_sources(source: Path, tmp_path: Path) -> None:
     weights, archive = tmp_path / "model.weights.h5", tmp_path / "a.keras"
-    migrate.convert(source / "a.safetensors", weights, to="keras", num_heads=N)
+    pipeline.convert(source / "a.safetensors", weights, to="keras", num_heads=N)
     with zipfile.ZipFile(archive, "w") as file:
         file.write(weights, weights.name)
         for name in ("config.json", "metadata.json"):
             file.writestr(name, "{}")
     for one in (weights, archive):
-        migrate.convert(one, tmp_path / f"{one.suffix}.npz", to="flax")
+        pipeline.convert(one, tmp_path / f"{one.suffix}.npz", to="flax")
     assert digest(tmp_path / ".keras.npz") == digest(tmp_path / ".h5.npz")
     refused = CliRunner().invoke(
         app, ["convert", str(archive), str(tmp_path / "b.keras"), "--to", "keras"]
@@ -142,7 +146,7 @@ def test_shards_are_written_and_continued(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    real = writing._write_file
+    real = writer._write_file
 
     def stops(plan: Any, *rest: Any) -> None:
         if len(written) == 2:
@@ -151,13 +155,13 @@ def test_shards_are_written_and_continued(
         written.append(plan.path)
 
     command = (source / "a.safetensors", tmp_path / "b.safetensors", "--shard-size", "3kB")
-    monkeypatch.setattr(writing, "_write_file", stops)
+    monkeypatch.setattr(writer, "_write_file", stops)
     done = cli(*command, "--resume")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / f"b.{INDEX.partition('.')[2]}").exists()
     before = {path: path.stat().st_mtime_ns for path in written}
-    monkeypatch.setattr(writing, "_write_file", real)
+    monkeypatch.setattr(writer, "_write_file", real)
     done = cli(*command, "--resume")
     assert done.exit_code == 0, done.output
     assert "3 shards and their index" in done.stdout
@@ -242,15 +246,15 @@ class Counting(dict[str, Any]):
 
 def test_every_tensor_is_read_once(tmp_path: Path) -> None:
     """Of packed arrays too, in the order of a safetensors file."""
-    layout = blocks.named("torch")
+    layout = attention_blocks.named("torch")
     state: dict[str, NDArray] = {}
     for i in range(3):
-        drawn = engine.export_params(layout, params_of(layout, seed=i), prefix=f"layers.{i}.mha")
+        drawn = transform.export_params(layout, params_of(layout, seed=i), prefix=f"layers.{i}.mha")
         state |= {name: array for name, array in drawn.items() if "bias_" not in name}
     file: Any = Counting(state)
-    found = resolve(make(file, blocks.named("flax"), num_heads=N), file)
+    found = resolve(make(file, attention_blocks.named("flax"), num_heads=N), file)
     file.asked.clear()
-    checkpoint.write(tmp_path / "a.safetensors", moves.lazy(found.made))
+    checkpoint.write(tmp_path / "a.safetensors", lazy_tensors.lazy(found.made))
     for name in next(iter(found.made.values())).sources:  # which beartype looks at
         file.asked[name] = 1
     assert file.asked == dict.fromkeys(state, 1)
@@ -261,7 +265,7 @@ def test_the_check_holds_one_large_tensor(tmp_path: Path) -> None:
     for name in ("mystery.weight", "encoder.layer.0.output.dense.weight"):
         state[name] = np.ones((2048, 1024), np.float32)
     checkpoint.write(tmp_path / "a.safetensors", state)
-    done = migrate.convert(
+    done = pipeline.convert(
         tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="flax", num_heads=N
     )
     assert done.plan is not None
@@ -292,7 +296,7 @@ def test_memory_is_that_of_the_largest_tensor(layout: str, to: str, tmp_path: Pa
     seen: list[tuple[int, int]] = []
     tracemalloc.start()
     try:
-        migrate.convert(
+        pipeline.convert(
             tmp_path / "a.safetensors",
             tmp_path / "b.safetensors",
             to=to,

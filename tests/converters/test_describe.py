@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import Semantics
-from jaxmha.converters import checkpoint, dataflow_svg, describe, flax, keras, one_block, torch
-from jaxmha.converters.dataflow import DataFlow, Node
-from jaxmha.converters.dataflow_differences import FACTS, FRAMEWORKS
+from jaxmha import Semantics, checkpoint
+from jaxmha.converters import describe, flax, keras, torch
+from jaxmha.converters.verify import load_block
+from jaxmha.introspect import graph_svg
+from jaxmha.introspect.framework_differences import FACTS, FRAMEWORKS
+from jaxmha.introspect.graph import DataFlow, Node
 from jaxmha.params import leaves
 from tests.converters.test_cli import cli, fails
 
@@ -336,7 +338,7 @@ def test_drawing(semantics: Semantics, mask: Sequence[int] | None) -> None:
 
 
 def test_names_on_a_drawing_are_escaped() -> None:
-    assert "<b" not in dataflow_svg._text(0.0, 0.0, "a <b> & c", 12)
+    assert "<b" not in graph_svg._text(0.0, 0.0, "a <b> & c", 12)
 
 
 def test_printing() -> None:
@@ -447,18 +449,18 @@ def test_block_of_a_checkpoint(folder: Path) -> None:
 
 def test_stacked_layers_have_numbers(folder: Path) -> None:
     path = folder / "stacked.safetensors"
-    whole = one_block.read(path)
+    whole = load_block.read(path)
     assert (whole.name, whole.others) == ("a[0]", 2)
-    last = one_block.read(path, "a[2]")
+    last = load_block.read(path, "a[2]")
     difference = {
         name: np.asarray(x) - np.asarray(leaves(whole.params)[name])
         for name, x in leaves(last.params).items()
     }
     assert all(np.allclose(x, 2.0) for x in difference.values())
     with pytest.raises(ValueError, match=r"a\[0\] to a\[2\]"):
-        one_block.read(path, "a[3]")
+        load_block.read(path, "a[3]")
     with pytest.raises(ValueError, match="there are a"):
-        one_block.read(path, "b[0]")
+        load_block.read(path, "b[0]")
 
 
 def test_a_block_has_the_name_that_its_user_gave(tmp_path: Path) -> None:
@@ -468,9 +470,9 @@ def test_a_block_has_the_name_that_its_user_gave(tmp_path: Path) -> None:
     arrays = keras.export_params(params, layout="keras-file", prefix=prefix)
     checkpoint.write(path, arrays, names={prefix: "mine"})
     for name in (None, prefix, "mine"):
-        assert one_block.read(path, name).name == "mine"
+        assert load_block.read(path, name).name == "mine"
     with pytest.raises(ValueError, match="there are mine"):
-        one_block.read(path, "yours")
+        load_block.read(path, "yours")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import attribution, checkpoint
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.verify import attribution
 
 N, D = 3, 15
 runner = CliRunner()

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, engine, migrate
-from jaxmha.converters.blocks import named
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery.attention_blocks import named
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import N, params_of
 
 
@@ -25,7 +27,7 @@ def said(done: Any) -> str:
 
 def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a.npz") -> Path:
     layout, rng = named("linear"), np.random.default_rng(0)
-    state = engine.export_params(layout, params_of(layout), prefix="layers.0.self_attn")
+    state = transform.export_params(layout, params_of(layout), prefix="layers.0.self_attn")
     state |= {key: rng.normal(size=shape).astype(np.float32) for key, shape in extra.items()}
     checkpoint.write(folder / name, state)
     return folder / name
@@ -141,8 +143,8 @@ def test_the_python_call_takes_an_edited_plan_too(tmp_path: Path) -> None:
     from dataclasses import replace
 
     source = source_of(tmp_path, {"tok.weight": (11, 7)})
-    made = migrate.plan(source, to="flax", num_heads=N)[0]
+    made = pipeline.plan(source, to="flax", num_heads=N)[0]
     moves = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.moves]
-    migrate.convert(source, tmp_path / "b.npz", plan=replace(made, moves=tuple(moves)))
+    pipeline.convert(source, tmp_path / "b.npz", plan=replace(made, moves=tuple(moves)))
     with checkpoint.open(tmp_path / "b.npz") as file:
         assert "tok/embedding" in file

@@ -9,8 +9,9 @@ from flax import nnx
 
 from experiments.encoders.models import Bert, Encoder, flat, load, sentence_embeddings
 from jaxmha import Mask
-from jaxmha.converters import migrate, oracle
-from jaxmha.converters.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import oracle
 
 OPTIMISED = True
 N, D, HIDDEN, LAYERS = 3, 6, 11, 1
@@ -51,7 +52,7 @@ def test_encoder_equals_torch_s(encoder: tuple[Any, dict[str, NDArray]]) -> None
 
     theirs, state = encoder
     model = Encoder(D, N, LAYERS, HIDDEN)
-    assert load(model, migrate.convert_state(state, to="flax", num_heads=N)) == []
+    assert load(model, pipeline.convert_state(state, to="flax", num_heads=N)) == []
     x = np.random.default_rng(1).normal(size=(len(LENGTHS), T, D)).astype(np.float32)
     padding = torch.from_numpy(~THERE)
     with torch.no_grad():
@@ -61,14 +62,14 @@ def test_encoder_equals_torch_s(encoder: tuple[Any, dict[str, NDArray]]) -> None
     mask = Mask.padding(key_value=jnp.asarray(THERE))
     ours = np.asarray(nnx.jit(lambda m, x: m(x, mask))(model, jnp.asarray(x)))[THERE]
     assert error(ours, exact.numpy()[THERE]) <= 2 * error(out, exact.numpy()[THERE])
-    back = migrate.convert_state(flat(model), to="torch")
+    back = pipeline.convert_state(flat(model), to="torch")
     assert {name: array.tobytes() for name, array in back.items()} == {
         name: array.tobytes() for name, array in state.items()
     }
 
 
 def test_loading_is_strict(encoder: tuple[Any, dict[str, NDArray]]) -> None:
-    tensors = migrate.convert_state(encoder[1], to="flax", num_heads=N)
+    tensors = pipeline.convert_state(encoder[1], to="flax", num_heads=N)
     model = Encoder(D, N, LAYERS, HIDDEN)
     assert load(model, tensors | {"mine": np.zeros(3)}) == ["mine"]
     with pytest.raises(ValueError, match="no layers/0/linear1/bias"):
@@ -90,7 +91,7 @@ def test_bert_equals_transformers() -> None:
     theirs = transformers.BertModel(config).eval()
     state = randomised(theirs)
     model = Bert(config.to_dict())
-    assert load(model, migrate.convert_state(state, to="flax", num_heads=N)) == []
+    assert load(model, pipeline.convert_state(state, to="flax", num_heads=N)) == []
     tokens = np.random.default_rng(1).integers(0, 17, (len(LENGTHS), T))
     mask = torch.from_numpy(THERE.astype(int))
 

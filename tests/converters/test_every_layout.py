@@ -10,20 +10,11 @@ import pytest
 
 from jaxmha import MHAParams, project
 from jaxmha.attention import dot_product_attention
-from jaxmha.converters import (
-    blocks,
-    by_hand,
-    engine,
-    equinox,
-    flax,
-    haiku,
-    huggingface,
-    keras,
-    linear,
-    torch,
-)
-from jaxmha.converters.arrays import NDArray, to_torch
-from jaxmha.converters.layout import Layout
+from jaxmha.converters import equinox, flax, haiku, huggingface, keras, linear, torch
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import by_hand, registry, transform
+from jaxmha.converters.layout.arrays import NDArray, to_torch
+from jaxmha.converters.layout.base import Layout
 from jaxmha.layer import combine
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from jaxmha.rotary import rope
@@ -32,7 +23,7 @@ from tests.converters.test_live_classes import randomised
 B, T, N, K, H = 2, 11, 6, 3, 4
 D = N * H
 TABLES: tuple[Any, ...] = (torch, keras, flax, huggingface, linear, equinox, haiku)
-EVERY = pytest.mark.parametrize("layout", blocks.LAYOUTS, ids=lambda layout: layout.name)
+EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
 
 
 def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAParams:
@@ -57,27 +48,29 @@ def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAP
 @pytest.mark.parametrize("lead", [(), (3,)], ids=["single", "stacked"])
 def test_round_trip(layout: Layout, lead: tuple[int, ...]) -> None:
     params = params_of(layout, lead)
-    state = engine.export_params(layout, params, layout.semantics, prefix="a")
-    again, semantics = engine.import_params([layout], state, num_heads=N, prefix="a")
+    state = transform.export_params(layout, params, layout.semantics, prefix="a")
+    again, semantics = transform.import_params([layout], state, num_heads=N, prefix="a")
     assert semantics == layout.semantics
     for (name, x), y in zip(leaves(params).items(), leaves(again).values(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
-    back = engine.export_params(layout, again, layout.semantics, prefix="a")
+    back = transform.export_params(layout, again, layout.semantics, prefix="a")
     assert all(back[key].tobytes() == array.tobytes() for key, array in state.items())
 
 
 @EVERY
 def test_is_found_in_a_file(layout: Layout) -> None:
-    state = engine.export_params(layout, params_of(layout), layout.semantics, prefix="x")
-    found = blocks.find({"other": (2, 3)} | {key: array.shape for key, array in state.items()})
+    state = transform.export_params(layout, params_of(layout), layout.semantics, prefix="x")
+    found = attention_blocks.find(
+        {"other": (2, 3)} | {key: array.shape for key, array in state.items()}
+    )
     assert [(block.prefix, block.layout.name) for block in found] == [("x", layout.name)]
 
 
 def test_tables_are_small() -> None:
     """No statement that writes a table has more than 15 lines; the engine has about 100."""
     names = [layout.name for table in TABLES for layout in table.LAYOUTS]
-    assert sorted(names) == sorted(layout.name for layout in blocks.LAYOUTS)
-    assert all(layout.about for layout in blocks.LAYOUTS)
+    assert sorted(names) == sorted(layout.name for layout in registry.LAYOUTS)
+    assert all(layout.about for layout in registry.LAYOUTS)
     for table in TABLES:
         source = inspect.getsource(table)
         tables = [
@@ -91,7 +84,7 @@ def test_tables_are_small() -> None:
         for node in tables:
             assert length(node) <= 15, ast.unparse(node.targets[0])
     functions = [
-        n for n in ast.parse(inspect.getsource(engine)).body if isinstance(n, ast.FunctionDef)
+        n for n in ast.parse(inspect.getsource(transform)).body if isinstance(n, ast.FunctionDef)
     ]
     documentation = [n.body[0] for n in functions if ast.get_docstring(n)]
     assert sum(map(length, functions)) - sum(map(length, documentation)) <= 100

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.axes import parse
-from jaxmha.converters import blocks, engine, refusals
-from jaxmha.converters.layout import Layout
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import registry, transform, validation
+from jaxmha.converters.layout.base import Layout
+from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, check, from_leaves, leaves
 from tests.converters.test_every_layout import params_of
 
@@ -200,15 +201,17 @@ def apart(layout: Layout) -> Iterator[tuple[str, Case]]:
 
 CASES = {
     f"{layout.name}: {name}": case
-    for layout in blocks.LAYOUTS
+    for layout in registry.LAYOUTS
     for make in (ties, absent, lacking, behaviour, dtypes, apart)
     for name, case in make(layout)
 }
 
 
-PARAMS = params_of(blocks.named("torch"))
-TORCH = engine.export_params(blocks.named("torch"), PARAMS)
-T5 = engine.export_params(blocks.named("t5"), params_of(blocks.named("t5")), Semantics(scale=1.0))
+PARAMS = params_of(attention_blocks.named("torch"))
+TORCH = transform.export_params(attention_blocks.named("torch"), PARAMS)
+T5 = transform.export_params(
+    attention_blocks.named("t5"), params_of(attention_blocks.named("t5")), Semantics(scale=1.0)
+)
 POSITIONS = {"relative_attention_bias.weight": np.ones((32, 6), np.float32)}
 
 
@@ -254,8 +257,8 @@ def refused_import(name: str) -> pytest.ExceptionInfo[ValueError]:
     case = IMPORTS[name]
     state = {f"a.{key}": array for key, array in case.state.items()}
     with pytest.raises(ValueError, match=case.message) as found:
-        engine.import_params(
-            [blocks.named(case.layout)], state, num_heads=case.num_heads, prefix="a"
+        transform.import_params(
+            [attention_blocks.named(case.layout)], state, num_heads=case.num_heads, prefix="a"
         )
     return found
 
@@ -264,7 +267,7 @@ def refused_export(name: str) -> pytest.ExceptionInfo[ValueError]:
     """Exports a case."""
     case = CASES[name]
     with pytest.raises(ValueError, match=case.message) as found:
-        engine.export_params(case.layout, case.params, case.semantics)
+        transform.export_params(case.layout, case.params, case.semantics)
     return found
 
 
@@ -273,7 +276,7 @@ def refused_layer() -> pytest.ExceptionInfo[ValueError]:
     mixed: dict[str, Any] = dict(leaves(PARAMS)) | {"bias_k": np.ones((6, 4), np.float16)}
     message = r"^a live layer holds arrays of one dtype: .* is float32, .* is float16; cast them"
     with pytest.raises(ValueError, match=message) as found:
-        refusals.one_dtype(from_leaves(mixed))
+        validation.one_dtype(from_leaves(mixed))
     return found
 
 
@@ -289,40 +292,40 @@ def test_import_is_refused(name: str) -> None:
 
 def test_every_refusal_is_among_them() -> None:
     """A `raise` in refusals.py that no case reaches fails here: its message would be unread."""
-    source = ast.parse(inspect.getsource(refusals))
+    source = ast.parse(inspect.getsource(validation))
     raises = {node.lineno for node in ast.walk(source) if isinstance(node, ast.Raise)}
     refused = [refused_export(name) for name in CASES] + [refused_import(name) for name in IMPORTS]
     reached = {found.traceback[-1].lineno + 1 for found in [*refused, refused_layer()]}
     assert reached == raises
 
 
-@pytest.mark.parametrize("layout", blocks.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("factor", [1 + 1e-15, 1 - 1e-13])
 def test_a_scale_of_another_last_bit_is_held(layout: Layout, factor: float) -> None:
     """1 / math.sqrt(H) and H**-0.5 may differ; a scale that differs by more is refused."""
     params = params_of(layout)
     scale = layout.semantics.scale or check(params)["H"] ** -0.5
     held = replace(layout.semantics, scale=scale * factor)
-    assert engine.export_params(layout, params, held)
+    assert transform.export_params(layout, params, held)
     other = replace(layout.semantics, scale=scale * (1 + 1e-9))
     shown = re.escape(repr(scale * (1 + 1e-9)))
     message = rf"^layout {layout.name} cannot hold semantics.scale={shown}: its layer always has "
     with pytest.raises(ValueError, match=message + re.escape(repr(scale))):
-        engine.export_params(layout, params, other)
+        transform.export_params(layout, params, other)
 
 
-@pytest.mark.parametrize("layout", blocks.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
 def test_what_is_spoiled_above_is_held(layout: Layout) -> None:
     for params in (params_of(layout), sized(layout)):
-        state = engine.export_params(layout, params, layout.semantics)
+        state = transform.export_params(layout, params, layout.semantics)
         assert set(state) == {entry.key for entry in layout.entries}
     rate = Semantics(**{**vars(layout.semantics), "dropout_rate": 0.1})
     if "dropout_rate" in layout.holds:
-        assert engine.export_params(layout, params_of(layout), rate)
+        assert transform.export_params(layout, params_of(layout), rate)
 
 
 def test_every_kind_of_refusal_of_every_table_is_among_them() -> None:
-    for layout in blocks.LAYOUTS:
+    for layout in registry.LAYOUTS:
         names = [name.split(": ")[1] for name in CASES if name.startswith(f"{layout.name}: ")]
         assert {f"{letter} is not {tied}" for letter, (tied, _) in layout.ties.items()} <= {*names}
         assert {"scale", "logits_soft_cap", "add_zero_attn", "qk_norm"} - layout.holds <= {*names}

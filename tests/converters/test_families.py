@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import blocks, checkpoint, keymaps, migrate, modules
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.families import FAMILIES
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import attention_blocks, family_keymaps, other_layers
+from jaxmha.converters.discovery.model_families import FAMILIES
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.migrate import pipeline
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning", "ignore:enable_nested_tensor:UserWarning"
@@ -137,9 +139,9 @@ MODELS: dict[str, tuple[Any, str, int, dict[str, int], set[str]]] = {
 def test_every_tensor_is_understood_and_comes_back(name: str) -> None:
     maker, layout, attention, kinds, bare = MODELS[name]
     state = maker(name)
-    found = blocks.find({key: array.shape for key, array in state.items()})
+    found = attention_blocks.find({key: array.shape for key, array in state.items()})
     assert [block.layout.name for block in found] == [layout] * attention
-    beside, others = modules.find(state, found)
+    beside, others = other_layers.find(state, found)
     assert Counter(module.kind for module in beside) == kinds
     assert others.keys() == bare
     if not name.endswith("Layer"):  # a layer alone has no place
@@ -148,10 +150,10 @@ def test_every_tensor_is_understood_and_comes_back(name: str) -> None:
     for to in ("flax", "keras", "haiku"):
         if (name, to) in (("Llama", "haiku"), ("Llama", "keras")):
             to = "keras-gqa"  # fewer key/value heads than these hold
-        moved = migrate.convert_state(state, to=to, **heads)
+        moved = pipeline.convert_state(state, to=to, **heads)
         assert not any("weight" in key for key in moved.keys() - bare)
-        stored: dict[str, Any] = {} if blocks.named(to).stores_num_heads else heads
-        back = migrate.convert_state(moved, to=layout, **stored)
+        stored: dict[str, Any] = {} if attention_blocks.named(to).stores_num_heads else heads
+        back = pipeline.convert_state(moved, to=layout, **stored)
         assert back.keys() == state.keys()
         for key, array in state.items():
             assert (back[key].shape, back[key].dtype) == (array.shape, array.dtype), key
@@ -160,12 +162,12 @@ def test_every_tensor_is_understood_and_comes_back(name: str) -> None:
 
 def test_conv1d_is_not_transposed_and_linear_is() -> None:
     state = hugging_face("GPT-2")
-    moved = migrate.convert_state(state, to="flax", num_heads=N)
+    moved = pipeline.convert_state(state, to="flax", num_heads=N)
     mlp, head = "transformer.h.0.mlp.c_fc", "lm_head"
     np.testing.assert_array_equal(moved[f"{mlp.replace('.', '/')}/kernel"], state[f"{mlp}.weight"])
     np.testing.assert_array_equal(moved[f"{head}/kernel"], state[f"{head}.weight"].T)
     # as a file of plain linear layers, where nothing is a Conv1D
-    plain = migrate.convert_state(state, to="linear", num_heads=N)
+    plain = pipeline.convert_state(state, to="linear", num_heads=N)
     np.testing.assert_array_equal(plain[f"{mlp}.weight"], state[f"{mlp}.weight"].T)
 
 
@@ -173,14 +175,14 @@ def test_the_head_of_gpt_neox_is_no_embedding() -> None:
     """Older files call it embed_out."""
     state = hugging_face("GPT-NeoX")
     state = {name.replace("lm_head", "embed_out"): array for name, array in state.items()}
-    moved = migrate.convert_state(state, to="flax", num_heads=N)
+    moved = pipeline.convert_state(state, to="flax", num_heads=N)
     np.testing.assert_array_equal(moved["embed_out/kernel"], state["embed_out.weight"].T)
 
 
 def test_all_of_whisper_but_its_convolutions_over_time() -> None:
     state = hugging_face("Whisper")
-    found = blocks.find({key: array.shape for key, array in state.items()})
-    beside, others = modules.find(state, found)
+    found = attention_blocks.find({key: array.shape for key, array in state.items()})
+    beside, others = other_layers.find(state, found)
     assert {module.confidence for module in beside} == {"certain"}
     assert Counter(module.kind for module in beside) == {"linear": 5, "norm": 7, "embedding": 3}
     convolutions = {f"model.encoder.conv{i}.{key}" for i in (1, 2) for key in ("weight", "bias")}
@@ -188,7 +190,9 @@ def test_all_of_whisper_but_its_convolutions_over_time() -> None:
 
 
 def test_every_map_is_of_a_known_family() -> None:
-    assert {keymap.family for keymap in keymaps.KEYMAPS} <= {family.name for family in FAMILIES}
+    assert {keymap.family for keymap in family_keymaps.KEYMAPS} <= {
+        family.name for family in FAMILIES
+    }
 
 
 def test_stock_keras_loads_a_whole_layer(tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ def test_stock_keras_loads_a_whole_layer(tmp_path: Path) -> None:
     state = torch_model("TransformerEncoderLayer")
     source, target = tmp_path / "layer.npz", tmp_path / "layer.weights.h5"
     checkpoint.write(source, {f"layers.0.{name}": array for name, array in state.items()})
-    migrate.convert(source, target, to="keras", num_heads=N)
+    pipeline.convert(source, target, to="keras", num_heads=N)
     norms = [keras.layers.LayerNormalization(epsilon=1e-5) for _ in range(2)]
     linears = keras.layers.Dense(22, "relu"), keras.layers.Dense(D)
     inputs = keras.Input((7, D))

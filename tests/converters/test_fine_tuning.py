@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.encoders import finetune
-from jaxmha.converters.arrays import to_numpy
+from jaxmha.converters.layout.arrays import to_numpy
 
 N, D, HIDDEN, LAYERS = 3, 6, 11, 1
 

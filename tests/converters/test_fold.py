@@ -10,19 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxmha
-from jaxmha import Semantics, init_params
-from jaxmha.converters import (
-    blocks,
-    checkpoint,
-    engine,
-    fold,
-    forward,
-    linear,
-    migrate,
-    plan_file,
-    verify,
-)
-from jaxmha.converters.cli import app
+from jaxmha import Semantics, checkpoint, init_params
+from jaxmha.cli.app import app
+from jaxmha.converters import linear
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.migrate import pipeline, plan_toml
+from jaxmha.converters.verify import comparison, forward_check
 from tests.tolerance import assert_close
 
 D = 32
@@ -54,7 +48,7 @@ def t5(folder: Path, N: int, H: int, dtype: str = "float32") -> Path:
 def output(path: Path, layout: str) -> Any:
     with checkpoint.open(path) as file:
         shapes = {name: info.shape for name, info in file.info.items()}
-        (block,) = blocks.find(shapes, [blocks.named(layout)])
+        (block,) = attention_blocks.find(shapes, [attention_blocks.named(layout)])
         params, semantics = block.read(file, None if block.layout.stores_num_heads else 4)
     x = np.random.default_rng(1).normal(size=(2, 5, D)).astype(np.float32)
     return np.asarray(jaxmha.multi_head_attention(params, x, semantics=semantics))
@@ -90,7 +84,7 @@ def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
 def test_a_plan_says_it(tmp_path: Path) -> None:
     source, plan = t5(tmp_path, 4, 16), tmp_path / "plan.toml"
     assert run("plan", source, "--to", "flax", "--fold-scale", "-o", plan).exit_code == 0
-    assert plan_file.read(plan).fold_scale
+    assert plan_toml.read(plan).fold_scale
     assert "fold_scale = true" in plan.read_text()
     done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
     assert (done.exit_code, "verified" in said(done)) == (0, True), said(done)
@@ -120,7 +114,7 @@ def test_where_queries_are_normalised_their_norm_is_multiplied() -> None:
     norm = rng.uniform(0.5, 2, size=4).astype(np.float32)
     params = params._replace(query_norm=norm, key_norm=norm[::-1].copy())
     semantics = Semantics(scale=2.0, qk_norm="layer")
-    folded, own = fold.fold(params, semantics, blocks.named("flax"))
+    folded, own = fold.fold(params, semantics, attention_blocks.named("flax"))
     np.testing.assert_array_equal(folded.query.kernel, params.query.kernel)
     x = rng.normal(size=(2, 5, 8)).astype(np.float32)
     assert_close(oracle_of(folded, x, own), oracle_of(params, x, semantics), factor=8)
@@ -138,20 +132,20 @@ def test_a_dtype_without_the_range_is_refused() -> None:
 
 def test_the_same_scale_changes_nothing() -> None:
     params = jaxmha.init_params(jaxmha_key(), num_heads=3, features=15)
-    layout = blocks.named("flax")
+    layout = attention_blocks.named("flax")
     for semantics in (Semantics(), Semantics(scale=5**-0.5)):
         folded, _ = fold.fold(params, semantics, layout)
         np.testing.assert_array_equal(folded.query.kernel, params.query.kernel)
     with pytest.raises(ValueError, match=r"--fold-scale.*Semantics\(scale=1.0\)"):
-        engine.export_params(layout, params, Semantics(scale=1.0))
+        transform.export_params(layout, params, Semantics(scale=1.0))
 
 
 def test_states_in_memory(tmp_path: Path) -> None:
     with checkpoint.open(t5(tmp_path, 4, 16)) as file:
         state = dict(file)
     with pytest.raises(ValueError, match="--fold-scale"):
-        migrate.convert_state(state, to="flax", num_heads=4)
-    made = migrate.convert_state(state, to="flax", num_heads=4, fold_scale=True)
+        pipeline.convert_state(state, to="flax", num_heads=4)
+    made = pipeline.convert_state(state, to="flax", num_heads=4, fold_scale=True)
     (name,) = [name for name in made if "query/kernel" in name]
     expected = state[f"{PREFIX}.q.weight"].T.reshape(D, 4, 16) * np.float32(4)
     np.testing.assert_array_equal(made[name], expected)
@@ -171,8 +165,8 @@ def test_verify_does_not_call_a_folded_scale_missing() -> None:
     """Outputs are the same, so that nothing is missing."""
     params = init_params(jax.random.key(0), num_heads=2, features=8)
     ours = params, Semantics(scale=1.0)
-    (block,) = verify.compare(ours, fold.fold(*ours, blocks.named("flax"))).blocks
+    (block,) = comparison.compare(ours, fold.fold(*ours, attention_blocks.named("flax"))).blocks
     assert not block.same
     assert block.explanation == "the scale is folded into the query: outputs are the same"
-    (block,) = verify.compare(ours, (params, Semantics())).blocks
-    assert block.explanation == forward.MISSING_SCALE
+    (block,) = comparison.compare(ours, (params, Semantics())).blocks
+    assert block.explanation == forward_check.MISSING_SCALE

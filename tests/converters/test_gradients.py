@@ -12,7 +12,7 @@ import pytest
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from tests.converters import layers
 from tests.converters.layers import Config
 

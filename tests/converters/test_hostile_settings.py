@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmha.converters import blocks, checkpoint, configuration, engine, heads, migrate, plan_file
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline, plan_toml
 from tests.converters.test_every_layout import params_of
 
 KEYS = (
-    *heads.CONFIG_KEYS,
-    *configuration.BEHAVIOUR,
+    *head_count.CONFIG_KEYS,
+    *hf_config.BEHAVIOUR,
     "layer_norm_eps",
     "layer_norm_epsilon",
     "rms_norm_eps",
@@ -44,9 +47,9 @@ NASTY = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Attention and a norm of Llama, whose head count and epsilon only a configuration says."""
-    layout = blocks.named("llama")
+    layout = attention_blocks.named("llama")
     path = tmp_path_factory.mktemp("model") / "a.npz"
-    state = engine.export_params(
+    state = transform.export_params(
         layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
     )
     checkpoint.write(path, state | {"model.norm.weight": np.ones(13, np.float32)})
@@ -59,11 +62,11 @@ def test_values_of_a_configuration(key: str, source: Path) -> None:
     for value in NASTY.values():
         more = "" if key == "num_attention_heads" else '"num_attention_heads": 6, '
         config.write_text(f'{{{more}"{key}": {value}}}')
-        info = migrate.inspect(source)
+        info = pipeline.inspect(source)
         assert len(str(info.blocks[0].num_heads_from)) < 2000
         with contextlib.suppress(ValueError):
-            migrate.plan(source, to="flax")
-        for found in configuration.epsilons(source).values():
+            pipeline.plan(source, to="flax")
+        for found in hf_config.epsilons(source).values():
             assert all(0 < epsilon < np.inf for epsilon in found)
 
 
@@ -81,11 +84,11 @@ def test_values_of_a_configuration(key: str, source: Path) -> None:
 def test_a_megabyte_of_configuration_costs_little(text: str, source: Path) -> None:
     source.with_name("config.json").write_text(text)
     start = time.process_time()
-    heads.in_config(source)
+    head_count.in_config(source)
     for read in (
-        configuration.epsilons,
-        configuration.offset_norms,
-        configuration.refuse_behaviour,
+        hf_config.epsilons,
+        hf_config.offset_norms,
+        hf_config.refuse_behaviour,
     ):
         with contextlib.suppress(checkpoint.CheckpointError):
             read(source)
@@ -94,7 +97,7 @@ def test_a_megabyte_of_configuration_costs_little(text: str, source: Path) -> No
 
 def test_a_configuration_of_more_than_a_megabyte_is_not_read(source: Path) -> None:
     source.with_name("config.json").write_text(json.dumps({"a": "b" * (1 << 20)}))
-    found = heads.in_config(source)
+    found = head_count.in_config(source)
     assert found is not None
     assert "the limit is 1,048,576" in found.wrong
 
@@ -106,7 +109,7 @@ def test_a_configuration_that_is_too_large_is_not_passed_over(labels: int, sourc
     said["label2id"] = {f"l{i}": i for i in range(labels)}
     source.with_name("config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=r"config\.json.*(too large to be read|softcapping=30)"):
-        migrate.convert(source, source.with_name("out.npz"), to="flax", num_heads=4)
+        pipeline.convert(source, source.with_name("out.npz"), to="flax", num_heads=4)
     assert not source.with_name("out.npz").exists()
 
 
@@ -133,7 +136,7 @@ PLAN = '[plan]\nversion = 1\nto = "flax"\n[[module]]\nkind = "other"\nfrom = "a"
 def test_plans_of_nonsense(text: str) -> None:
     start = time.process_time()
     with pytest.raises(ValueError, match=r"plan|module") as caught:
-        plan_file.loads(text)
+        plan_toml.loads(text)
     assert len(str(caught.value)) < 1000
     assert time.process_time() - start < 1
 
@@ -141,7 +144,7 @@ def test_plans_of_nonsense(text: str) -> None:
 def test_a_plan_is_a_plain_file(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="not a regular file"):
-        plan_file.read(tmp_path / "plan.toml")
+        plan_toml.read(tmp_path / "plan.toml")
 
 
 def _fifo(path: Path) -> None:
@@ -171,11 +174,11 @@ def test_side_files_that_are_no_text(
     make(tmp_path / name)
     start = time.process_time()
     if name == "config.json":
-        found = heads.in_config(here)
+        found = head_count.in_config(here)
         assert found is not None
         assert found.wrong
-        assert not configuration.epsilons(here)
+        assert not hf_config.epsilons(here)
     else:
         with pytest.raises(ValueError, match=r"plan\.toml"):
-            plan_file.read(tmp_path / name)
+            plan_toml.read(tmp_path / name)
     assert time.process_time() - start < 1

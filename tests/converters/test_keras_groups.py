@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import migrate, verify
-from jaxmha.converters.cli import app
+from jaxmha.cli.app import app
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparison
 from tests.converters import layers
 
 D, N = 8, 2
@@ -75,7 +76,7 @@ def test_names_in_other_groups_are_other_layers(norms: bool, tmp_path: Path) -> 
             made.load_weights(tmp_path / f"{name}.weights.h5")
             outputs.append(np.asarray(made(X)))
     assert not np.allclose(outputs[0], outputs[1])
-    migrate.convert(tmp_path / "a.weights.h5", tmp_path / "a.safetensors", to="flax")
+    pipeline.convert(tmp_path / "a.weights.h5", tmp_path / "a.safetensors", to="flax")
     for first in ("a.weights.h5", "a.safetensors"):
         for command in ("verify", "diff"):
             done = run(command, tmp_path / first, tmp_path / "b.weights.h5")
@@ -84,14 +85,14 @@ def test_names_in_other_groups_are_other_layers(norms: bool, tmp_path: Path) -> 
             assert "compared by their groups, by which Keras loads them" in text
             group = "layer_normalization" if norms else "dense"
             assert f"layers/{group} is one and two" in text
-        assert verify.compare(tmp_path / first, tmp_path / "a.weights.h5").same
+        assert comparison.compare(tmp_path / first, tmp_path / "a.weights.h5").same
 
 
 def test_names_alone_may_differ(tmp_path: Path) -> None:
     """Every group holds the same: each file gives the same outputs in either model."""
     for name, names in (("a", ("one", "two")), ("b", ("first", "second"))):
         functional(*names, by_name=False).save_weights(tmp_path / f"{name}.weights.h5")
-    report = verify.compare(tmp_path / "a.weights.h5", tmp_path / "b.weights.h5")
+    report = comparison.compare(tmp_path / "a.weights.h5", tmp_path / "b.weights.h5")
     assert report.same, report
     assert "layers/dense is one and first" in str(report)
 
@@ -105,7 +106,7 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
     made.save_weights(source)
     model().save_weights(tmp_path / "like.weights.h5")
     to = "torch" if name.endswith("pt") else "flax"
-    migrate.convert(source, tmp_path / name, to=to)
+    pipeline.convert(source, tmp_path / name, to=to)
     like = ("--to", "keras", "--like", tmp_path / "like.weights.h5")
     done = run("convert", tmp_path / name, back, *like, *(["--num-heads", N] * (to == "torch")))
     assert done.exit_code == 0, done.output
@@ -155,14 +156,14 @@ def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_
     assert "the top of the file" not in " ".join(done.stdout.split())
     with layers.foreign():
         model.load_weights(target)
-    assert verify.compare(model, P).same
+    assert comparison.compare(model, P).same
 
 
 def test_two_layers_without_a_counterpart_are_named(tmp_path: Path) -> None:
     functional("one", "two").save_weights(tmp_path / "a.weights.h5")
     functional("three", "four").save_weights(tmp_path / "like.weights.h5")
     like = ("--to", "keras", "--like", tmp_path / "like.weights.h5")
-    migrate.convert(tmp_path / "a.weights.h5", tmp_path / "a.npz", to="flax")
+    pipeline.convert(tmp_path / "a.weights.h5", tmp_path / "a.npz", to="flax")
     done = run("convert", tmp_path / "a.npz", tmp_path / "b.weights.h5", *like)
     assert done.exit_code == 2
     assert "no layer named 'one'; its layers are attn, four, three:" in done.stderr

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, keras_groups, keras_order, migrate, plan_file, sides
-from jaxmha.converters.arrays import to_numpy
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import keras_groups
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.migrate import keras_order, pipeline, plan_toml
+from jaxmha.converters.verify import comparands
 
 T, D, N = 5, 8, 2
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -55,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 def output(made: Any) -> Any:
-    with sides.exact_dtypes(np.dtype(np.float32)):
+    with comparands.exact_dtypes(np.dtype(np.float32)):
         return to_numpy(made(X))
 
 
@@ -79,7 +82,7 @@ def test_layers_come_back_as_they_were(
     source: str, name: str, to: str, saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     path, made, expected = saved
-    migrate.convert(path.with_name(source), tmp_path / name, to=to)
+    pipeline.convert(path.with_name(source), tmp_path / name, to=to)
     done = run("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
     assert done.exit_code == 0, said(done)
     assert "verified: " in said(done)
@@ -93,9 +96,9 @@ def test_the_order_survives_several_conversions(
     path, made, expected = saved
     steps = [("a.safetensors", "flax"), ("b.safetensors", "linear"), ("c.safetensors", "haiku")]
     for name, to in steps:
-        migrate.convert(path, tmp_path / name, to=to)
+        pipeline.convert(path, tmp_path / name, to=to)
         path = tmp_path / name
-    migrate.convert(path, tmp_path / "d.weights.h5", to="keras")
+    pipeline.convert(path, tmp_path / "d.weights.h5", to="keras")
     np.testing.assert_array_equal(loaded(made, tmp_path / "d.weights.h5"), expected)
 
 
@@ -104,7 +107,7 @@ def test_where_the_order_is_not_kept_nothing_is_verified(
     name: str, saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     path, made, expected = saved
-    migrate.convert(path, tmp_path / name, to="flax")
+    pipeline.convert(path, tmp_path / name, to="flax")
     arguments = ("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
     done = run(*arguments, "--report", tmp_path / "report.json")
     assert done.exit_code == 0, said(done)
@@ -123,9 +126,9 @@ def test_a_template_decides_the_order(saved: tuple[Path, Any, Any], tmp_path: Pa
     path, _, expected = saved
     other = model("down up")
     other.save_weights(tmp_path / "other.weights.h5")
-    migrate.convert(path, tmp_path / "a.safetensors", to="flax")
+    pipeline.convert(path, tmp_path / "a.safetensors", to="flax")
     target = tmp_path / "b.weights.h5"
-    migrate.convert(
+    pipeline.convert(
         tmp_path / "a.safetensors", target, to="keras", like=tmp_path / "other.weights.h5"
     )
     other.load_weights(target)
@@ -145,18 +148,18 @@ def test_a_template_of_another_model_is_refused(
     import keras
 
     path, *_ = saved
-    migrate.convert(path, tmp_path / "a.npz", to="flax")
+    pipeline.convert(path, tmp_path / "a.npz", to="flax")
     inputs = keras.Input((T, D))
     keras.Model(inputs, keras.layers.Dense(D, name="else")(inputs)).save_weights(
         tmp_path / "x.weights.h5"
     )
     target = tmp_path / "b.weights.h5"
     with pytest.raises(ValueError, match=r"--like: the file has no layer named .* its layers are"):
-        migrate.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "x.weights.h5")
+        pipeline.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "x.weights.h5")
     with pytest.raises(ValueError, match=r"is for a destination named .weights.h5"):
-        migrate.convert(path, tmp_path / "b.npz", to="flax", like=path)
+        pipeline.convert(path, tmp_path / "b.npz", to="flax", like=path)
     with pytest.raises(ValueError, match=r"is no .weights.h5 file but npz"):
-        migrate.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "a.npz")
+        pipeline.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "a.npz")
     with checkpoint.open(path) as file:
         wider = {
             name: np.ones((3, D), np.float32) if name == "layers/dense/vars/0" else file[name]
@@ -164,7 +167,7 @@ def test_a_template_of_another_model_is_refused(
         }
         checkpoint.write(tmp_path / "y.weights.h5", wider, names=dict(file.names))
     with pytest.raises(ValueError, match=r"layers/dense/vars/0 is \(3, 8\) in that file"):
-        migrate.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "y.weights.h5")
+        pipeline.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "y.weights.h5")
     assert not target.exists()
 
 
@@ -173,7 +176,7 @@ def test_layers_that_cannot_be_exchanged_need_no_order(tmp_path: Path) -> None:
     state = {f"fc{n}.weight": rng.normal(size=(n, 5)) for n in (3, 7)}
     state |= {f"fc{n}.bias": rng.normal(size=n) for n in (3, 7)}
     checkpoint.write(tmp_path / "a.npz", {name: x.astype("f") for name, x in state.items()})
-    made = migrate.plan(tmp_path / "a.npz", to="keras", in_file=True)[0]
+    made = pipeline.plan(tmp_path / "a.npz", to="keras", in_file=True)[0]
     with checkpoint.open(tmp_path / "a.npz") as file:
         assert keras_order.order_is_evident(made.moves, file.info)
 
@@ -182,12 +185,12 @@ def test_metadata_that_says_nonsense_is_ignored(
     saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     path, *_ = saved
-    migrate.convert(path, tmp_path / "a.safetensors", to="flax")
+    pipeline.convert(path, tmp_path / "a.safetensors", to="flax")
     for text in ("[", "[1]", '{"up_0": 3}', '{"up_0": ["a"]}', "{}", '{"up_0": ["x", "y"]}'):
         with checkpoint.open(tmp_path / "a.safetensors") as file:
             metadata = dict(file.metadata) | {keras_groups.METADATA: text}
             checkpoint.write(tmp_path / "b.safetensors", file, metadata=metadata, force=True)
-        done = migrate.convert(
+        done = pipeline.convert(
             tmp_path / "b.safetensors", tmp_path / "b.weights.h5", to="keras", force=True
         )
         assert done.unchecked
@@ -195,9 +198,9 @@ def test_metadata_that_says_nonsense_is_ignored(
 
 def test_a_plan_keeps_the_order(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
     path, made, expected = saved
-    migrate.convert(path, tmp_path / "a.safetensors", to="flax")
-    plan = migrate.plan(tmp_path / "a.safetensors", to="keras-file", in_file=True)[0]
-    (tmp_path / "plan.toml").write_text(plan_file.dumps(plan))
+    pipeline.convert(path, tmp_path / "a.safetensors", to="flax")
+    plan = pipeline.plan(tmp_path / "a.safetensors", to="keras-file", in_file=True)[0]
+    (tmp_path / "plan.toml").write_text(plan_toml.dumps(plan))
     target = tmp_path / "b.weights.h5"
     done = run("convert", tmp_path / "a.safetensors", target, "--plan", tmp_path / "plan.toml")
     assert done.exit_code == 0, said(done)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmha import Semantics
-from jaxmha.converters import keras, layer, sides, torch
+from jaxmha.converters import keras, torch
 from jaxmha.converters.masks.torch import path_of
+from jaxmha.converters.verify import captured_layer, comparands
 from tests.converters import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -93,11 +94,11 @@ def test_the_fused_path_has_the_softmax_of_keras_on_jax() -> None:
         source = built(dtype="float64")
         x = np.random.default_rng(0).normal(size=(2, 3, 8))
         params, semantics = keras.from_module(source)
-        (block,) = sides.read(source).blocks
-        found = layer.of_block(block, (x, x, x))
-        exact = sides.of_params("", "", params, semantics).forward(x, x, x, None)
+        (block,) = comparands.read(source).blocks
+        found = captured_layer.of_block(block, (x, x, x))
+        exact = comparands.of_params("", "", params, semantics).forward(x, x, x, None)
         fused = Semantics.keras("fused", dtype="float64")
-        ours = sides.of_params("", "", params, fused).forward(x, x, x, None)
+        ours = comparands.of_params("", "", params, fused).forward(x, x, x, None)
     assert fused.softmax_dtype == found.semantics.softmax_dtype == np.float32
     assert found.output is not None
     away = [np.abs(out - exact).max() / np.abs(exact).max() for out in (found.output, ours)]

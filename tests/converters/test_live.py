@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams
-from jaxmha.converters import flax, keras, torch, verify
-from jaxmha.converters.arrays import to_numpy, to_torch
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.layout.arrays import to_numpy, to_torch
+from jaxmha.converters.verify import comparison
 from tests.converters import layers
 from tests.converters.layers import Config
 
@@ -32,7 +33,7 @@ def test_partitioned_boxes_are_opened() -> None:
         layers.assert_identical(params, plain[0])
         assert semantics == plain[1]
     assert isinstance(boxed["params"]["query"]["kernel"], meta.Partitioned)
-    assert verify.compare((module, variables), flax.from_module(module, boxed)).same
+    assert comparison.compare((module, variables), flax.from_module(module, boxed)).same
 
 
 def my_attention(query: Any, key: Any, value: Any, **_: Any) -> Any:
@@ -53,7 +54,7 @@ def test_an_attention_function_of_the_user_s_own_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=message):
         flax.from_module(*arguments)
     with pytest.raises(ValueError, match=message):
-        verify.compare(layer, layer)
+        comparison.compare(layer, layer)
 
 
 def test_meta_tensors_have_no_values() -> None:
@@ -65,7 +66,7 @@ def test_meta_tensors_have_no_values() -> None:
     with pytest.raises(ValueError, match=r"on the meta device has no values: move the module"):
         torch.import_params(layer.state_dict(), num_heads=3)
     with pytest.raises(ValueError, match=r"meta device"):
-        verify.compare(layer, layer)
+        comparison.compare(layer, layer)
 
 
 @pytest.mark.parametrize("training", [True, False])

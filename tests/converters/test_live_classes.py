@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from jaxmha import multi_head_attention
-from jaxmha.converters import blocks, engine, keras, oracle
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.by_hand import BY_HAND
+from jaxmha.converters import keras
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import registry, transform
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.by_hand import BY_HAND
+from jaxmha.converters.verify import oracle
 from tests.converters.layers import foreign
 
 B, T, N, K, H = 2, 43, 6, 3, 10
@@ -305,8 +308,8 @@ def measured(name: str) -> Iterator[tuple[float, float]]:
     for seed in range(DRAWS):
         with foreign():
             live = make(seed)
-        params, semantics = engine.import_params(
-            [blocks.named(layout)], live.state, num_heads=num_heads
+        params, semantics = transform.import_params(
+            [attention_blocks.named(layout)], live.state, num_heads=num_heads
         )
         x = np.random.default_rng([seed, 1]).normal(size=(B, T, D)).astype(np.float32)
         for mask in (None,) if layout in UNMASKED else (None, CAUSAL):
@@ -334,7 +337,7 @@ def test_every_layout_has_a_live_class() -> None:
     """Those of torch, Keras and Flax themselves are measured with all their settings elsewhere."""
     elsewhere = {"torch", "torch-separate", "keras", "flax"}
     files = {"keras-file", "keras-gqa-file", "dense-file"}  # the same arrays under other keys
-    layouts = {layout.name for layout in blocks.LAYOUTS}
+    layouts = {layout.name for layout in registry.LAYOUTS}
     by_hand = {layout.name for layout in BY_HAND}  # test_by_hand.py has a class of each
     assert {layout for layout, _ in LIVE.values()} == layouts - elsewhere - files - by_hand
     count = sum(DRAWS * (1 if layout in UNMASKED else 2) for layout, _ in LIVE.values())

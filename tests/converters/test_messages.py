@@ -14,10 +14,13 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from jaxmha import __version__
-from jaxmha.converters import checkpoint, migrate, sides, terminal
+from jaxmha import __version__, checkpoint
+from jaxmha.checkpoint.formats import table
+from jaxmha.cli import console
+from jaxmha.cli.app import app
 from jaxmha.converters import torch as convert
-from jaxmha.converters.cli import app
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparands
 
 N, D = 3, 15
 
@@ -63,7 +66,7 @@ def test_the_modules_for_flax_name_it() -> None:
 
 
 def test_a_module_that_an_installed_package_lacks_is_named_itself() -> None:
-    from jaxmha.converters.extras import needed
+    from jaxmha.extras import needed
 
     with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), needed("torch"):
         raise ModuleNotFoundError("No module named 'other'", name="other")
@@ -73,7 +76,7 @@ def test_a_module_that_an_installed_package_lacks_is_named_itself() -> None:
 def test_a_live_module_is_no_state() -> None:
     module: Any = torch.nn.TransformerEncoderLayer(D, N, 5)
     with pytest.raises(TypeError, match=r"got TransformerEncoderLayer: .*module\.state_dict\(\)"):
-        migrate.convert_state(module, to="flax", num_heads=N)
+        pipeline.convert_state(module, to="flax", num_heads=N)
 
 
 def test_version() -> None:
@@ -89,7 +92,7 @@ def test_a_layout_is_guessed(given: str, meant: str) -> None:
         done = run(*command, "--to", given)
         assert (done.exit_code, f"did you mean {meant}?" in said(done)) == (2, True), said(done)
     with pytest.raises(ValueError, match=rf"unknown layout '{given}': did you mean {meant}\?"):
-        migrate.convert_state({}, to=given)
+        pipeline.convert_state({}, to=given)
 
 
 def encoder() -> dict[str, Any]:
@@ -134,7 +137,7 @@ def test_a_folder_of_hugging_face_is_an_input(bert: Path, tmp_path: Path) -> Non
     ):
         done = run(*arguments)
         assert done.exit_code == 0, (arguments, done.output)
-    info = migrate.inspect(bert).blocks[0]
+    info = pipeline.inspect(bert).blocks[0]
     assert (info.num_heads, info.num_heads_from) == (N, "config.json: num_attention_heads")
 
 
@@ -142,7 +145,7 @@ def test_the_config_is_that_of_the_folder(bert: Path, tmp_path: Path) -> None:
     """Not that of the folder which it is in, which is of another model."""
     shutil.copytree(bert, tmp_path / "bert")
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 5, "clip_qkv": 3}))
-    (block,) = sides.read(tmp_path / "bert").blocks
+    (block,) = comparands.read(tmp_path / "bert").blocks
     assert block.params.query.kernel.shape[-2] == N
 
 
@@ -158,7 +161,7 @@ def test_the_config_is_that_of_the_folder(bert: Path, tmp_path: Path) -> None:
 )
 def test_which_file_of_a_folder(there: list[str], found: str, tmp_path: Path) -> None:
     for name in there:
-        if checkpoint.formats.by_suffix(Path(name)):
+        if table.by_suffix(Path(name)):
             checkpoint.write(tmp_path / name, {name: np.ones(3, np.float32)})
         else:
             (tmp_path / name).write_text("")
@@ -209,7 +212,7 @@ def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPat
         "update",
         lambda self, task, completed, total: shown.append((completed, total)),
     )
-    with terminal.byte_bar("writing", quiet=False, passes=2) as progress:
+    with console.byte_bar("writing", quiet=False, passes=2) as progress:
         progress(340, 340)
     assert shown == [(170, 170)]
 
@@ -220,7 +223,7 @@ def test_a_wrong_layout_does_not_list_all_of_them() -> None:
         assert "`jaxmha inspect --layouts` lists all" in text
         assert "dense-combine-file" not in text
     with pytest.raises(ValueError, match="inspect --layouts") as error:
-        migrate.convert_state({}, to="zzz")
+        pipeline.convert_state({}, to="zzz")
     assert "dense-combine-file" not in str(error.value)
 
 

@@ -9,39 +9,34 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from jaxmha.converters import (
-    blocks,
-    by_hand,
-    checkpoint,
-    engine,
-    heads,
-    keras,
-    migrate,
-    sides,
-    verify,
-)
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters import keras
+from jaxmha.converters.discovery import attention_blocks, head_count
+from jaxmha.converters.layout import by_hand, registry, transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparands, comparison
 from jaxmha.params import from_leaves, leaves
 from tests.converters import layers
 from tests.converters.test_every_layout import N, params_of
 
 State = dict[str, NDArray]
-BERT, FLAX = blocks.named("bert"), blocks.named("flax")
+BERT, FLAX = attention_blocks.named("bert"), attention_blocks.named("flax")
 
 
 def block(name: str, prefix: str, seed: int = 0, lead: tuple[int, ...] = ()) -> State:
     """Random arrays of a block in a layout."""
-    layout = blocks.named(name)
+    layout = attention_blocks.named(name)
     params = params_of(layout, lead, seed)
-    return engine.export_params(layout, params, layout.semantics, prefix=prefix)
+    return transform.export_params(layout, params, layout.semantics, prefix=prefix)
 
 
 def refused(folder: Path, message: str, source: str, destination: str, **options: Any) -> None:
     """Asserts the message, in Python and at the command line, and that nothing is written."""
     before = sorted(folder.iterdir())
     with pytest.raises(ValueError, match=message):
-        migrate.convert(folder / source, folder / destination, **options)
+        pipeline.convert(folder / source, folder / destination, **options)
     flags = [f"--{key.strip('_')}={value}" for key, value in options.items()]
     flags = [flag.replace("num_heads", "num-heads") for flag in flags]
     done = CliRunner().invoke(
@@ -60,7 +55,7 @@ def test_twelve_layers_keep_their_order_in_keras_files(tmp_path: Path) -> None:
         state |= block("bert", name, seed=i)
     checkpoint.write(tmp_path / "a.safetensors", state)
     target = tmp_path / "a.weights.h5"
-    done = migrate.convert(tmp_path / "a.safetensors", target, to="keras", num_heads=N)
+    done = pipeline.convert(tmp_path / "a.safetensors", target, to="keras", num_heads=N)
     assert [move[0] for move in done.blocks] == names
     with checkpoint.open(target) as file:
         for i in range(12):
@@ -68,7 +63,7 @@ def test_twelve_layers_keep_their_order_in_keras_files(tmp_path: Path) -> None:
             assert file.names[group] == names[i]
             params, _ = keras.import_params(file, layout="keras-file", prefix=group)
             layers.assert_identical(params, params_of(BERT, seed=i))
-    report = verify.compare(tmp_path / "a.safetensors", target, num_heads=N)
+    report = comparison.compare(tmp_path / "a.safetensors", target, num_heads=N)
     assert [pair.a for pair in report.blocks] == names
     assert report.same
 
@@ -93,7 +88,7 @@ def two_widths(folder: Path) -> Path:
             for leaf in shaped
             if "norm" not in leaf
         }
-        state |= engine.export_params(FLAX, from_leaves(arrays), prefix=prefix.replace(".", "/"))
+        state |= transform.export_params(FLAX, from_leaves(arrays), prefix=prefix.replace(".", "/"))
     path = folder / "mixed.safetensors"
     checkpoint.write(path, state)
     return path
@@ -101,19 +96,19 @@ def two_widths(folder: Path) -> Path:
 
 def test_head_counts_that_differ_are_kept_per_block(tmp_path: Path) -> None:
     source, target = two_widths(tmp_path), tmp_path / "torch.safetensors"
-    migrate.convert(source, target, to="torch")
+    pipeline.convert(source, target, to="torch")
     with checkpoint.open(target) as file:
-        assert file.metadata == {f"{heads.METADATA}.a": "2", f"{heads.METADATA}.b.c": "3"}
-    infos = migrate.inspect(target).blocks
+        assert file.metadata == {f"{head_count.METADATA}.a": "2", f"{head_count.METADATA}.b.c": "3"}
+    infos = pipeline.inspect(target).blocks
     assert [(i.num_heads, i.num_heads_from) for i in infos] == [(2, "metadata"), (3, "metadata")]
-    assert verify.compare(source, target).same
+    assert comparison.compare(source, target).same
     # and from there on, under the names that the blocks have by then
-    migrate.convert(target, tmp_path / "linear.safetensors", to="linear")
-    assert verify.compare(source, tmp_path / "linear.safetensors").same
-    migrate.convert(tmp_path / "linear.safetensors", tmp_path / "flax.safetensors", to="flax")
+    pipeline.convert(target, tmp_path / "linear.safetensors", to="linear")
+    assert comparison.compare(source, tmp_path / "linear.safetensors").same
+    pipeline.convert(tmp_path / "linear.safetensors", tmp_path / "flax.safetensors", to="flax")
     with checkpoint.open(tmp_path / "flax.safetensors") as file:
         assert file.metadata == {}
-    assert verify.compare(source, tmp_path / "flax.safetensors").same
+    assert comparison.compare(source, tmp_path / "flax.safetensors").same
 
 
 def test_one_head_count_serves_the_file_and_the_verifier(tmp_path: Path) -> None:
@@ -123,24 +118,24 @@ def test_one_head_count_serves_the_file_and_the_verifier(tmp_path: Path) -> None
     bert = block("bert", "a") | block("bert", "b", seed=1)
     checkpoint.write(tmp_path / "bert.safetensors", bert, metadata={"mine": "kept"})
     target = tmp_path / "linear.safetensors"
-    migrate.convert(tmp_path / "bert.safetensors", target, to="linear", num_heads=N)
+    pipeline.convert(tmp_path / "bert.safetensors", target, to="linear", num_heads=N)
     with checkpoint.open(target) as file:
-        assert file.metadata == {"mine": "kept", heads.METADATA: str(N)}
-    report = verify.compare(target, target)  # neither side is told
+        assert file.metadata == {"mine": "kept", head_count.METADATA: str(N)}
+    report = comparison.compare(target, target)  # neither side is told
     assert [pair.num_heads for pair in report.blocks] == [N, N]
     assert report.same
 
 
 def test_blocks_that_are_carried_over_keep_their_head_count(tmp_path: Path) -> None:
     state = block("bert", "a") | block("gpt2", "h.0.attn")
-    metadata = {heads.METADATA: str(N)}
+    metadata = {head_count.METADATA: str(N)}
     checkpoint.write(tmp_path / "a.safetensors", state, metadata=metadata)
     target = tmp_path / "b.safetensors"
-    migrate.convert(tmp_path / "a.safetensors", target, to="linear", from_="bert")
-    found = {info.layout: info.num_heads for info in migrate.inspect(target).blocks}
+    pipeline.convert(tmp_path / "a.safetensors", target, to="linear", from_="bert")
+    found = {info.layout: info.num_heads for info in pipeline.inspect(target).blocks}
     assert found == {"linear": N, "gpt2": N}
     with checkpoint.open(target) as file:
-        assert file.metadata == metadata | {f"{heads.METADATA}.a": str(N)}
+        assert file.metadata == metadata | {f"{head_count.METADATA}.a": str(N)}
 
 
 def test_damaged_and_unknown_are_refused_or_listed(tmp_path: Path) -> None:
@@ -150,12 +145,12 @@ def test_damaged_and_unknown_are_refused_or_listed(tmp_path: Path) -> None:
     message = r"h.1.attn looks like layout gpt2 but lacks c_proj.bias"
     refused(tmp_path, message, "broken.npz", "x.npz", to="linear", num_heads=N)
     with pytest.raises(ValueError, match=message):
-        verify.compare(tmp_path / "broken.npz", tmp_path / "broken.npz", num_heads=N)
-    assert migrate.inspect(tmp_path / "broken.npz").damaged == (message,)
+        comparison.compare(tmp_path / "broken.npz", tmp_path / "broken.npz", num_heads=N)
+    assert pipeline.inspect(tmp_path / "broken.npz").damaged == (message,)
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "broken.npz")])
     assert f"damaged: {message}" in shown.stdout
     checkpoint.write(tmp_path / "whole.npz", whole)
-    assert migrate.inspect(tmp_path / "whole.npz").damaged == ()
+    assert pipeline.inspect(tmp_path / "whole.npz").damaged == ()
     checkpoint.write(tmp_path / "extra.npz", whole | {"h.0.attn.gate": np.ones(3, np.float32)})
     message = r"unknown key 'h.0.attn.gate' in the block: layout gpt2"
     refused(tmp_path, message, "extra.npz", "x.npz", to="linear", num_heads=N)
@@ -176,26 +171,26 @@ def stacked(folder: Path) -> tuple[Path, list[Path]]:
 def test_stacked_layers_are_compared_one_by_one(tmp_path: Path) -> None:
     source, singles = stacked(tmp_path)
     target = tmp_path / "flax.safetensors"
-    migrate.convert(source, target, to="flax", num_heads=N)
-    report = verify.compare(source, target)
+    pipeline.convert(source, target, to="flax", num_heads=N)
+    report = comparison.compare(source, target)
     assert [pair.a for pair in report.blocks] == [f"layers.attention[{i}]" for i in range(3)]
     assert report.same
     with checkpoint.open(target) as file:
         arrays = {name: file[name] for name in file}
     arrays["layers/attention/query/kernel"][1, 2, 3, 0] += 1
     checkpoint.write(target, arrays, force=True)
-    report = verify.compare(source, target)
+    report = comparison.compare(source, target)
     assert [pair.same for pair in report.blocks] == [True, False, True]
     assert report.blocks[1].differences[0].index == (2, 3, 0)
-    layer = [sides.read(path, N).blocks[0] for path in singles]
-    for one, side in zip(layer, sides.read(source, N).blocks, strict=True):
+    layer = [comparands.read(path, N).blocks[0] for path in singles]
+    for one, side in zip(layer, comparands.read(source, N).blocks, strict=True):
         layers.assert_identical(one.params, side.params)
 
 
 def test_stacked_parameters_have_two_axes_of_layers_too() -> None:
     params = params_of(FLAX, (2, 3))
     semantics = FLAX.semantics
-    report = verify.compare((params, semantics), (params, semantics))
+    report = comparison.compare((params, semantics), (params, semantics))
     names = [f"[{i}, {j}]" for i in range(2) for j in range(3)]
     assert [pair.a for pair in report.blocks] == names
     assert report.same
@@ -208,7 +203,7 @@ def test_keras_files_hold_no_stacked_layers(tmp_path: Path) -> None:
 
 
 IN_FILES = {*keras.IN_FILE, *by_hand.IN_FILE}
-NO_FILES = [x.name for x in blocks.LAYOUTS if x.name.removesuffix("-file") not in IN_FILES]
+NO_FILES = [x.name for x in registry.LAYOUTS if x.name.removesuffix("-file") not in IN_FILES]
 
 
 @pytest.mark.parametrize("to", NO_FILES)
@@ -250,7 +245,7 @@ def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
         assert "\x9b" not in output
         assert "\\u202e" in output
     with pytest.raises(ValueError, match=r"block \\u202e\\x9b.attn: ") as caught:
-        verify.compare(path, path)
+        comparison.compare(path, path)
     assert "\u202e" not in str(caught.value)
 
 
@@ -310,10 +305,10 @@ def test_what_is_no_tensor_is_told_or_refused(tmp_path: Path) -> None:
     layer = torch.nn.MultiheadAttention(6, 2)
     source = tmp_path / "a.pt"
     torch.save({"model": layer.state_dict(), "epoch": 3, "lr": [0.1, None]}, source)
-    done = migrate.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
+    done = pipeline.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
     assert "not carried over, since they are no tensors: epoch, lr.0, lr.1" in done.notes
     with pytest.raises(ValueError, match=r"a.pt: not tensors: epoch, lr.0, lr.1; --others pass"):
-        migrate.convert(source, tmp_path / "c.npz", to="flax", num_heads=2, others="refuse")
+        pipeline.convert(source, tmp_path / "c.npz", to="flax", num_heads=2, others="refuse")
     assert not (tmp_path / "c.npz").exists()
 
 
@@ -321,7 +316,7 @@ def test_metadata_without_a_place_is_told(tmp_path: Path) -> None:
     source = tmp_path / "a.safetensors"
     state = {k: v.numpy() for k, v in torch.nn.MultiheadAttention(6, 2).state_dict().items()}
     checkpoint.write(source, state, metadata={"license": "MIT", "format": "pt"})
-    done = migrate.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
+    done = pipeline.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
     (note,) = done.notes
     assert note == "metadata not carried over, for which the format has no place: license"
-    assert not migrate.convert(source, tmp_path / "b.safetensors", to="flax", num_heads=2).notes
+    assert not pipeline.convert(source, tmp_path / "b.safetensors", to="flax", num_heads=2).notes

@@ -10,19 +10,11 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import (
-    blocks,
-    engine,
-    flax,
-    forward,
-    keras,
-    mistakes,
-    oracle,
-    sides,
-    torch,
-    verify,
-)
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify import comparands, comparison, diagnosis, forward_check, oracle
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from tests.converters import layers
 
@@ -143,7 +135,7 @@ def named(name: str, casts: Sequence[tuple[int, Any]], seed: int = 0) -> int:
         if cast is not None:
             wrong = {k: v.astype(cast) for k, v in wrong.items()}
         pair = [from_leaves(dict(x)) for x in (right, wrong)]
-        found = mistakes.explain(*(pair[::-1] if reverse else pair))
+        found = diagnosis.explain(*(pair[::-1] if reverse else pair))
         count += found is not None and found.startswith(name.split(",")[0])
     return count
 
@@ -168,7 +160,7 @@ def test_rotary_convention_is_named() -> None:
             continue
         order = np.arange(H).reshape(-1, 2).T.ravel()
         changed = x | {k: x[k][..., order] for k in x if k.split(".")[0] in ("query", "key")}
-        found = mistakes.explain(from_leaves(dict(x)), from_leaves(dict(changed)))
+        found = diagnosis.explain(from_leaves(dict(x)), from_leaves(dict(changed)))
         assert found is not None
         assert found.startswith("rotary convention")
 
@@ -176,13 +168,13 @@ def test_rotary_convention_is_named() -> None:
 @pytest.mark.parametrize("draws", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_correct_is_accused(draws: int) -> None:
     rng = np.random.default_rng(draws)
-    holding = [blocks.named(name) for name in HOLDING]
+    holding = [attention_blocks.named(name) for name in HOLDING]
     for i in range(draws):
         x, N, _ = draw(rng)
         params, layout = from_leaves(dict(x)), holding[i % len(holding)]
-        state = engine.export_params(layout, params)
-        again, _ = engine.import_params([layout], state, num_heads=N)
-        assert mistakes.explain(params, again) is None, layout.name
+        state = transform.export_params(layout, params)
+        again, _ = transform.import_params([layout], state, num_heads=N)
+        assert diagnosis.explain(params, again) is None, layout.name
 
 
 # Layouts that hold every square layer with all its biases.
@@ -208,7 +200,7 @@ def test_other_weights_are_not_explained() -> None:
     for _ in range(DRAWS):
         x, _, _ = draw(rng)
         noise = {k: (v + 1e-3 * rng.normal(size=v.shape)).astype(v.dtype) for k, v in x.items()}
-        assert mistakes.explain(from_leaves(dict(x)), from_leaves(dict(noise))) is None
+        assert diagnosis.explain(from_leaves(dict(x)), from_leaves(dict(noise))) is None
 
 
 @pytest.mark.parametrize("extra", ["grouped", "bias_kv"])
@@ -228,7 +220,7 @@ def test_wrong_head_count_of_other_layers(extra: str) -> None:
         one = from_leaves(dict(drawn))
         two = from_leaves({k: drawn[k].reshape(shape) for k, shape in wrong.items()})
         for pair in ((one, two), (two, one)):
-            found = mistakes.explain(*pair)
+            found = diagnosis.explain(*pair)
             assert found is not None
             assert found.startswith("wrong head count")
 
@@ -252,14 +244,14 @@ def test_a_bias_of_zeros_is_no_mistake(name: str, zero: float | None) -> None:
         other[name] = np.full_like(x[name], zero)
     for pair in ((x, other), (other, x)):
         a, b = (from_leaves(dict(side)) for side in pair)
-        found = verify.compare(a, b).blocks[0]
+        found = comparison.compare(a, b).blocks[0]
         assert (found.same, found.explanation) == (True, None), str(found)
         if zero is None:
             assert f"{name}: only in the " in str(found)
             assert "zero: it changes nothing" in str(found)
 
 
-def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> sides.BlockSide:
+def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> comparands.BlockSide:
     """A side whose layer computes something of its own, in float64 rounded to its dtype."""
 
     def forward(query: NDArray, key: NDArray, value: NDArray, mask: Any = None) -> NDArray:
@@ -278,7 +270,7 @@ def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> s
             out[dead] = np.nan
         return out.astype(query.dtype)
 
-    return sides.BlockSide("", "a layer", params, semantics, forward, live=True)
+    return comparands.BlockSide("", "a layer", params, semantics, forward, live=True)
 
 
 DONE = (
@@ -302,11 +294,11 @@ def test_what_a_live_layer_does_is_named(name: str) -> None:
             for k, v in x.items()
         }
         params = from_leaves(dict(x))
-        found = forward.explain_forward(live(name, params), seed)
+        found = forward_check.explain_forward(live(name, params), seed)
         count += found is not None and found.startswith(name)
         assert found is None or name not in ("noise", "right")
         if seed < 6:
-            report = verify.compare_blocks(live(name, params), live("right", params), seed)
+            report = comparison.compare_blocks(live(name, params), live("right", params), seed)
             assert report.same == (name == "right")
             assert report.explanation == found
     assert count == 0 if name in ("noise", "right") else count >= 0.99 * DRAWS
@@ -334,7 +326,7 @@ def test_correct_layers_in_half_precision_are_not_accused(
     config = layers.configs(framework)[0]
     for seed in range(count):
         layer = layers.build(config, dtype, seed, spread=(0.35, 0.1, 2.0)[seed % 3])
-        report = verify.compare(layer, converter.from_module(layer), seed=seed).blocks[0]
+        report = comparison.compare(layer, converter.from_module(layer), seed=seed).blocks[0]
         assert report.same, f"{seed}: {report}"
 
 
@@ -361,7 +353,7 @@ def test_inverted_masks_of_real_layers_are_named() -> None:
             Nnx(3, 15, decode=False, rngs=nnx.Rngs(0)),
         ]
     for layer, converter in zip(wrong, (keras, flax), strict=True):
-        report = verify.compare(layer, converter.from_module(layer)).blocks[0]
+        report = comparison.compare(layer, converter.from_module(layer)).blocks[0]
         assert not report.same
         assert report.explanation is not None
         assert report.explanation.startswith("inverted mask"), converter.__name__
@@ -370,11 +362,11 @@ def test_inverted_masks_of_real_layers_are_named() -> None:
 def test_scale_of_parameters_is_behaviour() -> None:
     x, _, _ = draw(np.random.default_rng(4))
     params = from_leaves(dict(x))
-    report = verify.compare((params, Semantics()), (params, Semantics(scale=1.0)))
+    report = comparison.compare((params, Semantics()), (params, Semantics(scale=1.0)))
     assert not report
     assert "scale is None and 1.0" in str(report)
     explanation = report.blocks[0].explanation
     assert explanation is not None
     assert explanation.startswith("missing scale")
     H = params.query.kernel.shape[-1]
-    assert verify.compare((params, Semantics()), (params, Semantics(scale=1 / math.sqrt(H))))
+    assert comparison.compare((params, Semantics()), (params, Semantics(scale=1 / math.sqrt(H))))

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import checkpoint, migrate, modules, neighbours
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.neighbours import CANONICAL, CONVENTIONS, Convention
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import layer_layouts, other_layers
+from jaxmha.converters.discovery.layer_layouts import CANONICAL, CONVENTIONS, Convention
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.migrate import pipeline
 
 I, O, V, D = 3, 5, 7, 11
 SIZES = {"Di": I, "Do": O, "V": V, "D": D, "y": 2, "x": 13}
@@ -21,7 +23,7 @@ def arrays(convention: Convention, kind: str, prefix: str = "a") -> dict[str, ND
     rng = np.random.default_rng(0)
     return {
         f"{prefix}{convention.separator}{entry.key}": rng.normal(
-            size=neighbours.shape(entry, SIZES)
+            size=layer_layouts.shape(entry, SIZES)
         ).astype(np.float32)
         for entry in convention.kinds[kind]
     }
@@ -32,9 +34,9 @@ def test_round_trip(convention: Convention, kind: str) -> None:
     state = arrays(convention, kind)
     for entry in convention.kinds[kind]:
         array = state[f"a{convention.separator}{entry.key}"]
-        leaf = neighbours.unpack(entry, array)
+        leaf = layer_layouts.unpack(entry, array)
         assert leaf.shape == tuple(SIZES[a] for a in CANONICAL[entry.leaves[0]].split())
-        back = neighbours.pack(entry, leaf)
+        back = layer_layouts.pack(entry, leaf)
         assert (back.shape, back.tobytes()) == (array.shape, array.tobytes())
 
 
@@ -104,10 +106,10 @@ def haiku_layers() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("convention", "live"),
     [
-        (neighbours.TORCH, torch_layers),
-        (neighbours.FLAX, flax_layers),
-        (neighbours.KERAS, keras_layers),
-        (neighbours.HAIKU, haiku_layers),
+        (layer_layouts.TORCH, torch_layers),
+        (layer_layouts.FLAX, flax_layers),
+        (layer_layouts.KERAS, keras_layers),
+        (layer_layouts.HAIKU, haiku_layers),
     ],
     ids=["torch", "flax", "keras", "haiku"],
 )
@@ -115,16 +117,16 @@ def test_names_and_shapes_are_those_of_live_layers(convention: Convention, live:
     layers = live()
     assert set(layers) <= set(convention.kinds)
     for kind, variables in layers.items():
-        expected = {e.key: neighbours.shape(e, SIZES) for e in convention.kinds[kind]}
+        expected = {e.key: layer_layouts.shape(e, SIZES) for e in convention.kinds[kind]}
         assert {name: tuple(v.shape) for name, v in variables.items()} == expected, kind
 
 
 def test_torch_s_epsilon_is_the_default() -> None:
     import torch
 
-    assert torch.nn.LayerNorm(D).eps == neighbours.TORCH.epsilon["norm"]
+    assert torch.nn.LayerNorm(D).eps == layer_layouts.TORCH.epsilon["norm"]
     assert torch.nn.RMSNorm(D).eps is None  # torch.finfo(float32).eps then
-    assert torch.finfo(torch.float32).eps == neighbours.TORCH.epsilon["rmsnorm"]
+    assert torch.finfo(torch.float32).eps == layer_layouts.TORCH.epsilon["rmsnorm"]
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm", "embedding", "convolution"])
@@ -158,7 +160,7 @@ def test_flax_computes_what_torch_does(kind: str) -> None:
     ours = maker(nnx.Rngs(0))
     state = {f"embed.{name}": tensor for name, tensor in theirs.state_dict().items()}
     # a transposed or plain convolution is told by its bias, an embedding by its name
-    moved = migrate.convert_state(state, to="flax")
+    moved = pipeline.convert_state(state, to="flax")
     there = nnx.to_flat_state(nnx.state(ours))
     new = [(path, v.replace(moved[f"embed/{path[-1]}"])) for path, v in there]
     nnx.update(ours, nnx.from_flat_state(new))
@@ -171,7 +173,7 @@ def test_flax_computes_what_torch_does(kind: str) -> None:
 def told(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
     """Kind and confidence by prefix, and what is left over."""
     state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    found, others = modules.find(state, [])
+    found, others = other_layers.find(state, [])
     return {m.prefix: (m.kind, m.confidence) for m in found}, others
 
 
@@ -226,7 +228,7 @@ def test_names_decide_where_shapes_cannot_and_nothing_else_is_guessed() -> None:
 
 def test_integers_are_no_layers() -> None:
     state = {"a.weight": np.zeros((5, 3), np.int8), "a.bias": np.zeros(5, np.float32)}
-    assert modules.find(state, [])[0] == []
+    assert other_layers.find(state, [])[0] == []
 
 
 def live_convolutions() -> dict[str, dict[str, NDArray]]:
@@ -266,7 +268,7 @@ def live_convolutions() -> dict[str, dict[str, NDArray]]:
 )
 def test_other_convolutions_are_not_taken_for_ordinary_ones(which: str) -> None:
     state = live_convolutions()[which]
-    found, others = modules.find(state, [])
+    found, others = other_layers.find(state, [])
     assert found == []
     assert others.keys() == state.keys()
     assert all("could be transposed or depthwise" in why for why in others.values())
@@ -325,7 +327,7 @@ def test_layers_are_judged_by_the_framework_of_the_attention_beside_them() -> No
         "blocks.0.norm.weight": np.ones(6),
     }
     state = torch_block() | {name: x.astype(np.float32) for name, x in parameters.items()}
-    moved = migrate.convert_state(state, to="flax", num_heads=2)
+    moved = pipeline.convert_state(state, to="flax", num_heads=2)
     expected = {*parameters} - {"blocks.0.norm.weight"} | {"blocks/0/norm/scale"}
     assert {name for name in moved if "attn" not in name} == expected
 
@@ -346,8 +348,8 @@ def test_a_key_map_reads_what_another_framework_wrote() -> None:
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): x
         for name, x in state.items()
     }
-    new = migrate.convert_state(state, to="flax", num_heads=2)
-    again = migrate.convert_state(old, to="flax", num_heads=2)
+    new = pipeline.convert_state(state, to="flax", num_heads=2)
+    again = pipeline.convert_state(old, to="flax", num_heads=2)
     assert new.keys() == again.keys()
     assert all(new[name].tobytes() == again[name].tobytes() for name in new)
 
@@ -355,18 +357,18 @@ def test_a_key_map_reads_what_another_framework_wrote() -> None:
 def test_an_rms_norm_comes_back_through_flax_and_haiku() -> None:
     state = torch_block() | {"rms_norm.weight": np.ones(6, np.float32)}
     for to in ("flax", "haiku"):
-        moved = migrate.convert_state(state, to=to, num_heads=2)
+        moved = pipeline.convert_state(state, to=to, num_heads=2)
         stored: dict[str, Any] = {} if to == "flax" else {"num_heads": 2}
-        assert "rms_norm/scale" in migrate.convert_state(moved, to="keras", **stored)
+        assert "rms_norm/scale" in pipeline.convert_state(moved, to="keras", **stored)
 
 
 def test_what_only_a_name_tells_is_noted(tmp_path: Path) -> None:
     state = torch_block() | {"embed_in.weight": np.ones((7, 5), np.float32)}
     checkpoint.write(tmp_path / "a.npz", state)
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=2)
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=2)
     (note,) = [note for note in done.notes if "only the name tells" in note]
     assert "embed_in (embedding)" in note
-    done = migrate.convert(
+    done = pipeline.convert(
         tmp_path / "a.npz", tmp_path / "c.npz", to="flax", num_heads=2, attention_only=True
     )
     assert not any("only the name tells" in note for note in done.notes)

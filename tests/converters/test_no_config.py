@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
 
 D = 6
 # Names of a tensor outside the blocks, as transformers writes them, and words on the model.

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters import oracle
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify import oracle
 from jaxmha.params import CANONICAL, from_leaves
 from tests import reference
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha.converters import checkpoint, migrate, sides
-from jaxmha.converters.arrays import to_numpy
+from jaxmha import checkpoint
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparands
 from tests.converters.test_families import D, N, torch_model
 from tests.tolerance import assert_close
 
@@ -41,7 +43,7 @@ def test_stock_keras_loads_a_decoder(layers: int, tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(array) for name, array in state.items()}
     source, target = tmp_path / "a.pt", tmp_path / "a.weights.h5"
     torch.save(tensors, source)
-    done = migrate.convert(source, target, to="keras", num_heads=N)
+    done = pipeline.convert(source, target, to="keras", num_heads=N)
     model, attention = decoder(layers)
     model.load_weights(target)
     names = [
@@ -64,16 +66,16 @@ def test_stock_keras_loads_a_decoder(layers: int, tmp_path: Path) -> None:
     x, y = (rng.normal(size=(2, length, D)).astype(np.float32) for length in (T, S))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(x), torch.from_numpy(y)).numpy()
-    with sides.exact_dtypes(np.dtype(np.float32)):
+    with comparands.exact_dtypes(np.dtype(np.float32)):
         assert_close(to_numpy(model([x, y])), expected, factor=8)
 
 
 def test_the_note_is_in_the_plan_and_nowhere_else(tmp_path: Path) -> None:
     source = tmp_path / "a.npz"
     checkpoint.write(source, torch_model("TransformerDecoder"))
-    resolved = migrate.plan(source, to="keras", num_heads=N, in_file=True)[1]
+    resolved = pipeline.plan(source, to="keras", num_heads=N, in_file=True)[1]
     assert any(NOTE in note for note in resolved.notes)
-    resolved = migrate.plan(source, to="keras", num_heads=N)[1]
+    resolved = pipeline.plan(source, to="keras", num_heads=N)[1]
     assert not any(NOTE in note for note in resolved.notes)
 
 
@@ -81,7 +83,7 @@ def test_numbers_are_in_order_whatever_the_file_has(tmp_path: Path) -> None:
     layer = torch_model("TransformerDecoderLayer")
     state = {f"layers.{i}.{name}": x for i in (10, 2, 0) for name, x in layer.items()}
     checkpoint.write(tmp_path / "a.npz", state)
-    made = migrate.plan(tmp_path / "a.npz", to="keras", num_heads=N, in_file=True)[0]
+    made = pipeline.plan(tmp_path / "a.npz", to="keras", num_heads=N, in_file=True)[0]
     targets = {move.source: move.target for move in made.moves}
     for place, i in enumerate((0, 2, 10)):
         for which, number in (("self_attn", 2 * place), ("multihead_attn", 2 * place + 1)):

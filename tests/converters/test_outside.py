@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import attribution, checkpoint, migrate, outside, sides, verify
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import attribution, comparands, comparison, other_tensors
 
 N, D, V = 2, 8, 11
 runner = CliRunner()
@@ -45,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.write(path / "bert.safetensors", bert())
     (path / "config.json").write_text(json.dumps({"num_attention_heads": N, "hidden_size": D}))
     for name, layout in (("flax.safetensors", "flax"), ("keras.weights.h5", "keras")):
-        migrate.convert(path / "bert.safetensors", path / name, to=layout)
+        pipeline.convert(path / "bert.safetensors", path / name, to=layout)
     return path
 
 
@@ -165,13 +167,13 @@ def test_a_bias_of_zeros_changes_nothing(folder: Path) -> None:
         state = {name: file[name] for name in file}
     other = {name: x for name, x in state.items() if name != "pooler.dense.bias"}
     state["pooler.dense.bias"] *= 0
-    found = verify.compare(state, other, num_heads=N)
+    found = comparison.compare(state, other, num_heads=N)
     assert found.same
     assert found.notes == (
         "biases of zeros on one side alone, which change nothing: pooler.dense.bias",
     )
     state["pooler.dense.bias"][0] = 1
-    assert not verify.compare(state, other, num_heads=N)
+    assert not comparison.compare(state, other, num_heads=N)
 
 
 @pytest.mark.parametrize("layout", ["gpt2", "linear"])
@@ -193,7 +195,7 @@ def test_a_transposed_kernel_is_not_read_as_the_other_kind(layout: str) -> None:
     kernel = f"h.0.{other}.weight"
     turned = state | {kernel: state[kernel].T.copy()}
     for pair in ((state, turned), (turned, state)):
-        assert list(verify.compare(*pair, num_heads=N).outside) == [kernel]
+        assert list(comparison.compare(*pair, num_heads=N).outside) == [kernel]
 
 
 def test_one_block_asked_for_is_compared_alone(folder: Path) -> None:
@@ -224,11 +226,11 @@ def test_unchecked_conversions_are_not_called_verified(folder: Path, tmp_path: P
 @pytest.mark.parametrize("framework", ["torch", "keras", "nnx"])
 def test_other_layers_of_live_models_are_compared(framework: str) -> None:
     a, b, spoil = {"torch": _torch, "keras": _keras, "nnx": _nnx}[framework]()
-    sources = [sides.read(model).source for model in (a, b)]
-    assert outside.compare(*sources) == outside.NOTHING
+    sources = [comparands.read(model).source for model in (a, b)]
+    assert other_tensors.compare(*sources) == other_tensors.NOTHING
     assert len(sources[0].info) > len(sources[0].taken)
     spoil()
-    found = outside.compare(*(sides.read(model).source for model in (a, b)))
+    found = other_tensors.compare(*(comparands.read(model).source for model in (a, b)))
     assert (len(found.differing), found.left) == (1, ())
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
-from jaxmha.converters import flax, keras, oracle, torch
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify import oracle
 from tests.converters import layers
 
 CONVERTERS: dict[str, Any] = {"torch": torch, "keras": keras, "linen": flax, "nnx": flax}

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, engine, migrate, plan_file
-from jaxmha.converters.blocks import named
-from jaxmha.converters.cli import app
-from jaxmha.converters.plan import Move, Plan, make
-from jaxmha.converters.resolved import resolve
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery.attention_blocks import named
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline, plan_toml
+from jaxmha.converters.migrate.plans import Move, Plan, make
+from jaxmha.converters.migrate.resolved import resolve
 from tests.converters.test_every_layout import N, params_of
 
 State = dict[str, Any]
@@ -35,7 +37,7 @@ def model() -> State:
         "mystery.weight": (2, 3),
     }
     drawn = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    attention = engine.export_params(layout, params, prefix="encoder.layer.0.attention")
+    attention = transform.export_params(layout, params, prefix="encoder.layer.0.attention")
     return attention | drawn | {"embeddings.position_ids": np.arange(5)[None]}
 
 
@@ -49,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(source: Path) -> Plan:
-    return migrate.plan(source, to="flax")[0]
+    return pipeline.plan(source, to="flax")[0]
 
 
 def cli(*arguments: Any) -> Any:
@@ -71,13 +73,13 @@ def test_every_tensor_is_in_it(plan: Plan) -> None:
 def test_the_epsilon_of_norms_is_stated(plan: Plan, source: Path) -> None:
     (note,) = plan.notes
     assert note.startswith("1 x norm: epsilon is 1e-12 (config.json: layer_norm_eps), and 1e-06")
-    assert "1e-05 by default in torch" in migrate.plan(source, to="linear")[0].notes[0]
+    assert "1e-05 by default in torch" in pipeline.plan(source, to="linear")[0].notes[0]
 
 
 def test_the_file_of_a_plan_is_that_plan(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    path.write_text(plan_file.dumps(plan))
-    assert plan_file.read(path) == plan
+    path.write_text(plan_toml.dumps(plan))
+    assert plan_toml.read(path) == plan
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9)
@@ -96,12 +98,12 @@ digests = st.from_regex(r"sha256:[0-9a-f]{64}|xxh3_128:[0-9a-f]{32}", fullmatch=
 @given(names, st.lists(fields, max_size=3), names, st.just("") | digests)
 def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: str) -> None:
     made = Plan(to, tuple(Move(*one) for one in drawn), source=source, digest=digest)
-    assert plan_file.loads(plan_file.dumps(made)) == made
+    assert plan_toml.loads(plan_toml.dumps(made)) == made
 
 
 def test_a_file_without_attention_is_noted(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", {"fc.weight": np.ones((3, 5)), "fc.bias": np.ones(3)})
-    made, _ = migrate.plan(tmp_path / "a.npz", to="flax")
+    made, _ = pipeline.plan(tmp_path / "a.npz", to="flax")
     assert "no block of attention was found" in made.notes[0]
 
 
@@ -110,19 +112,19 @@ def test_a_file_whose_name_is_no_text_has_a_plan(tmp_path: Path) -> None:
     checkpoint.write(path, model())
     done = cli("plan", path, "--to", "flax", "--num-heads", N, "-o", tmp_path / "p.toml")
     assert done.exit_code == 0, done.output
-    assert plan_file.read(tmp_path / "p.toml").source.endswith(".safetensors")
+    assert plan_toml.read(tmp_path / "p.toml").source.endswith(".safetensors")
 
 
 def test_conversion_by_a_plan_is_conversion(plan: Plan, source: Path, tmp_path: Path) -> None:
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    migrate.convert(source, a, to="flax")
-    done = migrate.convert(source, b, plan=plan)
+    pipeline.convert(source, a, to="flax")
+    done = pipeline.convert(source, b, plan=plan)
     assert a.read_bytes() == b.read_bytes()
     assert set(done.carried) == {"mystery.weight", "embeddings.position_ids"}
 
 
 def test_edited_plans_are_followed(plan: Plan, source: Path, tmp_path: Path) -> None:
-    text = plan_file.dumps(plan).replace('to = "encoder/layer/0/', 'to = "blocks/0/')
+    text = plan_toml.dumps(plan).replace('to = "encoder/layer/0/', 'to = "blocks/0/')
     old = 'kind = "other"\nfrom = "mystery.weight"\nto = "mystery.weight"\nas = "other"'
     assert old in text
     new = 'kind = "linear"\nlayout = "torch"\nfrom = "mystery"\nto = "known"'
@@ -190,10 +192,10 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: Path) -> None:
     edit, message = WRONG[what]
     with pytest.raises(ValueError, match=message) as caught:
-        migrate.convert(source, tmp_path / "x.npz", plan=edit(plan))
+        pipeline.convert(source, tmp_path / "x.npz", plan=edit(plan))
     assert not list(tmp_path.iterdir())
     path = tmp_path / "plan.toml"
-    path.write_text(plan_file.dumps(edit(plan)))
+    path.write_text(plan_toml.dumps(edit(plan)))
     done = cli("convert", source, tmp_path / "x.npz", "--plan", path)
     assert done.exit_code == 2
     assert str(caught.value).split(":")[-1].split()[-1] in done.output
@@ -223,7 +225,7 @@ def test_wrong_plans_are_refused(what: str, plan: Plan, source: Path, tmp_path: 
 def test_files_that_are_no_plans_are_refused(
     old: str, new: str, message: str, plan: Plan, source: Path, tmp_path: Path
 ) -> None:
-    text = plan_file.dumps(plan)
+    text = plan_toml.dumps(plan)
     assert old in text
     (tmp_path / "plan.toml").write_text(text.replace(old, new, 1))
     done = cli("convert", source, tmp_path / "x.npz", "--plan", tmp_path / "plan.toml")
@@ -237,7 +239,7 @@ def test_another_source_is_refused(plan: Plan, tmp_path: Path) -> None:
     state["mystery.weight"][1, 1] += 1
     checkpoint.write(tmp_path / "other.npz", state)
     with pytest.raises(ValueError, match=r"other.npz: its digest is sha256:.* write a new plan"):
-        migrate.convert(tmp_path / "other.npz", tmp_path / "x.npz", plan=plan)
+        pipeline.convert(tmp_path / "other.npz", tmp_path / "x.npz", plan=plan)
 
 
 def test_the_same_contents_in_another_format_are_the_same_source(
@@ -245,15 +247,15 @@ def test_the_same_contents_in_another_format_are_the_same_source(
 ) -> None:
     state = dict(reversed(model().items()))
     checkpoint.write(tmp_path / "same.npz", state)
-    migrate.convert(tmp_path / "same.npz", tmp_path / "x.npz", plan=plan)
+    pipeline.convert(tmp_path / "same.npz", tmp_path / "x.npz", plan=plan)
 
 
 def test_a_plan_without_a_digest_is_followed_with_a_note(
     plan: Plan, source: Path, tmp_path: Path
 ) -> None:
-    done = migrate.convert(source, tmp_path / "a.npz", plan=replace(plan, digest=""))
+    done = pipeline.convert(source, tmp_path / "a.npz", plan=replace(plan, digest=""))
     assert any("the plan has no digest" in note for note in done.notes)
-    done = migrate.convert(source, tmp_path / "b.npz", plan=plan)
+    done = pipeline.convert(source, tmp_path / "b.npz", plan=plan)
     assert not any("no digest" in note for note in done.notes)
 
 
@@ -272,7 +274,7 @@ def test_others_are_passed_or_refused_and_always_reported(source: Path, tmp_path
 
 
 def test_attention_only(source: Path, tmp_path: Path) -> None:
-    done = migrate.convert(source, tmp_path / "a.npz", to="flax", attention_only=True)
+    done = pipeline.convert(source, tmp_path / "a.npz", to="flax", attention_only=True)
     assert done.beside == ()
     assert BIAS in done.carried
     with checkpoint.open(tmp_path / "a.npz") as file:
@@ -287,7 +289,7 @@ def test_plan_prints_every_tensor_and_writes_the_file(source: Path, tmp_path: Pa
         assert name in done.stdout
     assert "layer_norm_eps" in done.stdout
     assert f"{KERNEL} -> encoder/layer/0/intermediate/dense/kernel (13, 7)" in done.stdout
-    assert plan_file.read(path) == migrate.plan(source, to="flax")[0]
+    assert plan_toml.read(path) == pipeline.plan(source, to="flax")[0]
     assert "# -> encoder/layer/0/attention/query/kernel (13, 6, 4) ((N H) Dq -> Dq N H)" in (
         path.read_text()
     )
@@ -342,12 +344,12 @@ def test_head_counts_of_a_plan(plan: Plan, source: Path, tmp_path: Path) -> None
     state = {k: v for k, v in model().items() if "attention" in k}
     state |= {k.replace("layer.0", "layer.1"): v for k, v in state.items()}
     checkpoint.write(tmp_path / "two.safetensors", state)
-    two = migrate.plan(tmp_path / "two.safetensors", to="flax", num_heads=N)[0]
+    two = pipeline.plan(tmp_path / "two.safetensors", to="flax", num_heads=N)[0]
     with pytest.raises(ValueError, match=r"module encoder.layer.1.attention of the plan lacks num"):
-        migrate.convert(tmp_path / "two.safetensors", tmp_path / "a.npz", plan=heads(N, None))
-    done = migrate.convert(tmp_path / "two.safetensors", tmp_path / "b.npz", plan=heads(N, 1))
+        pipeline.convert(tmp_path / "two.safetensors", tmp_path / "a.npz", plan=heads(N, None))
+    done = pipeline.convert(tmp_path / "two.safetensors", tmp_path / "b.npz", plan=heads(N, 1))
     assert any("blocks of the same shapes have different head counts" in n for n in done.notes)
-    done = migrate.convert(tmp_path / "two.safetensors", tmp_path / "c.npz", plan=heads(N, N))
+    done = pipeline.convert(tmp_path / "two.safetensors", tmp_path / "c.npz", plan=heads(N, N))
     assert not any("head counts" in n for n in done.notes)
 
 
@@ -355,9 +357,9 @@ def test_notes_of_a_plan_are_told_when_it_is_carried_out(
     plan: Plan, source: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.toml"
-    path.write_text(plan_file.dumps(plan))
+    path.write_text(plan_toml.dumps(plan))
     assert plan.notes
-    assert plan_file.read(path).notes == plan.notes
+    assert plan_toml.read(path).notes == plan.notes
     done = cli("convert", source, tmp_path / "a.npz", "--plan", path, "--check", "weights")
     assert "note: 1 x norm: epsilon" in " ".join(done.output.split())
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha.converters import checkpoint, plot_attention, torch
-from jaxmha.converters.head_statistics import head_statistics
-from jaxmha.converters.plots import picture
+from jaxmha import checkpoint
+from jaxmha.converters import plot_attention, torch
+from jaxmha.introspect.head_statistics import head_statistics
+from jaxmha.introspect.heatmaps import picture
 from tests.converters.test_cli import cli, fails
 
 B, N, T, S = 2, 5, 3, 7

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import blocks, checkpoint, cli, engine, migrate
+from jaxmha import checkpoint
+from jaxmha.cli import app
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import params_of
 
 # Replaces an import by something that goes wrong, then starts the command line.
@@ -90,10 +94,10 @@ def test_an_unexpected_exception_is_one_message(
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(migrate, "inspect", fails)
+    monkeypatch.setattr(pipeline, "inspect", fails)
     path = tmp_path / "a.npz"
     checkpoint.write(path, {"a": np.ones(3)})
-    done = CliRunner().invoke(cli.app, ["inspect", str(path)])
+    done = CliRunner().invoke(app.app, ["inspect", str(path)])
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
@@ -102,7 +106,7 @@ def test_an_unexpected_exception_is_one_message(
         assert f"unexpected {type(error).__name__}" in done.stderr
         assert "JAXMHA_DEBUG=1 shows where" in done.stderr
     monkeypatch.setenv("JAXMHA_DEBUG", "1")
-    shown = CliRunner().invoke(cli.app, ["inspect", str(path)])
+    shown = CliRunner().invoke(app.app, ["inspect", str(path)])
     assert shown.exit_code == 2
     assert "Traceback" in shown.stderr
 
@@ -111,20 +115,20 @@ def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(migrate, "inspect", interrupted)
-    done = CliRunner().invoke(cli.app, ["inspect", str(tmp_path / "a.npz")])
+    monkeypatch.setattr(pipeline, "inspect", interrupted)
+    done = CliRunner().invoke(app.app, ["inspect", str(tmp_path / "a.npz")])
     assert done.exit_code == 130
     assert "Traceback" not in done.output
 
 
 def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
-    layout = blocks.named("flax")
-    state = engine.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    layout = attention_blocks.named("flax")
+    state = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
     for name, zero in (("plus.npz", 0.0), ("minus.npz", -0.0)):
         state["a/out/bias"] = np.full_like(state["a/out/bias"], zero)
         checkpoint.write(tmp_path / name, state)
     done = CliRunner().invoke(
-        cli.app, ["verify", str(tmp_path / "plus.npz"), str(tmp_path / "minus.npz")]
+        app.app, ["verify", str(tmp_path / "plus.npz"), str(tmp_path / "minus.npz")]
     )
     assert done.exit_code == 0, done.output
     table = done.stdout.split("error: RMS")[0]
@@ -133,8 +137,8 @@ def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
 
 
 def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
-    layout = blocks.named("linear")
-    state = engine.export_params(layout, params_of(layout), prefix="a")
+    layout = attention_blocks.named("linear")
+    state = transform.export_params(layout, params_of(layout), prefix="a")
     state["a.k_proj.bias"] = state["a.k_proj.bias"].astype(np.float16)
     checkpoint.write(tmp_path / "mixed.npz", state)
     arguments = [
@@ -147,9 +151,9 @@ def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
     ]
     note = "a keeps several dtypes: out.bias is float32, key.bias is float16"
     run = CliRunner().invoke
-    assert json.loads(run(cli.app, [*arguments, "--json"]).stdout)["notes"] == [note]
-    assert f"note: {note}\n" in run(cli.app, [*arguments, "--force"]).stdout
-    cast = run(cli.app, [*arguments, "--force", "--dtype", "float32", "--json"])
+    assert json.loads(run(app.app, [*arguments, "--json"]).stdout)["notes"] == [note]
+    assert f"note: {note}\n" in run(app.app, [*arguments, "--force"]).stdout
+    cast = run(app.app, [*arguments, "--force", "--dtype", "float32", "--json"])
     assert json.loads(cast.stdout)["notes"] == []
 
 
@@ -219,7 +223,7 @@ def test_parts_that_make_no_sense(tmp_path: Path) -> None:
     for words, message in ((["--part", "1/2"], "needs --resume"),
                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
         done = CliRunner().invoke(
-            cli.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *words]
+            app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *words]
         )
         assert done.exit_code == 2
         assert message in done.output

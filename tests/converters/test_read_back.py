@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch as pytorch
 
-from jaxmha.converters import blocks, checkpoint, engine, migrate, verify
+from jaxmha import checkpoint
 from jaxmha.converters import torch as convert
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import registry, transform
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import comparison
 from tests.converters.test_every_layout import params_of
 
 HEADS, WIDTH = 2, 6
 CANNOT = {"torch-separate", "t5", "matrices", "whisper"}  # equal widths; biases; an output layer
-FILES = [name for name in (layout.name for layout in blocks.LAYOUTS) if "file" not in name]
+FILES = [name for name in (layout.name for layout in registry.LAYOUTS) if "file" not in name]
 
 
 def bert(folder: Path, count: int = 2) -> Path:
@@ -34,15 +38,15 @@ def bert(folder: Path, count: int = 2) -> Path:
 def test_every_layout_is_read_back(layout: str, tmp_path: Path) -> None:
     source, there, back = bert(tmp_path), tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     try:
-        migrate.convert(source, there, to=layout, num_heads=HEADS)
+        pipeline.convert(source, there, to=layout, num_heads=HEADS)
     except ValueError:  # what the layout cannot hold
         assert layout in CANNOT
         assert not there.exists()
         return
     assert layout not in CANNOT
-    assert verify.compare(source, there, num_heads=HEADS)
-    migrate.convert(there, back, to="bert")
-    assert verify.compare(source, back, num_heads=HEADS)
+    assert comparison.compare(source, there, num_heads=HEADS)
+    pipeline.convert(there, back, to="bert")
+    assert comparison.compare(source, back, num_heads=HEADS)
     old, new = checkpoint.open(source), checkpoint.open(back)
     with old, new:
         for name in old:
@@ -58,7 +62,7 @@ def test_a_missing_array_is_named(key: str, tmp_path: Path) -> None:
     source = tmp_path / "less.safetensors"
     checkpoint.write(source, state)
     with pytest.raises(ValueError, match=rf"layer\.1\.attention looks like .* lacks {key}"):
-        migrate.convert(source, tmp_path / "out.npz", to="flax", num_heads=HEADS)
+        pipeline.convert(source, tmp_path / "out.npz", to="flax", num_heads=HEADS)
     assert not (tmp_path / "out.npz").exists()
 
 
@@ -71,15 +75,15 @@ def test_other_layers_are_not_damaged_attention() -> None:
         "mixer.out_proj.bias": (6,), "head.out.kernel": (6, 3), "head.out.bias": (3,),
         "norm.weight": (6,), "key.weight": (6, 6), "self.query.weight": (6, 6),
     }  # fmt: skip
-    assert blocks.damaged(shapes, blocks.find(shapes)) == []
+    assert attention_blocks.damaged(shapes, attention_blocks.find(shapes)) == []
 
 
 def test_a_width_that_does_not_fit_names_both_arrays(tmp_path: Path) -> None:
-    layout = blocks.named("gpt2")
-    state = engine.export_params(layout, params_of(layout), prefix="h.0.attn")
+    layout = attention_blocks.named("gpt2")
+    state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
     shapes = {name: array.shape for name, array in state.items()}
     shapes["h.0.attn.c_proj.bias"] = (shapes["h.0.attn.c_proj.bias"][0] + 1,)
-    (reason,) = blocks.damaged(shapes, blocks.find(shapes))
+    (reason,) = attention_blocks.damaged(shapes, attention_blocks.find(shapes))
     assert "c_proj.bias of shape" in reason
     assert "while c_proj.weight of shape" in reason
 
@@ -95,8 +99,8 @@ def test_a_head_count_that_contradicts_the_file_is_refused(where: str, tmp_path:
         source = tmp_path / "kept.safetensors"
         checkpoint.write(source, state, metadata={"jaxmha.num_heads": "2"})
     with pytest.raises(ValueError, match=rf"num_heads=3 is given, and {where}.* says 2"):
-        migrate.convert(source, tmp_path / "out.npz", to="flax", num_heads=3)
-    migrate.convert(source, tmp_path / "out.npz", to="flax", num_heads=2)
+        pipeline.convert(source, tmp_path / "out.npz", to="flax", num_heads=3)
+    pipeline.convert(source, tmp_path / "out.npz", to="flax", num_heads=2)
 
 
 class Doubled(pytorch.nn.MultiheadAttention):

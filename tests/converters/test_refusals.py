@@ -9,7 +9,7 @@ import pytest
 
 from jaxmha import MHAParams, Projection, Semantics
 from jaxmha.converters import flax, huggingface, keras, linear, torch
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
 from tests.converters import layers
 
 N, H, h, Dq, Dk, Dv, Do = 3, 5, 7, 15, 17, 19, 23

@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha import params
-from jaxmha.converters import (
-    checkpoint,
-    cli_convert,
-    few_heads,
-    migrate,
-    report,
-    sides,
-    slices,
-    stored,
-)
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint, params
+from jaxmha.cli import convert
+from jaxmha.cli.app import app
+from jaxmha.converters.migrate import lazy_slices, pipeline
+from jaxmha.converters.verify import comparands, head_groups, report, streaming
 from jaxmha.params import CANONICAL
 from tests.converters.test_every_layout import N
 from tests.converters.test_plan import model
@@ -34,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     folder = tmp_path_factory.mktemp("report")
     source, target = folder / "a.safetensors", folder / "b.npz"
     checkpoint.write(source, model())
-    done = migrate.convert(source, target, to="flax", num_heads=N)
+    done = pipeline.convert(source, target, to="flax", num_heads=N)
     return source, target, done.plan
 
 
@@ -60,7 +53,7 @@ def test_a_conversion_is_the_same(files: tuple[Path, Path, Any]) -> None:
     }  # fmt: skip
     for side in ("source", "target"):
         with checkpoint.open(data[side]["path"]) as file:
-            assert data[side]["digest"] == file.digest(migrate.DIGEST)
+            assert data[side]["digest"] == file.digest(pipeline.DIGEST)
     assert {"python", "numpy", "jax"} <= data["versions"].keys()
     sources = [name for m in data["modules"] for names in m["tensors"].values() for name in names]
     assert sorted(sources) == sorted(model())
@@ -116,9 +109,9 @@ def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
     shapes |= {"out_proj.bias": (E,)}
     random = np.random.default_rng(0)
     checkpoint.write(source, {n: random.random(s, np.float32) - 0.5 for n, s in shapes.items()})
-    done = migrate.convert(source, target, to="flax", num_heads=heads)
+    done = pipeline.convert(source, target, to="flax", num_heads=heads)
     assert done.plan is not None
-    monkeypatch.setattr(few_heads, "MOST", source.stat().st_size // heads)
+    monkeypatch.setattr(head_groups, "MOST", source.stat().st_size // heads)
     report.check(source, target, done.plan, forward=forward)  # imports and compiles
     found, peak = traced(source, target, done.plan, forward=forward)
     assert found
@@ -137,10 +130,10 @@ def test_groups_of_heads_of_a_compressed_file(
 ) -> None:
     source, target = tmp_path / "a.npz", tmp_path / "b.safetensors"
     np.savez_compressed(source, **model())
-    done = migrate.convert(source, target, to="flax", num_heads=N)
+    done = pipeline.convert(source, target, to="flax", num_heads=N)
     assert done.plan is not None
-    monkeypatch.setattr(few_heads, "MOST", 1)
-    monkeypatch.setattr(slices, "HELD", held)
+    monkeypatch.setattr(head_groups, "MOST", 1)
+    monkeypatch.setattr(lazy_slices, "HELD", held)
     found = report.check(source, target, done.plan)
     assert found
     assert any(one.errors for one in found.modules)
@@ -162,12 +155,12 @@ def test_groups_of_heads_are_the_whole_block(
     names = {leaf: f"layer.{leaf}" for leaf in leaves}
     checkpoint.write(tmp_path / f"a{suffix}", {names[leaf]: x for leaf, x in leaves.items()})
     size = sum(x[0].nbytes for x in leaves.values())
-    monkeypatch.setattr(few_heads, "MOST", -(-size // count))
-    with stored.opened(tmp_path / f"a{suffix}") as file:
+    monkeypatch.setattr(head_groups, "MOST", -(-size // count))
+    with streaming.opened(tmp_path / f"a{suffix}") as file:
         tensors = {name: partial(only, leaf) for leaf, name in names.items()}
-        views = stored.Views(stored.Stored(file, dict[str, stored.Unpack](tensors)))
-        boxes = list(few_heads.boxes(views, (3,)))
-        groups = [params.leaves(few_heads.group(views, (3,), box).params) for box in boxes]
+        views = streaming.Views(streaming.Stored(file, dict[str, streaming.Unpack](tensors)))
+        boxes = list(head_groups.boxes(views, (3,)))
+        groups = [params.leaves(head_groups.group(views, (3,), box).params) for box in boxes]
     assert len(groups) == count
     heads = [n for box in boxes for n in range(sizes["N"])[box["N"]]]
     assert heads == list(range(sizes["N"]))
@@ -190,10 +183,10 @@ def test_both_sides_of_a_cast_run_in_the_same_groups(
     files: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = files[0], tmp_path / "half.npz"
-    done = migrate.convert(source, target, to="flax", num_heads=N, dtype="float16")
+    done = pipeline.convert(source, target, to="flax", num_heads=N, dtype="float16")
     assert done.plan is not None
     for most in (1, 500, 1000, 2000, 4000):
-        monkeypatch.setattr(few_heads, "MOST", most)
+        monkeypatch.setattr(head_groups, "MOST", most)
         assert report.check(source, target, done.plan)
 
 
@@ -203,7 +196,7 @@ def test_elements_that_differ_are_counted_piece_by_piece(
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     array = np.random.default_rng(0).normal(size=(3 << 18, 7)).astype(np.float32)
     checkpoint.write(source, model() | {"table": array})
-    done = migrate.convert(source, target, to="flax", num_heads=N)
+    done = pipeline.convert(source, target, to="flax", num_heads=N)
     with checkpoint.open(target) as file:
         arrays = {name: file[name] for name in file}
     arrays["table"][[0, 100, -1], 5] += 1
@@ -219,18 +212,18 @@ def test_every_group_of_heads_is_run(
     files: tuple[Path, Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer whose last heads compute something else."""
-    real, runs = sides.of_params, []
+    real, runs = comparands.of_params, []
 
-    def wrong(*args: Any) -> sides.BlockSide:
+    def wrong(*args: Any) -> comparands.BlockSide:
         side = real(*args)
         runs.append(side)
         if len(runs) < 2 * N:
             return side
         return side._replace(forward=lambda *given: 2 * side.forward(*given))
 
-    monkeypatch.setattr(few_heads, "MOST", 1)
+    monkeypatch.setattr(head_groups, "MOST", 1)
     assert report.check(*files)
-    monkeypatch.setattr(sides, "of_params", wrong)
+    monkeypatch.setattr(comparands, "of_params", wrong)
     found = report.check(*files)
     assert len(runs) == 2 * N
     assert not found.same
@@ -264,7 +257,7 @@ def test_a_layer_of_other_shapes_is_a_difference(
 def test_the_kept_head_count_is_compared(tmp_path: Path) -> None:
     source, target, changed = (tmp_path / f"{x}.safetensors" for x in "abc")
     checkpoint.write(source, model())
-    done = migrate.convert(source, target, to="bert", num_heads=N)
+    done = pipeline.convert(source, target, to="bert", num_heads=N)
     assert done.plan is not None
     for count, same in ((N, True), (2 * N, False)):
         with checkpoint.open(target) as file:
@@ -286,7 +279,7 @@ def test_another_dtype_is_seen_and_a_cast_is_checked(
 
     assert "linear.bias is float32 (7,), and float16" in str(damaged(files, tmp_path, narrow))
     source = files[0]
-    done = migrate.convert(source, tmp_path / "half.npz", to="flax", num_heads=N, dtype="float16")
+    done = pipeline.convert(source, tmp_path / "half.npz", to="flax", num_heads=N, dtype="float16")
     assert done.plan is not None
     assert report.check(source, tmp_path / "half.npz", done.plan, forward=False).same
 
@@ -323,7 +316,7 @@ def test_the_command_line_exits_with_1(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:  # what was found is said all the same
-        patched.setattr(cli_convert, "put_text", full)
+        patched.setattr(convert, "put_text", full)
         done = CliRunner().invoke(app, [*command, "--force"])
         assert (done.exit_code, "the files differ" in done.stdout) == (2, True)
     monkeypatch.setattr(checkpoint, "write", write)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxmha import MHAParams, Projection, Semantics
-from jaxmha.converters import blocks, engine, flax, huggingface, keras, torch
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.layout import Entry
+from jaxmha.converters import flax, huggingface, keras, torch
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import transform
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.base import Entry
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from tests.converters import layers
 from tests.converters.layers import Config, assert_identical
@@ -136,7 +138,7 @@ def test_keras_through_flax_and_back(config: Config, dtype: str) -> None:
 
 def params_for(name: str, dtype: str, lead: tuple[int, ...] = ()) -> MHAParams:
     """Random canonical parameters with every leaf that the layout has, different primes."""
-    layout = blocks.named(name)
+    layout = attention_blocks.named(name)
     sizes = {"N": 5, "K": 5, "H": 7, "h": 13, "Dq": 17, "Dk": 19, "Dv": 23, "Do": 29}
     sizes |= {"K": 5} if "K" in layout.ties else {"N": 10}
     for letter, (tied, _) in layout.ties.items():
@@ -166,12 +168,12 @@ LAYOUTS = pytest.mark.parametrize("name", NAMES)
 def test_flat_dicts_both_ways(
     name: str, lead: tuple[int, ...], prefix: str, dtype_name: str
 ) -> None:
-    layout = blocks.named(name)
+    layout = attention_blocks.named(name)
     params = params_for(name, dtype_name, lead)
-    state = engine.export_params(layout, params, layout.semantics, prefix=prefix)
+    state = transform.export_params(layout, params, layout.semantics, prefix=prefix)
     assert all(key.startswith(prefix) for key in state)
     beside = {"another/model/kernel": np.ones(3)} if prefix else {}
-    params_again, semantics = engine.import_params(
+    params_again, semantics = transform.import_params(
         [layout], state | beside, num_heads=params.query.kernel.shape[-2], prefix=prefix
     )
     assert_identical(params, params_again)
@@ -180,12 +182,12 @@ def test_flat_dicts_both_ways(
 
 @LAYOUTS
 def test_a_stack_is_the_layers_one_by_one(name: str) -> None:
-    layout = blocks.named(name)
+    layout = attention_blocks.named(name)
     stacked = params_for(name, "float32", (3,))
-    state = engine.export_params(layout, stacked, layout.semantics)
+    state = transform.export_params(layout, stacked, layout.semantics)
     for i in range(3):
         one = from_leaves({leaf: np.asarray(x)[i] for leaf, x in leaves(stacked).items()})
-        alone = engine.export_params(layout, one, layout.semantics)
+        alone = transform.export_params(layout, one, layout.semantics)
         assert_identical({key: array[i] for key, array in state.items()}, alone)
 
 
@@ -251,8 +253,8 @@ def out(params: MHAParams) -> NDArray:
 
 @LAYOUTS
 def test_layouts_follow_the_formulas(name: str) -> None:
-    layout, params = blocks.named(name), params_for(name, "float32")
-    state = engine.export_params(layout, params, layout.semantics)
+    layout, params = attention_blocks.named(name), params_for(name, "float32")
+    state = transform.export_params(layout, params, layout.semantics)
     for key, formula in FORMULAS[name].items():
         np.testing.assert_array_equal(state[key], formula(params))
 
@@ -283,11 +285,11 @@ def test_no_memory_is_shared_on_the_way_out(config: Config) -> None:
 
 @LAYOUTS
 def test_flat_dicts_share_no_memory_and_change_nothing(name: str) -> None:
-    layout, params = blocks.named(name), params_for(name, "float32")
+    layout, params = attention_blocks.named(name), params_for(name, "float32")
     expected = {leaf: np.array(array) for leaf, array in leaves(params).items()}
-    state = engine.export_params(layout, params, layout.semantics)
+    state = transform.export_params(layout, params, layout.semantics)
     kept = {key: array.copy() for key, array in state.items()}
-    again, _ = engine.import_params([layout], state, num_heads=params.query.kernel.shape[-2])
+    again, _ = transform.import_params([layout], state, num_heads=params.query.kernel.shape[-2])
     for array in state.values():
         for side in (params, again):
             for leaf, theirs in leaves(side).items():
@@ -368,9 +370,9 @@ def test_a_wrong_table_is_seen(key: str, changes: dict[str, Any]) -> None:
     """The formulas catch each of the mistakes that every shape check lets through."""
     from dataclasses import replace
 
-    layout, params = blocks.named("torch"), params_for("torch", "float32")
+    layout, params = attention_blocks.named("torch"), params_for("torch", "float32")
     wrong = replace(layout, entries=swap(layout.entries, key, **changes))
-    state = engine.export_params(wrong, params, layout.semantics)
+    state = transform.export_params(wrong, params, layout.semantics)
     formula = FORMULAS["torch"][key]
     assert state[key].shape == formula(params).shape
     assert not np.array_equal(state[key], formula(params))

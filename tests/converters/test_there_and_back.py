@@ -14,9 +14,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from jaxmha.converters import blocks, checkpoint, engine, keras, migrate, neighbours
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.layout import Layout
+from jaxmha import checkpoint
+from jaxmha.converters import keras
+from jaxmha.converters.discovery import attention_blocks, layer_layouts
+from jaxmha.converters.layout import registry, transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import N, params_of
 from tests.everyday import everyday
 
@@ -28,7 +32,7 @@ Case = tuple[str, str]  # layout, suffix
 # .weights.h5 files hold Keras layouts alone, and others do not.
 CASES = [
     (layout.name, suffix)
-    for layout in blocks.LAYOUTS
+    for layout in registry.LAYOUTS
     for suffix in SUFFIXES
     if (suffix == ".weights.h5") == (layout.name in IN_FILE)
 ]
@@ -37,7 +41,7 @@ CASES = [
 def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> dict[str, NDArray]:
     """Two blocks, the neighbours that the layout's framework has, and what nobody understands."""
     state: dict[str, NDArray] = {}
-    convention = neighbours.beside(layout.name)
+    convention = layer_layouts.beside(layout.name)
     s = layout.separator
     groups = {x.name: group for x, group in keras.IN_FILE.values()}
     for i in range(2):
@@ -45,9 +49,9 @@ def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> 
         if layout.name in groups:
             prefix = f"layers/{groups[layout.name]}{'_1' * i}"
         params = params_of(layout, (2,) * lead, seed=i)
-        state |= engine.export_params(layout, params, layout.semantics, prefix=prefix)
+        state |= transform.export_params(layout, params, layout.semantics, prefix=prefix)
         for kind, entries in (convention.kinds if convention else {}).items():
-            if kind == "conv1d" or (kind == "convolution" and convention is neighbours.TORCH):
+            if kind == "conv1d" or (kind == "convolution" and convention is layer_layouts.TORCH):
                 continue  # told by a family alone: `test_families`
             assert convention is not None
             name = {"embedding": "embed", "rmsnorm": "rms_norm"}.get(kind, kind)
@@ -56,7 +60,7 @@ def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> 
                 at = f"layers/{convention.group[kind]}{'_1' * i}"
             sizes = {"Di": 3, "Do": 5, "V": 7, "D": 11, "y": 2, "x": 3}
             for entry in entries:
-                shape = neighbours.shape(entry, sizes)
+                shape = layer_layouts.shape(entry, sizes)
                 state[f"{at}{convention.separator}{entry.key}"] = rng.normal(size=shape)
     state = {k: x.astype(np.dtype(getattr(ml_dtypes, dtype, dtype))) for k, x in state.items()}
     state["a/buffer.of-integers"] = rng.integers(0, 9, (3, 2))
@@ -74,7 +78,7 @@ def bits(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) -> bool:
     """Whether B could hold it; then all must be as it was."""
     rng = np.random.default_rng(seed)
-    layout = blocks.named(a[0])
+    layout = attention_blocks.named(a[0])
     with TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{i}{suffix}" for i, suffix in enumerate((a[1], b[1], a[1]))]
         try:
@@ -82,13 +86,14 @@ def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
         except checkpoint.UnsupportedDtype:
             return False
         counts: list[dict[str, Any]] = [
-            ({} if blocks.named(x).stores_num_heads else {"num_heads": N}) for x in (a[0], b[0])
+            ({} if attention_blocks.named(x).stores_num_heads else {"num_heads": N})
+            for x in (a[0], b[0])
         ]
         parts: list[dict[str, Any]] = [
             ({"shard_size": 5000} if x in INDEX else {}) for x in (a[1], b[1])
         ]
         try:
-            migrate.convert(
+            pipeline.convert(
                 paths[0], paths[1], to=b[0].removesuffix("-file"), **counts[0], **parts[1]
             )
         except checkpoint.UnsupportedDtype:
@@ -97,7 +102,7 @@ def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
             known = ("cannot hold", "needs", "does not hold", "together or not at all", "stacked")
             assert any(text in str(error) for text in known), error  # noqa: PT017
             return False
-        migrate.convert(paths[1], paths[2], to=a[0].removesuffix("-file"), **counts[1], **parts[0])
+        pipeline.convert(paths[1], paths[2], to=a[0].removesuffix("-file"), **counts[1], **parts[0])
         before, after = bits(paths[0]), bits(paths[2])
         assert after.keys() == before.keys()
         for name, one in before.items():
@@ -110,15 +115,15 @@ def held() -> list[tuple[Case, Case]]:
     """Pairs of which the second can hold what the first has."""
 
     def holds(a: str, b: str) -> bool:
-        layout = blocks.named(a)
+        layout = attention_blocks.named(a)
         params = params_of(layout)
         try:
-            engine.refuse_export(blocks.named(b), params, layout.semantics)
+            transform.refuse_export(attention_blocks.named(b), params, layout.semantics)
         except ValueError:
             return False
         return True
 
-    names = [layout.name for layout in blocks.LAYOUTS]
+    names = [layout.name for layout in registry.LAYOUTS]
     layouts = {(a, b) for a in names for b in names if holds(a, b)}
     assert len(layouts) > 100
     return [(a, b) for a in CASES for b in CASES if (a[0], b[0]) in layouts]
@@ -147,12 +152,12 @@ def test_there_and_back(count: int, held: list[tuple[Case, Case]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("a", blocks.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("a", registry.LAYOUTS, ids=lambda layout: layout.name)
 def test_every_pair_of_layouts(a: Layout) -> None:
     def case(layout: Layout) -> Case:
         return layout.name, ".weights.h5" if layout.name in IN_FILE else ".safetensors"
 
-    held = {b.name for b in blocks.LAYOUTS if there_and_back(case(a), case(b), "float32", 0)}
+    held = {b.name for b in registry.LAYOUTS if there_and_back(case(a), case(b), "float32", 0)}
     assert a.name in held
 
 

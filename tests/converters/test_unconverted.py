@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import architectures, blocks, checkpoint, engine, migrate, signs, unconverted
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import architectures, attention_blocks, signs, unconverted
+from jaxmha.converters.layout import transform
+from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import params_of
 
 N = 6
@@ -18,8 +21,10 @@ N = 6
 
 def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Path:
     """One block, other tensors, and a configuration; None: without one."""
-    chosen = blocks.named(layout)
-    state = engine.export_params(chosen, params_of(chosen), chosen.semantics, prefix="body.0.mixer")
+    chosen = attention_blocks.named(layout)
+    state = transform.export_params(
+        chosen, params_of(chosen), chosen.semantics, prefix="body.0.mixer"
+    )
     checkpoint.write(folder / "a.npz", state | more, force=True)
     if config is not None:
         text = json.dumps({"num_attention_heads": N} | config)
@@ -30,9 +35,9 @@ def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Pa
 def notes(path: Path, to: str = "linear") -> list[str]:
     """The notes that all three give alike."""
     target = path.parent / "b.npz"
-    inspected = migrate.inspect(path, num_heads=N).notes
-    planned = migrate.plan(path, to=to, num_heads=N)[0].notes
-    done = migrate.convert(path, target, to=to, num_heads=N, force=True).notes
+    inspected = pipeline.inspect(path, num_heads=N).notes
+    planned = pipeline.plan(path, to=to, num_heads=N)[0].notes
+    done = pipeline.convert(path, target, to=to, num_heads=N, force=True).notes
     assert set(inspected) <= set(planned) & set(done)
     return list(inspected)
 
@@ -74,10 +79,10 @@ def test_parts_of_a_model_type_are_named(
 ) -> None:
     path = source(tmp_path, {"model_type": model_type})
     words = signs.PARTS[part][0]
-    (note,) = (x for x in migrate.inspect(path).notes if words in x)
+    (note,) = (x for x in pipeline.inspect(path).notes if words in x)
     assert f"model_type {model_type}" in note
     if refused:
-        for verb in (migrate.plan, lambda a, **k: migrate.convert(a, tmp_path / "b.npz", **k)):
+        for verb in (pipeline.plan, lambda a, **k: pipeline.convert(a, tmp_path / "b.npz", **k)):
             with pytest.raises(ValueError, match="would be read as another function") as error:
                 verb(path, to="flax")
             assert words in str(error.value)
@@ -196,10 +201,10 @@ def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> 
     state = {f"layers.0.mixer.{x}.weight": np.ones((6, 6), np.float32) for x in ("Wqkv", "dense")}
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gte", "rope_theta": 1e4}))
-    assert any(signs.PARTS["rotary"][0] in x for x in migrate.inspect(tmp_path / "a.npz").notes)
+    assert any(signs.PARTS["rotary"][0] in x for x in pipeline.inspect(tmp_path / "a.npz").notes)
     for done in (
-        migrate.plan(tmp_path / "a.npz", to="flax")[0],
-        migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax"),
+        pipeline.plan(tmp_path / "a.npz", to="flax")[0],
+        pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax"),
     ):
         assert any(signs.PARTS["rotary"][0] in note for note in done.notes)
 
@@ -234,7 +239,7 @@ def test_a_conversion_by_a_plan_names_it_too(tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_read_is_no_crash(tmp_path: Path) -> None:
     path = source(tmp_path, None)
     (tmp_path / "config.json").write_text('{"model_type": ')
-    note, *_ = migrate.inspect(path, num_heads=N).notes
+    note, *_ = pipeline.inspect(path, num_heads=N).notes
     assert "config.json cannot be read as JSON (JSONDecodeError" in note
     assert unconverted.notes(tmp_path / "none.npz", [], ["bert"]) == ()
 
@@ -253,7 +258,7 @@ def test_parts_have_words() -> None:
 
 def test_every_part_of_a_model_has_its_own_head_count(tmp_path: Path) -> None:
     """Seamless M4T: the speech encoder's count is not that of the text's, nor T2U's."""
-    from jaxmha.converters import heads
+    from jaxmha.converters.discovery import head_count
 
     config = {
         "encoder_attention_heads": 16, "decoder_attention_heads": 4,
@@ -261,7 +266,7 @@ def test_every_part_of_a_model_has_its_own_head_count(tmp_path: Path) -> None:
         "t2u_decoder_attention_heads": 32, "memory_attention_num_attention_heads": 1,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = heads.in_config(tmp_path / "a.pt")
+    found = head_count.in_config(tmp_path / "a.pt")
     assert found is not None
     for prefix, expected in {
         "speech_encoder.encoder.layers.0.self_attn": 8,

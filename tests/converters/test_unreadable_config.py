@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, configuration
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters.discovery import hf_config
 
 D = 4
 
@@ -41,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_every_command_refuses_it(kind: str, source: Path) -> None:
-    UNREADABLE[kind](source.parent / configuration.CONFIG)
+    UNREADABLE[kind](source.parent / hf_config.CONFIG)
     target, heads = source.with_name("b.npz"), ("--num-heads", 2)
     for command in (
         ("convert", source, target, "--to", "flax", *heads),
@@ -66,6 +67,6 @@ def test_a_file_that_stores_its_head_count_is_no_exception(tmp_path: Path) -> No
     state = {f"{name}/kernel": np.ones((D, 2, 2), np.float32) for name in ("query", "key", "value")}
     state["out/kernel"] = np.ones((2, 2, D), np.float32)
     checkpoint.write(tmp_path / "a.npz", state)
-    (tmp_path / configuration.CONFIG).write_text("{")
+    (tmp_path / hf_config.CONFIG).write_text("{")
     done = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "linear")
     assert (done.exit_code, "nothing is known of what it says" in done.stderr) == (2, True)

@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha import MHAParams, Semantics
-from jaxmha.converters import blocks, checkpoint, engine, flax, keras, torch, verify
+from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import transform
+from jaxmha.converters.verify import comparison
 from jaxmha.params import leaves
 from tests.converters import layers
 from tests.converters.layers import Config
@@ -31,9 +34,9 @@ def params(layer: Any) -> MHAParams:
     return torch.from_module(layer)[0]
 
 
-def report(a: Any, b: Any, **options: Any) -> verify.BlockReport:
+def report(a: Any, b: Any, **options: Any) -> comparison.BlockReport:
     """The only block of a comparison."""
-    (block,) = verify.compare(a, b, **options).blocks
+    (block,) = comparison.compare(a, b, **options).blocks
     return block
 
 
@@ -73,8 +76,8 @@ def test_four_frameworks_hold_the_same(params: MHAParams, layer: Any) -> None:
     sides += [flax.to_module(params), flax.to_module(params, kind="linen")]
     sides += [keras.export_params(params), flax.export_params(params, prefix="encoder")]
     for side in sides:
-        verify.assert_same(layer, side)
-        verify.assert_same(side, layer)
+        comparison.assert_same(layer, side)
+        comparison.assert_same(side, layer)
 
 
 @pytest.mark.parametrize("dtype", everyday(layers.DTYPES, "bfloat16", "float64"))
@@ -92,8 +95,8 @@ def test_files_of_every_format(params: MHAParams, layer: Any, tmp_path: Path) ->
         checkpoint.write(tmp_path / name, state)
     checkpoint.write(tmp_path / "a.weights.h5", flat)
     for name in ("a.pt", "a.npz", "a.safetensors", "a.weights.h5"):
-        verify.assert_same(tmp_path / name, layer)
-        verify.assert_same(
+        comparison.assert_same(tmp_path / name, layer)
+        comparison.assert_same(
             str(tmp_path / name), tmp_path / "a.weights.h5", num_heads=torch_config.N
         )
 
@@ -209,17 +212,17 @@ def test_different_dtypes_are_explained(params: MHAParams) -> None:
 def test_blocks_without_counterpart(params: MHAParams) -> None:
     one = torch.export_params(params, prefix="a")
     two = one | torch.export_params(params, prefix="b")
-    found = verify.compare(one, two, num_heads=torch_config.N)
+    found = comparison.compare(one, two, num_heads=torch_config.N)
     assert (found.only_a, found.only_b, found.same) == ((), ("b",), False)
     assert "b: only in the second" in str(found)
-    assert verify.compare(two, one, num_heads=torch_config.N).only_a == ("b",)
+    assert comparison.compare(two, one, num_heads=torch_config.N).only_a == ("b",)
     assert all(block.same for block in found.blocks)
 
 
 def test_blocks_with_other_names_are_paired_in_order(params: MHAParams) -> None:
     one = torch.export_params(params, prefix="a")
     other = flax.export_params(params, prefix="b/c")
-    found = verify.compare(one, other)
+    found = comparison.compare(one, other)
     assert found.same
     assert found.notes[0].startswith("blocks are paired in order")
 
@@ -234,13 +237,13 @@ def test_other_sizes_are_not_the_same(params: MHAParams) -> None:
 def test_assert_same_says_what_it_found(params: MHAParams, layer: Any) -> None:
     wrong = spoiled(params, "value.bias", next_up((0, 1)))
     with pytest.raises(AssertionError, match=r"(?s)not the same.*value.bias\[0, 1\]"):
-        verify.assert_same(layer, wrong)
+        comparison.assert_same(layer, wrong)
 
 
 def test_report_is_plain_data(params: MHAParams, layer: Any) -> None:
     import json
 
-    found = verify.compare(layer, spoiled(params, "key.bias", None)).to_json()
+    found = comparison.compare(layer, spoiled(params, "key.bias", None)).to_json()
     assert json.loads(json.dumps(found))["blocks"][0]["differences"][0]["leaf"] == "key.bias"
 
 
@@ -254,14 +257,14 @@ def test_report_is_plain_data(params: MHAParams, layer: Any) -> None:
 )
 def test_what_is_no_side(side: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        verify.compare(side, side)
+        comparison.compare(side, side)
 
 
 def test_head_count_is_asked_for(params: MHAParams) -> None:
     state = torch.export_params(params)
     with pytest.raises(ValueError, match=r"pass num_heads="):
-        verify.compare(state, state)
-    assert verify.compare(state, state, num_heads=torch_config.N).same
+        comparison.compare(state, state)
+    assert comparison.compare(state, state, num_heads=torch_config.N).same
 
 
 def test_whole_torch_encoder() -> None:
@@ -270,13 +273,13 @@ def test_whole_torch_encoder() -> None:
     framework.manual_seed(0)
     block = framework.nn.TransformerEncoderLayer(21, 3, 17, batch_first=True)
     encoder = framework.nn.TransformerEncoder(block, 2, enable_nested_tensor=False).eval()
-    found = verify.compare(encoder, encoder.state_dict())
+    found = comparison.compare(encoder, encoder.state_dict())
     assert [b.a for b in found.blocks] == ["layers.0.self_attn", "layers.1.self_attn"]
     assert found.same
     with framework.no_grad():
         state = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
         state["layers.1.self_attn.in_proj_bias"][4] += 1
-    found = verify.compare(encoder, state)
+    found = comparison.compare(encoder, state)
     assert [b.same for b in found.blocks] == [True, False]
     assert found.blocks[1].differences[0].leaf == "query.bias"
 
@@ -298,11 +301,11 @@ def test_keras_functional_model() -> None:
     with layers.foreign():
         a, b = model(), model()
     b.set_weights(a.get_weights())
-    found = verify.compare(a, b)
+    found = comparison.compare(a, b)
     assert [block.a for block in found.blocks] == ["first", "second"]
     assert found.same, str(found)
     b.get_layer("second").value_dense.bias.assign(np.full((3, 5), 0.5, np.float32))
-    assert [block.same for block in verify.compare(a, b).blocks] == [True, False]
+    assert [block.same for block in comparison.compare(a, b).blocks] == [True, False]
 
 
 def test_nnx_model_with_two_layers() -> None:
@@ -316,16 +319,16 @@ def test_nnx_model_with_two_layers() -> None:
             self.b = nnx.MultiHeadAttention(5, 15, decode=False, rngs=rngs)
 
     model = Model(0)
-    found = verify.compare(model, Model(0))
+    found = comparison.compare(model, Model(0))
     assert sorted(block.a for block in found.blocks) == ["a", "b"]
     assert found.same, str(found)
-    assert not verify.compare(model, Model(1)).same
+    assert not comparison.compare(model, Model(1)).same
 
 
 def test_comparing_changes_nothing(layer: Any, params: MHAParams) -> None:
     before = layers.snapshot(layer)
     expected = {name: np.array(array) for name, array in leaves(params).items()}
-    verify.compare(layer, params)
+    comparison.compare(layer, params)
     layers.assert_identical(layers.snapshot(layer), before)
     layers.assert_identical(params, expected)
 
@@ -334,8 +337,8 @@ def test_what_is_not_compared_is_counted(layer: Any) -> None:
     state = {f"a.{name}": array.numpy() for name, array in layer.state_dict().items()}
     one, two = ({f"{side}{i}": np.ones(3) for i in range(n)} for side, n in (("a", 1), ("b", 2)))
     heads = layer.num_heads
-    assert verify.compare(state, state, num_heads=heads).notes == ()
-    found = verify.compare({**state, **one}, {**state, **two}, num_heads=heads)
+    assert comparison.compare(state, state, num_heads=heads).notes == ()
+    found = comparison.compare({**state, **one}, {**state, **two}, num_heads=heads)
     assert (found.same, found.different) == (False, False)
     assert [(left.name, left.side) for left in found.not_compared] == [
         ("a0", "first"),
@@ -350,32 +353,32 @@ def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
 
     state = {f"a.{name}": array for name, array in layer.state_dict().items()}
     state |= {"extra": None, "sparse": framework.eye(3).to_sparse()}
-    found = verify.compare(state, state, num_heads=layer.num_heads)
+    found = comparison.compare(state, state, num_heads=layer.num_heads)
     assert (found.same, found.different) == (False, False)
     assert [left.name for left in found.not_compared] == ["extra", "extra", "sparse", "sparse"]
     assert {left.why for left in found.not_compared} == {"it is no dense array of numbers"}
 
 
 def test_names_pair_whatever_the_separator_outside_attention() -> None:
-    layout, plain = blocks.named("dense"), np.arange(6.0)
-    exported = engine.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    layout, plain = attention_blocks.named("dense"), np.arange(6.0)
+    exported = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
     state = exported | {"x/norm/scale": plain}
     dotted: dict[str, Any] = {name.replace("/", "."): array for name, array in state.items()}
-    assert verify.compare(state, dotted, num_heads=N).notes == ()
+    assert comparison.compare(state, dotted, num_heads=N).notes == ()
     dotted["x.norm.scale"] = plain + 1
-    assert verify.compare(state, dotted, num_heads=N).outside.keys() == {"x/norm/scale"}
+    assert comparison.compare(state, dotted, num_heads=N).outside.keys() == {"x/norm/scale"}
 
 
 def test_a_transpose_is_the_same_only_between_layouts() -> None:
     """GPT-2 stores the kernels of its layers transposed."""
-    conv, linear = blocks.named("gpt2"), blocks.named("bert")
+    conv, linear = attention_blocks.named("gpt2"), attention_blocks.named("bert")
     params, kernel = params_of(conv), np.arange(35.0).reshape(5, 7)
-    one = engine.export_params(conv, params, prefix="a") | {"mlp.weight": kernel}
+    one = transform.export_params(conv, params, prefix="a") | {"mlp.weight": kernel}
     other = {"mlp.weight": kernel.T}
-    same = engine.export_params(conv, params, prefix="a") | other
-    moved = engine.export_params(linear, params, prefix="a") | other
-    assert verify.compare(one, same, num_heads=N).outside.keys() == {"mlp.weight"}
-    found = verify.compare(one, moved, num_heads=N)
+    same = transform.export_params(conv, params, prefix="a") | other
+    moved = transform.export_params(linear, params, prefix="a") | other
+    assert comparison.compare(one, same, num_heads=N).outside.keys() == {"mlp.weight"}
+    found = comparison.compare(one, moved, num_heads=N)
     assert found.same
     assert "stored transposed, and else the same: mlp.weight" in found.notes
 
@@ -393,8 +396,8 @@ def test_what_has_one_name_outside_attention_is_compared(
         for i, side in enumerate(sides):
             checkpoint.write(tmp_path / f"{i}.npz", side)
             sides[i] = tmp_path / f"{i}.npz"
-    assert verify.compare(sides[0], sides[0], num_heads=layer.num_heads).same
-    found = verify.compare(*sides, num_heads=layer.num_heads)
+    assert comparison.compare(sides[0], sides[0], num_heads=layer.num_heads).same
+    found = comparison.compare(*sides, num_heads=layer.num_heads)
     assert (found.same, set(found.outside), found.notes) == (False, {"norm"}, ())
     assert "norm: differs, outside attention" in str(found)
 
@@ -414,7 +417,7 @@ def test_what_is_not_finite_is_never_alike(params: MHAParams, leaf: str, bad: fl
     assert not found.differences
     assert not found.same
     assert f"{leaf} holds NaN or infinity" in str(found)
-    assert not verify.compare(side, side)
+    assert not comparison.compare(side, side)
     assert not report(side, params).same
     assert not report(params, side).same
 
@@ -467,10 +470,10 @@ def test_blocks_of_one_name() -> None:
 
     with layers.foreign():
         two, three = model(2), model(3)
-    found = verify.compare(two, two)
+    found = comparison.compare(two, two)
     assert [(pair.a, pair.b) for pair in found.blocks] == [("same", "same")] * 2
     assert found.same
     assert not found.notes  # their paths pair them
-    more = verify.compare(two, three)
+    more = comparison.compare(two, three)
     assert not more.same
     assert len(more.blocks) == 2

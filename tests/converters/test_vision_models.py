@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxmha.converters import checkpoint, linear, migrate
-from jaxmha.converters.cli import app
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+from jaxmha.converters import linear
+from jaxmha.converters.migrate import pipeline
 from tests.converters.test_families import state_of
 
 D, N = 12, 3
@@ -66,7 +68,7 @@ def test_groupvit_is_converted_but_for_its_assignment(tmp_path: Path) -> None:
               "num_output_groups": [4, 2, 0]}  # fmt: skip
     model = t.GroupViTVisionModel(t.GroupViTVisionConfig(**config))
     path = saved(tmp_path, model)
-    assert migrate.inspect(path).damaged == ()
+    assert pipeline.inspect(path).damaged == ()
     text = run("convert", path, tmp_path / "b.npz", "--to", "flax")
     assert "attention blocks converted" in text
     assert "layers of another form than softmax attention" in text
@@ -94,7 +96,7 @@ def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
         "res.conv1.weight": np.ones((D, 5, 3, 3), np.float32), "res.conv1.bias": ones,
     }  # fmt: skip
     checkpoint.write(tmp_path / "a.npz", state)
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
     assert (f"{name}.weight" not in done.carried) == converted
     assert any("GroupNorm" in note and name in note for note in done.notes) == told
     assert any("may be of groups" in move.why for move in done.plan.moves) != converted  # type: ignore[union-attr]

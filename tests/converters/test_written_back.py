@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import blocks, checkpoint, engine, migrate, modules, verify
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.plan import Move
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import attention_blocks, other_layers
+from jaxmha.converters.layout import transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.migrate.plans import Move
+from jaxmha.converters.verify import comparison
 from jaxmha.params import CANONICAL, from_leaves
 
 N, D = 3, 12
@@ -81,7 +85,7 @@ TARGETS = (
 
 def block(layout: str, prefix: str) -> dict[str, NDArray]:
     """One block of a layout, of equal widths, so that most layouts hold it."""
-    chosen = blocks.named(layout)
+    chosen = attention_blocks.named(layout)
     held = {leaf for entry in chosen.entries for leaf in entry.leaves}
     sizes = {"N": N, "K": N, "H": D // N, "h": D // N} | dict.fromkeys(("Dq", "Dk", "Dv", "Do"), D)
     params = from_leaves(
@@ -91,12 +95,12 @@ def block(layout: str, prefix: str) -> dict[str, NDArray]:
             if leaf in held and leaf.split(".")[0] in ("query", "key", "value", "out")
         }
     )
-    return engine.export_params(chosen, params, chosen.semantics, prefix=prefix)
+    return transform.export_params(chosen, params, chosen.semantics, prefix=prefix)
 
 
 def tree(source: str, names: Iterable[str]) -> dict[str, NDArray]:
     """A block and layers alongside, in the source's way of writing paths."""
-    separator = blocks.named(source).separator
+    separator = attention_blocks.named(source).separator
     state = block(source, separator.join(("layers", "0", "self_attn")))
     for i, name in enumerate(names):
         for key, shape in LAYERS[name].items():
@@ -109,17 +113,17 @@ def comes_back(source: str, to: str, state: Mapping[str, Any], folder: Path) -> 
     old, there, back = (folder / f"{name}.safetensors" for name in "abc")
     checkpoint.write(old, state, force=True)
     try:
-        done = migrate.convert(old, there, to=to, num_heads=N, force=True)
+        done = pipeline.convert(old, there, to=to, num_heads=N, force=True)
     except ValueError:
         return False
     said = " ".join(note for note in done.notes if "converted back" in note)
-    assert verify.compare(old, there, num_heads=N)
-    migrate.inspect(there)
-    migrate.convert(there, back, to=source, force=True)
+    assert comparison.compare(old, there, num_heads=N)
+    pipeline.inspect(there)
+    pipeline.convert(there, back, to=source, force=True)
     with checkpoint.open(back) as file:
         other = {*file} ^ {*state}
         other |= {name for name in {*file} - other if not np.array_equal(file[name], state[name])}
-        assert all(modules.split(name)[0] in said for name in other), other
+        assert all(other_layers.split(name)[0] in said for name in other), other
     return True
 
 
@@ -140,8 +144,8 @@ def test_random_trees_come_back(seed: int, tmp_path: Path) -> None:
 def test_a_layer_scale_is_no_norm(tmp_path: Path) -> None:
     """Nor after a way through Keras, whose norms have a gamma."""
     state = tree("linear", ["LayerScale", "LayerScale by weight"])
-    found = blocks.find({name: array.shape for name, array in state.items()})
-    layers, others = modules.find(state, found)
+    found = attention_blocks.find({name: array.shape for name, array in state.items()})
+    layers, others = other_layers.find(state, found)
     assert layers == []
     assert others.keys() == {"layers.0.ls1.gamma", "layers.1.ls1.weight"}
 
@@ -150,15 +154,15 @@ def test_projections_of_unknown_attention_keep_their_names(tmp_path: Path) -> No
     """Longformer's have no output next to them: in Flax they would look like half a block."""
     state = tree("linear", ["attention without an output"])
     checkpoint.write(tmp_path / "a.npz", state)
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
     names = {name for name in state if ".att." in name and "query_global" not in name}
     assert names <= set(done.carried)
-    assert verify.compare(tmp_path / "a.npz", tmp_path / "b.npz", num_heads=N)
+    assert comparison.compare(tmp_path / "a.npz", tmp_path / "b.npz", num_heads=N)
     assert done.plan is not None
     whys = {move.why for move in done.plan.moves if move.source in names}
     assert all("attention of another form" in why for why in whys)
     with pytest.raises(ValueError, match="attention of another form"):
-        migrate.convert(
+        pipeline.convert(
             tmp_path / "a.npz", tmp_path / "c.npz", to="flax", num_heads=N, others="refuse"
         )
 
@@ -166,14 +170,14 @@ def test_projections_of_unknown_attention_keep_their_names(tmp_path: Path) -> No
 def test_a_plan_that_makes_half_a_block_is_refused(tmp_path: Path) -> None:
     state = tree("linear", ["attention without an output"])
     checkpoint.write(tmp_path / "a.npz", state)
-    made = migrate.plan(tmp_path / "a.npz", to="flax", num_heads=N)[0]
+    made = pipeline.plan(tmp_path / "a.npz", to="flax", num_heads=N)[0]
     moves = [move for move in made.moves if ".att." not in move.source]
     for name in ("query", "key", "value", "query_global"):
         at = f"layers.0.att.{name}"
         tensors = (f"{at}.weight", f"{at}.bias")
         moves.append(Move("linear", "torch", at, at.replace(".", "/"), tensors, "linear"))
     with pytest.raises(ValueError, match=r"could not be read back: layers/0/att looks like"):
-        migrate.convert(
+        pipeline.convert(
             tmp_path / "a.npz", tmp_path / "b.npz", plan=replace(made, moves=tuple(moves))
         )
     assert not (tmp_path / "b.npz").exists()
@@ -224,7 +228,7 @@ def test_a_norm_without_a_bias_is_known_or_refused(
     state |= {one: drawn(D) for one in names}
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": N} | config))
-    done = migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="keras")
+    done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="keras")
     with checkpoint.open(tmp_path / "b.npz") as file:
         if expected in ("asked", "carried"):
             assert set(names) <= set(file)
@@ -233,7 +237,7 @@ def test_a_norm_without_a_bias_is_known_or_refused(
     if expected == "asked":
         assert any("name the kind (norm or rmsnorm) in a plan" in note for note in done.notes)
         with pytest.raises(ValueError, match="RMSNorm or LayerNorm"):
-            migrate.convert(tmp_path / "a.npz", tmp_path / "c.npz", to="keras", others="refuse")
+            pipeline.convert(tmp_path / "a.npz", tmp_path / "c.npz", to="keras", others="refuse")
 
 
 def test_a_plan_names_the_kind_of_a_norm(tmp_path: Path) -> None:
@@ -241,10 +245,10 @@ def test_a_plan_names_the_kind_of_a_norm(tmp_path: Path) -> None:
     for kind, key in (("rmsnorm", "scale"), ("norm", "gamma")):
         state: dict[str, Any] = tree("linear", []) | {"n.weight": drawn(D)}
         checkpoint.write(tmp_path / "a.npz", state, force=True)
-        made = migrate.plan(tmp_path / "a.npz", to="keras", num_heads=N)[0]
+        made = pipeline.plan(tmp_path / "a.npz", to="keras", num_heads=N)[0]
         moves = [move for move in made.moves if move.source != "n.weight"]
         moves.append(Move(kind, "torch", "n", "n", ("n.weight",), kind))
         plan = replace(made, moves=tuple(moves))
-        migrate.convert(tmp_path / "a.npz", tmp_path / "b.npz", plan=plan, force=True)
+        pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", plan=plan, force=True)
         with checkpoint.open(tmp_path / "b.npz") as file:
             assert f"n/{key}" in set(file)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters import blocks, migrate
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.blocks import Block
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.migrate import pipeline
 
 N, D, T = 4, 64, 21
 _SIZES: dict[str, Any] = {
@@ -114,13 +115,13 @@ def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_pat
     source = tmp_path / "model.safetensors"
     ids = torch.randint(9, 90, (1, T), generator=generator)
     state = {name: to_numpy(x) for name, x in model.state_dict().items()}
-    found = blocks.find({name: x.shape for name, x in state.items()})
+    found = attention_blocks.find({name: x.shape for name, x in state.items()})
     assert found
     readable = [block for block in found if not block.unknown]
     assert all(is_plain(model, b, state, {"input_ids": ids}) for b in readable) == plain
-    said = migrate.inspect(source).notes
+    said = pipeline.inspect(source).notes
     try:
-        done = migrate.convert(source, tmp_path / "b.safetensors", to="flax")
+        done = pipeline.convert(source, tmp_path / "b.safetensors", to="flax")
     except ValueError:
         done = None
     if done is None:
@@ -131,5 +132,5 @@ def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_pat
     assert set(named) <= set(said)
     # A configuration of an older version says the type, and less of the rest.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_heads": N}))
-    older = migrate.inspect(source).notes
+    older = pipeline.inspect(source).notes
     assert bool([note for note in older if note.startswith("not converted: ")]) == (not plain)

@@ -9,8 +9,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.masks.spec import Masks
 
 SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])
 

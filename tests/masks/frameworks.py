@@ -14,8 +14,8 @@ from jaxmha import Mask, MHAParams, Projection, Semantics
 from jaxmha.converters import flax as flax_layers
 from jaxmha.converters import keras as keras_layers
 from jaxmha.converters import torch as torch_layers
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.masks import flax, huggingface, keras, sdpa, seeds
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.masks import flax, handwritten, huggingface, keras, sdpa
 from jaxmha.converters.masks import jax as jax_nn
 from jaxmha.converters.masks import torch as torch_mha
 from tests.converters.layers import foreign
@@ -124,13 +124,13 @@ VERBS = {
         importing=lambda sizes: lengths(sizes) | {"is_causal": True},
     ),
     "filled": Verbs(
-        seeds,
+        handwritten,
         exporting={"style": "filled"},
         importing=lambda _: {"style": "filled"},
         refuses=two_axes,
     ),
     "added": Verbs(
-        seeds,
+        handwritten,
         exporting={"style": "added"},
         importing=lambda _: {"style": "added"},
         refuses=partial(two_axes, style="added"),

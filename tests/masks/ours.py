@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, dot_product_attention, multi_head_attention
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.spec import Masks
 from tests.masks.draws import emptied, flat, pairs, repeated
 from tests.tolerance import assert_close
 

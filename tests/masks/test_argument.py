@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmha.converters.arrays import NDArray, to_torch
-from jaxmha.converters.masks.argument import MaskArg, canonical_bias, exclusions, read, write
+from jaxmha.converters.layout.arrays import NDArray, to_torch
+from jaxmha.converters.masks.spec import MaskArg, canonical_bias, exclusions, read, write
 
 B, N, T, S = 3, 2, 5, 7
 SIZES = {"B": B, "N": N, "T": T, "S": S}

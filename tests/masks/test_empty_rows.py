@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha.converters.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks import flax, huggingface, jax, keras, sdpa, torch
 from tests.masks.draws import Sizes
 from tests.masks.frameworks import (

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask, MHAParams, Projection, Semantics
-from jaxmha.converters.arrays import NDArray
 from jaxmha.converters.flax import to_module
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.flax import export_masks, import_masks
+from jaxmha.converters.masks.spec import Masks
 from tests.converters.layers import foreign
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, stacked

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from jaxmha import Mask, dot_product_attention
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.masks import huggingface, seeds
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks import handwritten, huggingface
 from tests.masks.draws import B, N, S, T, numbers, pairs
 from tests.tolerance import assert_close
 
@@ -186,11 +186,11 @@ def test_hand_written(style: Any, shape: tuple[int, ...], empty: bool) -> None:
     given[..., 0] = style == "filled"
     if empty:
         given[-1] = style == "added"
-    mask, bias = seeds.import_masks(mask=given, style=style, num_heads=N)
+    mask, bias = handwritten.import_masks(mask=given, style=style, num_heads=N)
     assert (bias is None) == (style == "filled" or not empty)
     assert_close(ours(mask, bias), by_hand(given, style), f"{shape}", factor=FACTOR)
 
 
 def test_additive_by_hand_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold additive values"):
-        seeds.export_masks(None, numbers(T, S), style="filled", query_length=T, key_length=S)
+        handwritten.export_masks(None, numbers(T, S), style="filled", query_length=T, key_length=S)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask, Semantics, dot_product_attention
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.jax import export_masks, import_masks
+from jaxmha.converters.masks.spec import Masks
 from tests.converters.layers import foreign
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, stacked

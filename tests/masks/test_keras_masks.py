@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask, MHAParams, Semantics
-from jaxmha.converters.arrays import NDArray, to_numpy
 from jaxmha.converters.keras import import_params
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.keras import Kind, export_masks, implicit_masks, import_masks
 from tests.converters.layers import foreign
 from tests.masks import ours

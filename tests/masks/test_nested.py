@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from jaxmha import Mask, dot_product_attention, multi_head_attention
-from jaxmha.converters.arrays import to_numpy
+from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.masks.nested import export_nested, import_nested
 from jaxmha.converters.torch import from_module
 from tests.masks.torch_live import D, N, draw, module

@@ -16,8 +16,8 @@ from jaxmha import MHAParams, Projection, Semantics, dot_product_attention, mult
 from jaxmha.converters import flax as to_flax
 from jaxmha.converters import keras as to_keras
 from jaxmha.converters import torch as to_torch
-from jaxmha.converters.arrays import NDArray, to_numpy
-from jaxmha.converters.arrays import to_torch as tensor
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import to_torch as tensor
 from jaxmha.semantics import PATHS
 from tests.everyday import everyday
 from tests.tolerance import LAYER, assert_close

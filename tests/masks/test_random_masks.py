@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask
-from jaxmha.converters.arrays import NDArray
-from jaxmha.converters.masks import seeds
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.masks import handwritten
+from jaxmha.converters.masks.spec import Masks
 from tests.masks import ours
 from tests.masks.draws import (
     KINDS,
@@ -65,7 +65,7 @@ def carried(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[Mask, di
 def round_trip(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[dict[str, Any], Masks]:
     """The framework's arguments, and what they are read as: the same."""
     mask, arguments = carried(verbs, mask, bias, sizes)
-    if verbs.module is seeds and not arguments:
+    if verbs.module is handwritten and not arguments:
         return arguments, (None, None)
     importing = verbs.importing(sizes) | arguments
     if verbs.fills and emptied(mask, bias, sizes).any():

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from jaxmha import Mask, Semantics, dot_product_attention
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.sdpa import export_masks, import_masks
 from tests.masks import ours
 from tests.tolerance import assert_close

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask
-from jaxmha.converters.masks.structure import array_of, checked, padding_of, refuse_emptied
+from jaxmha.converters.masks.compose import array_of, checked, padding_of, refuse_emptied
 from tests.masks.draws import Sizes, pairs
 from tests.masks.frameworks import VERBS
 

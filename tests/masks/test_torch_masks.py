@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jaxmha import Semantics, dot_product_attention, multi_head_attention
-from jaxmha.converters.arrays import to_numpy, to_torch
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import to_numpy, to_torch
+from jaxmha.converters.masks.spec import Masks
 from jaxmha.converters.masks.torch import Path, import_masks, path_of, static_heads
 from jaxmha.converters.torch import from_module, import_params
 from jaxmha.layer import combine, project

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha.converters.arrays import to_torch
+from jaxmha.converters.layout.arrays import to_torch
 from jaxmha.converters.masks.torch import import_masks, path_of, static_heads
 from tests.masks.torch_live import B, D, N, S, T, draw, module, spy
 

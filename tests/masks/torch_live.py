@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha.converters.arrays import NDArray, to_numpy, to_torch
-from jaxmha.converters.masks.argument import Masks
+from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.masks.spec import Masks
 from tests.tolerance import assert_close
 
 B, N, T, S, H = 3, 2, 5, 7, 11

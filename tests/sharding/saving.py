@@ -21,7 +21,7 @@ def main() -> None:
         import jax
         import numpy as np
 
-        from jaxmha.converters.sharded import load_sharded, save_sharded
+        from jaxmha.converters.sharded.distributed import load_sharded, save_sharded
 
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         spec = jax.sharding.PartitionSpec("data")  # type: ignore[no-untyped-call]

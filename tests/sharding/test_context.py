@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 import jaxmha
 from experiments.scaling.hlo import collectives
 from jaxmha import Mask, Semantics, sharding
-from jaxmha.implementations import blocked, context, over_blocks
+from jaxmha.implementations.context_parallel import common
+from jaxmha.implementations.tiled import attention, loop
 from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh, put
 
@@ -209,10 +210,10 @@ def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.Mon
 
     def seen(plan: Any, *rest: Any) -> Any:
         plans.append(plan)
-        return over_blocks.backward(plan, *rest)
+        return loop.backward(plan, *rest)
 
-    monkeypatch.setattr(blocked, "backward", seen)
-    monkeypatch.setattr(context, "SIZES", {"cpu": {"side": 16}})
+    monkeypatch.setattr(attention, "backward", seen)
+    monkeypatch.setattr(common, "SIZES", {"cpu": {"side": 16}})
     devices = mesh(data=2, context=4)
     arrays = [jnp.ones((2, T, heads, 3)) for heads in (N, K, K, N)]
     with sharding.use(devices, data="data", context="context"):

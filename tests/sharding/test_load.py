@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxmha
-from jaxmha import sharding
-from jaxmha.converters import checkpoint, sharded, torch
-from jaxmha.converters.slices import Slices
+from jaxmha import checkpoint, sharding
+from jaxmha.converters import torch
+from jaxmha.converters.migrate.lazy_slices import Slices
+from jaxmha.converters.sharded import distributed
 from tests import tolerance
 from tests.sharding.devices import mesh, put
 
@@ -34,7 +35,7 @@ def test_layers(tmp_path: Path, suffix: str) -> None:
     expected, semantics = torch.import_params(state, num_heads=N, prefix="h.0.attn")
     devices = mesh(fsdp=2, tensor=4)
     specs = partial(sharding.specs, mesh=devices, fsdp="fsdp", tensor="tensor")
-    params, found = sharded.load_sharded(
+    params, found = distributed.load_sharded(
         path, devices, specs, layout="torch", num_heads=N, prefix="h.0.attn"
     )
     assert found == semantics
@@ -47,7 +48,7 @@ def test_half_precision_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     weight = np.asarray(jax.random.normal(jax.random.key(0), (8, 3), "bfloat16"))
     checkpoint.write(path, {"a": weight, "b": np.zeros((0, 3), np.float32)})
-    found = sharded.load_sharded(path, mesh(data=8), {"a": P("data")})
+    found = distributed.load_sharded(path, mesh(data=8), {"a": P("data")})
     assert found["a"].sharding.spec == P("data")
     tolerance.assert_same(found["a"], weight)
     assert found["b"].shape == (0, 3)
@@ -73,7 +74,7 @@ def test_nothing_is_read_that_no_device_holds(
     monkeypatch.setattr(checkpoint.Checkpoint, "__getitem__", None)
     devices = mesh(data=2, tensor=4)
     specs = partial(sharding.specs, mesh=devices, tensor="tensor")
-    sharded.load_sharded(path, devices, specs, layout="torch", num_heads=N)
+    distributed.load_sharded(path, devices, specs, layout="torch", num_heads=N)
     assert sum(read) == sum(x.nbytes for x in state.values())
 
 
@@ -103,7 +104,7 @@ def written(folder: Path, suffix: str) -> Path:
 def test_every_tensor_of_every_format(tmp_path: Path, suffix: str) -> None:
     """Scalars too."""
     path = written(tmp_path, suffix)
-    found = sharded.load_sharded(path, mesh(data=4, tensor=2), {"b": P("data", "tensor")})
+    found = distributed.load_sharded(path, mesh(data=4, tensor=2), {"b": P("data", "tensor")})
     assert found.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
         assert isinstance(found[name], jax.Array)
@@ -115,8 +116,8 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     weight = put(devices, np.arange(16, dtype=np.float32).reshape(8, 2), "data")
     scalars = {"n": jnp.int32(41), "flag": jnp.array(True), "loss": np.float32(7)}
     saved = {"block/weight": weight, **scalars}
-    sharded.save_sharded(tmp_path / "step", saved)
-    found = sharded.load_sharded(tmp_path / "step", devices, {"block/weight": P("data")})
+    distributed.save_sharded(tmp_path / "step", saved)
+    found = distributed.load_sharded(tmp_path / "step", devices, {"block/weight": P("data")})
     assert found.keys() == saved.keys()
     for name, expected in saved.items():
         tolerance.assert_same(found[name], np.asarray(expected), name)
@@ -150,11 +151,11 @@ def test_views_are_read_as_they_lie(tmp_path: Path, suffix: str) -> None:
 
 
 def test_large_parts_go_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "PIECE", 100)
-    monkeypatch.setattr("jaxmha.converters.slices.SPAN", 64)
+    monkeypatch.setattr(distributed, "PIECE", 100)
+    monkeypatch.setattr("jaxmha.converters.migrate.lazy_slices.SPAN", 64)
     path = tmp_path / "model.npz"
     checkpoint.write(path, TENSORS)
-    found = sharded.load_sharded(path, mesh(data=8), {"b": P(None, "data")})
+    found = distributed.load_sharded(path, mesh(data=8), {"b": P(None, "data")})
     for name, expected in TENSORS.items():
         tolerance.assert_same(found[name], expected)
 
@@ -164,16 +165,16 @@ def test_refusals(tmp_path: Path) -> None:
     checkpoint.write(path, {"a": np.ones((7, 3))})
     devices = mesh(data=8)
     with pytest.raises(TypeError, match="a is float64, which JAX would round"):
-        sharded.load_sharded(path, devices, {})
+        distributed.load_sharded(path, devices, {})
     with pytest.raises(ValueError, match="the checkpoint has no b"):
-        sharded.load_sharded(path, devices, {"b": P("data")})
+        distributed.load_sharded(path, devices, {"b": P("data")})
     with pytest.raises(ValueError, match="unknown layout 'pytorch'"):
-        sharded.load_sharded(path, devices, {}, layout="pytorch")
+        distributed.load_sharded(path, devices, {}, layout="pytorch")
     path = tmp_path / "model.safetensors"
     checkpoint.write(path, {"a": np.ones((7, 3), np.float32)})
-    sharded.load_sharded(path, devices, {}, prefix="a")
+    distributed.load_sharded(path, devices, {}, prefix="a")
     with pytest.raises(ValueError, match=r"no tensor's name starts with 'zzz': they start with a$"):
-        sharded.load_sharded(path, devices, {}, prefix="zzz")
+        distributed.load_sharded(path, devices, {}, prefix="zzz")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_specs_that_do_not_fit(
     checkpoint.write(path, {"A": np.ones(3, np.float32), "a": np.ones((7, 3), np.float32)})
     monkeypatch.setattr(Slices, "read", None)
     with pytest.raises(TypeError if isinstance(spec, str) else ValueError, match=message):
-        sharded.load_sharded(path, mesh(data=8), {"a": spec})
+        distributed.load_sharded(path, mesh(data=8), {"a": spec})
 
 
 ONES = np.ones(3, np.float32)
@@ -217,5 +218,5 @@ def test_nothing_is_saved_that_could_not_be_loaded(
     tmp_path: Path, arrays: Any, message: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        sharded.save_sharded(tmp_path / "step", arrays)
+        distributed.save_sharded(tmp_path / "step", arrays)
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
-from jaxmha.implementations import blocked, few_queries
+from jaxmha.implementations import small_query
+from jaxmha.implementations.tiled import attention
 from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh
 
@@ -41,8 +42,8 @@ OWN = {"own keys": "x", "shared keys": None}
 def test_answers_and_gradients(
     implementation: str, name: str, bias: bool, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocked, "SIZES", {"target": 2**7, "least_rows": 1, "side": 4})
-    monkeypatch.setattr(few_queries, "LEAST_KEYS", 0)
+    monkeypatch.setattr(attention, "SIZES", {"target": 2**7, "least_rows": 1, "side": 4})
+    monkeypatch.setattr(small_query, "LEAST_KEYS", 0)
     # Sizes are read while a program is traced.
     jax.clear_caches()  # type: ignore[no-untyped-call]
     own = OWN[keys]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.scaling import workers
-from jaxmha.converters import checkpoint
+from jaxmha import checkpoint
 
 ROOT = Path(__file__).parents[2]
 

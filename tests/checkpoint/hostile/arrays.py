@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.pickles import Runs
 from tests.checkpoint.hostile.torch_files import FLOATS, zip_file

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmha.converters.checkpoint.errors import CheckpointError
+from jaxmha.checkpoint.errors import CheckpointError
 
 
 class Case(NamedTuple):

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.headers import Big, Out
 from tests.checkpoint.hostile.indexes import W

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.safetensors_files import entry, safetensors
 from tests.checkpoint.hostile.torch_files import torch_file

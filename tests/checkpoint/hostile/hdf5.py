@@ -3,7 +3,7 @@
 import struct
 from pathlib import Path
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 
 NOWHERE = 2**64 - 1

@@ -8,8 +8,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from jaxmha.converters import checkpoint as ck
-from jaxmha.converters.checkpoint.hdf5_checksum import lookup3
+from jaxmha import checkpoint as ck
+from jaxmha.checkpoint.formats.hdf5.checksum import lookup3
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.hdf5 import SECRET
 from tests.checkpoint.hostile.keras_archives import archive

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.hdf5 import SECRET, W
 from tests.checkpoint.hostile.hdf5_changed import changed, seal, seal_header

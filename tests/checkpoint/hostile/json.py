@@ -3,7 +3,7 @@
 import struct
 from pathlib import Path
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.indexes import INDEX
 from tests.checkpoint.hostile.orbax_folders import orbax

@@ -7,7 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.indexes import W
 from tests.checkpoint.hostile.keras_weights import keras

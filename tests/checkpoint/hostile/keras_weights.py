@@ -6,7 +6,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.keras_archives import archive
 from tests.checkpoint.hostile.torch_files import (

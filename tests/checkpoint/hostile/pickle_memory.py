@@ -1,6 +1,6 @@
 """Hostile pickles: opcodes of a byte or two that make objects of hundreds."""
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.torch_files import (
     ORDERED,

@@ -4,7 +4,7 @@ import os
 import pickle
 from typing import Any
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.torch_files import PROGRAM, V2, state, tensor, text, torch_file
 

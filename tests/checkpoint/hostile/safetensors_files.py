@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.torch_files import FLOATS
 

@@ -4,7 +4,7 @@ import pickle
 from io import BytesIO
 from pathlib import Path
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.torch_files import (
     FLOATS,

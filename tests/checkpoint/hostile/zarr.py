@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.indexes import W
 from tests.checkpoint.hostile.orbax_folders import crc32c, orbax

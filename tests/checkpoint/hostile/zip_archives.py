@@ -4,7 +4,7 @@ import struct
 import zipfile
 from io import BytesIO
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.arrays import npy, npy_header
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.torch_files import FLOATS, torch_file, torch_members, zip_file

@@ -6,7 +6,7 @@ import zlib
 from io import BytesIO
 from pathlib import Path
 
-from jaxmha.converters import checkpoint as ck
+from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.arrays import npy, npy_header
 from tests.checkpoint.hostile.cases import case
 from tests.checkpoint.hostile.torch_files import FLOATS, zip_file

@@ -1,0 +1,282 @@
+"""Attention blocks in a flat dict of tensors: which layout, under which prefix, and why."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.converters.discovery import model_families
+from jaxmha.converters.discovery.model_families import Family
+from jaxmha.converters.layout import by_hand, transform
+from jaxmha.converters.layout.base import Layout, choose
+from jaxmha.converters.layout.registry import LAYOUTS
+from jaxmha.dims import parse
+
+
+def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint."""
+    return {name: info.shape for name, info in file.info.items()}
+
+
+class Block(NamedTuple):
+    """One attention block: its layout and the place of every array."""
+
+    prefix: str
+    layout: Layout
+    keys: dict[str, str]  # key of the layout -> name in the file
+    unknown: tuple[str, ...] = ()  # other names under the prefix that the layout does not know
+    place: tuple[Family, str] | None = None  # the family that has such blocks there, its pattern
+    also: tuple[str, ...] = ()  # other layouts with these keys, where no family decides
+
+    @property
+    def family(self) -> tuple[str, str] | None:
+        """Name of the family of models that keeps such blocks at such a prefix, and its pattern."""
+        return (self.place[0].name, self.place[1]) if self.place else None
+
+    @property
+    def refused(self) -> str:
+        """Why the family's blocks are not what the layout says; empty: they are."""
+        if self.place is None or not self.place[0].refused:
+            return ""
+        return f"{self.prefix} is of {self.place[0].name}: {self.place[0].refused}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether every array under the prefix is of the layout, and no group lacks one."""
+        lacking = {entry.group for entry in self.layout.entries if entry.key not in self.keys}
+        there = {entry.group for entry in self.layout.entries if entry.key in self.keys}
+        return not self.unknown and not lacking & there
+
+    @property
+    def why(self) -> str:
+        """Why the block has this layout: its keys, and its place where a family has that."""
+        place = f"and the place of {': '.join(self.family)}" if self.family else "alone"
+        other = f"; they fit {', '.join(self.also)} as well" if self.also else ""
+        return f"{len(self.keys)} keys {place}{other}"
+
+    def read(
+        self, tensors: Mapping[str, Any], num_heads: int | None = None
+    ) -> tuple[MHAParams, Semantics]:
+        """Imports the block. Raises ValueError as `import_params` and `refuse` do."""
+        self.refuse()
+        state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
+        return transform.import_params(
+            [self.layout], state, num_heads=num_heads, prefix=self.prefix
+        )
+
+    def refuse(self) -> None:
+        """Raises ValueError for unknown keys, and for families that keep in their configuration
+        what the block computes."""
+        if self.refused:
+            raise ValueError(self.refused)
+        if self.unknown:
+            raise ValueError(
+                f"unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
+                f"{self.layout.name} has no such parameter, and dropping it could change the function"
+            )
+
+
+def named(name: str) -> Layout:
+    """The layout of that name. Raises ValueError with the known names."""
+    return choose(LAYOUTS, [], name)
+
+
+def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
+    """Every attention block, in the order of the names.
+
+    Raises:
+      ValueError: one prefix fits two layouts.
+
+    >>> shapes = {"a.in_proj_weight": (18, 6), "a.out_proj.weight": (6, 6), "b": (3,)}
+    >>> [(block.prefix, block.layout.name) for block in find(shapes)]
+    [('a', 'torch')]
+    """
+    found: dict[str, list[Block]] = {}
+    ends = _ends(shapes)
+    for variant in (v for candidate in layouts for v in _variants(candidate)):
+        first = next(entry.key for entry in variant.entries if not entry.group)
+        for prefix in _prefixes(variant, ends, first):
+            keys = {
+                entry.key: full
+                for entry in variant.entries
+                if (full := variant.path(prefix, entry.key)) in shapes
+            }
+            if _fits(variant, keys, shapes):
+                unknown = _unknown(variant, prefix, keys, shapes)
+                place = model_families.match(variant.name, prefix, shapes)
+                found.setdefault(prefix, []).append(Block(prefix, variant, keys, unknown, place))
+    chosen = [_decide(candidates) for candidates in found.values()]
+    return sorted(chosen, key=lambda block: natural(block.prefix))
+
+
+def _decide(candidates: Sequence[Block]) -> Block:
+    """One block of those at a prefix: by the place of a family, else the first with these keys.
+
+    One that is whole goes before one that is not, and before one that has fewer keys.
+    """
+    candidates = [block for block in candidates if block.whole] or candidates
+    names = [frozenset(block.keys.values()) for block in candidates]
+    candidates = [
+        c for c, own in zip(candidates, names, strict=True) if not any(own < n for n in names)
+    ]
+    placed = [block for block in candidates if block.family]
+    if len({block.layout.name for block in placed}) == 1:
+        return placed[0]
+    first, *others = candidates
+    for other in others:
+        if set(other.keys.values()) != set(first.keys.values()):
+            raise ValueError(
+                f"prefix {first.prefix!r} fits two layouts, {first.layout.name} and "
+                f"{other.layout.name}: name one"
+            )
+    also = dict.fromkeys(b.layout.name for b in others if b.layout.name != first.layout.name)
+    return first._replace(also=tuple(also))
+
+
+def damaged(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
+) -> list[str]:
+    """Why prefixes that have most arrays of a layout are no block, or an unreadable one."""
+    return list(damaged_at(shapes, found, layouts).values())
+
+
+# GroupViT assigns tokens to groups: one choice per token, no softmax over keys.
+_ASSIGNS = r"(^|[./])downsample[./]assign$"
+
+
+def damaged_at(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
+) -> dict[str, str]:
+    """As `damaged`, by prefix."""
+    whole = {block.prefix for block in found}
+    taken = {name for block in found for name in block.keys.values()}
+    ends = _ends(name for name in shapes if name not in taken)
+    reasons = {block.prefix: block.refused for block in found if block.refused}
+    for candidate in layouts:
+        if candidate in by_hand.BY_HAND:  # names that many layers have which are no attention
+            continue
+        usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
+        required = [entry for entry in usual if not entry.group]
+        prefixes = {p: None for entry in usual for p in _prefixes(candidate, ends, entry.key)}
+        for prefix in prefixes:
+            if re.search(_ASSIGNS, prefix):
+                continue
+            there = [e for e in usual if candidate.path(prefix, e.key) in shapes]
+            first = required[0] in there and 2 * sum(not e.group for e in there) >= len(required)
+            kernels = 2 * sum(not e.group for e in there) > len(required)
+            if prefix in whole or not (first or kernels or 2 * len(there) > len(usual)):
+                continue
+            missing = [e.key for e in required if e not in there]
+            what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
+            reasons.setdefault(
+                prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
+            )
+    return reasons
+
+
+def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    """The array that does not fit the ones before it, with both shapes."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for entry in candidate.entries:
+        if (shape := shapes.get(candidate.path(prefix, entry.key))) is None:
+            continue
+        groups, shown = parse(entry.axes), f"{entry.key} of shape {tuple(shape)}"
+        if len(shape) < len(groups):
+            return (
+                f"has arrays of another rank: {entry.key} expected axes ({entry.axes}), got shape "
+                f"{tuple(shape)}"
+            )
+        for group, n in zip(groups, shape[len(shape) - len(groups) :], strict=True):
+            if len(group) > 1:
+                continue
+            letter = group[0]
+            other = sizes.setdefault(letter, (n, shown))
+            if other[0] != n:
+                return f"{shown} has {letter}={n}, while {other[1]} has {letter}={other[0]}"
+    return "its sizes contradict each other: " + ", ".join(
+        f"{letter}={n} ({shown})" for letter, (n, shown) in sizes.items()
+    )
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer.2 before layer.10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _unknown(
+    layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
+) -> tuple[str, ...]:
+    """Names under a prefix that are neither of the layout nor known to stand beside it."""
+    if not prefix:
+        return ()
+    # What stands beside attention in one model stays there when its layout changes.
+    beside = {key for other in LAYOUTS for key in other.beside}
+    norms = {module for key in beside if (module := key.removesuffix(".weight")) != key}
+    start = prefix + layout.separator
+
+    def known(key: str) -> bool:
+        module, _, array = key.replace("/", ".").rpartition(".")
+        return key in beside or (module in norms and array in _OF_NORMS)
+
+    own = set(keys.values())
+    return tuple(
+        name
+        for name in shapes
+        if name.startswith(start) and name not in own and not known(name.removeprefix(start))
+    )
+
+
+_OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}  # in every framework
+
+
+Ends = Mapping[tuple[str, str], Sequence[str]]
+
+
+def _ends(names: Iterable[str]) -> Ends:
+    """Separator and what follows it in a name -> what goes before; no separator: the whole name."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found.setdefault(("", name), []).append("")
+        for match in re.finditer("[./]", name):
+            found.setdefault((match[0], name[match.end() :]), []).append(name[: match.start()])
+    return found
+
+
+def _prefixes(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
+    """Where a key of the layout stands."""
+    yield from ends.get(("", key), ())
+    yield from ends.get((candidate.separator, key), ())
+
+
+def _variants(candidate: Layout) -> list[Layout]:
+    """Trees are also saved with dots."""
+    if candidate.separator == ".":
+        return [candidate]
+    dotted = tuple(e._replace(key=e.key.replace("/", ".")) for e in candidate.entries)
+    return [candidate, replace(candidate, entries=dotted, separator=".")]
+
+
+def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether every required array is there with its rank, and stored sizes obey the ties."""
+    sizes: dict[str, int] = {}
+    for entry in candidate.entries:
+        groups = parse(entry.axes)
+        if entry.key not in keys:
+            if not entry.group:
+                return False
+            continue
+        shape = shapes[keys[entry.key]]
+        if len(shape) < len(groups):
+            return False
+        last = shape[len(shape) - len(groups) :]
+        own = {g[0]: n for g, n in zip(groups, last, strict=True) if len(g) == 1}
+        if any(sizes.get(letter, n) != n for letter, n in own.items()):
+            return False
+        sizes |= own
+    return all(
+        sizes[letter] == sizes[tied]
+        for letter, (tied, _) in candidate.ties.items()
+        if letter in sizes and tied in sizes and letter in ("K", "h")
+    )

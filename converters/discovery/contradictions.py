@@ -1,0 +1,227 @@
+"""Is a config.json of these tensors? Sizes and names that say it is another model's.
+
+Nothing here says that a configuration is right: a stale one may agree in all sizes.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxmha.converters.discovery import family_keymaps, model_families
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.head_count import Configured
+from jaxmha.converters.discovery.model_types import MODEL_TYPES
+from jaxmha.converters.discovery.other_layers import split
+from jaxmha.converters.layout import transform
+from jaxmha.dims import parse
+
+Shapes = Mapping[str, Sequence[int]]
+# Keys that say the size, and what else may be that size in some part of the model.
+_WIDTH = ["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim", "n_embed"]
+_WIDE = r"hidden|embed|embd|d_model|dim|width|channels|project|proj_size|inner|d_latents|input"
+_HEAD = [
+    "head_dim",
+    "d_kv",
+    "kv_channels",
+    "attention_head_dim",
+    "head_size",
+    "attention_head_size",
+]
+_HEAD_LIKE = r"head_dim|d_kv|d_head|kv_channels|head_size|dim_head|channels_per_head|key_dim"
+_KEYS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"]
+_KEYS_LIKE = r"key_value_heads|kv_heads|n_head_kv"
+_LAYERS = [
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "encoder_layers",
+    "num_encoder_layers",
+]
+_LAYER_LIKE = r"layer|depth|block|stage"
+_STACK = r"(.*?\b(?:layers?|h|blocks?)\.)"
+_INNER = ["intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"]
+_INNER_LIKE = r"intermediate|inner|d_ff|ffn|mlp|ff_dim|expert|hidden|ffw"
+# Layers whose kernel is as wide as the inner layer of a feed-forward network.
+_FIRST = (
+    r"(^|\.)(intermediate\.dense|mlp\.(fc1|gate_proj|up_proj|c_fc|dense_h_to_4h)|fc1|linear1|"
+    r"DenseReluDense\.(wi|wi_0))$"
+)
+_WORDS = r"(^|\.)(word_embeddings|embed_tokens|wte|shared|embed_in|token_embedding|tok_embeddings)$"
+
+
+def find(
+    content: Any, configured: Configured | None, blocks: Sequence[Block], shapes: Shapes
+) -> list[str]:
+    """In words, what a configuration says and tensors contradict; the first of every kind.
+
+    `configured` is what it says of head counts.
+    """
+    if not isinstance(content, dict) or not blocks:
+        return []
+    found: dict[str, str] = {}
+    for block in blocks:
+        for kind, words in _of_block(content, configured, block, shapes):
+            found.setdefault(kind, words)
+    for kind, words in (
+        *_layers(content, blocks, shapes),
+        *_other_layers(content, shapes),
+        *_model_type(content, blocks, shapes),
+    ):
+        found.setdefault(kind, words)
+    return list(found.values())
+
+
+def _of_block(
+    content: dict[str, Any], configured: Configured | None, block: Block, shapes: Shapes
+) -> Iterator[tuple[str, str]]:
+    """Contradictions of the sizes of one block, by the configuration of its part of the model."""
+    count = configured.part_of(block.prefix) if configured else None
+    if configured and configured.counts and count is None:
+        return  # nothing is said of its part
+    own = _at(content, count.way[:-1]) if count else content
+    where = block.prefix or "(top)"
+    arrays = {key: tuple(shapes[name]) for key, name in block.keys.items()}
+    rows = _query_rows(block, arrays)
+    if count and rows and rows % count.heads:
+        yield "heads", f"{count.way[-1]} is {count.heads}, and {where} has {rows} rows of queries"
+        return
+    try:
+        sizes = transform.bind_shapes(block.layout, arrays, count and count.heads, block.prefix)
+    except ValueError:
+        return  # no head count fits, and the conversion says why
+    keys = sizes.get("K", sizes.get("N"))
+    # A first layer may take other features than it gives.
+    for kind, letter, found, exact, like in (
+        ("width", "features", [sizes.get("Dq"), sizes.get("Do")], _WIDTH, _WIDE),
+        ("head_dim", "features in a head", [sizes.get("H")], _HEAD, _HEAD_LIKE),
+        ("kv", "heads of keys and values", [keys], _KEYS, _KEYS_LIKE),
+    ):
+        said = _said(own, exact)
+        if said and found[0] is not None and not _sizes(content, like).intersection(found):
+            yield kind, f"{said[0]} is {said[1]}, and {where} has {found[0]} {letter}"
+
+
+def _query_rows(block: Block, arrays: Shapes) -> int | None:
+    """How many numbers a query has in all heads; None where heads have an axis of their own."""
+    for entry in block.layout.entries:
+        if "query.kernel" in entry.leaves and entry.key in arrays:
+            groups, shape = parse(entry.axes), arrays[entry.key]
+            sizes = shape[len(shape) - len(groups) :]
+            for group, size in zip(groups, sizes, strict=False):
+                if "N" in group and len(group) > 1 and not size % len(entry.leaves):
+                    return size // len(entry.leaves) if "qkv" in group else size
+    return None
+
+
+def _layers(
+    content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
+) -> Iterator[tuple[str, str]]:
+    """A number of layers that no stack of layers with attention has."""
+    named = _said(content, _LAYERS)
+    stacks: dict[str, int] = {}
+    starts = {
+        match[0] for block in blocks if (match := re.match(_STACK, block.prefix.replace("/", ".")))
+    }
+    for name in shapes:
+        found = re.match(rf"{_STACK}(\d+)(?=\.|$)", name.replace("/", "."))
+        if found and found[1] in starts:
+            stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
+    if named and stacks and not set(stacks.values()) & _sizes(content, _LAYER_LIKE):
+        shown = ", ".join(f"{stack}{{i}} has {count}" for stack, count in stacks.items())
+        yield "layers", f"{named[0]} is {named[1]}, and {shown}"
+
+
+def _other_layers(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """A vocabulary, or an inner width of feed-forward networks, that no layer of the kind has."""
+    vocabulary, inner = _sizes(content, r"vocab"), _sizes(content, _INNER_LIKE)
+    widths = {content[key] for key in _WIDTH if type(content.get(key)) is int}
+    books = _sizes(content, r"codebook")
+    vocabulary |= {a + b for a in vocabulary for b in vocabulary}
+    vocabulary |= {a * b for a in vocabulary for b in books}
+    unlike: dict[str, str] = {}
+    fitting: set[str] = set()
+    for name, shape in shapes.items():
+        prefix, _, key = split(name)
+        place = prefix.replace("/", ".")
+        if len(shape) != 2 or key not in ("weight", "kernel", "embedding"):
+            continue
+        apart = [n for n in shape if n not in widths] or shape
+        fits = {size for n in apart for size in (n, n / 2)} & inner
+        for kind, keys, pattern, fine in (
+            ("vocabulary", ["vocab_size", "n_vocab"], _WORDS, shape[0] in vocabulary),
+            ("inner", _INNER, _FIRST, bool(fits)),
+        ):
+            if (said := _said(content, keys)) and re.search(pattern, place):
+                unlike.setdefault(
+                    kind, f"{said[0]} is {said[1]}, and {name} has shape {tuple(shape)}"
+                )
+                fitting |= {kind} if fine else set()
+    yield from ((kind, words) for kind, words in unlike.items() if kind not in fitting)
+
+
+def _model_type(
+    content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
+) -> Iterator[tuple[str, str]]:
+    """A model type whose models have neither attention nor other layers under these names."""
+    model_type = content.get("model_type")
+    theirs = {
+        family
+        for family, types in MODEL_TYPES.items()
+        if isinstance(model_type, str) and model_type in types.split()
+    }
+    here = {block.family[0] for block in blocks if block.family}
+    # One type has other names in other versions of the library, and in what its newer ones write.
+    if not theirs or not here or {_plain(x) for x in here} & {_plain(x) for x in theirs}:
+        return
+    prefixes = [split(name)[0] for name in shapes]
+    mine = sum(family_keymaps.kind_at(prefix, theirs) is not None for prefix in prefixes)
+    other = sum(family_keymaps.kind_at(prefix, here) is not None for prefix in prefixes)
+    placed = any(model_families.stands(theirs, block.prefix) for block in blocks)
+    if not placed or mine < other:
+        shown = ", ".join(sorted(here))
+        yield (
+            "model_type",
+            f"model_type is {model_type}, and the tensors are named as {shown} has them",
+        )
+
+
+def _plain(family: str) -> str:
+    """The name of a family without a version.
+
+    >>> _plain("ViT (transformers 5)"), _plain("BERT")
+    ('ViT', 'BERT')
+    """
+    return re.sub(r" \(.*\)$", "", family)
+
+
+def _at(content: Any, way: Sequence[str]) -> dict[str, Any]:
+    for key in way:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}
+
+
+def _said(content: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, int] | None:
+    """The first of the keys that is there with a size."""
+    return next(((key, content[key]) for key in keys if type(content.get(key)) is int), None)
+
+
+def _sizes(content: Any, pattern: str) -> set[int]:
+    """Every whole number under a key of that pattern, in lists too."""
+    found: set[int] = set()
+    for key, value in _items(content):
+        if re.search(pattern, key):
+            several = value if isinstance(value, list) else [value]
+            found |= {one for one in several if type(one) is int}
+    return found
+
+
+def _items(content: Any) -> Iterator[tuple[str, Any]]:
+    todo = [content]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            yield from ((str(key), item) for key, item in value.items())
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += [item for item in value if isinstance(item, dict | list)]

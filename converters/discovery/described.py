@@ -1,0 +1,78 @@
+"""Facts on a checkpoint that no tensor holds, from the configurations next to it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxmha import checkpoint
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import contradictions, head_count, hf_config, keras_config, notes
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.head_count import Configured
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of a checkpoint by its configurations.
+
+    Attributes:
+      heads: its head counts. epsilon: of its norms.
+      unlike: kinds of norms that compute something else (`configuration.offset_norms`).
+      unbiased: the kind of norms without a bias (`configuration.unbiased_norms`).
+      notes: why a configuration was set aside, or could not be read.
+    """
+
+    heads: Configured | None = None
+    epsilon: notes.Epsilons = notes.Epsilons()  # noqa: RUF009 (immutable)
+    unlike: Mapping[str, str] = field(default_factory=dict)
+    unbiased: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
+    """Of an open checkpoint and its blocks; configurations that contradict them are set aside.
+
+    `configuration` still refuses or carries over every setting that would change attention or a
+    norm: that is safe where the configuration is of another model, too.
+    """
+    shapes = {name: tuple(info.shape) for name, info in file.info.items()}
+    configured = head_count.in_config(file.path)
+    content = hf_config.readable(file.path)
+    by_key, unbiased = hf_config.epsilons(file.path), hf_config.unbiased_norms(file.path)
+    told = list(_unread(file.path))
+    if wrong := contradictions.find(content, configured, blocks, shapes):
+        path = file.path.parent / hf_config.CONFIG
+        configured, by_key, unbiased = _aside(path, wrong, configured), {}, ""
+        told.append(f"{path} was set aside, epsilon and all: {_listed(wrong)}")
+    by_prefix = keras_config.epsilons(file.config, file.names)
+    if wrong := list(keras_config.contradictions(file.config, file.names, shapes)):
+        by_prefix = {}
+        told.append(f"{keras_config.WHERE} was set aside: {_listed(wrong)}")
+    return Description(
+        configured,
+        notes.Epsilons(by_key, by_prefix),
+        hf_config.offset_norms(file.path),
+        unbiased,
+        tuple(map(printable, told)),
+    )
+
+
+def _unread(path: Path) -> Iterator[str]:
+    """A note where there is a configuration that cannot be read; `configuration.refuse_behaviour`
+    refuses to convert by it."""
+    try:
+        hf_config.read(path)
+    except (ValueError, RecursionError) as error:
+        yield f"{hf_config.unreadable(path, error)}: nothing that it says was used"
+
+
+def _aside(path: Path, wrong: Sequence[str], configured: Configured | None) -> Configured | None:
+    if configured is None or configured.wrong:
+        return configured
+    return Configured(path, (), f"{path} does not describe these tensors ({_listed(wrong)})")
+
+
+def _listed(wrong: Sequence[str]) -> str:
+    return "; ".join(wrong[:_SHOWN]) + f" and {len(wrong) - _SHOWN} more" * (len(wrong) > _SHOWN)

@@ -1,0 +1,261 @@
+"""The head count of a block: read from a shape, given, or found beside the weights; never guessed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmha.checkpoint import errors as checkpoint_errors
+from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.limits import Limits
+from jaxmha.converters.discovery import hf_config
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.hf_config import CONFIG
+from jaxmha.converters.discovery.model_types import MODEL_TYPES
+from jaxmha.dims import bind, parse
+
+# Where configurations keep the head count, and of which part of the model.
+CONFIG_KEYS = {
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"), ()),
+    "encoder_attention_heads": ("encoder",),
+    "decoder_attention_heads": ("decoder",),
+    "decoder_num_attention_heads": ("decoder",),
+    "encoder_num_attention_heads": ("encoder",),
+    "num_encoder_attention_heads": ("encoder",),
+    "num_decoder_attention_heads": ("decoder",),
+    "speech_encoder_attention_heads": ("speech_encoder",),
+    "t2u_encoder_attention_heads": ("t2u", "encoder"),
+    "t2u_decoder_attention_heads": ("t2u", "decoder"),
+    "memory_attention_num_attention_heads": ("memory_attention",),
+}
+_SHOWN = 8  # values in a message
+# What a configuration is within another of, beside those that say it (`text_config`).
+_PARTS = ("encoder", "decoder")
+# Parts that tensors call otherwise than configurations do.
+_CALLED = {
+    "text": "text|language",
+    "vision": "vision|visual",
+    "encoder": "(text_)?encoder",
+    "decoder": "(text_)?decoder",
+}
+# Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
+METADATA = "jaxmha.num_heads"
+_SINGLY = (
+    "write a plan and set num_heads for each module (jaxmha plan ... --num-heads N -o plan.toml, N one "
+    "of them; jaxmha convert ... --plan plan.toml)"
+)
+
+
+class UnusableConfigError(ValueError):
+    """The head count is needed, and the config.json beside the file does not give one."""
+
+
+class Count(NamedTuple):
+    """A head count, where it stands, and the parts of the model that it is of, from outside in.
+
+    `alone`: of these and of no others. `way`: the keys on the way to it.
+    """
+
+    heads: int
+    where: str
+    parts: tuple[str, ...] = ()
+    alone: bool = False
+    way: tuple[str, ...] = ()
+
+
+class Configured(NamedTuple):
+    """Head counts of a configuration; `wrong`: why none of them can be taken.
+
+    `families`: of the models that its model_type names (`families.MODEL_TYPES`).
+    """
+
+    path: Path
+    counts: tuple[Count, ...]
+    wrong: str = ""
+    families: tuple[str, ...] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether parts of the model have different counts."""
+        return len({count.heads for count in self.counts}) > 1
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether what is said is not said of the whole model: other parts may have other counts."""
+        whole = len({count.parts for count in self.counts}) > 1 or not any(
+            count.alone for count in self.counts
+        )
+        return self.several or not whole
+
+    def of(self, prefix: str) -> tuple[int | None, str]:
+        """The count of a block and where it stands; None where there is none, and why.
+
+        Of several, that of the outermost part which the prefix names. The last component is the
+        block's own name: `encoder_attn` is in the decoder.
+        """
+        count = self.count_of(prefix)
+        return (None, count) if isinstance(count, str) else count[:2]
+
+    def count_of(self, prefix: str) -> Count | str:
+        """As `of`, with the place; or why there is none."""
+        if self.wrong:
+            return self.wrong
+        path = re.split("[./]", prefix)[:-1]
+        if not self.several:
+            count = self.counts[0]
+            if self.in_parts and not _place(count.parts, path):
+                return f"{count.where} is of its part of the model"
+            return count
+        placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
+        best = [c for place, c in placed if place == min(place for place, _ in placed)]
+        if len({c.heads for c in best}) == 1:
+            return best[0]
+        shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
+        return f"{self.path} has several head counts ({shown})"
+
+    def part_of(self, prefix: str) -> Count | None:
+        """The head count for the part of the model that a prefix is in, or for all of it."""
+        path = re.split("[./]", prefix)[:-1]
+        placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
+        if placed:
+            return min(placed, key=lambda one: one[0])[1]
+        return self.counts[0] if self.counts and not self.in_parts else None
+
+
+def find(
+    block: Block,
+    shapes: Mapping[str, Sequence[int]],
+    given: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    configured: Configured | None = None,
+) -> tuple[int | None, str]:
+    """The head count of a block and where it is from: stored, asked for, or configured.
+
+    `configured` is what `in_config` says of the file, which is read once and not per block.
+
+    Raises:
+      UnusableConfigError: only the configuration could say it, and does not.
+      ValueError: the one given contradicts the file.
+    """
+    stored = in_shapes(block, shapes)
+    if stored is not None and given in (None, stored):
+        return stored, "shape"
+    kept: tuple[int | None, str] | None = next(
+        (
+            (int(text), "metadata")
+            for key in (f"{METADATA}.{block.prefix}", METADATA)
+            if (text := (metadata or {}).get(key, "")).isascii() and text.isdigit()
+        ),
+        None,
+    )
+    several: set[int] = set()  # what a configuration says that says it of parts of the model
+    in_parts = False
+    if kept is None and configured is not None:
+        kept, in_parts = configured.of(block.prefix), configured.in_parts
+        several = {count.heads for count in configured.counts} if configured.several else set()
+    if given is None and kept is not None and kept[0] is None:
+        remedy = (
+            f"none of them is said to be that of {block.prefix or '(top)'}; {_SINGLY}"
+            if in_parts
+            else "correct it, or pass num_heads= or --num-heads"
+        )
+        raise UnusableConfigError(f"{kept[1]}: {remedy}")
+    if given is None:
+        return kept or (None, "not stored: pass --num-heads")
+    if stored is None and kept is not None and kept[0] not in (None, given):
+        remedy = (
+            f"leave it out, or {_SINGLY}"
+            if in_parts
+            else "leave it out, or correct the one that is wrong"
+        )
+        raise ValueError(
+            f"num_heads={given} is given, and {kept[1]} says {kept[0]}"
+            + f" for {block.prefix or '(top)'}" * in_parts
+            + f": {remedy}"
+        )
+    if stored is None and kept is not None and several and given not in several:
+        raise ValueError(
+            f"num_heads={given} is given for {block.prefix or '(top)'}, and {kept[1]}: {_SINGLY}"
+        )
+    return given, "given"
+
+
+def by_default(block: Block, given: int | None, configured: Configured | None = None) -> int | None:
+    """What to pass to `find` in a plan that is still to be edited: one count given is for the
+    blocks of which a configuration that says it of parts does not say theirs."""
+    told = configured is not None and configured.in_parts and configured.of(block.prefix)[0]
+    return None if told else given
+
+
+def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
+    """Head counts by prefix as metadata: one for the file where the blocks agree and are all of
+    its blocks (`whole`), else one per block.
+
+    >>> to_metadata({"a": 2, "b": 2}, whole=True)
+    {'jaxmha.num_heads': '2'}
+    >>> to_metadata({"a": 2, "b": 3}, whole=True)
+    {'jaxmha.num_heads.a': '2', 'jaxmha.num_heads.b': '3'}
+    """
+    if whole and len(set(heads.values())) == 1:
+        return {METADATA: str(next(iter(heads.values())))}
+    return {f"{METADATA}.{prefix}": str(count) for prefix, count in heads.items()}
+
+
+def in_config(path: Path) -> Configured | None:
+    """The head counts in the config.json beside a checkpoint; None: no such file or key."""
+    config = path.parent / CONFIG
+    try:
+        content = hf_config.read(path)
+        found = [x for x in hf_config.search(content, CONFIG_KEYS) if x[1] is not None]
+    except (ValueError, RecursionError) as error:
+        return Configured(config, (), hf_config.unreadable(path, error))
+    most = Limits.dimension
+    if impossible := [(w, x) for w, x in found if type(x) is not int or not 0 < x <= most]:
+        shown = ", ".join(
+            f"{printable(': '.join((CONFIG, *way)))} is {checkpoint_errors.shown(x)}"
+            for way, x in impossible[:_SHOWN]
+        )
+        wrong = f"{config} has an impossible head count ({shown})"
+        return Configured(config, (), wrong)
+    counts = tuple(_count(way, heads) for way, heads in found)
+    values = [value for _, value in hf_config.search(content, ["model_type"])]
+    types = {value for value in values if isinstance(value, str)}
+    named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
+    return Configured(config, counts, families=named) if counts else None
+
+
+def _count(way: Sequence[str], heads: int) -> Count:
+    own = CONFIG_KEYS[way[-1]]
+    parts = (*map(_part, way[:-1]), *own)
+    alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
+    return Count(heads, ": ".join((CONFIG, *way)), parts, alone, tuple(way))
+
+
+def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """The head count where the layout's shapes hold it."""
+    sizes: dict[str, int] = {}
+    for entry in block.layout.entries:
+        if entry.key in block.keys and ("N",) in parse(entry.axes):
+            shape = shapes[block.keys[entry.key]]
+            bind(entry.key, shape[len(shape) - len(parse(entry.axes)) :], entry.axes, sizes)
+            return sizes["N"]
+    return None
+
+
+def _part(key: str) -> str:
+    """The part of a model that a nested configuration is of."""
+    return key.removesuffix("_config").removesuffix("_cfg")
+
+
+def _place(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
+    """Where a path names the parts, in order; inner ones last, so that the least place is of the
+    outermost part, and then of most parts. Empty: it does not name them, or there are none."""
+    places: list[int] = []
+    for part in parts:
+        start = places[-1] + 1 if places else 0
+        named = re.compile(rf"({_CALLED.get(part, re.escape(part))})(?![a-z])")
+        at = next((i for i in range(start, len(path)) if named.match(path[i])), None)
+        if at is None:
+            return ()
+        places.append(at)
+    return (*places, len(path)) if places else ()

@@ -1,0 +1,207 @@
+"""The config.json beside a checkpoint: what it says that no tensor holds."""
+
+import math
+from collections.abc import Container, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jaxmha.checkpoint import json_text
+from jaxmha.checkpoint.errors import BudgetExceeded, UnreadableFile, shown
+from jaxmha.checkpoint.limits import Budget, Limits
+from jaxmha.checkpoint.source import Source
+
+CONFIG = "config.json"
+_LIMITS = Limits(memory=8 << 20)  # some 30,000 entries; walking them takes 0.1 s
+_MOST_FOUND = 1000
+
+# What it says of attention, and the value that changes nothing.
+BEHAVIOUR: dict[str, Any] = {
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "clip_qkv": None,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+}
+# Of these no setting of jaxmha does the same.
+_STEPS = ("clip_qkv", "use_qk_norm", "attn_temperature_tuning")
+# Models whose norms multiply by 1 + weight: those without a bias, or (`NORMS`) those with one too.
+OFFSET_RMSNORMS = (
+    "gemma gemma2 gemma3 gemma3_text minimax_m3_vl minimax_m3_vl_text muse_glimmer "
+    "muse_glimmer_text muse_spark muse_spark_text qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text "
+    "qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma step3p5 step3p7 t5gemma t5_gemma_module "
+    "t5gemma2 t5gemma2_decoder t5gemma2_encoder t5gemma2_text vaultgemma"
+)
+OFFSET_NORMS = "nemotron"
+
+
+def read(path: Path) -> Any:
+    """What the config.json beside a checkpoint holds; nothing where there is none.
+
+    Raises ValueError or RecursionError where it cannot be read; a FIFO or device is not opened. A
+    link to nothing cannot be read either: a download that stopped leaves such links.
+    """
+    try:
+        source = Source(path.parent / CONFIG)
+    except UnreadableFile as error:
+        absent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        if absent and not (path.parent / CONFIG).is_symlink():
+            return {}
+        raise
+    try:
+        most = _LIMITS.document_bytes
+        Budget(source.path, 0, _LIMITS).spend("its size", source.size, most)
+        return _parsed(source.path, source.read(0, source.size))
+    finally:
+        source.close()
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: Path, raw: bytes) -> Any:
+    """The content of a configuration; one command asks for it several times."""
+    return json_text.load(raw, Budget(path, len(raw), _LIMITS))
+
+
+def search(content: Any, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """Every value under one of the keys, with the keys on the way to it.
+
+    >>> list(search({"a": [{"n": 3}], "n": 5}, ["n"]))
+    [(('a', 'n'), 3), (('n',), 5)]
+    """
+    # The way to a value is a key and the way to what it stands in, which all keys there share.
+    todo: list[tuple[tuple[Any, ...], Any, bool]] = [((), content, False)]
+    found = 0
+    while todo:
+        way, value, fresh = todo.pop()
+        if fresh and way[0] in keys:
+            found += 1
+            if found > _MOST_FOUND:
+                problem = f"has more than {_MOST_FOUND} values of {shown(way[0])} and the like"
+                raise BudgetExceeded(CONFIG, problem, "leave it out, or shorten it")
+            yield _keys(way), value
+        if isinstance(value, dict):
+            todo += [((key, way), item, True) for key, item in reversed(value.items())]
+        elif isinstance(value, list):
+            todo += [(way, item, False) for item in reversed(value)]
+
+
+def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
+    keys: list[str] = []
+    while way:
+        key, way = way
+        keys.append(key)
+    return tuple(reversed(keys))
+
+
+def refuse_behaviour(path: Path) -> None:
+    """Raises ValueError where the config.json beside a checkpoint changes attention itself.
+
+    Weights alone would be read as another function. One that cannot be read is refused too: nobody
+    would hear what it says.
+
+    Raises BudgetExceeded where it is too large.
+    """
+    try:
+        content = read(path)
+    except BudgetExceeded as error:
+        problem = "is too large to be read, so that nothing is known of what it says of attention"
+        remedy = "leave out its labels (id2label, label2id), or move it away"
+        raise BudgetExceeded(path.parent / CONFIG, problem, remedy) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{unreadable(path, error)}: nothing is known of what it says of attention; correct it, "
+            "or move it away"
+        ) from error
+    for (*_, key), value in search(content, BEHAVIOUR):
+        if value not in (BEHAVIOUR[key], None):
+            remedy = (
+                "do it between jaxmha.project and jaxmha.dot_product_attention"
+                if key in _STEPS
+                else "set Semantics(scale=..., logits_soft_cap=...)"
+            )
+            raise ValueError(
+                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in "
+                "no tensor, so that a file of another layout would lose it; read the blocks by "
+                f"import_params and {remedy}"
+            )
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """In words, why the config.json next to a checkpoint could not be read."""
+    return f"{path.parent / CONFIG} cannot be read as JSON ({type(error).__name__}: {error})"
+
+
+EPSILONS = [
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "rms_norm_eps",
+    "norm_eps",
+    "norm_epsilon",
+]
+
+
+def epsilons(path: Path) -> dict[str, tuple[float, ...]]:
+    """The epsilons of norms in the config.json next to a checkpoint, by key; several values where
+    parts of the model have their own.
+
+    Only positive numbers that a float holds; others are left out.
+    """
+    found: dict[str, dict[float, None]] = {}
+    for way, value in search(readable(path), EPSILONS):
+        if _is_positive(value):
+            found.setdefault(way[-1], {})[float(value)] = None
+    return {key: tuple(values) for key, values in found.items()}
+
+
+def _is_positive(value: Any) -> bool:
+    if type(value) not in (int, float):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:
+        return False
+
+
+def offset_norms(path: Path) -> dict[str, str]:
+    """Kinds of norms that no norm of another framework computes, and why: kind -> reason."""
+    reason = "model_type {} of config.json: its norms multiply by 1 + weight, and others by weight"
+    kinds: dict[str, str] = {}
+    for _, value in search(readable(path), ["model_type"]):
+        if value in (*OFFSET_RMSNORMS.split(), *OFFSET_NORMS.split()):
+            kinds["rmsnorm"] = reason.format(value)
+        if value in OFFSET_NORMS.split():
+            kinds["norm"] = reason.format(value)
+        if value == "mobilebert":
+            kinds["norm"] = (
+                "model_type mobilebert of config.json: its NoNorm only multiplies and adds"
+            )
+    for _, value in search(readable(path), ["normalization_type"]):
+        if value == "layer_norm":
+            kinds.pop("norm", None)
+    return kinds
+
+
+def unbiased_norms(path: Path) -> str:
+    """The kind of the norms without a bias, where the config.json beside a checkpoint says it.
+
+    "asked": it is of a model, and has no epsilon of any norm: Moonshine's are LayerNorms at places
+    where Llama has RMSNorms.
+    """
+    content = readable(path)
+    keys = {way[-1] for way, value in search(content, EPSILONS) if value is not None}
+    if not keys and any(True for _ in search(content, ["model_type"])):
+        return "asked"
+    told = {"rms_norm_eps": "rmsnorm", "layer_norm_eps": "norm"}
+    return told.get(keys.pop(), "") if len(keys) == 1 else ""
+
+
+def readable(path: Path) -> Any:
+    """As `read`; nothing where it cannot be read, which `heads.in_config` says where it matters."""
+    try:
+        return read(path)
+    except (ValueError, RecursionError):
+        return {}

@@ -1,0 +1,169 @@
+"""The tensors of a live model by the names that its framework saves them under."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+# Attributes that hand-written attention keeps its number of heads in.
+HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "num_attention_heads", "heads", "h")
+
+
+class Live(NamedTuple):
+    """The tensors and layers of a live model.
+
+    Attributes:
+      state: name -> tensor of the framework, not copied.
+      layers: path -> layer, where it is known.
+      names: path -> name of the layer, of Keras alone.
+    """
+
+    state: Mapping[str, Any]
+    layers: Mapping[str, Any]
+    names: Mapping[str, str] = {}
+
+
+def torch(module: Any) -> Live:
+    """The state dict of a torch module, and its layers by path.
+
+    >>> from torch import nn
+    >>> sorted(torch(nn.Sequential(nn.Linear(3, 2))).state)
+    ['0.bias', '0.weight']
+    """
+    state = module.state_dict()
+    return Live(state, dict(module.named_modules(remove_duplicate=False)))
+
+
+def keras(model: Any) -> Live:
+    """The arrays that `save_weights` of a Keras model or layer would write, under the same names.
+
+    >>> from keras import layers
+    >>> layer = layers.Dense(2)
+    >>> layer.build((None, 3))
+    >>> {name: tuple(array.shape) for name, array in keras(layer).state.items()}
+    {'vars/0': (3, 2), 'vars/1': (2,)}
+    """
+    found = Live({}, {}, {})
+    _visit(model, "", found, set())
+    return found
+
+
+def _visit(layer: Any, path: str, found: Any, seen: set[int]) -> None:
+    if id(layer) in seen:
+        return
+    seen.add(id(layer))
+    own: dict[str, Any] = {}
+    if hasattr(layer, "save_own_variables"):
+        layer.save_own_variables(own)
+    found.layers[path] = layer
+    if isinstance(getattr(layer, "name", None), str):
+        found.names[path] = layer.name
+    for key, value in own.items():
+        found.state["/".join(part for part in (path, "vars", key) if part)] = value
+    for child, where in _children(layer, path):
+        _visit(child, where, found, seen)
+
+
+def _children(layer: Any, path: str) -> Iterator[tuple[Any, str]]:
+    from keras.src.saving.keras_saveable import KerasSaveable
+    from keras.src.saving.saving_lib import _walk_saveable
+    from keras.src.utils.naming import to_snake_case
+
+    for attribute, child in _walk_saveable(layer):
+        where = f"{path}/{attribute}" if path else attribute
+        if isinstance(child, KerasSaveable):
+            yield child, where
+        elif isinstance(child, list | tuple | dict):
+            used: dict[str, int] = {}
+            for item in child.values() if isinstance(child, dict) else child:
+                if isinstance(item, KerasSaveable):
+                    name = to_snake_case(type(item).__name__)
+                    used[name] = used.get(name, -1) + 1
+                    yield item, f"{where}/{name}{f'_{used[name]}' * (used[name] > 0)}"
+
+
+def flax(module: Any, variables: Any = None) -> Live:
+    """The state of an nnx module without random states, or the variables of a linen module.
+
+    Args:
+      module: nnx or linen.
+      variables: of a linen module: the dict that `init` returns, or its `params`.
+
+    >>> from flax import nnx
+    >>> sorted(flax(nnx.Linear(3, 2, rngs=nnx.Rngs(0))).state)
+    ['bias', 'kernel']
+    """
+    from flax import nnx
+    from flax.core import meta
+    from flax.traverse_util import flatten_dict
+
+    if variables is not None:
+        collections = (
+            meta.unbox(dict(variables)) if "params" in variables else {"params": variables}
+        )
+        state = {}
+        for collection, tree in collections.items():
+            prefix = () if collection == "params" else (collection,)
+            for path, leaf in flatten_dict(dict(tree)).items():
+                state["/".join(map(str, (*prefix, *path)))] = leaf
+        return Live(state, {"": module})
+    _, kept = nnx.split_state(nnx.state(module), nnx.RngState, ...)
+    state = {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(kept)}
+    layers = {"/".join(map(str, path)): one for path, one in nnx.iter_modules(module)}
+    return Live(state, layers)
+
+
+STATES: Mapping[str, Callable[..., Live]] = {"torch": torch, "keras": keras, "flax": flax}
+
+
+def under(whole: Live, layer: Any) -> set[str]:
+    """Names of the tensors of a layer of the model."""
+    paths = [path for path, one in whole.layers.items() if one is layer]
+    return {
+        name
+        for name in whole.state
+        if any(not p or name.startswith((f"{p}.", f"{p}/")) for p in paths)
+    }
+
+
+def head_count(whole: Live, prefix: str) -> int | None:
+    """The number of heads that a hand-written layer keeps as an attribute, or a layer within it, or
+    the model's configuration.
+
+    >>> from types import SimpleNamespace
+    >>> head_count(Live({}, {"attn": SimpleNamespace(nhead=8)}), "attn")
+    8
+    """
+    starts = (f"{prefix}.", f"{prefix}/")
+    within = [one for path, one in whole.layers.items() if path.startswith(starts) or not prefix]
+    own = [whole.layers.get(prefix), *within]
+    for one in (*own, getattr(whole.layers.get(""), "config", None)):
+        for name in HEADS:
+            value = getattr(one, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def by_hand(layer: Any, package: str, state: str, variables: Any = None) -> str:
+    """How to take the weights of a class written by hand; empty: nothing is known of its names.
+
+    `state`: the expression that gives its flat dict of arrays.
+    """
+    from jaxmha.converters.discovery.attention_blocks import find
+    from jaxmha.converters.layout import linear
+
+    try:
+        whole = STATES[package](layer, *(() if variables is None else (variables,)))
+        shapes = {name: tuple(x.shape) for name, x in whole.state.items() if hasattr(x, "shape")}
+        found = find(shapes)
+    except (ValueError, TypeError, AttributeError):
+        return ""
+    if len(found) != 1 or found[0].layout not in linear.LAYOUTS:
+        return ""
+    (block,) = found
+    heads = head_count(whole, block.prefix) or "N"
+    where = f", prefix={block.prefix!r}" * bool(block.prefix)
+    return (
+        "a class of your own may compute anything. If it computes attention, its weights are "
+        f"jaxmha.converters.linear.import_params({state}, layout={block.layout.name!r}, "
+        f"num_heads={heads}{where})"
+    )

@@ -1,0 +1,166 @@
+"""What no tensor says of a conversion, in words for its user."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxmha.converters.discovery import family_keymaps
+from jaxmha.converters.discovery.attention_blocks import Block, natural
+from jaxmha.converters.discovery.layer_layouts import Convention
+from jaxmha.converters.discovery.other_layers import OF_GROUPS, Module
+
+CREATES = "check that the model creates its layers so"
+NO_ATTENTION = "no block of attention was found: what is converted are the layers beside it"
+
+
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" * (len(names) > most)
+    return separator.join(names[:most]) + more
+
+
+class Epsilons(NamedTuple):
+    """Epsilons of norms that were read: by key of a configuration, or by the layer's prefix."""
+
+    by_key: Mapping[str, Sequence[float]] = MappingProxyType({})
+    by_prefix: Mapping[str, float] = MappingProxyType({})
+
+
+def epsilons(
+    layers: Sequence[Module],
+    convention: Convention | None,
+    found: Sequence[Block],
+    read: Epsilons,
+) -> Iterator[str]:
+    """Notes on the epsilon of norms, if it was not read or is not the target's default."""
+    if convention is None:
+        return
+    families_there = {block.family[0] for block in found if block.family}
+    keys = {k.epsilon for k in family_keymaps.KEYMAPS if k.family in families_there and k.epsilon}
+    said = {key: values for key, values in read.by_key.items() if key in keys or not keys}
+    of_all = tuple(dict.fromkeys(value for values in said.values() for value in values))
+    counts = Counter(
+        (
+            x.kind,
+            x.confidence == "ambiguous",
+            x.convention,
+            (read.by_prefix[x.prefix],) if x.prefix in read.by_prefix else of_all,
+            "the archive's config.json"
+            if x.prefix in read.by_prefix
+            else f"config.json: {', '.join(said)}",
+        )
+        for x in layers
+        if x.kind in ("norm", "rmsnorm")
+    )
+    for (kind, unsure, source, values, where), count in counts.items():
+        shown_kind = f"{kind} (LayerNorm or RMSNorm: no tensor tells)" if unsure else kind
+        theirs = convention.epsilon[kind if kind in convention.kinds else "norm"]
+        there = f"{theirs:.3g} by default in {convention.name}"
+        if not values and source.name != convention.name:
+            usual = source.epsilon.get(kind, theirs)
+            yield (
+                f"{count} x {shown_kind}: epsilon is not known: neither a tensor nor a configuration has "
+                f"it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
+                "it up in the source model and give it to the layers"
+            )
+        elif values and values != (theirs,):
+            shown = " or ".join(f"{value:.3g}" for value in values)
+            which = " (each part of the model has its own)" * (len(values) > 1)
+            yield (
+                f"{count} x {shown_kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor "
+                "holds it, so give it to the layers"
+            )
+
+
+def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Which layer of the source, given with its group in a .weights.h5 file, comes first."""
+    groups: dict[str, list[str]] = {}
+    for source, target in sorted(layers, key=lambda layer: natural(layer[1])):
+        group = re.sub(r"_\d+$", "", target.rpartition("/")[2])
+        groups.setdefault(group, []).append(source or "(top)")
+    several = {group: names for group, names in groups.items() if len(names) > 1}
+    if several:
+        shown = "; ".join(f"{group}: {', '.join(names)}" for group, names in several.items())
+        yield (
+            "Keras pairs the groups of a .weights.h5 file with layers of their class in the order in "
+            f"which the model creates these; here they are in the order {shown}: {CREATES}; where "
+            "it does not, name a file that it saved (--like model.weights.h5), or write a plan "
+            "(--to keras-file) and exchange the numbers in `to`"
+        )
+
+
+def of_groups(targets: Sequence[str]) -> str:
+    """Which models load a .weights.h5 file whose groups only the source's names decide."""
+    like = "name a file that it saved (--like model.weights.h5)"
+    shown = listed(targets, 3)
+    if not all(targets):
+        return (
+            "the arrays stand at the top of the file, where a model of this very class has them; for "
+            f"a model that holds the class as a layer, {like}"
+        )
+    if all(target.startswith("layers/") for target in targets):
+        return (
+            f"the groups of the file ({shown}) are those of a functional or Sequential model; for a "
+            f"model that keeps its layers as attributes, {like}"
+        )
+    return (
+        f"the groups of the file ({shown}) are those of a model that keeps its layers as attributes "
+        f"of these names; for another model, {like}"
+    )
+
+
+def told_by_name(layers: Sequence[Module]) -> Iterator[str]:
+    """Layers whose kind nothing but the name says."""
+    if shown := [f"{x.prefix} ({x.kind})" for x in layers if x.confidence == "by name"]:
+        yield (
+            f"what only the name tells: {listed(shown)}; where that is wrong, write a plan and name "
+            "the kind"
+        )
+
+
+def of_features(layers: Sequence[Module]) -> Iterator[str]:
+    """Norms that nothing but their shapes calls norms of features."""
+    if shown := [x.prefix for x in layers if x.why == OF_GROUPS]:
+        yield (
+            f"{len(shown)} x norm read as LayerNorm, whose tensors GroupNorm and InstanceNorm have as "
+            f"well: {listed(shown, 3)}; where one is no LayerNorm, write a plan and set its kind to "
+            "other"
+        )
+
+
+def not_back(
+    layers: Sequence[Module], becomes: Iterable[str], mistakable: Sequence[str], to: str
+) -> Iterator[str]:
+    """Layers and names that the same conversion back would not give as they were."""
+    shown = [
+        x.prefix for x, kind in zip(layers, becomes, strict=True) if kind != x.kind == "conv1d"
+    ]
+    if shown:
+        yield (
+            f"{len(shown)} x conv1d, whose kernel is (Di Do), written as a linear layer: converted "
+            f"back to another layout than gpt2 they are Linear, (Do Di): {listed(shown, 3)}"
+        )
+    if mistakable:
+        yield (
+            f"carried over under names that {to} gives to layers: {listed(mistakable)}; converted "
+            "back they would be renamed: name their kinds in a plan"
+        )
+
+
+def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str]:
+    """Norms that are left as they are: `why` is of every tensor, `unlike` of norms alone."""
+    counts = Counter(reason for reason in why.values() if reason in set(unlike))
+    for reason, count in counts.items():
+        yield f"{count} x a tensor of a norm, carried over as it is: {reason}"
+
+
+def renamed(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Layers that get another path than they had: the name that their user gave them."""
+    if shown := [f"{source} -> {target}" for source, target in layers]:
+        yield f"named as their user called them: {listed(shown)}"

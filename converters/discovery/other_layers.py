@@ -1,0 +1,355 @@
+"""Neighbours of attention in a flat dict of tensors: which kind, under which prefix, and why.
+
+A family's key map decides where there is one; then keys and shapes, where they leave one reading;
+then the name. What none of these decides is not understood, and never guessed.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxmha.converters.discovery import family_keymaps, layer_layouts
+from jaxmha.converters.discovery.attention_blocks import Block, natural
+from jaxmha.converters.discovery.layer_layouts import CONVENTIONS, KERAS_FILE, Convention
+from jaxmha.converters.layout.base import Entry
+from jaxmha.dims import parse
+
+# Names of layers without a bias, whose arrays could be a linear layer's or an embedding's.
+_NAMES = (
+    (
+        "linear",
+        r"proj|projector|projection|linear\d*|dense|fc\d*|head|classifier|gate|up|down|mlp"
+        + r"|embed_out|unembed|unembedding|patch_(emb|embed|embedding|embeddings|embedder)",
+    ),
+    ("embedding", r"emb|embed|embedding|embeddings|wte|wpe|embed_tokens|embedder"),
+)
+# Names of convolutions whose arrays look like an ordinary one's.
+_OTHER_CONVOLUTIONS = (
+    r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw|(^|[./])dw\d*($|[./])"
+)
+# Names of what has the arrays of a norm of features and is none.
+_OTHER_NORMS = (
+    r"group|instance|prelu|(^|_)(gn|act|activation|gate)_?\d*($|_)"
+    r"|(^|_)(ls|gamma|lambda|alpha)_?\d*$"
+    r"|layer_?scale|^scale_?\d*$|_scale$"
+)
+# Places of norms that are mostly gated: they take two inputs.
+_GATED = r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)[./]([^./]*[./])?\w*norm$|[./]o_norm$"
+# Places of norms in stacks of convolutions, mostly of groups of channels (wav2vec 2's are).
+_OF_CHANNELS = r"(^|[./_])conv_layers[./]\d+[./]\w*norm$|(^|[./])pixel_decoder[./]norms[./]\d+$"
+# Names by which Flax and Haiku call norms after their class.
+_BY_CLASS = {"norm": r"(LayerNorm|layer_norm)(_\d+)?", "rmsnorm": r"(RMSNorm|rms_norm)(_\d+)?"}
+ASKED = "asked"  # nothing says of which kind norms without a bias are, not even their place
+UNSURE = (
+    "a norm without a bias: it could be RMSNorm or LayerNorm(bias=False), which compute different "
+    "functions; name the kind (norm or rmsnorm) in a plan"
+)
+
+
+# What the tensors of a norm with a bias leave open, unless its name tells a norm of features.
+OF_GROUPS = "its keys and shapes (GroupNorm and InstanceNorm have the same)"
+_OF_FEATURES = r"layer_?norm|(^|_)ln(_|\d|$)"
+
+
+class Module(NamedTuple):
+    """One layer beside attention and the place of every array.
+
+    Attributes:
+      kind, convention: as in `neighbours`.
+      keys: key of the convention -> name in the file.
+      sizes: of every letter of the axes.
+      confidence: "certain": a known family has it there; "likely": keys and shapes, in the
+        framework of the attention near it, leave one reading; "by name": only the name decides;
+        "ambiguous": a norm without a bias, which may be either of two (`UNSURE`).
+      why: this in words.
+    """
+
+    prefix: str
+    kind: str
+    convention: Convention
+    keys: dict[str, str]
+    sizes: dict[str, int]
+    confidence: str
+    why: str
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The entries that are there, by leaf."""
+        of_kind = self.convention.kinds[self.kind]
+        return {entry.leaves[0]: entry for entry in of_kind if entry.key in self.keys}
+
+
+def find(
+    info: Mapping[str, Any],
+    blocks: Sequence[Block],
+    unlike: Mapping[str, str] = MappingProxyType({}),
+    unbiased: str = "",
+) -> tuple[list[Module], dict[str, str]]:
+    """Every neighbour, and what is left over: name -> why nothing is known of it.
+
+    `info` gives shape and dtype of every tensor; those of `blocks` are left out. `unlike` names
+    kinds that compute something else in this model, with the reason (`configuration.offset_norms`);
+    `unbiased` is the kind of its norms without a bias, where that is said, or `ASKED`
+    (`configuration.unbiased_norms`).
+
+    >>> import numpy as np
+    >>> found, others = find({"a.weight": np.zeros((3, 5)), "a.bias": np.zeros(3)}, [])
+    >>> found[0].kind, found[0].sizes, found[0].confidence
+    ('linear', {'Do': 3, 'Di': 5}, 'likely')
+    """
+    taken = {name for block in blocks for name in block.keys.values()}
+    groups: dict[tuple[str, str], dict[str, str]] = {}
+    for name in info:
+        if name not in taken:
+            prefix, separator, key = split(name)
+            groups.setdefault((prefix, separator), {})[key] = name
+    families = {block.family[0] for block in blocks if block.family}
+    preferred = [c for block in blocks if (c := layer_layouts.beside(block.layout.name))]
+    own = list(dict.fromkeys(preferred)) or list(CONVENTIONS)
+    separators = {block.layout.separator for block in blocks}
+    if not unbiased and _parallel(prefix for prefix, _ in groups):
+        unbiased = ASKED
+    of_images = _with_convolutions(groups, info)
+    found: list[Module] = []
+    others: dict[str, str] = {}
+    for (prefix, separator), keys in groups.items():
+        if separator and separators and separator not in separators:
+            # Carried over from a file of another framework, under its name there.
+            others |= dict.fromkeys(keys.values(), _FOREIGN)
+            continue
+        module = _decide(prefix, keys, info, families, own, unbiased)
+        if isinstance(module, Module):
+            module = unlike.get(_computes(module), module)
+        if isinstance(module, Module) and module.why == _SHAPES:
+            module = _of_features(module, of_images)
+        if isinstance(module, Module):
+            found.append(module)
+        else:
+            others |= dict.fromkeys(keys.values(), module)
+    return sorted(found, key=lambda module: natural(module.prefix)), others
+
+
+def _parallel(prefixes: Iterable[str]) -> bool:
+    """Whether layers have Llama's first norm and not its second, as Cohere's, which are LayerNorms."""
+    there = set(prefixes)
+    first = {p for p in there if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
+    return any(p.replace("input_layernorm", "post_attention_layernorm") not in there for p in first)
+
+
+_FOREIGN = "its name has another separator than those of the attention beside it"
+
+
+def _computes(module: Module) -> str:
+    """The kind; a norm without a bias may be either of two, and counts as rmsnorm."""
+    biased = "norm.bias" in module.entries
+    return "rmsnorm" if module.kind == "norm" and not biased else module.kind
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Prefix, separator and key of a name.
+
+    >>> split("a.b.weight"), split("layers/dense/vars/0"), split("w")
+    (('a.b', '.', 'weight'), ('layers/dense', '/', 'vars/0'), ('', '', 'w'))
+    """
+    match = re.fullmatch(r"(?s:(?:(.*)(/))?(vars/\d+))", name)
+    match = match or re.fullmatch(r"(?s:(?:(.*)([./]))?([^./]*))", name)
+    assert match is not None
+    return match[1] or "", match[2] or "", match[3]
+
+
+def as_kind(
+    prefix: str,
+    kind: str,
+    convention: Convention,
+    keys: Mapping[str, str],
+    info: Mapping[str, Any],
+    why: str = "named",
+) -> Module:
+    """The module of that kind. Raises ValueError where its arrays are not of it, with the axes."""
+    if kind not in convention.kinds:
+        known = ", ".join(convention.kinds)
+        raise ValueError(f"convention {convention.name} has no {kind}: it has {known}")
+    sizes: dict[str, int] = {}
+    there = {entry.key: entry for entry in convention.kinds[kind]}
+    for key, name in keys.items():
+        if key not in there:
+            has = ", ".join(there)
+            raise ValueError(f"{name} is no array of {kind} in {convention.name}, which has {has}")
+        shape, axes = tuple(info[name].shape), there[key].axes
+        letters = [group[0] for group in parse(axes)]
+        bound = {**dict(zip(letters, shape, strict=False)), **sizes}
+        if len(letters) != len(shape) or shape != tuple(bound[a] for a in letters):
+            known = "".join(f", {a}={sizes[a]}" for a in letters if a in sizes)
+            raise ValueError(f"{name}: expected axes ({axes}){known}, got shape {shape}")
+        if "float" not in str(info[name].dtype):
+            raise ValueError(f"{name}: expected a floating array, got {info[name].dtype}")
+        sizes |= bound
+    for key, entry in there.items():
+        if not entry.group and key not in keys:
+            raise ValueError(f"{prefix or '(top)'} lacks {key}, which a {kind} has")
+    return Module(prefix, kind, convention, dict(keys), sizes, "certain", why)
+
+
+def _decide(
+    prefix: str,
+    keys: Mapping[str, str],
+    info: Mapping[str, Any],
+    families: set[str],
+    own: Sequence[Convention],
+    unbiased: str,
+) -> Module | str:
+    """The module, or why there is none. `own`: the conventions that shapes are judged by."""
+    candidates: dict[str, Module] = {}
+    for convention in dict.fromkeys([*own, *CONVENTIONS]):
+        for kind, entries in convention.kinds.items():
+            required = {entry.key for entry in entries if not entry.group}
+            if kind in candidates or not required <= keys.keys() or len(keys) > len(entries):
+                continue
+            try:
+                module = as_kind(prefix, kind, convention, keys, info)
+            except ValueError:
+                continue
+            candidates[kind] = module
+    if any(family_keymaps.is_bare(name, families) for name in keys.values()):
+        return "a parameter or buffer that belongs to no layer"
+    if not candidates:
+        return "no layer known here has such keys and shapes"
+    if {"norm", "rmsnorm"} & candidates.keys() and re.search(_GATED, prefix):
+        return (
+            "a norm in a mixer, which may have a gate: where it has none, name the kind in a plan"
+        )
+    placed = family_keymaps.kind_at(prefix, families)
+    named = placed or _keras_group(prefix, candidates)
+    if named is not None:
+        kind, place = named
+        if kind not in candidates and (other := layer_layouts.INSTEAD.get(kind)) in candidates:
+            kind = str(other)
+        if kind not in candidates:
+            return f"{place} has a {kind}, which these keys and shapes are not"
+        if kind == "rmsnorm" and unbiased == "norm":
+            why = f"config.json has {_LAYER_NORM} and no rms_norm_eps"
+            return candidates["norm"]._replace(confidence="likely", why=why)
+        asked = unbiased == ASKED if kind == "rmsnorm" else kind == "norm" and unbiased != "norm"
+        if placed and asked and {"norm", "rmsnorm"} <= candidates.keys():
+            return _unbiased(prefix, candidates, unbiased)
+        return candidates[kind]._replace(why=f"the place of {place}")
+    if not prefix:
+        return "a parameter or buffer at the top, which is no layer's"
+    there = {k: m for k, m in candidates.items() if m.convention in own}
+    return _by_shape(prefix, there, families, unbiased)
+
+
+def _by_shape(
+    prefix: str, candidates: dict[str, Module], families: set[str], unbiased: str
+) -> Module | str:
+    kinds = set(candidates)
+    if not kinds:
+        return "only layers of other frameworks have such keys and shapes"
+    if kinds <= {"norm", "rmsnorm"}:
+        if next(iter(candidates.values())).sizes["D"] == 1:
+            return "a single number, which is no norm's"
+        if re.search(_OTHER_NORMS, _called(prefix).lower()) or re.search(_OF_CHANNELS, prefix):
+            return "a norm of groups or an activation by its name; else name the kind in a plan"
+    if kinds == {"norm", "rmsnorm"}:  # the same array
+        return _unbiased(prefix, candidates, unbiased)
+    if kinds == {"linear", "conv1d"} and "GPT-2" not in families:
+        # Square: only GPT-2 and its kin have Conv1D.
+        return candidates["linear"]._replace(
+            confidence="likely", why="its keys and shapes (no GPT-2 is there, which has Conv1D)"
+        )
+    if len(kinds) == 1:
+        (module,) = candidates.values()
+        if module.kind == "convolution":
+            return _convolution(module)
+        return module._replace(confidence="likely", why=_SHAPES)
+    last = re.split("[./]", prefix)[-1].lower()
+    for kind, names in _NAMES:
+        if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
+            sizes = candidates[kind].sizes
+            if kind == "embedding" and sizes["V"] == sizes["D"]:
+                break  # a kernel would be transposed unseen
+            why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
+            return candidates[kind]._replace(confidence="by name", why=why)
+    return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
+
+
+_LAYER_NORM = "layer_norm_eps"
+_SHAPES = "its keys and shapes"
+
+
+def _of_features(module: Module, of_images: Collection[str]) -> Module | str:
+    """A norm that its shapes alone tell: next to convolutions it is mostly one of groups."""
+    parent, last = _parent(module.prefix)
+    if module.kind != "norm" or re.search(_OF_FEATURES, last.lower()):
+        return module
+    if parent in of_images:
+        return "a norm next to convolutions, which may be of groups: name the kind in a plan"
+    return module._replace(why=OF_GROUPS)
+
+
+def _with_convolutions(
+    groups: Mapping[tuple[str, str], Mapping[str, str]], info: Mapping[str, Any]
+) -> set[str]:
+    """The places that hold layers called convolutions, of kernels of three axes or more."""
+    return {
+        parent
+        for (prefix, _), keys in groups.items()
+        for parent, last in [_parent(prefix)]
+        if last.lower().startswith("conv") and any(len(info[x].shape) > 2 for x in keys.values())
+    }
+
+
+def _parent(prefix: str) -> tuple[str, str]:
+    parent, _, last = prefix.replace("/", ".").rpartition(".")
+    return parent, last
+
+
+def _called(prefix: str) -> str:
+    """The last name in a path, for `group_norms.0` that of the list."""
+    names = [name for name in re.split("[./]", prefix) if not name.isdigit()]
+    return names[-1] if names else ""
+
+
+def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Module:
+    """A norm without a bias: of the kind that its name or the configuration tells."""
+    last = re.split("[./]", prefix)[-1]
+    named = [kind for kind, name in _BY_CLASS.items() if re.fullmatch(name, last)]
+    if "rms" in last.lower():
+        named = ["rmsnorm"]
+    elif named and candidates["norm"].convention.name not in ("flax", "haiku"):
+        named = ["norm"] if last == "LayerNorm" else []  # Llama's are called layernorm, too
+    if named:
+        return candidates[named[0]]._replace(confidence="likely", why=f"its name {last!r}")
+    if told == "rmsnorm":
+        why = "its keys and shapes, and rms_norm_eps of config.json"
+        return candidates["rmsnorm"]._replace(confidence="likely", why=why)
+    return candidates["norm"]._replace(confidence="ambiguous", why=UNSURE)
+
+
+def _convolution(module: Module) -> Module | str:
+    """The convolution, where it is an ordinary one.
+
+    Only a bias of another size than the input tells which axis is the output.
+    """
+    name = module.prefix.lower()
+    other = re.search(_OTHER_CONVOLUTIONS, name)
+    told = "convolution.bias" in module.entries and module.sizes["Di"] != module.sizes["Do"]
+    if told and not other:
+        return module._replace(confidence="likely", why="its keys and shapes")
+    if not other and (patches := re.search(r"(?<![a-z])patch_embed", name)):
+        why = f"its name {patches[0]!r} (a transposed convolution could have its shapes)"
+        return module._replace(confidence="by name", why=why)
+    return (
+        "a convolution that could be transposed or depthwise: where it is neither, name the kind in a "
+        "plan"
+    )
+
+
+def _keras_group(prefix: str, candidates: Mapping[str, Module]) -> tuple[str, str] | None:
+    """In a .weights.h5 file the group is named after the layer's class."""
+    last = re.sub(r"_\d+$", "", prefix.rpartition("/")[2])
+    for kind, group in KERAS_FILE.group.items():
+        if last == group and any(m.convention is KERAS_FILE for m in candidates.values()):
+            return kind, f"Keras file: {group}"
+    return None

@@ -1,0 +1,244 @@
+"""Parts that a model computes around its projections and that no conversion carries over.
+
+Sources: keys of config.json, tensors outside the blocks, the table of model types
+(`architectures`).
+"""
+
+import re
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import architectures, hf_config, signs
+from jaxmha.converters.discovery.notes import listed
+
+
+class Said(NamedTuple):
+    """Where parts are said: part -> texts; parts that a key says are not there; keys not known."""
+
+    there: dict[str, list[str]]
+    off: set[str]
+    unknown: list[str]
+
+
+def notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> tuple[str, ...]:
+    """The parts around the blocks of a checkpoint that are not converted, in words.
+
+    `names` are those of all tensors outside the blocks, `layouts` those of the blocks; `path` is
+    the file, next to which a config.json may stand.
+    """
+    return tuple(printable(note) for note in _notes(path, names, layouts))
+
+
+def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
+    """Raises ValueError where a model computes another function of such projections; arguments as
+    of `notes`."""
+    content = _content(path)
+    said = _said(content)
+    refused = {part: said.there[part] for part in ("form",) if part in said.there}
+    refused |= _by_type(content, said, architectures.functions)
+    told = f"{path.parent / hf_config.CONFIG}: "
+    if not any(_types(content)):
+        told = f"{path}: " if not refused else told
+        refused |= _by_names(names, architectures.functions)
+    for part, texts in refused.items() if layouts else ():
+        words, remedy = signs.PARTS[part]
+        raise ValueError(
+            printable(
+                f"{told}{texts[0]} has {words}: a file of another layout would be read as another "
+                f"function; {remedy}"
+            )
+        )
+
+
+def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterator[str]:
+    content = _content(path)
+    said = _said(content)
+    parts = {part: list(texts) for part, texts in said.there.items()}
+    types = list(dict.fromkeys(_types(content)))
+    names = list(names)
+    by_type = [
+        _by_type(content, said, has) for has in (architectures.parts, architectures.functions)
+    ]
+    if not types:
+        by_type += [_by_names(names, has) for has in (architectures.parts, architectures.functions)]
+    for found in (_by_tensor(names), *by_type):
+        for part, texts in found.items():
+            parts.setdefault(part, []).extend(texts)
+    for part, (words, remedy) in signs.PARTS.items():
+        if part in parts:
+            yield f"not converted: {words}, by {listed(parts[part], 6)}; {remedy}"
+    for model_type in types:
+        if model_type not in architectures.KNOWN:
+            yield (
+                f"jaxmha does not know what {model_type} (model_type of config.json) computes "
+                "around its projections (positions, scale, masks): "
+                "compare with the model's own output"
+            )
+    if said.unknown:
+        yield (
+            f"config.json: not known here, and may change attention: {listed(said.unknown)}: "
+            "compare with the model's own output"
+        )
+    implied = [] if types or {"rotary", "alibi"} & parts.keys() else signs.IMPLIED.keys() & layouts
+    for layout in implied:
+        yield (
+            "no config.json names the model_type: models with blocks of layout "
+            f"{layout} mostly have {signs.IMPLIED[layout]}, which are not converted"
+        )
+    if types or implied or not set(layouts) - signs.CLASSES:
+        return
+    of_model = isinstance(content, dict) and signs.OF_TRANSFORMERS & content.keys()
+    if of_model or content == {}:
+        known = (path.parent / hf_config.CONFIG).exists()
+        there = "config.json names no model_type" if known else "there is no config.json"
+        yield (
+            f"{there}: that the model computes nothing more around its projections (positions, "
+            "biases of the logits, scale, windows) is not known: put the model's own config.json next "
+            "to the file, or compare with the model's own output"
+        )
+
+
+def _content(path: Path) -> Any:
+    try:
+        return hf_config.read(path)
+    except (ValueError, RecursionError):  # `described` says it
+        return None
+
+
+def _types(content: Any) -> Iterator[str]:
+    for _, value in hf_config.search(content, ["model_type"]):
+        if isinstance(value, str) and value:
+            yield value
+
+
+def _said(content: Any) -> Said:
+    """Everything that the keys of a configuration say of parts."""
+    said = Said({}, set(), [])
+    for way, settings in _settings(content):
+        within = any(_sign(step) is _ROTARY for step in way)
+        for key, value in settings.items():
+            if len(key) > _LONGEST_KEY:
+                continue
+            shown = f"{': '.join((*way, key))} = {_SHORT.repr(value)}"
+            tables = [words for keys, words in signs.WORDS.items() if re.fullmatch(keys, key)]
+            for words in tables:
+                _by_words(words, value, shown, said)
+            if tables:
+                continue
+            if (sign := _sign(key)) is not None:
+                if not (within and sign is _ROTARY):
+                    _by_sign(sign, value, shown, settings, said)
+            elif not (within or _empty(value) or isinstance(value, dict)) and _suspect(key):
+                said.unknown.append(shown)
+    return said
+
+
+_ROTARY = signs.SIGNS[0]
+_LONGEST_KEY = 100  # no setting is called so
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxlist = 3
+
+
+@lru_cache(4096)
+def _sign(key: str) -> signs.Sign | None:
+    return next((sign for sign in signs.SIGNS if re.fullmatch(sign.keys, key)), None)
+
+
+def _suspect(key: str) -> bool:
+    return bool(re.search(signs.SUSPECT, key)) and not re.search(signs.ELSEWHERE, key)
+
+
+def _by_words(table: Iterable[tuple[str, str]], value: Any, shown: str, said: Said) -> None:
+    """Adds what a key says whose value names the kind of layers or of positions."""
+    words = " ".join(_words(value)).lower()
+    for part, pattern in table:
+        if re.search(pattern, words):
+            said.there.setdefault(part, []).append(f"config.json: {shown}")
+        elif words:
+            said.off.add(part)
+
+
+def _by_sign(
+    sign: signs.Sign, value: Any, shown: str, settings: Mapping[str, Any], said: Said
+) -> None:
+    """Adds what a key says whose name alone tells the part."""
+    off = value in sign.off if sign.off else _empty(value)
+    if off or value is None:
+        if sign.decides:
+            said.off.add(sign.part)
+    elif not (sign.part == "window" and settings.get("use_sliding_window") is False):
+        said.there.setdefault(sign.part, []).append(f"config.json: {shown}")
+
+
+def _settings(content: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Every dictionary of a configuration that is of a model, with the keys on the way to it."""
+    todo: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    while todo:
+        way, value = todo.pop()
+        if isinstance(value, list):
+            todo += [(way, item) for item in reversed(value)]
+        elif isinstance(value, dict):
+            yield way, value
+            keys = [key for key in value if key not in signs.NOT_OF_MODELS]
+            todo += [((*way, key), value[key]) for key in reversed(keys)]
+
+
+def _words(value: Any) -> Iterator[str]:
+    """The strings in a value; `attention_types` of GPT-Neo are lists in lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value[:1000]:
+            yield from _words(item)
+
+
+def _empty(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return not value
+    return any(
+        value is none or (type(value) is type(none) and value == none) for none in signs.NOTHING
+    )
+
+
+def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
+    """The parts of the model types of a configuration, but for those that its keys switch off."""
+    parts: dict[str, list[str]] = {}
+    for model_type in dict.fromkeys(_types(content)):
+        for part in has(model_type):
+            if part not in said.off or part in said.there:
+                parts.setdefault(part, []).append(f"model_type {model_type}")
+    return parts
+
+
+def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
+    """The parts of the model types that names of tensors tell: by the start that transformers gives
+    them, or by a name that one type alone has."""
+    parts: dict[str, list[str]] = {}
+    told: dict[str, str] = {}
+    for name in names:
+        first = re.split("[./]", name, maxsplit=1)[0]
+        own = [kind for kind, pattern in signs.OF_TYPE if re.search(pattern, name[-300:])]
+        for model_type in (first, *own):
+            if model_type in architectures.KNOWN:
+                told.setdefault(model_type, name)
+    for model_type, name in told.items():
+        for part in has(model_type):
+            parts.setdefault(part, []).append(f"tensor {name} (a name of {model_type})")
+    return parts
+
+
+def _by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
+    """The parts that tensors outside the blocks show, each with the first and their number."""
+    counts: dict[str, list[str]] = {}
+    for name in names:
+        for part, pattern in signs.TENSORS:
+            if re.search(pattern, name.replace("/", ".")[-300:]):
+                counts.setdefault(part, []).append(name)
+    return {
+        part: [f"tensor {of[0]}" + f" and {len(of) - 1} more" * (len(of) > 1)]
+        for part, of in counts.items()
+    }

@@ -1,0 +1,1 @@
+"""Parameter layouts as data, and the transform of arrays between them."""

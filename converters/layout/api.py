@@ -1,0 +1,113 @@
+"""The verbs that every framework's module has, made from its layouts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.base import Layout, choose
+
+
+@runtime_checkable
+class Import(Protocol):
+    """The type of every module's `import_params`."""
+
+    def __call__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        layout: str | None = None,
+        num_heads: int | None = None,
+        prefix: str = "",
+    ) -> tuple[MHAParams, Semantics]: ...
+
+
+@runtime_checkable
+class Export(Protocol):
+    """The type of every module's `export_params`."""
+
+    def __call__(
+        self,
+        params: MHAParams,
+        semantics: Semantics = Semantics(),
+        *,
+        layout: str | None = None,
+        prefix: str = "",
+        fold_scale: bool = False,
+    ) -> dict[str, NDArray]: ...
+
+
+def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
+    """`import_params` and `export_params` of the module that has these layouts.
+
+    Without a name, import takes the first layout whose keys are all there, and export the first
+    that can hold the parameters.
+    """
+    names = ", ".join(layout.name for layout in layouts)
+
+    def importer(
+        state: Mapping[str, Any],
+        *,
+        layout: str | None = None,
+        num_heads: int | None = None,
+        prefix: str = "",
+    ) -> tuple[MHAParams, Semantics]:
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"state: expected a flat dict of arrays by key, got {type(state).__name__}: for a "
+                "live layer call from_module(layer) of jaxmha.converters.torch, .keras or .flax"
+            )
+        return transform.import_params(
+            layouts, state, layout=layout, num_heads=num_heads, prefix=prefix
+        )
+
+    def exporter(
+        params: MHAParams,
+        semantics: Semantics = Semantics(),
+        *,
+        layout: str | None = None,
+        prefix: str = "",
+        fold_scale: bool = False,
+    ) -> dict[str, NDArray]:
+        def export(chosen: Layout) -> dict[str, NDArray]:
+            own = fold.fold(params, semantics, chosen) if fold_scale else (params, semantics)
+            return transform.export_params(chosen, *own, prefix=prefix)
+
+        if layout is not None:
+            return export(choose(layouts, [], layout))
+        refusals = []
+        for candidate in layouts:
+            try:
+                return export(candidate)
+            except ValueError as refusal:
+                refusals.append(refusal)
+        if len(refusals) == 1 or len(set(map(str, refusals))) == 1:
+            raise refusals[0]
+        raise ValueError("\n".join(["no layout holds this:", *map(str, refusals)]))
+
+    importer.__doc__ = f"""Parameters from a flat dict of arrays by one of the layouts {names}.
+
+    Args:
+      state: arrays or tensors by key, a prefix and `{layouts[0].separator}` before each.
+      layout: its name; default the first whose required keys are all there.
+      num_heads: needed where no shape holds the head count, checked where one does.
+      prefix: takes only the keys below it.
+
+    Raises:
+      TypeError: the state is no dict, but a live layer, for example.
+      ValueError: a key, shape or head count does not fit; names the key and the axes.
+    """
+    exporter.__doc__ = f"""A flat dict of NumPy arrays in one of the layouts {names}.
+
+    Args:
+      params, semantics: what to write.
+      layout: its name; default the first that can hold the parameters.
+      prefix: goes before every key.
+      fold_scale: where the layout has another scale, multiply the queries to make up for it.
+
+    Raises:
+      ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
+    """
+    importer.__name__, exporter.__name__ = "import_params", "export_params"
+    return importer, exporter

@@ -1,0 +1,63 @@
+"""Arrays of any framework as NumPy copies, without importing a framework that is not there."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxmha.extras import needed
+
+NDArray = np.ndarray[Any, np.dtype[Any]]
+
+
+def to_numpy(array: Any) -> NDArray:
+    """A fresh C-contiguous NumPy copy with the dtype unchanged (bfloat16 through ml_dtypes).
+
+    Accepts NumPy and JAX arrays, torch tensors, Keras and TensorFlow variables, and whatever
+    NumPy can read.
+
+    >>> to_numpy([1.0, 2.0])
+    array([1., 2.])
+    """
+    if _comes_from(array, "torch"):
+        return _from_torch(array)
+    if _comes_from(array, "keras") or _comes_from(array, "flax"):
+        array = getattr(array, "value", array)
+        array = array() if callable(array) else array
+    if _comes_from(array, "tensorflow"):
+        array = array.numpy()
+    return np.array(array, order="C", copy=True)
+
+
+def to_torch(array: NDArray) -> Any:
+    """A torch tensor that owns a copy of the array, dtype unchanged."""
+    with needed("torch"):
+        import torch
+
+    copy = np.array(array, order="C", copy=True)
+    try:
+        return torch.from_numpy(copy)
+    except TypeError:  # bfloat16 and float8 are not NumPy's own
+        dtype = getattr(torch, copy.dtype.name)
+        return torch.from_numpy(copy.view(f"i{copy.dtype.itemsize}")).view(dtype)
+
+
+def _from_torch(tensor: Any) -> NDArray:
+    if tensor.is_meta:
+        raise ValueError(
+            f"a torch tensor of shape {tuple(tensor.shape)} on the meta device has no values: "
+            "move the module with to_empty(device='cpu') and load its weights first"
+        )
+    tensor = tensor.detach().cpu().contiguous()
+    try:
+        return np.array(tensor.numpy(), copy=True)
+    except TypeError:
+        import ml_dtypes
+        import torch
+
+        width = {1: torch.int8, 2: torch.int16}[tensor.element_size()]
+        dtype = np.dtype(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch.")))
+        return np.array(tensor.view(width).numpy().view(dtype), copy=True)
+
+
+def _comes_from(array: Any, package: str) -> bool:
+    return any(base.__module__.split(".")[0] == package for base in type(array).__mro__)

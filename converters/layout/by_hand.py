@@ -1,0 +1,85 @@
+"""Attention of classes written by hand: plain linear layers under the names that are usual."""
+
+from jaxmha.converters.layout.base import Entry, Layout
+
+_MERGED = "its heads are one axis of the kernels, split evenly"
+TIES = {"K": ("N", _MERGED), "h": ("H", _MERGED)}
+# Names that classes written by hand give their four layers, other than `q_proj` and so on.
+NAMES: dict[str, tuple[str, str, str, str]] = {
+    "wo": ("wq", "wk", "wv", "wo"),
+    "tutorial": ("wq", "wk", "wv", "dense"),
+    "query": ("query", "key", "value", "dense"),
+    "combine": ("query_dense", "key_dense", "value_dense", "combine_heads"),
+    "to": ("to_q", "to_k", "to_v", "to_out"),
+    "upper": ("W_q", "W_k", "W_v", "W_o"),
+}
+# How arrays are kept: separator, key of a kernel and of a bias, and whether kernels are (out, in).
+_STYLES = {
+    "linear": (".", "weight", "bias", True, "torch.nn.Linear"),
+    "dense": ("/", "kernel", "bias", False, "Keras or Flax Dense"),
+    "dense-file": ("/", "vars/0", "vars/1", False, "Keras Dense, keys as in a .weights.h5 file,"),
+}
+_GROUPED = {"h": ("H", "the head count splits queries alone, so values are as wide as queries")}
+_PACKED = {
+    "K": ("N", "query, key and value are packed with one head count"),
+    "h": ("H", "query, key and value are packed with one head width"),
+    "Dk": ("Dq", "one input is projected to query, key and value"),
+    "Dv": ("Dq", "one input is projected to query, key and value"),
+}
+
+
+def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
+    """Four layers of these names; or two, of which the first packs query, key and value."""
+    separator, kernel, bias, turned, about = _STYLES[style]
+    if len(names) == 2:
+        packed, out = names
+        rows: list[tuple[str, str, str, tuple[str, ...]]] = [
+            (packed, "Dq", "qkv N H", ("query", "key", "value")),
+            (out, "N h", "Do", ("out",)),
+        ]
+    else:
+        rows = [
+            (names[0], "Dq", "N H", ("query",)),
+            (names[1], "Dk", "N H" if suffix in ("", "combine") else "K H", ("key",)),
+            (names[2], "Dv", "N h" if suffix in ("", "combine") else "K h", ("value",)),
+            (names[3], "N h", "Do", ("out",)),
+        ]
+    entries: list[Entry] = []
+    for name, ins, outs, roles in rows:
+        sides = [f"({x})" if " " in x else x for x in ((outs, ins) if turned else (ins, outs))]
+        leaves = tuple(f"{role}.kernel" for role in roles)
+        entries.append(Entry(f"{name}{separator}{kernel}", " ".join(sides), leaves))
+    for name, _, outs, roles in rows:
+        axes = f"({outs})" if " " in outs else outs
+        group = "out bias" if roles == ("out",) else "qkv bias"
+        leaves = tuple(f"{role}.bias" for role in roles)
+        entries.append(Entry(f"{name}{separator}{bias}", axes, leaves, group))
+    return Layout(
+        style.replace("dense-file", "dense")
+        + f"-{suffix}" * bool(suffix)
+        + "-file" * ("file" in style),
+        tuple(entries),
+        ties=_PACKED if len(names) == 2 else _GROUPED if suffix not in ("", "combine") else TIES,
+        separator=separator,
+        about=f"{'two' if len(names) == 2 else 'four'} {about} {', '.join(names)}",
+    )
+
+
+DENSE_FILE = _by_hand("dense-file", ("q_proj", "k_proj", "v_proj", "out_proj"), "")
+BY_HAND = tuple(
+    _by_hand(style, names, suffix)
+    for style in _STYLES
+    for suffix, names in (
+        *NAMES.items(),
+        ("qkv", ("qkv", "proj")),
+        ("qkv-out", ("qkv", "out_proj")),
+        ("qkv-projection", ("qkv", "projection")),  # BLIP's
+    )
+    if (style, suffix) != ("linear", "qkv")  # which is timm's
+)
+# In a .weights.h5 file: layouts by the name of the same layers in other files.
+IN_FILE = {
+    layout.name.removesuffix("-file"): layout
+    for layout in (DENSE_FILE, *BY_HAND)
+    if layout.name.endswith("-file")
+}

@@ -1,0 +1,14 @@
+"""Every known layout, in the order in which keys are looked up."""
+
+from jaxmha.converters.layout import equinox, flax, haiku, huggingface, keras, linear, torch
+from jaxmha.converters.layout.base import Layout
+
+LAYOUTS: tuple[Layout, ...] = (
+    *torch.LAYOUTS,
+    *keras.LAYOUTS,
+    *flax.LAYOUTS,
+    *huggingface.LAYOUTS,
+    *linear.LAYOUTS,
+    *equinox.LAYOUTS,
+    *haiku.LAYOUTS,
+)

@@ -1,0 +1,175 @@
+"""Arrays of a framework to canonical leaves and back, by the tables of `layout`.
+
+Import is one einops arrow from the axes of an entry to the canonical ones, export the same arrow
+turned round, so that a round trip is exact by construction.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.base import Entry, Layout, choose
+from jaxmha.converters.layout.validation import (
+    Named,
+    leaf_shapes,
+    refuse_added,
+    refuse_apart,
+    refuse_arrays,
+    refuse_heads,
+    refuse_keys,
+    refuse_leading,
+    refuse_leaves,
+    refuse_mixed,
+    refuse_semantics,
+    refuse_sizes,
+)
+from jaxmha.dims import bind, parse
+from jaxmha.params import CANONICAL, check, from_leaves, leaves
+
+
+def import_params(
+    layouts: Sequence[Layout],
+    state: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    num_heads: int | None = None,
+    prefix: str = "",
+    take: Callable[[Any], NDArray] = to_numpy,
+) -> tuple[MHAParams, Semantics]:
+    """Reads the keys under `prefix` by the layout that fits (or the one named).
+
+    `take` makes NumPy arrays of what is given, and leaves of views of them.
+
+    Raises:
+      ValueError: an unknown layout; a key that is unknown or missing; a shape that does not fit,
+        with the axes expected; a head count that is needed, or contradicts a shape.
+    """
+    keys = {name: layouts[0].key(prefix, name) for name in state}
+    arrays = {key: state[name] for name, key in keys.items() if key is not None}
+    chosen = choose(layouts, list(arrays), layout, prefix)
+    refuse_added(chosen, arrays, prefix)
+    arrays = {key: array for key, array in arrays.items() if key not in chosen.beside}
+    refuse_keys(chosen, arrays, prefix)
+    refuse_arrays(chosen, arrays, prefix)
+    shapes = {key: tuple(array.shape) for key, array in arrays.items()}
+    sizes = bind_shapes(chosen, shapes, num_heads, prefix)
+    found: dict[str, Any] = {}
+    for entry in chosen.entries:
+        if entry.key in arrays:
+            parts = unpack(chosen, entry, take(arrays[entry.key]), sizes)
+            found |= {leaf: take(part) for leaf, part in parts.items()}
+    return from_leaves(found), behaviour(chosen, found)
+
+
+def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
+    """What the layer of a layout does that has these leaves."""
+    return layout.semantics if "query_norm" in found else replace(layout.semantics, qk_norm=None)
+
+
+def export_params(
+    layout: Layout, params: MHAParams, semantics: Semantics = Semantics(), *, prefix: str = ""
+) -> dict[str, NDArray]:
+    """Writes every leaf under the layout's keys.
+
+    Raises:
+      ValueError: the layout cannot hold the parameters or the behaviour; says which and why.
+    """
+    arrays = {name: to_numpy(array) for name, array in leaves(params).items()}
+    refuse_export(layout, params, semantics)
+    held = [entry for entry in layout.entries if entry.leaves[0] in arrays]
+    for entry in held:
+        refuse_mixed(entry, [arrays[leaf] for leaf in entry.leaves])
+    return {
+        layout.path(prefix, entry.key): to_numpy(pack(layout, entry, arrays.__getitem__))
+        for entry in held
+    }
+
+
+def refuse_export(layout: Layout, params: MHAParams, semantics: Semantics) -> None:
+    """Raises ValueError for what the layout cannot hold; looks at shapes alone."""
+    sizes = check(params, leading=len(np.shape(params.query.kernel)) - 3)
+    refuse_sizes(layout, sizes, leaf_shapes(params))
+    refuse_apart(layout, sizes)
+    refuse_leaves(layout, leaves(params))
+    refuse_semantics(layout, params, semantics, sizes)
+
+
+def bind_shapes(
+    layout: Layout,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_heads: int | None = None,
+    prefix: str = "",
+) -> dict[str, int]:
+    """The size of every letter, from the shapes by key; leading axes are the same everywhere.
+
+    Raises:
+      ValueError: a shape does not fit, or the head count is needed.
+    """
+    refuse_heads(layout, num_heads)
+    sizes = {} if num_heads is None else {"N": num_heads}
+    named: list[Named] = []
+    for entry in layout.entries:
+        if (shape := shapes.get(entry.key)) is None:
+            continue
+        name = layout.path(prefix, entry.key)
+        split = max(len(shape) - len(parse(entry.axes)), 0)
+        named.append((name, entry.axes, shape))
+        refuse_leading(named, split)
+        packed = {_pack_axis(entry): len(entry.leaves)}
+        bound = sizes | packed
+        bind(name, shape[split:], entry.axes, bound)
+        sizes |= {letter: n for letter, n in bound.items() if letter not in packed}
+    refuse_sizes(layout, sizes, named)
+    return sizes
+
+
+def unpack(
+    layout: Layout, entry: Entry, array: NDArray, sizes: Mapping[str, int]
+) -> dict[str, NDArray]:
+    """The leaves in one array of the layout: views of it, where NumPy has them."""
+    axes, target = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
+    pack = _pack_axis(entry)
+    known = {**sizes, pack: len(entry.leaves)}
+    parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **_shared(axes, known))
+    return dict(zip(entry.leaves, parts, strict=True))
+
+
+def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
+    """One array of the layout from its leaves, which are asked for one by one; a view of a single
+    leaf, where NumPy has one."""
+    axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
+    first = leaf(entry.leaves[0])
+    if len(entry.leaves) == 1:
+        alone: NDArray = rearrange(first[None], f"1 ... {source} -> ... {axes}")
+        return alone
+    letters = parse(source)
+    lead = first.shape[: first.ndim - len(letters)]
+    sizes = {a: n for (a,), n in zip(letters, first.shape[len(lead) :], strict=True)}
+    sizes[_pack_axis(entry)] = len(entry.leaves)
+    shape = [math.prod(int(a) if a.isdigit() else sizes[a] for a in g) for g in parse(axes)]
+    packed = np.empty((*lead, *shape), first.dtype)
+    places = rearrange(
+        packed, f"... {axes} -> {_pack_axis(entry)} ... {source}", **_shared(axes, sizes)
+    )
+    assert np.may_share_memory(places, packed) or not packed.size
+    places[0] = first
+    del first
+    for place, name in zip(places[1:], entry.leaves[1:], strict=True):
+        place[...] = leaf(name)
+    return packed
+
+
+def _shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """What einops cannot infer: letters that share an array axis with others."""
+    return {a: sizes[a] for group in parse(axes) if len(group) > 1 for a in group}
+
+
+def _pack_axis(entry: Entry) -> str:
+    """The axis that leaves are packed along; `1` where the array is a single leaf."""
+    return next((a for group in parse(entry.axes) for a in group if a in ("qkv", "kv")), "1")

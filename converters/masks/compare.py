@@ -1,0 +1,106 @@
+"""How two masks differ, in words: inverted, shifted, aligned at the other corner ..."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxmha.converters.layout.arrays import NDArray
+
+SHIFTS = (1, -1, 2, -2)
+
+
+def explain(a: NDArray | None, b: NDArray | None) -> tuple[str, str]:
+    """The name of the difference between two masks, and a sentence.
+
+    Args:
+      a, b: Boolean, `(#B, #N, #T, #S)`, True = attend; None: every pair may.
+
+    >>> padding = np.arange(5) < np.array([[[[3]]], [[[4]]]])
+    >>> explain(padding, ~padding)[0], explain(padding, None)[0]
+    ('mask polarity', 'mask ignored')
+    """
+    if a is None or b is None:
+        with_, without = ("b", "a") if a is None else ("a", "b")
+        return "mask ignored", f"{with_} has a mask that {without} does not have"
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    x, y = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
+    for rule in _RULES:
+        if (found := rule(x, y)) is not None:
+            return found
+    only_a, only_b = (float(np.mean(one & ~other)) for one, other in ((x, y), (y, x)))
+    return (
+        "mask",
+        f"the masks differ: {only_a:.0%} of the pairs attend in a alone, {only_b:.0%} in b alone",
+    )
+
+
+def _inverted(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+    if not np.array_equal(x, ~y):
+        return None
+    return "mask polarity", "the mask means the opposite: a attends where b ignores"
+
+
+def _ignored(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+    for one, other, full in (("a", "b", y), ("b", "a", x)):
+        if full.all():
+            return "mask ignored", f"{one} has a mask that blocks, and {other} attends everywhere"
+    return None
+
+
+def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+    """Both are causal, from another corner, or only one is."""
+    T, S = x.shape[2:]
+    if T == 1:
+        return None
+    at = _offset(x), _offset(y)
+    low, wide = (x, y) if at[0] < at[1] else (y, x)
+    if at[0] == at[1] or not np.array_equal(low, wide & np.tri(T, S, min(at), dtype=bool)):
+        return None
+    if max(at) >= S - 1:
+        causal, other = ("a", "b") if at[0] < at[1] else ("b", "a")
+        return "causality", f"{causal} hides the future, and {other} does not"
+    corners = {0: "the top-left corner", S - T: "the bottom-right corner"}
+    places = [corners.get(k, f"the diagonal {k:+d}") for k in at]
+    return "causal alignment", f"causality starts at {places[0]} in a, at {places[1]} in b"
+
+
+def _offset(mask: NDArray) -> int:
+    """The largest j - i that attends."""
+    i, j = np.nonzero(mask.any((0, 1)))
+    return int((j - i).max(initial=-mask.shape[2]))
+
+
+def _shifted(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+    S = x.shape[3]
+    for k in SHIFTS:
+        if abs(k) >= S:
+            continue
+        one, other = (x[..., : S - k], y[..., k:]) if k > 0 else (x[..., -k:], y[..., : S + k])
+        if np.array_equal(one, other):
+            by = f"{abs(k)} position{'s' * (abs(k) > 1)} to the {'right' if k > 0 else 'left'}"
+            return "mask shifted", f"b's mask is a's, {by}: is a token more or less in front?"
+    return None
+
+
+def _rows_to_heads(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+    B, N = x.shape[:2]
+    if B != N or not np.array_equal(x, np.swapaxes(y, 0, 1)):
+        return None
+    heads = "b" if (x == x[:, :1]).all() else "a"
+    return "mask axis", f"{heads} applies row b of the mask to head b, not to batch row b"
+
+
+def _transposed(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+    if x.shape[2] != x.shape[3] or not np.array_equal(x, np.swapaxes(y, 2, 3)):
+        return None
+    return "mask transposed", "the axes of queries and keys are exchanged in one of the masks"
+
+
+_RULES: tuple[Callable[[NDArray, NDArray], tuple[str, str] | None], ...] = (
+    _inverted,
+    _ignored,
+    _triangles,
+    _rows_to_heads,
+    _transposed,
+    _shifted,
+)

@@ -1,0 +1,235 @@
+"""Masks joined from several arguments, and taken apart again for them."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha import Mask
+from jaxmha.attention import as_mask
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.spec import FIELDS, MaskArg, Masks, canonical_bias, exclusions, read
+from jaxmha.dims import bind, parse
+
+# Axes of every array field of a `Mask` on its way out.
+_AXES = {
+    "causal_offset": "#B",
+    "query_lengths": "#B",
+    "key_value_lengths": "#B",
+    "query_padding": "#B T",
+    "key_value_padding": "#B S",
+    "query_segments": "#B T",
+    "key_value_segments": "#B S",
+    "array": "#B #N #T #S",
+}
+
+
+def read_all(
+    arguments: Iterable[MaskArg], values: Mapping[str, Any], sizes: dict[str, int]
+) -> Masks:
+    """The arguments that are there, joined: masks all have to hold, biases are added.
+
+    `sizes` are those known; those that the arguments fix are added to them.
+
+    Raises:
+      ValueError: a shape is none of those allowed, or contradicts another argument.
+      TypeError: a dtype is not allowed.
+
+    >>> padding = MaskArg("value_mask", ("#B S",), field="key_value_padding", other="nonzero")
+    >>> read_all((padding,), {"value_mask": np.array([[1, 1, 0]])}, {})[0]
+    Mask(key_value_padding=bool[1, 3])
+    """
+    mask, bias = Mask(), None
+    for argument in arguments:
+        value = values.get(argument.name)
+        if value is None:
+            continue
+        lengths = argument.field.endswith("lengths")
+        part, added = (_lengths if lengths else read)(argument, value, sizes)
+        field = "array" if part is None else argument.field
+        array: Any = added if part is None else getattr(part, field)
+        for letter, size in zip(FIELDS[field].split(), array.shape, strict=True):
+            if size != 1:  # `#B` has no size by itself
+                sizes.setdefault(letter, size)
+        mask = mask if part is None else mask & part
+        if added is not None:
+            bias = added if bias is None else bias + added
+    return (None if mask.empty else mask), bias
+
+
+def _lengths(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
+    array = to_numpy(value)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{argument.name} must be integers, got {array.dtype}")
+    bind(argument.name, array.shape, argument.axes[0], sizes)
+    field: dict[str, Any] = {argument.field: array}
+    return Mask(**field), None
+
+
+def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
+    """The mask to export as a `Mask` of NumPy arrays with one batch axis each.
+
+    `sizes` are those of the call, by the letters of the dimension key.
+
+    Raises:
+      ValueError: the shape of a field does not fit. TypeError: its dtype does not.
+
+    >>> checked(Mask.padding(key_value=np.ones((2, 5), bool)), {"S": 7})
+    Traceback (most recent call last):
+    ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): cut or \
+    pad the mask to the call, or export it for the sizes that it has
+    """
+    given: Mask = as_mask(mask)
+    known = dict(sizes)
+    if (given.query_segments is None) != (given.key_value_segments is None):
+        raise ValueError("mask has segments of one side alone: give query_ids and key_value_ids")
+    fields: dict[str, Any] = {}
+    for name, axes in _AXES.items():
+        value = getattr(given, name)
+        if value is None or type(value) is int:
+            continue
+        shown, array = "mask" if name == "array" else f"mask.{name}", _of_dtype(name, value)
+        shape, rank = array.shape, len(parse(axes))
+        if name == "array":
+            array = array.reshape((1,) * (rank - array.ndim) + shape)
+        else:
+            lead = max(array.ndim - rank + 1, 0)
+            array = array.reshape(math.prod(shape[:lead]), *shape[lead:])
+        try:
+            bind(shown, array.shape, axes, known)
+        except ValueError:
+            expected = {a: n for a, n in known.items() if a in axes}
+            sizes_known = ", ".join(f"{a}={n}" for a, n in expected.items())
+            raise ValueError(
+                f"{shown}: expected axes ({', '.join(axes.split())})"
+                f"{f' with {sizes_known}' if expected else ''}, got shape {shape}: cut or pad the "
+                "mask to the call, or export it for the sizes that it has"
+            ) from None
+        for letter, size in zip(axes.replace("#", "").split(), array.shape, strict=True):
+            if size != 1:  # `#B` has no size by itself
+                known.setdefault(letter, size)
+        fields[name] = array
+    return replace(given, **fields)
+
+
+def _of_dtype(name: str, value: Any) -> NDArray:
+    array = to_numpy(value)
+    boolean = name == "array" or name.endswith("padding")
+    if not np.issubdtype(array.dtype, np.bool_ if boolean else np.integer):
+        kind, instead = ("Boolean", "pass `mask != 0`") if boolean else ("integers", "cast it")
+        raise TypeError(f"mask: {name} must be {kind}, got {array.dtype}; {instead}")
+    return array
+
+
+def only_mask(
+    mask: Mask, bias: Any, where: str, instead: str, sizes: Mapping[str, int] | None = None
+) -> Mask:
+    """The mask that a mask and a bias of only 0 and -inf are together.
+
+    Raises:
+      ValueError: the bias adds to the logits, which `where` cannot; `instead` says what can.
+    """
+    if bias is None:
+        return mask
+    kept = exclusions(canonical_bias(bias, sizes or {}))
+    if kept is None:
+        raise ValueError(
+            f"{where} cannot hold additive values: its masks are Boolean, and the bias has finite "
+            f"values that are not 0; {instead}"
+        )
+    return mask & Mask(array=kept)
+
+
+def without_query_lengths(mask: Mask, T: int, where: str) -> Mask:
+    """The mask where no row lies beyond a query length.
+
+    Raises:
+      ValueError: one does: its answer is 0, which `where` has no argument for.
+    """
+    if mask.query_lengths is not None and np.any(to_numpy(mask.query_lengths) < T):
+        raise ValueError(
+            f"mask has query lengths, beyond which rows are 0, and {where} has none: drop them and "
+            "zero those rows of the output, or use Mask.padding(query=np.arange(T) < "
+            "lengths[:, None]), whose rows answer as fully masked ones"
+        )
+    return replace(mask, query_lengths=None)
+
+
+def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray | None:
+    """A checked mask as one Boolean array `(#B, #N, #T, #S)`, without the fields that go elsewhere.
+
+    Axes along which it does not vary are of size 1. None where nothing is left.
+
+    >>> mask = checked(Mask.causal() & Mask.padding(key_value=np.ones((2, 5), bool)), {})
+    >>> array_of(mask, 3, 5).shape
+    (1, 1, 3, 5)
+    """
+    mask = replace(mask, **dict.fromkeys(apart))
+    if mask.empty:
+        return None
+    array: NDArray = np.asarray(mask.to_array(T, S, np))
+    return narrowed(array)
+
+
+def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError where a bias of -inf excludes every key that a mask leaves to a row.
+
+    Frameworks that fill with a finite constant what the mask blocks answer such a row with the
+    mean of the values that the mask blocks, and with NaN where it blocks none. Where T shows in no
+    array, all rows that structure may have are looked at.
+    """
+    if bias is None or not np.isneginf(bias).any():
+        return
+    mask, S = mask or Mask(), sizes.get("S", 1)
+    left = mask.window_size[0] if mask.window_size else 0
+    T = sizes["T"] if "T" in sizes else max(S + (left or 0), 1)
+    allowed = np.asarray(mask.to_array(T, S, np))
+    emptied = allowed.any(-1) & ~(allowed & (bias != -np.inf)).any(-1)
+    if emptied.any():
+        b, n, i = np.argwhere(emptied)[0]
+        raise ValueError(
+            f"bias of -inf excludes every key that the mask leaves to batch row {b}, head {n}, "
+            f"query {i}: the framework's answer is the mean of the values that the mask blocks, or "
+            "NaN where it blocks none, which no mask says; leave the row a key, or say "
+            "emptied_by_bias='empty' for a row with nothing left like others"
+        )
+
+
+def narrowed(array: NDArray) -> NDArray:
+    """Axes along which every entry is the same become size 1.
+
+    >>> narrowed(np.array([[1, 0], [1, 0]]))
+    array([[1, 0]])
+    """
+    for axis, size in enumerate(array.shape):
+        first = array.take([0], axis) if size > 1 else array
+        if np.array_equal(np.broadcast_to(first, array.shape), array):
+            array = first
+    return array
+
+
+def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
+    """Lengths and padding of a side of a checked mask, `query` or `key_value`: `(#B, length)`.
+
+    >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
+    [[1, 0], [1, 1]]
+    """
+    padding, lengths = (getattr(mask, f"{side}_{what}") for what in ("padding", "lengths"))
+    if lengths is None:
+        return None if padding is None else np.asarray(padding)
+    within: NDArray = np.arange(length).reshape(1, -1) < lengths.reshape(-1, 1)
+    return within if padding is None else np.logical_and(padding, within)
+
+
+def is_top_left(mask: Mask) -> bool:
+    """Whether it is causal with offset 0 for every row, known without looking at arrays."""
+    return type(mask.causal_offset) is int and mask.causal_offset == 0
+
+
+def floating(name: str, value: Any) -> Any:
+    """The value of an argument that is added to the logits; TypeError for Booleans."""
+    if value is not None and to_numpy(value).dtype == np.bool_:
+        raise TypeError(f"{name} is added to the logits and must be floating, got bool: pass mask=")
+    return value

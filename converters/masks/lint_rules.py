@@ -1,0 +1,315 @@
+"""The checks of the linter: what each looks at, and what it says."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.masks.spec import MaskArg
+from jaxmha.dims import parse
+
+FLOAT16_LOWEST = -65504.0
+# Constants that stand for exclusion begin here; between the two the logits of a row of nothing
+# else survive their sum, so that it attends as if unmasked.
+CONSTANT, SWALLOWS = -1e3, -1e8
+
+
+class Finding(NamedTuple):
+    """One suspicion: its name, the argument, what is wrong, and what to do."""
+
+    name: str
+    argument: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {self.what}. {self.fix}."
+
+
+class Given(NamedTuple):
+    """An argument, how its axes are read, and the pairs that the framework attends by it.
+
+    `letters` are the axes of `keep`, `(B N)` split in two where N is known.
+    """
+
+    argument: MaskArg
+    array: NDArray
+    keep: NDArray
+    letters: tuple[str, ...]
+    sizes: Mapping[str, int]
+    dtype: str
+
+
+def given(argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: Any) -> Given | None:
+    """None where no axes fit: `import_masks` says so itself.
+
+    >>> given(MaskArg("mask", ("T S",)), np.ones((2, 3), bool), {}, None).sizes
+    {'T': 2, 'S': 3}
+    """
+    axes = next((a for a in argument.axes if len(parse(a)) == array.ndim), None)
+    if axes is None or argument.field.endswith("lengths"):
+        return None
+    added = array.dtype != np.bool_ and argument.other == "added"
+    keep = ~blocked_by(array) if added else (array != 0) == argument.keep
+    letters: list[str] = []
+    shape: list[int] = []
+    for group, size in zip(parse(axes.replace("#", "")), array.shape, strict=True):
+        N = sizes.get("N", 0)
+        split = len(group) == 2 and N and size % N == 0
+        letters += group if split else ["".join(group)]
+        shape += [size // N, N] if split else [size]
+    own = {a: n for a, n in zip(letters, shape, strict=True) if n > 1}
+    computed = _name_of(array.dtype if dtype is None else dtype)
+    return Given(argument, array, keep.reshape(shape), tuple(letters), {**own, **sizes}, computed)
+
+
+def blocked_by(added: NDArray) -> NDArray:
+    """Where values that are added to the logits stand for exclusion.
+
+    >>> blocked_by(np.array([0.0, -1e4, -np.inf])).tolist(), blocked_by(np.array([-2e3, 1.0])).any()
+    ([False, True, True], np.False_)
+    """
+    with np.errstate(invalid="ignore"):
+        values = added.astype(np.float64)
+    constant = _constant(values)
+    lowest = FLOAT16_LOWEST / 2 if constant is None else constant
+    return values <= lowest
+
+
+def _constant(values: NDArray) -> float | None:
+    """c, where there are two finite values, 0 and a low constant c."""
+    finite = values[np.isfinite(values)]
+    lowest = float(finite.min(initial=0))
+    two = bool(np.all((finite == 0) | (finite == lowest)))
+    return lowest if two and lowest <= CONSTANT else None
+
+
+def _name_of(dtype: Any) -> str:
+    """Of a dtype of NumPy, JAX, torch or TensorFlow."""
+    if type(dtype).__module__.split(".")[0] == "torch":
+        return str(dtype).removeprefix("torch.")
+    named = isinstance(getattr(dtype, "name", None), str)
+    return dtype if isinstance(dtype, str) else str(dtype.name if named else np.dtype(dtype))
+
+
+def _flat(keep: NDArray, tail: int) -> NDArray:
+    """All axes but the last `tail` as one."""
+    lead = keep.ndim - tail
+    return keep.reshape(math.prod(keep.shape[:lead]), *keep.shape[lead:])
+
+
+def _pairs(given: Given) -> NDArray | None:
+    """Every (T, S) slice, where both axes are there and longer than 1."""
+    if given.letters[-2:] != ("T", "S") or min(given.keep.shape[-2:]) < 2:
+        return None
+    slices = _flat(given.keep, 2)
+    return slices if len(slices) else None
+
+
+def _rows(given: Given) -> NDArray | None:
+    """Padding of every batch row `(B, S)`, where that is all that the argument says."""
+    if given.letters[-1] != "S" or not given.keep.size:
+        return None
+    keep = given.keep
+    batch = given.letters.index("B") if "B" in given.letters else None
+    for axis in range(keep.ndim - 1):
+        if axis != batch:
+            if not (keep == keep.take([0], axis)).all():
+                return None
+            keep = keep.take([0], axis)
+    return _flat(keep, 1)
+
+
+def _one_block(rows: NDArray) -> bool:
+    """Whether True is a prefix of every row, or a suffix of every row: tokens beside padding."""
+    steps = np.diff(rows.astype(int), axis=1)
+    return bool((steps <= 0).all() or (steps >= 0).all())
+
+
+def _products(slices: NDArray) -> tuple[NDArray, NDArray]:
+    """Per slice, the rows and the columns in which anything is True."""
+    return np.asarray(slices.any(2)), np.asarray(slices.any(1))
+
+
+def _paddings(slices: NDArray) -> NDArray | None:
+    """Padding `(B, S)` of a batch of `(T, S)` slices that differ by it alone."""
+    rows = np.asarray(slices.any(1))
+    if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
+        return None
+    differ = not (rows == rows[:1]).all()
+    batch = differ and rows.all(1).any() and rows.any(1).all() and _one_block(rows)
+    return rows if batch else None
+
+
+def _band(rows: NDArray) -> bool:
+    """Whether both edges move to the right from row to row, as in a causal mask or a window."""
+    edges = [rows.argmax(1), rows.shape[1] - rows[:, ::-1].argmax(1)]
+    return all((np.diff(edge) >= 0).all() for edge in edges)
+
+
+def _is_inverted_causal(slices: NDArray) -> bool:
+    """Whether what is hidden is a triangle, at either corner, cut by padding of tokens."""
+    T, S = slices.shape[1:]
+    hidden = ~slices
+    rows, columns = _products(hidden)
+    cut = rows[:, :, None] & columns[:, None]
+    for offset in {0, S - T}:
+        past = np.tri(T, S, offset, dtype=bool)
+        shown = slices[:, ~past].all() and not past.all()
+        if not shown or not (hidden == (past & cut)).all() or not _one_block(columns):
+            continue
+        # A triangle shows in a slice of three positions at least, and padding alone has none.
+        if (hidden == past).all():
+            return True
+        if ((~past & cut).any((1, 2)) & (columns.sum(1) > 2)).any():
+            return True
+    return False
+
+
+def _is_inverted_padding(hidden: NDArray, length: int) -> bool:
+    """Whether `(B, S)` hides all of the longest row, and every other is one block of tokens."""
+    return length > 1 and _one_block(hidden) and bool(hidden.all(1).any() and hidden.any(1).all())
+
+
+def _inverted(given: Given) -> Finding | None:
+    polarity = f"here True means {'attend' if given.argument.keep else 'blocked'}"
+    causal = "it hides the past and the diagonal and shows the future: a causal mask"
+    padding = "it hides every token of the longest row and shows what looks like padding"
+    slices, rows, what = _pairs(given), _rows(given), None
+    if slices is not None and _is_inverted_causal(slices):
+        what = f"{causal} whose polarity is inverted, since {polarity}"
+    elif rows is not None and _is_inverted_padding(~rows, rows.shape[1]):
+        what = f"{padding}, since {polarity}"
+    elif slices is not None:
+        there, tokens = _products(~slices)
+        outer = (~slices == (there[:, :, None] & tokens[:, None])).all() and _one_block(there)
+        if outer and _is_inverted_padding(tokens, tokens.shape[1]) and there.all(1).any():
+            what = f"{padding}, since {polarity}"
+    if what is None:
+        return None
+    added = given.array.dtype != np.bool_ and given.argument.other == "added"
+    fix = (
+        "Exclude the others, `np.where(mask == 0, -np.inf, 0)`"
+        if added
+        else "Pass its negation (`~mask`)"
+    )
+    return Finding("inverted", given.argument.name, what, fix)
+
+
+def _zero_one(given: Given) -> Finding | None:
+    if given.argument.other != "added" or given.array.dtype == np.bool_:
+        return None
+    if set(np.unique(given.array)) != {0, 1}:
+        return None
+    return Finding(
+        "0/1 added",
+        given.argument.name,
+        "its values are 0 and 1 and would be added to the logits: nothing is excluded",
+        f"Pass Booleans (True means {'attend' if given.argument.keep else 'blocked'})",
+    )
+
+
+def _cast(given: Given) -> Finding | None:
+    array = given.array
+    if given.argument.other != "nonzero" or array.dtype == np.bool_:
+        return None
+    if not (array == 0).any() or (array > 0).any() or not (array != 0).any():
+        return None
+    return Finding(
+        "additive cast",
+        given.argument.name,
+        "it is an additive mask (0 keeps), and is read as Boolean: 0 would be blocked, and what "
+        "it blocks would attend",
+        "Pass `mask == 0`",
+    )
+
+
+def _overflow(given: Given) -> Finding | None:
+    if given.argument.other != "added" or given.dtype != "float16" or given.array.dtype == np.bool_:
+        return None
+    values = given.array.astype(np.float64)
+    finite = values[np.isfinite(values)]
+    if not (finite < FLOAT16_LOWEST).any():
+        return None
+    return Finding(
+        "float16",
+        given.argument.name,
+        f"{finite.min():.3g} in float16: below {FLOAT16_LOWEST:.0f} it does not exist and becomes "
+        "-inf, so that a row of nothing else may become NaN",
+        "Pass Booleans, or -inf",
+    )
+
+
+def _weak(given: Given) -> Finding | None:
+    if given.argument.other != "added" or given.array.dtype == np.bool_:
+        return None
+    constant = _constant(given.array.astype(np.float64))
+    if constant is None or constant <= SWALLOWS or constant == FLOAT16_LOWEST:
+        return None
+    return Finding(
+        "constant",
+        given.argument.name,
+        f"{constant:.3g} stands for exclusion and is too small for it: a row of nothing else "
+        "attends as if unmasked, and a key lowered twice drops out beside those lowered once",
+        "Pass Booleans, or -inf",
+    )
+
+
+def _head_order(given: Given) -> Finding | None:
+    if given.letters[:2] != ("B", "N") or "(" not in "".join(given.argument.axes):
+        return None
+    B, N, *_ = given.keep.shape
+    if B < 2 or N < 2 or not given.keep.size:
+        return None
+    values = given.array.reshape(given.keep.shape)
+    other = given.array.reshape(N, B, *given.array.shape[1:])
+    of_batch = _paddings(given.keep[0]) is not None if B == N else True
+    if (values == values[:, :1]).all() or not (other == other[:1]).all() or not of_batch:
+        return None
+    if B != N and (values == values[:1]).all():
+        return None  # masks of heads, the same for every batch row
+    return Finding(
+        "head order",
+        given.argument.name,
+        f"its first axis of {B * N} repeats whole batches: it looks like (N B) where (B N) is read, "
+        "so that rows get the masks of other rows",
+        f"Repeat each batch row N={N} times in place (`np.repeat(mask, {N}, axis=0)`)",
+    )
+
+
+def _wrong_axis(given: Given) -> Finding | None:
+    """A batch of paddings whose batch axis is read as another of the same size."""
+    B = given.sizes.get("B")
+    if B is None or B < 2 or not given.keep.size:
+        return None
+    shape, letters = given.keep.shape, given.letters
+    if letters == ("T", "S") and shape[0] == B == given.sizes.get("T"):
+        paddings, wanted = _paddings(given.keep[:, None]), "[:, None, None, :]"
+        if paddings is None or _band(paddings) or paddings.diagonal().all():
+            return None
+    elif letters == ("N", "T", "S") and shape[0] == B == given.sizes.get("N"):
+        paddings, wanted = _paddings(given.keep), "[:, None]"
+        if paddings is None:
+            return None
+    else:
+        return None
+    return Finding(
+        "wrong axis",
+        given.argument.name,
+        f"its first axis of {B} is read as {letters[0]}, and looks like the batch (B={B}): padding of "
+        f"one batch row would be applied to one {'query' if letters[0] == 'T' else 'head'} of all",
+        f"Give it its axes: `mask{wanted}`",
+    )
+
+
+CHECKS: tuple[Callable[[Given], Finding | None], ...] = (
+    _inverted,
+    _zero_one,
+    _cast,
+    _overflow,
+    _weak,
+    _head_order,
+    _wrong_axis,
+)

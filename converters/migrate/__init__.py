@@ -1,0 +1,8 @@
+"""Checkpoint files from one layout to another: inspect, plan, convert, write."""
+
+from jaxmha.converters.migrate.conversion import Conversion
+from jaxmha.converters.migrate.inspection import FileInfo, inspect
+from jaxmha.converters.migrate.pipeline import convert, convert_state, plan
+from jaxmha.converters.migrate.plans import Move, Plan
+
+__all__ = ["Conversion", "FileInfo", "Move", "Plan", "convert", "convert_state", "inspect", "plan"]

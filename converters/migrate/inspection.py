@@ -1,0 +1,179 @@
+"""What is in a checkpoint: its attention blocks, the layers beside them, and the rest."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxmha import checkpoint
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    described,
+    head_count,
+    other_layers,
+    unconverted,
+)
+from jaxmha.converters.discovery.attention_blocks import Block, shapes
+from jaxmha.converters.layout.transform import bind_shapes
+from jaxmha.converters.migrate import plans as planning
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """One attention block of a file.
+
+    Attributes:
+      prefix: where it stands; `name` is the user's name of it, where the format keeps one.
+      layout: name of its layout.
+      num_heads: None where it is not known; `num_heads_from` says where it is from.
+      shapes: key -> shape, of the keys that were found. dtype: of the query kernel.
+      family, pattern: models that keep such blocks at such a prefix; None: the keys alone decide.
+      also_fits: other layouts with the same keys, where no family decides.
+      confidence: "certain": a known family has it there, and its head count is in the tensors or
+        in a configuration that names the family; "likely": the keys are those of one layout;
+        "ambiguous": of several. why: all this in words.
+    """
+
+    prefix: str
+    name: str
+    layout: str
+    num_heads: int | None
+    num_heads_from: str
+    dtype: str
+    shapes: dict[str, tuple[int, ...]]
+    family: str | None
+    pattern: str | None
+    also_fits: tuple[str, ...]
+    confidence: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer beside attention: a linear layer, a norm, an embedding (`neighbours`).
+
+    Attributes are those of `modules.Module`, by name.
+    """
+
+    kind: str
+    prefix: str
+    convention: str
+    dtype: str
+    shapes: dict[str, tuple[int, ...]]
+    confidence: str
+    why: str
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What is in a file: attention blocks, and everything else by kind.
+
+    Attributes:
+      other_tensors: shapes of all that is not attention.
+      layers: what of it is understood. not_understood: name -> why not; carried over or refused.
+      dtypes: how many tensors have each.
+      damaged: what looks like a block and lacks arrays; `convert` and `verify` refuse it.
+      notes: why a configuration next to the file was set aside, and the parts that the model
+        computes around its projections, which no conversion carries over.
+    """
+
+    path: str
+    format: str
+    blocks: tuple[BlockInfo, ...]
+    other_tensors: dict[str, tuple[int, ...]]
+    layers: tuple[LayerInfo, ...]
+    not_understood: dict[str, str]
+    dtypes: dict[str, int]
+    damaged: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        return asdict(self)
+
+
+def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> FileInfo:
+    """Lists the attention blocks of a checkpoint and everything else in it.
+
+    Raises:
+      CheckpointError: the file cannot be read.
+      ValueError: its blocks are ambiguous, or the head count given does not fit them.
+    """
+    with checkpoint.open(path) as file:
+        all_shapes = shapes(file)
+        found = attention_blocks.find(all_shapes)
+        told = described.of(file, found)
+        infos = []
+        for block in found:
+            count, where = _heads(file, block, all_shapes, num_heads, told.heads)
+            family, pattern = block.family or (None, None)
+            infos.append(
+                BlockInfo(
+                    block.prefix,
+                    file.names.get(block.prefix, ""),
+                    block.layout.name,
+                    count,
+                    where,
+                    str(file.info[next(iter(block.keys.values()))].dtype),
+                    {key: file.info[name].shape for key, name in block.keys.items()},
+                    family,
+                    pattern,
+                    block.also,
+                    planning.confidence(block, where, told.heads),
+                    block.why,
+                )
+            )
+        taken = {name for block in found for name in block.keys.values()}
+        others = {name: info.shape for name, info in file.info.items() if name not in taken}
+        beside, unknown = other_layers.find(file.info, found, told.unlike, told.unbiased)
+        layers = tuple(
+            LayerInfo(
+                layer.kind,
+                layer.prefix,
+                layer.convention.name,
+                str(file.info[next(iter(layer.keys.values()))].dtype),
+                {key: file.info[name].shape for key, name in layer.keys.items()},
+                layer.confidence,
+                layer.why,
+            )
+            for layer in beside
+        )
+        dtypes = Counter(str(info.dtype) for info in file.info.values())
+        damaged = tuple(attention_blocks.damaged(all_shapes, found))
+        around = unconverted.notes(file.path, others, dict.fromkeys(b.layout.name for b in found))
+        return FileInfo(
+            str(path),
+            file.format,
+            tuple(infos),
+            others,
+            layers,
+            unknown,
+            dict(dtypes),
+            damaged,
+            (*told.notes, *around),
+        )
+
+
+def _heads(
+    file: checkpoint.Checkpoint,
+    block: Block,
+    all_shapes: Mapping[str, tuple[int, ...]],
+    given: int | None,
+    configured: head_count.Configured | None,
+) -> tuple[int | None, str]:
+    """The head count of a block where it fits the shapes, and where it is from or what is wrong."""
+    try:
+        count, where = head_count.find(block, all_shapes, given, file.metadata, configured)
+    except head_count.UnusableConfigError as error:
+        return None, str(error)
+    own = {key: all_shapes[name] for key, name in block.keys.items()}
+    try:
+        if count is not None and not block.refused:
+            bind_shapes(block.layout, own, count, block.prefix)
+    except ValueError as error:
+        if given is not None:
+            raise ValueError(printable(f"{file.path}: {error}")) from error
+        return None, printable(f"{where} says {count}, which does not fit: {error}")
+    return count, where

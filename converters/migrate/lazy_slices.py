@@ -1,0 +1,141 @@
+"""Tensors of a checkpoint that are read where they are looked at, a slice at a time."""
+
+import math
+import mmap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import checkpoint
+from jaxmha.checkpoint import MalformedFile
+from jaxmha.converters.layout.arrays import NDArray
+
+SPAN = 16 << 20  # bytes of a mapped file that are held at once
+HELD = 64 << 20  # bytes of tensors that cannot be read in parts; of one alone, any number
+
+
+class _Stand(NamedTuple):
+    """Addresses that a tensor has, and nothing in them."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class Slices:
+    """Arrays to be looked at and never read, but by `read`.
+
+    Attributes:
+      views: by name. Where the file can be mapped they lie over it. Else only their addresses
+        count: views of them, transposed or cut, say which part of the tensor is meant.
+    """
+
+    def __init__(self, file: checkpoint.Checkpoint, names: list[str]) -> None:
+        self.views: dict[str, NDArray] = {}
+        self._file = file
+        self._stands: list[_Stand] = []
+        self._whole: dict[str, NDArray] = {}  # tensors that cannot be read in parts
+        for name in names:
+            view = file.view(name)
+            self.views[name] = self._stand(name) if view is None else view
+
+    def _part(self, name: str, box: tuple[slice, ...]) -> NDArray:
+        if self._file.reads_parts:
+            return self._file.part(name, box)
+        if name not in self._whole:
+            held = sum(array.nbytes for array in self._whole.values())
+            if held + self._file.info[name].nbytes > HELD:
+                self._whole.clear()  # before the next is read
+            self._whole[name] = self._file[name]
+        return np.asarray(self._whole[name][box])
+
+    def _stand(self, name: str) -> NDArray:
+        info = self._file.info[name]
+        # Memory that is never touched takes no room.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        room = np.frombuffer(mmap.mmap(-1, max(info.nbytes, 1), flags=flags), np.uint8)
+        array = room[: info.nbytes].view(info.dtype).reshape(info.shape)
+        start = _address(array)
+        self._stands.append(_Stand(name, start, start + max(info.nbytes, 1), info.shape))
+        return array
+
+    def is_mapped(self, part: NDArray) -> bool:
+        """Whether a view lies over the file."""
+        return self._stand_of(part) is None
+
+    def _stand_of(self, part: NDArray) -> _Stand | None:
+        at = _address(part)
+        return next((x for x in self._stands if x.start <= at < x.stop), None)
+
+    def read(self, part: NDArray) -> NDArray:
+        """A fresh array of what a view of `views` covers."""
+        if not isinstance(part, np.ndarray):  # a copy of what has never been read
+            raise TypeError(f"expected a view of an array, got {type(part).__name__}")
+        stand = self._stand_of(part)
+        if stand is not None:
+            return _cut(self._part, stand, part)
+        out = np.empty(part.shape, part.dtype)
+        bits = f"u{part.itemsize}"  # NumPy cannot copy strided arrays of every dtype
+        _copy(*(x.view(bits) if x.itemsize in (1, 2, 4, 8) else x for x in (out, part)))
+        if out.dtype == np.bool_ and out.view(np.uint8).max(initial=0) > 1:
+            problem = "a Boolean tensor holds bytes other than 0 and 1"
+            raise MalformedFile(self._file.path, problem, "write it again")
+        return out
+
+
+def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
+    """The box of the tensor that a view needs, and the same view of it."""
+    if not part.size:
+        return np.empty(part.shape, part.dtype)
+    whole = [math.prod(stand.shape[k + 1 :]) * part.itemsize for k in range(len(stand.shape))]
+    first = np.unravel_index((_address(part) - stand.start) // part.itemsize, stand.shape)
+    counts = [1] * len(stand.shape)
+    along: list[tuple[int, int]] = []  # axis of the tensor, and its steps
+    for size, stride in zip(part.shape, part.strides, strict=True):
+        if size == 1:
+            along.append((0, 0))
+            continue
+        axis = next(k for k, step in enumerate(whole) if step <= stride and stand.shape[k] > 1)
+        along.append((axis, stride // whole[axis]))
+        counts[axis] += (size - 1) * (stride // whole[axis])
+    stop = [int(a) + n for a, n in zip(first, counts, strict=True)]
+    if any(n > size for n, size in zip(stop, stand.shape, strict=True)):  # across the end of a row
+        box = read(stand.name, ()).reshape(-1)[(_address(part) - stand.start) // part.itemsize :]
+        strides = list(part.strides)
+    else:
+        box = read(stand.name, tuple(slice(int(a), b) for a, b in zip(first, stop, strict=True)))
+        strides = [steps * box.strides[axis] if steps else 0 for axis, steps in along]
+    found: NDArray = np.lib.stride_tricks.as_strided(box, part.shape, strides).copy(order="C")
+    return found
+
+
+def _copy(out: NDArray, part: NDArray) -> None:
+    """In stretches of the file, each of which is let go before the next."""
+    if not part.size or not part.ndim:
+        out[...] = part
+        return
+    axis = int(np.argmax([abs(step) for step in part.strides]))
+    out, part = np.moveaxis(out, axis, 0), np.moveaxis(part, axis, 0)
+    rows = SPAN // max(abs(part.strides[0]), 1)
+    if not rows and part.ndim > 1:
+        for i in range(len(part)):
+            _copy(out[i], part[i])
+        return
+    for at in range(0, len(part), max(rows, 1)):
+        np.copyto(out[at : at + rows], part[at : at + rows])
+        _let_go(part)
+
+
+def _let_go(part: Any) -> None:
+    """Pages of the file under a view need not stay in this process's memory."""
+    while isinstance(part, np.ndarray | memoryview):
+        part = part.base if isinstance(part, np.ndarray) else part.obj
+    if isinstance(part, mmap.mmap):
+        part.madvise(mmap.MADV_DONTNEED)
+
+
+def _address(array: NDArray) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found

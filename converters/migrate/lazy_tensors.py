@@ -1,0 +1,224 @@
+"""Tensors of a destination, each computed from the source when it is asked for."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.checkpoint import Lazy, TensorInfo
+from jaxmha.converters.discovery import layer_layouts
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.layer_layouts import Convention
+from jaxmha.converters.discovery.other_layers import Module
+from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refuse_mixed
+from jaxmha.dims import parse
+from jaxmha.params import CANONICAL, from_leaves, leaves
+
+_BESIDE = 64 << 20  # bytes that are held beside the largest array
+
+
+@runtime_checkable
+class Arrays(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str) -> NDArray: ...
+
+
+@runtime_checkable
+class Tensors(Arrays, Protocol):
+    """What a plan is made of: an open checkpoint, or a state in memory."""
+
+    info: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+class Made(NamedTuple):
+    """One tensor of the destination.
+
+    Attributes:
+      info: shape and dtype. load: computes it.
+      sources: names of the tensors that it is made of. arrow: how, in the dimension key.
+    """
+
+    info: TensorInfo
+    load: Callable[[], NDArray]
+    sources: tuple[str, ...]
+    arrow: str = ""
+
+
+def lazy(made: Mapping[str, Made]) -> Lazy:
+    """The tensors as `checkpoint.write` asks for them: one by one, their sizes known before."""
+    return Lazy({name: one.info for name, one in made.items()}, lambda name: made[name].load())
+
+
+class Parts:
+    """Arrays of a source, and leaves of packed ones as views of them.
+
+    Packed arrays are asked for leaf by leaf, with other arrays between. They are kept until the
+    last leaf was taken, while all that is held fits into the size of the largest array and some.
+    """
+
+    def __init__(self, file: Tensors) -> None:
+        self._file = file
+        self._room = max((one.nbytes for one in file.info.values()), default=0) + _BESIDE
+        self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
+
+    def __getitem__(self, name: str) -> NDArray:
+        """A whole array, for which kept ones make room: those that wait longest go first."""
+        wanted = self._file.info[name].nbytes
+        while self._kept and wanted + self._held() > self._room:
+            self._kept.popitem(last=False)
+        return np.asarray(self._file[name])
+
+    def _held(self) -> int:
+        return sum(self._file.info[name].nbytes for name in self._kept)
+
+    def leaf(
+        self, name: str, leaf: str, unpack: Callable[[NDArray], dict[str, NDArray]]
+    ) -> NDArray:
+        """One leaf of the array of that name."""
+        if leaf not in self._kept.get(name, {}):
+            self._kept.pop(name, None)
+            self._kept[name] = unpack(self[name])
+        leaves = self._kept[name]
+        self._kept.move_to_end(name)
+        found = leaves.pop(leaf)
+        if not leaves:
+            del self._kept[name]
+        return found
+
+
+def meta(
+    block: Block, info: Mapping[str, Any], num_heads: int | None
+) -> tuple[MHAParams, Semantics, dict[str, int]]:
+    """What `block.read` would give, of shapes alone (its arrays take no memory); and the sizes.
+
+    Raises ValueError as `block.read` does.
+    """
+    block.refuse()
+    layout = block.layout
+    arrays = {key: info[name] for key, name in block.keys.items()}
+    refuse_keys(layout, arrays, block.prefix)
+    refuse_arrays(layout, arrays, block.prefix)
+    shapes = {key: tuple(one.shape) for key, one in arrays.items()}
+    sizes = transform.bind_shapes(layout, shapes, num_heads, block.prefix)
+    found = {}
+    for entry in layout.entries:
+        if entry.key in arrays:
+            lead = shapes[entry.key][: len(shapes[entry.key]) - len(parse(entry.axes))]
+            for leaf in entry.leaves:
+                shape = (*lead, *(sizes[a] for a in layout.tied(CANONICAL[leaf]).split()))
+                nothing = np.zeros((), arrays[entry.key].dtype)
+                found[leaf] = np.broadcast_to(nothing, shape)
+    params = from_leaves(dict(found))
+    return params, transform.behaviour(layout, found), sizes
+
+
+def attention(
+    block: Block,
+    info: Mapping[str, Any],
+    parts: Parts,
+    target: Layout,
+    prefix: str,
+    num_heads: int | None,
+    fold_scale: bool = False,
+) -> tuple[dict[str, Made], MHAParams, str]:
+    """The tensors of a block in another layout, its leaves as shapes, and how its scale was folded
+    into the query.
+
+    Raises ValueError where the block cannot be read, or the layout cannot hold it.
+    """
+    params, semantics, sizes = meta(block, info, num_heads)
+    by, told = 1.0, ""
+    if fold_scale:
+        by = fold.factor(semantics, target, sizes["H"])
+        if by != 1.0:
+            told = fold.note(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
+        semantics = replace(semantics, scale=target.semantics.scale)
+    transform.refuse_export(target, params, semantics)
+    there, sizes = leaves(params), sizes | _letters(params)
+    folded = fold.which(there)
+    holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
+
+    def leaf(name: str) -> NDArray:
+        entry = holder[name]
+        unpack = partial(transform.unpack, block.layout, entry, sizes=sizes)
+        found = parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
+        return fold.times(found, by, block.keys[entry.key]) if name in folded else found
+
+    def load(entry: Entry) -> NDArray:
+        return transform.pack(target, entry, leaf)
+
+    made = {}
+    for entry in target.entries:
+        if entry.leaves[0] not in there:
+            continue
+        of = [np.asarray(there[name]) for name in entry.leaves]
+        refuse_mixed(entry, of)
+        sources = dict.fromkeys(holder[name] for name in entry.leaves)
+        letters = sizes | {"qkv": len(of), "kv": len(of)}
+        lead = of[0].shape[: of[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
+        shape = tuple(
+            int(np.prod([int(a) if a.isdigit() else letters[a] for a in group]))
+            for group in parse(entry.axes)
+        )
+        made[target.path(prefix, entry.key)] = Made(
+            TensorInfo((*lead, *shape), of[0].dtype),
+            partial(load, entry),
+            tuple(block.keys[e.key] for e in sources),
+            f"{' + '.join(e.axes for e in sources)} -> {entry.axes}",
+        )
+    return made, params, told
+
+
+def _letters(params: MHAParams) -> dict[str, int]:
+    """The size of every letter of the canonical leaves."""
+    found: dict[str, int] = {}
+    for name, array in leaves(params).items():
+        letters = CANONICAL[name].split()
+        found |= dict(zip(letters, np.shape(array)[-len(letters) :], strict=True))
+    return found
+
+
+def neighbour(
+    module: Module, info: Mapping[str, Any], file: Arrays, to: Convention, kind: str, prefix: str
+) -> dict[str, Made]:
+    """The tensors of a neighbour by another convention."""
+    made = {}
+    there = module.entries
+    for entry in to.kinds[kind]:
+        source = there.get(entry.leaves[0])
+        if source is None:
+            continue
+        name = module.keys[source.key]
+        key = f"{prefix}{to.separator}{entry.key}" if prefix else entry.key
+        made[key] = Made(
+            TensorInfo(layer_layouts.shape(entry, module.sizes), np.dtype(info[name].dtype)),
+            partial(_neighbour, file, name, source, entry),
+            (name,),
+            f"{source.axes} -> {entry.axes}" if source.axes != entry.axes else "",
+        )
+    if missing := there.keys() - {entry.leaves[0] for entry in to.kinds[kind]}:
+        raise ValueError(f"{prefix}: a {kind} of {to.name} has no {', '.join(sorted(missing))}")
+    return made
+
+
+def _neighbour(file: Arrays, name: str, source: Entry, target: Entry) -> NDArray:
+    return layer_layouts.pack(target, layer_layouts.unpack(source, np.asarray(file[name])))
+
+
+def other(file: Arrays, info: Mapping[str, Any], name: str) -> Made:
+    """A tensor that is carried over as it is."""
+    one = info[name]
+    return Made(
+        TensorInfo(tuple(one.shape), np.dtype(one.dtype)), lambda: np.asarray(file[name]), (name,)
+    )

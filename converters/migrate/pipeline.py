@@ -1,0 +1,345 @@
+"""Checkpoint files from one layout to another: find the attention blocks, convert, write."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxmha import __version__, checkpoint
+from jaxmha.checkpoint import shards_read
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    described,
+    head_count,
+    hf_config,
+    keras_groups,
+    notes,
+    unconverted,
+)
+from jaxmha.converters.discovery.attention_blocks import shapes
+from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.layout import registry
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.migrate import conversion, edited, keras_order, lazy_tensors, read_back
+from jaxmha.converters.migrate import plans as planning
+from jaxmha.converters.migrate.conversion import Conversion
+from jaxmha.converters.migrate.inspection import FileInfo, inspect
+from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Move, Plan
+from jaxmha.converters.migrate.preconditions import (
+    check_heads,
+    check_plan,
+    naming,
+    refuse_second_checkpoint,
+    taken_from,
+    target_layout,
+)
+from jaxmha.converters.migrate.resolved import Resolved, resolve
+
+__all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
+
+# Metadata that says what wrote a file, and is written anew or means nothing elsewhere.
+_NO_NEWS = ("jaxmha.", "format", "total_size")
+_UNBOUND = "the plan has no digest: nothing said that it was made for this source"
+DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
+
+
+def plan(
+    source: str | os.PathLike[str],
+    *,
+    to: str,
+    from_: str | None = None,
+    num_heads: int | None = None,
+    dtype: str | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+    in_file: bool = False,
+    fold_scale: bool = False,
+) -> tuple[Plan, Resolved]:
+    """What `convert` would do to every tensor of a checkpoint, bound to its contents' digest.
+
+    `in_file`: for a .weights.h5 file. Else as `convert`, and raises as it does.
+    """
+    with checkpoint.open(source) as file:
+        made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
+        made = replace(made, fold_scale=fold_scale)
+        named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
+        with naming(file.path):
+            return named, resolve(named, file)
+
+
+def _make(
+    file: checkpoint.Checkpoint,
+    to: str,
+    from_: str | None,
+    num_heads: int | None,
+    dtype: str | None,
+    others: str,
+    attention_only: bool,
+    in_file: bool,
+    draft: bool = False,
+) -> Plan:
+    target = target_layout(attention_blocks.named(to), in_file)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+    if others not in OTHERS:
+        raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
+    hf_config.refuse_behaviour(file.path)
+    known = registry.LAYOUTS if from_ is None else [attention_blocks.named(from_)]
+    with naming(file.path):
+        told = described.of(file, attention_blocks.find(shapes(file), known))
+        made = planning.make(
+            file,
+            target,
+            from_=None if from_ is None else attention_blocks.named(from_),
+            num_heads=num_heads,
+            others=others,
+            attention_only=attention_only,
+            configured=told.heads,
+            epsilon=told.epsilon,
+            unlike=told.unlike,
+            unbiased=told.unbiased,
+            draft=draft,
+        )
+    if not any(move.kind != "other" for move in made.moves):
+        wanted = f" of layout {from_}" if from_ else ""
+        raise ValueError(
+            f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
+        )
+    if target.name != attention_blocks.named(to).name or target.name.endswith("-file"):
+        groups = keras_order.kept(file, made.moves)
+        made = replace(made, moves=keras_order.placed(made.moves, groups))
+    return replace(made, dtype=dtype, notes=(*told.notes, *made.notes, *_around(made, file)))
+
+
+def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
+    """The parts around the blocks of a plan that are not converted, in words.
+
+    Raises ValueError where the blocks are no attention of this form.
+    """
+    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    taken = _taken(plan)
+    names = [name for name in file.info if name not in taken]
+    unconverted.refuse(file.path, names, layouts)
+    return unconverted.notes(file.path, names, layouts)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    from_: str | None = None,
+    num_heads: int | None = None,
+    dtype: str | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+    plan: Plan | None = None,
+    fold_scale: bool = False,
+    like: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    shard_size: int | None = None,
+    resume: bool = False,
+    part: tuple[int, int] | None = None,
+    digest: str | None = "fast",
+    progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Writes a checkpoint with its attention in another layout, and the layers beside it as that
+    layout's framework has them.
+
+    What is not understood is carried over under its name, or refused; nothing is dropped. Tensors
+    are read and written one by one, so that memory holds the largest of them and some blocks. The
+    destination is put in place last and atomically: an error leaves no file, and an old one as it
+    was.
+
+    Args:
+      source: anything that `checkpoint.open` reads; never executed.
+      destination: its suffix names the format; NAME.safetensors.index.json writes shards.
+      to: name of the layout, as in `jaxmha inspect --layouts`.
+      from_: takes only blocks of this layout; everything else is carried over.
+      num_heads: for layouts that do not store it; default: the config.json beside the source.
+      dtype: casts every floating tensor; one of `DTYPES`.
+      others: "pass" carries over what is not understood, "refuse" raises for it.
+      attention_only: everything but attention is carried over.
+      plan: does exactly this instead of all the above, to the source that it is for.
+      fold_scale: where the layout has another scale than a block, such as T5's of 1, multiply the
+        queries so that they give the same; exact where that is by a power of two, else said.
+      like: for a .weights.h5 file: another that the Keras model itself saved. Layers go to the
+        groups of the layers of their names, in whatever order the model creates them.
+      force: overwrite an existing destination.
+      shard_size: bytes of tensors per shard, where the destination is an index.
+      resume: where shards are written: an interruption leaves the complete ones, and the same
+        conversion goes on from there.
+      part: `(i, n)`, with `resume`: only every n-th shard, as `checkpoint.write` has it.
+      digest: per tensor, kept in the file: "fast", "xxh3_128", "sha256" or None.
+      progress: called as progress(done, total) with bytes, written and read back.
+
+    Raises:
+      CheckpointError: a file cannot be read or written.
+      ValueError: no block, an unknown layout, a missing head count, a block that the layout
+        cannot hold, with the reason; or a plan that is not for this source.
+    """
+    in_file, given = str(destination).endswith(".weights.h5"), plan is not None
+    refuse_second_checkpoint(Path(source), Path(destination))
+    with checkpoint.open(source) as file:
+        if plan is not None:
+            plan = _completed(plan, file, in_file)
+        elif to is not None:
+            plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
+            plan = replace(plan, fold_scale=fold_scale)
+        else:
+            raise ValueError("name a layout (to=), or give a plan")
+        if like is not None:
+            plan = taken_from(plan, file, like, in_file)
+        groups = keras_order.kept(file, plan.moves)
+        found = _resolved(plan, file, in_file, given, like is not None, bool(groups))
+        target, infos = attention_blocks.named(plan.to), dict(file.info)
+        lost: list[str] = []
+        settings: dict[str, Any] = {"names": found.names} if in_file else {}
+        if str(destination).endswith((".safetensors", f".safetensors{shards_read.SUFFIX}")):
+            settings["metadata"] = _metadata(plan, found, file, {} if in_file else groups)
+        else:
+            lost = list(_lost(file, found, target))
+        if resume:
+            settings["part"] = part
+            settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
+        written = checkpoint.write(
+            destination,
+            lazy_tensors.lazy(found.made),
+            source=file.files if like is None else (*file.files, Path(like)),
+            force=force,
+            dtype=plan.dtype,
+            overflow="refuse",
+            shard_size=shard_size,
+            digest=digest,
+            progress=progress,
+            **settings,
+        )
+    told = given or like is not None or bool(groups)
+    ordered = not in_file or told or keras_order.order_is_evident(plan.moves, infos)
+    unbound = [_UNBOUND] * (given and not plan.digest)
+    said = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
+    made = conversion.of(source, destination, plan, found, written, given)
+    return replace(made, notes=said, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
+
+
+def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
+    """A plan that was given, checked, with what its edits left out."""
+    plan = edited.in_file(plan) if in_file else plan
+    check_plan(plan, file, in_file)
+    with naming(file.path):
+        plan = edited.completed(plan, attention_blocks.named(plan.to), file.info)
+    around = _around(plan, file)
+    return replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
+
+
+def _resolved(
+    plan: Plan, file: checkpoint.Checkpoint, in_file: bool, given: bool, like: bool, kept: bool
+) -> Resolved:
+    """The plan against its source, with the notes on groups of Keras that are left to say.
+
+    `given`: the plan was. `like`, `kept`: its groups are from a file of Keras, or were kept.
+    """
+    with naming(file.path):
+        found = resolve(plan, file)
+        if in_file and (like or (kept and not given)):
+            found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
+        elif in_file and not given:
+            found.notes.append(notes.of_groups([move.target for move in found.blocks]))
+        if given:
+            check_heads(found, file)
+    targets = {move.target for move, _ in found.by_move if move.kind == "attention"}
+    read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file))
+    return found
+
+
+def _metadata(
+    plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
+) -> dict[str, str]:
+    """The metadata of the source, with the head counts and the groups of Keras of the destination."""
+    whole = all(name in _taken(plan) for name in _attention_names(file))
+    metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
+    metadata |= keras_order.to_metadata(groups, plan.moves)
+    if whole:  # no block is carried over as it is
+        metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
+    if not attention_blocks.named(plan.to).stores_num_heads:
+        metadata |= head_count.to_metadata(found.counts, whole=whole)
+    return metadata
+
+
+def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
+    """What a format without metadata has no place for, in words."""
+    if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
+        yield f"metadata not carried over, for which the format has no place: {listed(own)}"
+    if not target.stores_num_heads:
+        counts = ", ".join(map(str, sorted(set(found.counts.values()))))
+        yield (
+            f"the head count ({counts}) is in no tensor, and the format has no place for it: "
+            "keep a config.json beside the file"
+        )
+
+
+def convert_state(
+    state: Mapping[str, Any],
+    *,
+    to: str,
+    num_heads: int | None = None,
+    others: str = "pass",
+    attention_only: bool = False,
+    fold_scale: bool = False,
+) -> dict[str, NDArray]:
+    """A flat dict of arrays as `convert` would write it; for models in memory.
+
+    Raises ValueError as `convert` does, and TypeError for what is no dict, such as a live module.
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
+    >>> sorted(convert_state(layer.state_dict(), to="flax", num_heads=2))[:3]
+    ['linear1/bias', 'linear1/kernel', 'linear2/bias']
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state: expected a flat dict of arrays by name, got {type(state).__name__}: of a "
+            "torch module pass module.state_dict(); of other models flatten the tree of "
+            "parameters, its keys joined with '/'"
+        )
+    memory = _Memory(state)
+    made = planning.make(
+        memory,
+        target_layout(attention_blocks.named(to), in_file=False),
+        num_heads=num_heads,
+        others=others,
+        attention_only=attention_only,
+    )
+    made = replace(made, fold_scale=fold_scale)
+    return {name: to_numpy(one.load()) for name, one in resolve(made, memory).made.items()}
+
+
+class _Memory(dict[str, NDArray]):
+    """A state as a plan wants it."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__({name: to_numpy(array) for name, array in state.items()})
+        self.info: Mapping[str, Any] = self
+        self.metadata: Mapping[str, str] = {}
+        self.names: Mapping[str, str] = {}
+        self.others: tuple[str, ...] = ()
+
+
+def _taken(plan: Plan) -> set[str]:
+    return {name for move in plan.moves if move.kind == "attention" for name in move.tensors}
+
+
+def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
+    return {name for block in attention_blocks.find(shapes(file)) for name in block.keys.values()}
+
+
+def _what(plan: Plan) -> str:
+    """What a plan does, whatever it is called and however it was found."""
+    return repr(replace(plan, source="", digest="", notes=(), moves=tuple(map(_bare, plan.moves))))
+
+
+def _bare(move: Move) -> Move:
+    return replace(move, confidence="", why="")

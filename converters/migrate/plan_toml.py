@@ -1,0 +1,223 @@
+"""Plans as TOML files, to be read and edited by people.
+
+[plan]                            # what the file is for
+version = 1
+source = "model.safetensors"
+digest = "sha256:..."             # of the source's contents; another source is refused
+to = "flax"                       # layout of attention; neighbours as its framework has them
+others = "pass"                   # "refuse": stop where something is not understood
+fold_scale = true                 # where the layout has another scale, multiply the queries
+dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
+notes = ["..."]                   # what tensors do not say; told when it is carried out
+
+[[module]]                        # one per layer; every tensor of the source is in one of them
+kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,
+                                  # or other: one tensor, carried over under the name in `to`
+layout = "bert"                   # of attention; torch, keras, flax ... of its neighbours
+from = "encoder.layer.0.attention"
+to = "encoder/layer/0/attention"
+as = "attention"                  # the kind there, such as linear for a conv1d
+num_heads = 12                    # of attention
+name = "attention_0"              # of the layer, in .weights.h5 files
+tensors = ["encoder.layer.0.attention.self.query.weight", ...]
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxmha.checkpoint import ALGORITHMS
+from jaxmha.checkpoint.digests import is_digest
+from jaxmha.checkpoint.errors import CheckpointError, printable, shown
+from jaxmha.checkpoint.source import Source
+from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
+from jaxmha.converters.migrate.lazy_tensors import Made
+from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Move, Plan
+
+VERSION = 1
+KINDS = tuple(
+    dict.fromkeys(
+        ("attention", *(kind for one in CONVENTIONS for kind in one.kinds), "other"),
+    )
+)
+_KEYS = {
+    "kind": str,
+    "layout": str,
+    "from": str,
+    "to": str,
+    "as": str,
+    "num_heads": int,
+    "name": str,
+    "tensors": list,
+}
+_LARGEST = 64 << 20
+_MOST_DOTS = 8  # in a line, outside of strings: TOML's parser takes their square
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
+_FIELDS = {"from": "source", "to": "target", "as": "becomes"}
+
+
+def dumps(plan: Plan, made: Mapping[Move, Mapping[str, Made]] | None = None) -> str:
+    """The TOML of a plan, with what is made of every tensor as comments.
+
+    >>> text = dumps(Plan("flax", (Move("other", "", "a", "b", ("a",)),)))
+    >>> loads(text) == Plan("flax", (Move("other", "", "a", "b", ("a",)),))
+    True
+    """
+    return "\n".join(_lines(plan, made or {})) + "\n"
+
+
+def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]:
+    yield "# Edit, then run: jaxmha convert SOURCE DESTINATION --plan THIS_FILE"
+    yield "[plan]"
+    yield f"version = {VERSION}"
+    for key in ("source", "digest", "to", "others", "dtype"):
+        if value := getattr(plan, key):
+            yield f"{key} = {_quoted(value)}"
+    if plan.fold_scale:
+        yield "fold_scale = true"
+    if plan.notes:
+        yield "notes = ["
+        yield from (f"  {_quoted(note)}," for note in plan.notes)
+        yield "]"
+    for move in plan.moves:
+        yield ""
+        yield "[[module]]"
+        if move.why:
+            why = move.why.replace("name the kind in a plan", "set kind below to it")
+            yield f"# {printable(f'{move.confidence}: {why}' if move.confidence else why)}"
+        if move.num_heads is not None and move.heads_from:
+            yield f"# num_heads: from {printable(move.heads_from)}"
+        for key, kind in _KEYS.items():
+            value = getattr(move, _FIELDS.get(key, key))
+            if kind is list:
+                listed = ",\n  ".join(_quoted(name) for name in value)
+                yield f"{key} = [{listed}]" if len(value) == 1 else f"{key} = [\n  {listed},\n]"
+            elif value not in ("", None) or key in ("from", "to"):
+                yield f"{key} = {value if kind is int else _quoted(value)}"
+        for name, one in made.get(move, {}).items():
+            arrow = f" ({one.arrow})" if one.arrow else ""
+            yield f"# -> {printable(name)} {one.info.shape}{arrow}"
+
+
+def loads(text: str) -> Plan:
+    """The plan in a TOML text.
+
+    Raises:
+      ValueError: it is no TOML, or a key is missing, unknown, or of another type.
+    """
+    bare = _STRING.sub("", text)
+    _demand(
+        re.search(rf"(?:\.[^.\n]*){{{_MOST_DOTS}}}\.", bare) is None,
+        f"the plan has a key of more than {_MOST_DOTS} parts",
+    )
+    try:
+        content = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
+        raise ValueError(f"the plan is no TOML: {error}") from error
+    except RecursionError:
+        raise ValueError("the plan is nested too deeply") from None
+    head = content.get("plan", {})
+    _demand(
+        isinstance(head, dict) and not content.keys() - {"plan", "module"},
+        "the plan must have one table [plan] and tables [[module]]",
+    )
+    settings = _settings(head)
+    listed = content.get("module", [])
+    _demand(isinstance(listed, list), "modules are written as [[module]]")
+    return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
+
+
+def _settings(head: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan in its table [plan], checked."""
+    found = head.get("version")
+    _demand(
+        type(found) is int and found == VERSION,
+        f"the plan has version {shown(found)}, and this program reads {VERSION}",
+    )
+    known = {"version", "source", "digest", "to", "others", "dtype", "notes", "fold_scale"}
+    extra = sorted(head.keys() - known)
+    _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
+    settings = {
+        key: head[key] for key in sorted(known - {"version", "notes", "fold_scale"}) if key in head
+    }
+    for key, value in settings.items():
+        _demand(isinstance(value, str), f"[plan] {key} must be a string, got {shown(value)}")
+    _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
+    others = settings.get("others", "pass")
+    _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {shown(others)}")
+    dtype, digest = settings.get("dtype"), settings.get("digest")
+    _demand(
+        dtype is None or dtype in DTYPES,
+        f"[plan] dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}",
+    )
+    _demand(
+        digest is None or is_digest(digest),
+        f"[plan] digest must be one of {', '.join(ALGORITHMS)}, a colon and all its hexadecimal "
+        f"digits, got {shown(digest)}: `jaxmha plan` writes that of the source",
+    )
+    notes = head.get("notes", [])
+    _demand(
+        isinstance(notes, list) and all(isinstance(note, str) for note in notes),
+        f"[plan] notes must be a list of strings, got {shown(notes)}",
+    )
+    folds = head.get("fold_scale", False)
+    _demand(isinstance(folds, bool), f"[plan] fold_scale must be true or false, got {folds!r}")
+    return settings | {"notes": tuple(notes), "fold_scale": folds}
+
+
+def _move(i: int, table: Any) -> Move:
+    where = f"module {i}"
+    _demand(isinstance(table, dict), f"{where} is no table")
+    extra = sorted(table.keys() - _KEYS.keys())
+    _demand(not extra, f"{where} has an unknown key {extra[:1]}: it has {', '.join(_KEYS)}")
+    for key in ("kind", "from", "to", "tensors"):
+        _demand(key in table, f"{where} lacks {key!r}")
+    for key, value in table.items():
+        wanted = _KEYS[key]
+        _demand(
+            type(value) is wanted, f"{where}: {key} must be {wanted.__name__}, got {shown(value)}"
+        )
+    names = table["tensors"]
+    _demand(
+        bool(names) and all(isinstance(name, str) for name in names),
+        f"{where}: tensors must be a list of names",
+    )
+    kind = table["kind"]
+    _demand(
+        kind in KINDS,
+        f"{where} (from = {shown(table['from'])}): kind must be one of {', '.join(KINDS)}, "
+        f"got {shown(kind)}",
+    )
+    settings = {_FIELDS.get(key, key): value for key, value in table.items()}
+    return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})
+
+
+def _demand(fine: bool, message: str) -> None:
+    if not fine:
+        raise ValueError(message)
+
+
+def read(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file. Raises ValueError as `loads` does, with the path."""
+    try:
+        source = Source(path)
+        try:
+            most = f"the plan has {source.size:,} bytes, the limit is {_LARGEST:,}"
+            _demand(source.size <= _LARGEST, most)
+            return loads(source.read(0, source.size).decode())
+        finally:
+            source.close()
+    except CheckpointError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the plan is no UTF-8 text") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

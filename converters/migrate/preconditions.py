@@ -1,0 +1,121 @@
+"""Checks before anything is written: of plans, names, destinations and templates."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from jaxmha import checkpoint
+from jaxmha.checkpoint import CheckpointError, shards_read
+from jaxmha.converters import keras
+from jaxmha.converters.discovery import attention_blocks, described, head_count, hf_config
+from jaxmha.converters.discovery.attention_blocks import shapes
+from jaxmha.converters.layout import by_hand
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.migrate import keras_order
+from jaxmha.converters.migrate.plans import DTYPES, Plan
+from jaxmha.converters.migrate.resolved import Resolved, resolve
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Messages begin with the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except head_count.UnusableConfigError:
+        raise
+    except ValueError as error:
+        between = ", " if str(error).startswith("block ") else ": "
+        raise ValueError(f"{path}{between}{error}") from error
+
+
+def refuse_second_checkpoint(source: Path, destination: Path) -> None:
+    """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
+    inside = destination.absolute().parent.resolve() == source.resolve()
+    if inside and destination.name.endswith(shards_read.SUFFIX):
+        raise ValueError(
+            f"{destination}: is in the source folder, which would then hold two checkpoints: name "
+            "the file in it as the source, or write elsewhere"
+        )
+
+
+def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
+    """Raises ValueError where a plan is for another source or another kind of destination."""
+    if target_layout(attention_blocks.named(plan.to), in_file).name != plan.to:
+        raise ValueError(
+            f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
+        )
+    hf_config.refuse_behaviour(file.path)
+    if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
+        raise ValueError(
+            f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} "
+            f"with {plan.digest}: write a new plan"
+        )
+    if plan.dtype is not None and plan.dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
+    for move in plan.moves:
+        if move.kind in ("attention", "other") and move.becomes not in ("", move.kind):
+            raise ValueError(
+                f"module {move.source or '(top)'} of the plan is {move.kind!r} and cannot become "
+                f"another kind, got as = {move.becomes!r}: remove that line"
+            )
+        if move.kind != "attention" or move.num_heads is not None:
+            continue
+        if not attention_blocks.named(move.layout).stores_num_heads:
+            raise ValueError(
+                f"module {move.source or '(top)'} of the plan lacks num_heads, which layout "
+                f"{move.layout} does not store"
+            )
+    others = [move.source for move in plan.moves if move.kind == "other"]
+    if plan.others == "refuse" and others:
+        raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")
+
+
+def check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
+    """Raises ValueError where a plan's head count is not that of the source's own description."""
+    there = shapes(file)
+    configured = described.of(file, list(found.blocks.values())).heads
+    for move, block in found.blocks.items():
+        if move.num_heads is not None:
+            try:
+                head_count.find(block, there, move.num_heads, file.metadata, configured)
+            except ValueError as error:
+                raise ValueError(f"block {move.source or '(top)'}: {error}") from error
+
+
+def target_layout(named: Layout, in_file: bool) -> Layout:
+    """The layout as the destination's format has it."""
+    in_files = {name: layout for name, (layout, _) in keras.IN_FILE.items()} | by_hand.IN_FILE
+    plain = {layout.name: name for name, layout in in_files.items()}
+    if in_file and named.name in in_files:
+        return in_files[named.name]
+    if in_file and named.name not in plain:
+        raise ValueError(
+            f"no Keras model could load layout {named.name} from a .weights.h5 file: name "
+            f"{' or '.join(keras.IN_FILE)}, dense for a class of your own, or write .safetensors, "
+            ".pt or .npz"
+        )
+    if not in_file and named.name in plain:
+        raise ValueError(
+            f"layout {named.name} is how Keras names the arrays inside a .weights.h5 file: "
+            f"name {plain[named.name]} for other files"
+        )
+    return named
+
+
+def taken_from(
+    plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
+) -> Plan:
+    """The plan with the groups of another .weights.h5 file."""
+    if not in_file:
+        raise ValueError("like= (--like) is for a destination named .weights.h5")
+    with checkpoint.open(like) as template:
+        if template.format not in ("keras_h5", "keras"):
+            raise ValueError(f"--like: {like} is no .weights.h5 file but {template.format}")
+        ordered = replace(plan, moves=keras_order.like(plan.moves, file, template))
+        with naming(file.path):
+            keras_order.refuse_unlike(resolve(ordered, file).made, template)
+        return ordered

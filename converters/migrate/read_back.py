@@ -1,0 +1,114 @@
+"""Checks, before a destination is written, that it would be read back as the same layers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    family_keymaps,
+    layer_layouts,
+    model_families,
+    other_layers,
+)
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.layer_layouts import Convention
+from jaxmha.converters.discovery.other_layers import Module
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.migrate import lazy_tensors
+from jaxmha.converters.migrate.lazy_tensors import Made, Tensors
+
+
+def like_attention(
+    layers: Sequence[Module],
+    targets: Iterable[tuple[str, str]],
+    convention: Convention,
+    file: Tensors,
+) -> dict[str, str]:
+    """Tensors of layers that would have names of attention in a convention, and why.
+
+    They are the projections of attention that no layout describes. `targets` are the prefix and the
+    kind of every layer there.
+    """
+    there, owner = {}, {}
+    for layer, (target, kind) in zip(layers, targets, strict=True):
+        for name, one in lazy_tensors.neighbour(
+            layer, file.info, file, convention, kind, target
+        ).items():
+            there[name], owner[name] = one.info.shape, layer
+    found = attention_blocks.find(there)
+    wrong = {block.prefix for block in found} | attention_blocks.damaged_at(there, found).keys()
+    start = tuple(f"{prefix}{convention.separator}" for prefix in wrong)
+    return {
+        tensor: f"a projection of attention of another form: as {name} it would be read as a part "
+        "of a block"
+        for name, layer in owner.items()
+        if "" in wrong or name.startswith(start)
+        for tensor in layer.keys.values()
+    }
+
+
+def mistakable(
+    info: Mapping[str, Any], names: Iterable[str], found: Sequence[Block], to: Layout
+) -> list[str]:
+    """Names of no layer in the source that a file of a layout would have for one.
+
+    >>> import numpy as np
+    >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], blocks.named("keras"))
+    ['n/gamma']
+    """
+    convention = layer_layouts.beside(to.name)
+    if convention is None:
+        return []
+    other = convention not in {layer_layouts.beside(block.layout.name) for block in found}
+    families_there = {family.name for family in model_families.FAMILIES if family.layout == to.name}
+    groups: dict[str, dict[str, str]] = {}
+    for name in names:
+        prefix, separator, key = other_layers.split(name)
+        if separator == convention.separator:
+            groups.setdefault(prefix, {})[key] = name
+    mistaken: dict[str, None] = {}
+    for prefix, keys in groups.items():
+        placed = family_keymaps.kind_at(prefix, families_there)
+        for one in layer_layouts.CONVENTIONS if placed else [convention] if other else []:
+            for kind in one.kinds:
+                with suppress(ValueError):
+                    other_layers.as_kind(prefix, kind, one, keys, info)
+                    mistaken |= dict.fromkeys(keys.values())
+    return list(mistaken)
+
+
+def refuse(
+    made: Mapping[str, Made],
+    prefixes: set[str],
+    target: Layout,
+    source: Mapping[str, Sequence[int]],
+) -> None:
+    """Raises ValueError where a destination could not be read back as the same layers.
+
+    `prefixes` are those of its blocks, `source` the shapes of the source, whose damage is its own.
+    """
+    shapes = {name: one.info.shape for name, one in made.items()}
+    there = attention_blocks.find(shapes, [target])
+    for block in there:
+        if block.prefix in prefixes and block.unknown:
+            raise ValueError(
+                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has "
+                f"no {printable(', '.join(block.unknown))}, which the source has in this block: "
+                "name another layout"
+            )
+    if missing := prefixes - {block.prefix for block in there}:
+        raise ValueError(
+            f"block {min(missing)} could not be read back as layout {target.name}: name another "
+            "layout"
+        )
+    broken = attention_blocks.damaged_at(shapes, attention_blocks.find(shapes))
+    if (
+        new := broken.keys()
+        - attention_blocks.damaged_at(source, attention_blocks.find(source)).keys()
+    ):
+        raise ValueError(
+            f"could not be read back: {printable(broken[min(new)])}, since other layers would get "
+            'the names of its arrays: carry them over in a plan (kind = "other")'
+        )

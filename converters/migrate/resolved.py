@@ -1,0 +1,177 @@
+"""A plan checked against its source: every tensor of the destination, ready to be computed."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import attention_blocks, layer_layouts, notes, other_layers
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.layer_layouts import Convention
+from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.other_layers import Module
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.validation import several_dtypes
+from jaxmha.converters.migrate import lazy_tensors
+from jaxmha.converters.migrate.lazy_tensors import Made, Tensors
+from jaxmha.converters.migrate.plans import Move, Plan, in_file, kind_there
+
+
+class Resolved(NamedTuple):
+    """A plan, checked against its source: every tensor of the destination, ready to be computed.
+
+    `made` is by name, `by_move` the same by move; `blocks` are those of the source; `counts` are
+    head counts by prefix of the destination, `names` those of Keras layers.
+    """
+
+    made: dict[str, Made]
+    by_move: list[tuple[Move, dict[str, Made]]]
+    blocks: dict[Move, Block]
+    counts: dict[str, int]
+    names: dict[str, str]
+    notes: list[str]
+
+
+def resolve(plan: Plan, file: Tensors) -> Resolved:
+    """Every tensor of the destination, after every path of the plan has been checked.
+
+    Raises:
+      ValueError: a tensor of the source that is not there, is in no move or in two; arrays that
+        are not of their kind; a layout that cannot hold them; a name that is written twice.
+    """
+    to = attention_blocks.named(plan.to)
+    convention = layer_layouts.beside(to.name)
+    used = Counter(name for move in plan.moves for name in move.tensors)
+    if unknown := [name for name in used if name not in file.info]:
+        raise ValueError(f"the plan names {unknown[0]!r}, which the source does not have")
+    if twice := [name for name, count in used.items() if count > 1]:
+        raise ValueError(f"the plan has {twice[0]!r} in {used[twice[0]]} modules: leave it in one")
+    if dropped := [name for name in file.info if name not in used]:
+        raise ValueError(
+            f"the plan leaves out {len(dropped)} tensors, {dropped[0]!r} the first: nothing is "
+            'dropped; carry them over in a module of kind = "other"'
+        )
+    there = _blocks(plan, file.info)
+    parts = lazy_tensors.Parts(file)
+    found = Resolved({}, [], {}, {}, {}, [])
+    for move in plan.moves:
+        try:
+            if move.kind == "attention":
+                block = there.get((move.layout, move.source, frozenset(move.tensors)))
+                made = _attention(
+                    move, block, to, file, parts, found, plan.fold_scale, bool(plan.dtype)
+                )
+            else:
+                made = _beside(move, to, convention, file, parts)
+        except ValueError as error:
+            what = "block" if move.kind == "attention" else move.kind
+            raise ValueError(printable(f"{what} {move.source or '(top)'}: {error}")) from error
+        if clash := sorted(found.made.keys() & made.keys()):
+            raise ValueError(
+                f"two tensors would be written as {clash[0]!r}: rename one in the source, or in a plan"
+            )
+        found.made.update(made)
+        found.by_move.append((move, made))
+        if move.name:
+            found.names[move.target] = move.name
+    found.notes.extend(_of_heads(found, file))
+    if in_file(to):
+        layers = [(move.source, move.target) for move in plan.moves if move.kind != "other"]
+        found.notes.extend(notes.order_of_creation(layers))
+    if file.others:
+        if plan.others == "refuse":
+            raise ValueError(
+                f"not tensors: {listed(file.others)}; --others pass leaves them out, with a note"
+            )
+        found.notes.append(f"not carried over, since they are no tensors: {listed(file.others)}")
+    return found
+
+
+def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
+    """A note where blocks that look alike have different head counts."""
+    alike: dict[Any, dict[str, int]] = {}
+    for move, block in found.blocks.items():
+        shapes = tuple(tuple(file.info[name].shape) for name in block.keys.values())
+        counts = alike.setdefault((block.layout.name, shapes), {})
+        counts[move.source or "(top)"] = found.counts[move.target]
+    for counts in alike.values():
+        if len(set(counts.values())) > 1:
+            shown = [f"{name} {count}" for name, count in counts.items()]
+            yield f"blocks of the same shapes have different head counts: {listed(shown)}"
+
+
+def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
+    """Every block of the layouts that a plan names, by layout, prefix and tensors."""
+    shapes = {name: tuple(one.shape) for name, one in info.items()}
+    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    return {
+        (name, block.prefix, frozenset(block.keys.values())): block
+        for name in layouts
+        for block in attention_blocks.find(shapes, [attention_blocks.named(name)])
+    }
+
+
+def _attention(
+    move: Move,
+    block: Block | None,
+    to: Layout,
+    file: Tensors,
+    parts: lazy_tensors.Parts,
+    found: Resolved,
+    fold_scale: bool,
+    cast: bool,
+) -> dict[str, Made]:
+    """The tensors of an attention block; its head count and notes go to `found`."""
+    if block is None:
+        raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
+    made, params, folded = lazy_tensors.attention(
+        block, file.info, parts, to, move.target, move.num_heads, fold_scale
+    )
+    if folded and folded not in found.notes:
+        found.notes.append(folded)
+    if to.name.endswith("-file") and (lead := np.shape(params.query.kernel)[:-3]):
+        raise ValueError(
+            f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
+            "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
+            ".pt or .npz"
+        )
+    found.blocks[move] = block
+    found.counts[move.target] = np.shape(params.query.kernel)[-2]
+    if not cast and (mixed := several_dtypes(params)):
+        found.notes.append(f"{move.target or '(top)'} keeps several dtypes: {mixed}")
+    return made
+
+
+def _beside(
+    move: Move, to: Layout, convention: Convention | None, file: Tensors, parts: lazy_tensors.Parts
+) -> dict[str, Made]:
+    """The tensors of what is no attention."""
+    if move.kind == "other":
+        if len(move.tensors) != 1:
+            raise ValueError(f"a module of kind other has one tensor, got {len(move.tensors)}")
+        if move.tensors != (move.source,):
+            raise ValueError(f"`from` must be the name of its tensor, {move.tensors[0]!r}")
+        return {move.target: lazy_tensors.other(parts, file.info, move.tensors[0])}
+    if convention is None:
+        raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")
+    module = module_of(move, file.info)
+    becomes = move.becomes or kind_there(module, to, convention, move.target)
+    if becomes not in convention.kinds:
+        raise ValueError(
+            f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"
+        )
+    return lazy_tensors.neighbour(module, file.info, parts, convention, becomes, move.target)
+
+
+def module_of(move: Move, info: Mapping[str, Any]) -> Module:
+    """The neighbour of a move, from the shapes of the source."""
+    convention = layer_layouts.named(move.layout)
+    keys = {}
+    for name in move.tensors:
+        prefix, _, key = other_layers.split(name)
+        if prefix != move.source:
+            raise ValueError(f"{name} is not under {move.source or '(top)'}")
+        keys[key] = name
+    return other_layers.as_kind(move.source, move.kind, convention, keys, info)

@@ -1,0 +1,272 @@
+"""What can be compared: attention blocks of files, states, parameters and live models."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmha import MHAParams, Semantics, checkpoint, multi_head_attention
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    described,
+    head_count,
+    hf_config,
+    keras_groups,
+    live_model,
+)
+from jaxmha.converters.discovery.attention_blocks import Block, shapes
+from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.verify.other_tensors import EMPTY, Source
+from jaxmha.params import check, from_leaves, leaves
+
+Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
+
+
+class BlockSide(NamedTuple):
+    """One attention block of a side.
+
+    Attributes:
+      name: prefix in the file, path in the model; "" for a single layer.
+      layout: the layout's name, or the class of a live layer.
+      params, semantics: as imported.
+      forward: runs it: the live layer itself, or jaxmha on the parameters.
+      live: whether a live layer runs.
+      kind: of a live layer: "torch", "keras", "linen" or "nnx", whatever its class is called.
+      path: where it stands, where `name` is what its user calls it.
+    """
+
+    name: str
+    layout: str
+    params: MHAParams
+    semantics: Semantics
+    forward: Forward
+    live: bool
+    kind: str = ""
+    path: str = ""
+
+
+class Side(NamedTuple):
+    """One side of a comparison: its attention blocks, and where all its tensors are.
+
+    `notes`: what was not read or not run, in words.
+    """
+
+    blocks: list[BlockSide]
+    source: Source = EMPTY
+    notes: tuple[str, ...] = ()
+
+
+FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
+
+
+def read(side: Any, num_heads: int | None = None) -> Side:
+    """Every attention block of a path, a flat dict of arrays, `MHAParams` (alone or with
+    `Semantics`), a live layer or model, or a linen pair `(module, variables)`.
+
+    Raises:
+      TypeError: it is none of these.
+      ValueError: no attention block in it, or one that cannot be read.
+    """
+    if isinstance(side, str | os.PathLike):
+        path = Path(side)
+        with checkpoint.open(path) as file:
+            found = _read_state(file, shapes(file), num_heads, file)
+            source = found.source._replace(source=path, info=dict(file.info))
+            none = f"{path.name}: no tensors, and not read: {listed(file.others)}"
+            found = Side(found.blocks, source, (none,) * bool(file.others))
+    elif isinstance(side, MHAParams):
+        found = Side(list(layers("", "jaxmha", side, Semantics())))
+    elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
+        found = Side(list(layers("", "jaxmha", *side)))
+    elif isinstance(side, Mapping):
+        found = _read_state(side, _shapes_of(side), num_heads)
+    else:
+        found = _read_live(side, num_heads)
+    if not found.blocks:
+        raise ValueError(f"no attention block found in {_shown(side)}")
+    return found
+
+
+def _read_state(
+    state: Mapping[str, Any],
+    all_shapes: Mapping[str, tuple[int, ...]],
+    num_heads: int | None = None,
+    file: checkpoint.Checkpoint | None = None,
+) -> Side:
+    """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
+
+    The head count of a file may stand in a config.json next to it.
+    """
+    path, configured = None, None
+    names: Mapping[str, str] = {}
+    metadata: Mapping[str, str] = {}
+    found = attention_blocks.find(all_shapes)
+    if file is not None:
+        path, names, metadata = file.path, file.names, file.metadata
+        hf_config.refuse_behaviour(path)
+        configured = described.of(file, found).heads
+    if broken := attention_blocks.damaged(all_shapes, found):
+        where = f"{path}: " if path is not None else ""
+        raise ValueError(printable(f"{where}{broken[0]}"))
+    sides: list[BlockSide] = []
+    for block in found:
+        count, _ = head_count.find(block, all_shapes, num_heads, metadata, configured)
+        try:
+            params, semantics = block.read(state, count)
+            name = names.get(block.prefix, block.prefix)
+            sides += layers(name, block.layout.name, params, semantics, block.prefix)
+        except ValueError as error:
+            where = f"{path}, " if path is not None else ""
+            raise ValueError(
+                printable(f"{where}block {block.prefix or '(top)'}: {error}")
+            ) from error
+    taken = frozenset(name for block in found for name in block.keys.values())
+    groups = keras_groups.of(names, metadata)
+    return Side(sides, Source(state, state, tuple(found), taken, names, groups))
+
+
+def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a flat dict; tensors without a shape that NumPy can tell have none."""
+    return {name: np.shape(array) for name, array in state.items()}
+
+
+def layers(
+    name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
+) -> Iterator[BlockSide]:
+    """The block; or, where it has leading axes, every layer in it."""
+    arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
+    lead = arrays["query.kernel"].shape[:-3]
+    check(params, len(lead))
+    if not lead:
+        yield of_params(name, layout, params, semantics)._replace(path=path)
+        return
+    for index in np.ndindex(lead):
+        one = from_leaves({leaf: array[index].copy() for leaf, array in arrays.items()})
+        side = of_params(f"{name}{list(index)}", layout, one, semantics)
+        yield side._replace(path=f"{path}{list(index)}")
+
+
+def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> BlockSide:
+    """A side that runs jaxmha on parameters of a single layer."""
+
+    def forward(
+        query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+    ) -> NDArray:
+        (B, T), S = query.shape[:2], key.shape[1]
+        full = np.ones((B, 1, T, S), bool) if mask is None else mask
+        full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
+        with exact_dtypes(query.dtype):  # masks of one shape: compiled once
+            out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
+            return to_numpy(out)
+
+    return BlockSide(name, layout, params, semantics, forward, live=False)
+
+
+@contextmanager
+def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
+    """float64 needs x64; highest precision, so that float32 is float32 everywhere.
+
+    Live layers promote dtypes and ranks by themselves, which users' tests may forbid.
+    """
+    with (
+        jax.enable_x64(dtype == np.float64),
+        jax.default_matmul_precision("highest"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def _read_live(side: Any, num_heads: int | None) -> Side:
+    """The attention layers of a live model, those written by hand, and its other tensors."""
+    module = side[0] if isinstance(side, tuple) and side else side
+    packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
+    package = next((p for p in packages if p in FRAMEWORKS), None)
+    if package is None:
+        raise TypeError(
+            f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
+            "layer or model of torch, keras or flax, or a linen pair (module, variables)"
+        )
+    whole = live_model.STATES[package](*(side if isinstance(side, tuple) else (side,)))
+    framework = FRAMEWORKS[package]
+    found: list[BlockSide] = []
+    taken: set[str] = set()
+    for name, layer in framework.attention_layers(side):
+        module = layer[0] if isinstance(layer, tuple) else layer
+        path = next((path for path, one in whole.layers.items() if one is module), name)
+        found.append(_live_block(name, layer, package)._replace(path=path))
+        taken |= live_model.under(whole, module)
+    rest = {name: x for name, x in whole.state.items() if name not in taken}
+    written, more, notes = _by_hand(rest, whole, num_heads)
+    taken |= {name for block in more for name in block.keys.values()}
+    source = Source(whole.state, whole.state, tuple(more), frozenset(taken), whole.names)
+    return Side([*found, *written], source, notes)
+
+
+def _by_hand(
+    state: Mapping[str, Any], whole: live_model.Live, num_heads: int | None
+) -> tuple[list[BlockSide], list[Block], tuple[str, ...]]:
+    """Attention of classes written by hand, by the weights alone: how to call it is not known."""
+    there = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
+    written: list[BlockSide] = []
+    notes = []
+    found = attention_blocks.find(there)
+    for block in found:
+        own = live_model.head_count(whole, block.prefix)
+        if None not in (own, num_heads) and own != num_heads:
+            raise ValueError(
+                f"num_heads={num_heads} is given, and {block.prefix or 'the layer'} has {own}: "
+                "leave it out, or correct the one that is wrong"
+            )
+        count, _ = head_count.find(block, there, num_heads or own)
+        params, semantics = block.read(state, count)
+        name = whole.names.get(block.prefix, block.prefix) if block.prefix else ""
+        shown = type(whole.layers.get(block.prefix)).__name__
+        written += layers(
+            name, f"{shown}, weights of layout {block.layout.name}", params, semantics
+        )
+        notes.append(
+            f"{name or shown} is a class written by hand: its weights were compared, and its "
+            "forward was not run"
+        )
+    return written, found, tuple(notes)
+
+
+def _live_block(name: str, layer: Any, package: str) -> BlockSide:
+    framework = FRAMEWORKS[package]
+    # A comparison is for layers that do something else, too.
+    read = getattr(framework, "weights_of", framework.from_module)
+    params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
+    if (lead := np.shape(params.query.kernel)[:-3]) != ():
+        raise ValueError(
+            f"{name or _shown(layer)} has stacked layers (leading axes {lead}), which one live "
+            "layer cannot run: compare its weights as a flat dict of arrays"
+        )
+
+    def forward(
+        query: NDArray,
+        key: NDArray,
+        value: NDArray,
+        mask: NDArray | None = None,
+    ) -> NDArray:
+        with exact_dtypes(query.dtype):
+            result: NDArray = framework.forward(layer, query, key, value, mask)
+            return result
+
+    shown = type(layer[0] if isinstance(layer, tuple) else layer)
+    label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
+    flavour = "linen" if isinstance(layer, tuple) else "nnx"
+    kind = flavour if package == "flax" else package
+    return BlockSide(name, label, params, semantics, forward, live=True, kind=kind)
+
+
+def _shown(side: Any) -> str:
+    return str(side) if isinstance(side, str | os.PathLike) else f"a {type(side).__name__}"

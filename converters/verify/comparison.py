@@ -1,0 +1,348 @@
+"""Are two sides the same attention? Weights bit by bit, and outputs against float64.
+
+A forward comparison cannot see everything (a key bias cancels in the softmax), and equal weights
+do not prove that a layer applies its mask: both are always compared.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from jaxmha import MHAParams
+from jaxmha.checkpoint import CheckpointError
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.verify import (
+    comparands,
+    diagnosis,
+    forward_check,
+    keras_pairs,
+    oracle,
+    other_tensors,
+)
+from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.other_tensors import Left
+from jaxmha.converters.verify.weights import Difference, differences_of
+from jaxmha.params import check, leaves
+
+# What of two errors counts as alike, for those who compare reports.
+RATIO = forward_check.RATIO
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """The comparison of one pair of blocks.
+
+    Attributes:
+      a, b: names of the block on either side ("" for a single layer), with `layouts`.
+      num_heads: N.
+      differences: of weights; empty: identical, 0 ULP.
+      behaviour: fields of `Semantics` that differ.
+      errors: mask -> RMS error of either side's forward against the float64 oracle on that
+        side's weights, in units of the rounding floor of the output.
+      departs: the first stage at which the two sides part, or None.
+      explanation: the single mistake that makes one side of the other, where there is one.
+      same: weights (but for biases of zeros) and behaviour are identical, and no side's error stands out.
+    """
+
+    a: str
+    b: str
+    layouts: tuple[str, str]
+    num_heads: int
+    dtypes: tuple[str, str]
+    differences: tuple[Difference, ...]
+    behaviour: tuple[str, ...]
+    errors: dict[str, tuple[float, float]]
+    departs: str | None
+    explanation: str | None
+    same: bool
+
+    def __str__(self) -> str:
+        name = (
+            self.a
+            if self.a == self.b
+            else f"{self.a or self.layouts[0]} / {self.b or self.layouts[1]}"
+        )
+        lines = [f"{printable(name) or 'layer'}: {'same' if self.same else 'DIFFERENT'}"]
+        weights = ": identical (0 ULP)" if not self.differences else " differ:"
+        if self.differences and all(difference.harmless for difference in self.differences):
+            weights = ": the same, but for zeros that change nothing:"
+        lines.append(f"  weights{weights}")
+        lines += [f"    {difference}" for difference in self.differences]
+        lines += [f"  behaviour: {text}" for text in self.behaviour]
+        lines += [
+            f"  forward, {mask}: error {a:.3g} and {b:.3g} rounding floors of the output"
+            for mask, (a, b) in self.errors.items()
+        ]
+        if self.departs is not None:
+            lines.append(f"  first departs at: {self.departs}")
+        if self.explanation is not None:
+            lines.append(f"  explained by: {self.explanation}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of two sides; true exactly when they are the same.
+
+    Attributes:
+      blocks: of attention. only_a, only_b: names of blocks that have no counterpart.
+      outside: tensors outside attention that differ, by their name in the first side, and how.
+      not_compared: tensors that have no counterpart, or are none of numbers.
+    """
+
+    blocks: tuple[BlockReport, ...]
+    only_a: tuple[str, ...] = ()
+    only_b: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    outside: Mapping[str, str] = field(default_factory=dict)
+    not_compared: tuple[Left, ...] = ()
+
+    @property
+    def different(self) -> bool:
+        """Something that was compared differs, or a block of attention is on one side alone."""
+        alike = not self.only_a and not self.only_b and not self.outside
+        return not (alike and all(block.same for block in self.blocks))
+
+    @property
+    def same(self) -> bool:
+        """Every tensor of either side has been compared, and every one is the same."""
+        return not self.different and not self.not_compared
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    @property
+    def verdict(self) -> str:
+        """In words: "the same", "different", or how much was not compared."""
+        return verdict(self.same, self.different, len(self.not_compared))
+
+    def __str__(self) -> str:
+        lines = [str(block) for block in self.blocks]
+        lines += [f"{printable(name)}: only in the first" for name in self.only_a]
+        lines += [f"{printable(name)}: only in the second" for name in self.only_b]
+        lines += [
+            printable(f"{name}: differs, outside attention: {how}")
+            for name, how in self.outside.items()
+        ]
+        lines += [printable(f"not compared: {left}") for left in self.not_compared]
+        return "\n".join([*lines, *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        return {"same": self.same, "different": self.different, **asdict(self)}
+
+
+def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> Report:
+    """Compares every tensor of two sides: attention blocks, and all that is outside them.
+
+    A side is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
+    torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired
+    by name, or in order where names differ and their number agrees; other layers by name. Tensors
+    of one side alone are in `not_compared`, and then the report is falsy.
+
+    Args:
+      a, b: the sides.
+      num_heads: for sides that do not store it; what one side knows serves the other.
+      seed: of the random inputs of the forward comparison.
+
+    Raises:
+      TypeError, ValueError: a side cannot be read.
+
+    >>> import torch
+    >>> layer = torch.nn.MultiheadAttention(6, 2)
+    >>> compare(layer, layer.state_dict()).same
+    True
+    """
+    side_a, side_b = read_both(a, b, num_heads)
+    pairs, only_a, only_b, notes = pair(side_a.blocks, side_b.blocks)
+    reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
+    rest = other_tensors.compare(side_a.source, side_b.source)
+    notes += (*rest.notes, *dict.fromkeys((*side_a.notes, *side_b.notes)))
+    return Report(reports, only_a, only_b, notes, rest.differing, rest.left)
+
+
+def verdict(same: bool, different: bool, left: int) -> str:
+    """The result of a comparison, in words.
+
+    >>> verdict(False, False, 2)
+    'not fully compared: 2 tensors were not compared, and nothing else differs'
+    """
+    if same:
+        return "the same"
+    tensors = f"{left} tensor{' was' if left == 1 else 's were'} not compared"
+    if different:
+        return f"different; {tensors}" if left else "different"
+    return f"not fully compared: {tensors}, and nothing else differs"
+
+
+def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> None:
+    """For tests: raises AssertionError with the findings unless `compare` finds both the same."""
+    report = compare(a, b, num_heads=num_heads, seed=seed)
+    if not report:
+        raise AssertionError(f"the two sides are not the same\n{report}")
+
+
+_UNSEEN = "the output does not show it"
+
+
+def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
+    """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
+    differences = tuple(differences_of(a.params, b.params))
+    held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
+    behaviour = tuple(_behaviour(a, b))
+    errors: dict[str, tuple[float, float]] = {}
+    if comparable := _sizes(a) == _sizes(b):
+        with np.errstate(invalid="ignore"):  # NaN is said in words, and infinity - infinity is NaN
+            errors = forward_check.errors(a, b, seed)
+    counted = [difference for difference in differences if not difference.harmless]
+    alike = forward_check.alike(a, b, seed, errors) if errors and not counted else True
+    departs, explanation = None, diagnosis.explain(a.params, b.params)
+    if not comparable:
+        departs = "shapes"
+    elif held:
+        departs = f"no output can be compared: {', '.join(held)} holds NaN or infinity"
+    elif counted or behaviour:
+        departs = first_departure(a, b, seed)
+        explanation = explanation or _other_scale(a, b, departs)
+    elif not alike:
+        departs = "output: the weights agree, so a live layer computes something else"
+        explanation = forward_check.explain_forward(a, seed) or forward_check.explain_forward(
+            b, seed
+        )
+    return BlockReport(
+        a.name,
+        b.name,
+        (a.layout, b.layout),
+        check(a.params)["N"],
+        (forward_check.dtype_of(a).name, forward_check.dtype_of(b).name),
+        differences,
+        behaviour,
+        errors,
+        departs,
+        explanation,
+        same=comparable and not counted and not behaviour and alike and not held,
+    )
+
+
+def not_finite(params: MHAParams) -> list[str]:
+    """Leaves that hold NaN or infinity."""
+    arrays = leaves(params).items()
+    return [name for name, leaf in arrays if not np.isfinite(to_numpy(leaf)).all()]
+
+
+def _behaviour(a: BlockSide, b: BlockSide) -> Iterator[str]:
+    """Fields of the semantics in which two sides differ."""
+    for name in ("scale", "logits_soft_cap", "add_zero_attn", "qk_norm", "qk_norm_epsilon"):
+        x, y = (getattr(side.semantics, name) for side in (a, b))
+        if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
+            yield f"{name} is {x!r} and {y!r}"
+
+
+def _scale(side: BlockSide) -> float:
+    scale, H = side.semantics.scale, check(side.params)["H"]
+    return float(H**-0.5 if scale is None else scale)
+
+
+def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
+    """One side divides the logits by the square root of H, and the other does not, or its queries
+    make up for it."""
+    low, high = sorted((_scale(a), _scale(b)))
+    if departs is not None and departs.endswith(_UNSEEN):
+        folded = not math.isclose(low, high, rel_tol=1e-12)
+        return "the scale is folded into the query: outputs are the same" if folded else None
+    usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
+    return forward_check.MISSING_SCALE if usual and low < high == 1 else None
+
+
+def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
+    """The first stage at which the float64 oracle on either side's weights gives other values.
+
+    None: the difference leaves every stage as it is, up to float64 rounding.
+    """
+    inputs, mask = forward_check.inputs(a, seed), forward_check.masks()["padding"]
+    stages = [oracle.run(side.params, side.semantics, *inputs, mask=mask) for side in (a, b)]
+    first = None
+    for name, x, y in zip(oracle.Stages._fields, *stages, strict=True):
+        if x.shape != y.shape:
+            return f"{name}: shapes {x.shape} and {y.shape}"
+        finite = np.isfinite(x)
+        scale = np.abs(x[finite]).max(initial=0.0)
+        departure = np.abs(x[finite] - y[finite]).max(initial=0.0)
+        if departure > 1e-12 * max(scale, 1e-300):
+            shown = f"{name} ({departure / max(scale, 1e-300):.2g} of its largest value)"
+            if first is None:
+                first = shown
+        elif name == "output" and first is not None:
+            return f"{first}; {_UNSEEN}"
+    return first
+
+
+def _sizes(side: BlockSide) -> dict[str, int]:
+    return check(side.params)
+
+
+def read_both(a: Any, b: Any, num_heads: int | None) -> tuple[comparands.Side, comparands.Side]:
+    """Reads both sides; the head count that only one of them stores serves the other."""
+    return keras_pairs.by_group(*_read_both(a, b, num_heads))
+
+
+def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[comparands.Side, comparands.Side]:
+    try:
+        side_a = comparands.read(a, num_heads)
+    except CheckpointError:
+        raise
+    except ValueError:
+        if num_heads is not None:
+            raise
+        side_b = comparands.read(b)
+        return comparands.read(a, _common_heads(side_b.blocks)), side_b
+    try:
+        return side_a, comparands.read(b, num_heads)
+    except CheckpointError:
+        raise
+    except ValueError:
+        if num_heads is not None:
+            raise
+        return side_a, comparands.read(b, _common_heads(side_a.blocks))
+
+
+def _common_heads(found: Sequence[BlockSide]) -> int | None:
+    heads = {check(side.params)["N"] for side in found}
+    return heads.pop() if len(heads) == 1 else None
+
+
+def pair(
+    a: Sequence[BlockSide], b: Sequence[BlockSide]
+) -> tuple[list[tuple[BlockSide, BlockSide]], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """By name or else by path, whatever the separator; else in order, where the numbers agree."""
+    sets = [_by(x, "name") for x in (a, b)], [_by(x, "path") for x in (a, b)]
+    by_name = next((x for x in sets if _pairs(x, (a, b))), sets[0])
+    common = [name for name in by_name[0] if name in by_name[1]]
+    unique = all(len(names) == len(x) for names, x in zip(by_name, (a, b), strict=True))
+    if not unique and len(a) != len(b):
+        raise ValueError("two blocks of one side have the same name: rename one")
+    if (not common or not unique) and len(a) == len(b):
+        note = (
+            "blocks are paired in order, since their names do not pair them: check that it is right"
+        )
+        named = any(x.name and y.name for x, y in zip_longest(a, b))
+        return list(zip(a, b, strict=True)), (), (), (note,) if named else ()
+    only_a, only_b = (
+        tuple(side.name for name, side in x.items() if name not in common) for x in by_name
+    )
+    return [(by_name[0][name], by_name[1][name]) for name in common], only_a, only_b, ()
+
+
+def _by(side: Sequence[BlockSide], what: str) -> dict[str, BlockSide]:
+    return {getattr(block, what).replace("/", "."): block for block in side}
+
+
+def _pairs(found: Sequence[Mapping[str, BlockSide]], both: Sequence[Sequence[BlockSide]]) -> bool:
+    """True if names are unique on either side, and one is on both."""
+    unique = all(len(names) == len(side) for names, side in zip(found, both, strict=True))
+    return unique and bool(found[0].keys() & found[1].keys())

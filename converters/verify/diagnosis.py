@@ -1,0 +1,333 @@
+"""Single mistakes of a conversion that every shape check lets through, and how they are told.
+
+Square matrices look alike whichever way they are read, so a wrong conversion loads without an
+error. Each mistake is a rewriting of the right leaves; where it turns one side's weights into the
+other's, bit by bit, it is the explanation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha import MHAParams
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.params import CANONICAL, leaves
+
+Leaves = Mapping[str, NDArray]
+
+
+class Mistake(NamedTuple):
+    """A mistake in single leaves and its remedy; `explains` compares a leaf of either side."""
+
+    name: str
+    remedy: str
+    explains: Callable[[str, NDArray, NDArray], bool]
+
+
+class Exchange(NamedTuple):
+    """A mistake that moves values between leaves; `rewrite` gives what it may make of all."""
+
+    name: str
+    remedy: str
+    rewrite: Callable[[Leaves], Iterator[dict[str, NDArray]]]
+
+
+def explain(a: MHAParams, b: MHAParams) -> str | None:
+    """The single mistake that turns the first side's weights into the second's; None: none does.
+
+    Which side is the right one cannot be seen from the weights.
+
+    >>> from jaxmha import Projection
+    >>> q, k, v = (Projection(np.random.default_rng(i).normal(size=(6, 2, 3))) for i in range(3))
+    >>> print(explain(MHAParams(q, k, v), MHAParams(k, q, v)))
+    query and key exchanged: call or pack them as (query, key, value)
+    """
+    x, y = ({n: to_numpy(leaf) for n, leaf in leaves(side).items()} for side in (a, b))
+    zero = [n for n in {**x, **y} if harmless(n, x.get(n), y.get(n))]
+    x, y = ({n: leaf for n, leaf in side.items() if n not in zero} for side in (x, y))
+    for one, other in _of_one_dtype(x, y):
+        if _equal(one, other):
+            return None
+        for exchange in EXCHANGES:
+            if any(_equal(rewritten, other) for rewritten in exchange.rewrite(one)):
+                return f"{exchange.name}: {exchange.remedy}"
+        for mistake in MISTAKES:
+            if found := _leaves_hit(mistake, one, other):
+                return f"{mistake.name} in {', '.join(found)}: {mistake.remedy}"
+    return None
+
+
+class Explained(NamedTuple):
+    """Leaves that one mistake explains, and its remedy; None: they differ otherwise."""
+
+    name: str
+    remedy: str | None
+    leaves: tuple[str, ...]
+
+
+def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
+    """All leaves that differ, by the mistakes that explain them: several may be made at once.
+
+    Leaves that none explains come by role, their biases together.
+
+    >>> x = {"query.kernel": np.ones((6, 2, 3)), "out.bias": np.ones(6)}
+    >>> y = {"query.kernel": np.zeros((6, 2, 3))}
+    >>> [(found.name, found.leaves) for found in explain_each(x, y)]
+    [('dropped bias', ('out.bias',)), ('query weights', ('query.kernel',))]
+    """
+    absent = np.zeros(0)
+    left = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
+    left = [n for n in left if not harmless(n, x.get(n), y.get(n))]
+    found: list[Explained] = []
+    for exchange in EXCHANGES:
+        for made in exchange.rewrite(x):
+            moved = [n for n in made if n not in x or not _same(made[n], x[n])]
+            if moved and all(n in left and n in y and _same(made[n], y[n]) for n in moved):
+                found.append(Explained(exchange.name, exchange.remedy, tuple(moved)))
+                left = [n for n in left if n not in moved]
+    for mistake in MISTAKES:
+        hit = [n for n in left if mistake.explains(n, x.get(n, absent), y.get(n, absent))]
+        if hit:
+            found.append(Explained(mistake.name, mistake.remedy, tuple(hit)))
+            left = [n for n in left if n not in hit]
+    roles: dict[str, list[str]] = {}
+    for n in left:
+        role, _, part = n.partition(".")
+        named = "biases" if part == "bias" else f"{role.replace('out', 'output')} weights"
+        roles.setdefault(named, []).append(n)
+    return found + [Explained(name, None, tuple(hit)) for name, hit in roles.items()]
+
+
+def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
+    """Whether a leaf is a bias of zeros on either side, or of zeros and absent: nothing changes."""
+    return name.endswith(".bias") and all(side is None or not side.any() for side in (x, y))
+
+
+def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
+    """Both sides as they are, then each rounded to the dtype of the other, where it has one."""
+    yield x, y
+    kinds = [{leaf.dtype for leaf in side.values()} for side in (x, y)]
+    if kinds[0] != kinds[1]:
+        if len(kinds[1]) == 1:
+            yield _rounded(x, *kinds[1]), y
+        if len(kinds[0]) == 1:
+            yield x, _rounded(y, *kinds[0])
+
+
+def _rounded(side: Leaves, dtype: np.dtype[Any]) -> Leaves:
+    with np.errstate(over="ignore"):
+        return {name: leaf.astype(dtype) for name, leaf in side.items()}
+
+
+def _leaves_hit(mistake: Mistake, x: Leaves, y: Leaves) -> list[str]:
+    """The leaves that differ, where the mistake explains every one of them; else none."""
+    hit = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
+    absent = np.zeros(0)
+    explained = (mistake.explains(n, x.get(n, absent), y.get(n, absent)) for n in hit)
+    return hit if all(explained) else []
+
+
+def _rewriting(
+    rewrite: Callable[[str, NDArray], Iterator[NDArray]],
+) -> Callable[[str, NDArray, NDArray], bool]:
+    """Explains a pair of leaves where it makes one of them from the other."""
+
+    def explains(name: str, x: NDArray, y: NDArray) -> bool:
+        return any(
+            _same(made, other)
+            for one, other in ((x, y), (y, x))
+            if one.size
+            for made in rewrite(name, one)
+        )
+
+    return explains
+
+
+def _equal(x: Leaves, y: Leaves) -> bool:
+    return x.keys() == y.keys() and all(_same(x[name], y[name]) for name in x)
+
+
+def _same(x: NDArray, y: NDArray) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def _heads_last(name: str, array: NDArray) -> NDArray | None:
+    """A leaf as (rest, heads, head size), None where it has no heads."""
+    if name == "out.bias" or name not in _ROLES:
+        return None
+    if name == "out.kernel":
+        return rearrange(array, "N h D -> D N h")
+    return array if array.ndim == 3 else array[None]
+
+
+_ROLES = (
+    "query.kernel", "key.kernel", "value.kernel", "out.kernel",
+    "query.bias", "key.bias", "value.bias",
+)  # fmt: skip
+
+
+def _restored(name: str, array: NDArray, like: NDArray) -> NDArray:
+    if name == "out.kernel":
+        array = rearrange(array, "D N h -> N h D")
+    return np.ascontiguousarray(array.reshape(array.shape if like.ndim == 3 else array.shape[1:]))
+
+
+def _transposed(name: str, array: NDArray) -> Iterator[NDArray]:
+    if name.endswith("kernel"):
+        matrix = array.reshape(
+            (-1, array.shape[2]) if name == "out.kernel" else (array.shape[0], -1)
+        )
+        if matrix.shape[0] == matrix.shape[1]:
+            yield np.ascontiguousarray(matrix.T).reshape(array.shape)
+
+
+def _heads_and_size_exchanged(name: str, array: NDArray) -> Iterator[NDArray]:
+    heads = _heads_last(name, array)
+    if heads is not None:
+        _, N, H = heads.shape
+        merged = rearrange(heads, "D N H -> D (N H)")
+        yield _restored(name, rearrange(merged, "D (H N) -> D N H", N=N, H=H), array)
+
+
+def _rotary_order(name: str, array: NDArray) -> Iterator[NDArray]:
+    heads = _heads_last(name, array)
+    if name.split(".")[0] in ("query", "key") and heads is not None and heads.shape[2] % 2 == 0:
+        turned = rearrange(heads, "D N (pair two) -> D N (two pair)", two=2)
+        yield _restored(name, turned, array)
+
+
+def _dropped(name: str, x: NDArray, y: NDArray) -> bool:
+    return name.endswith(".bias") and bool(x.size) != bool(y.size)
+
+
+def _zero(name: str, x: NDArray, y: NDArray) -> bool:
+    return name.endswith(".bias") and x.shape == y.shape and bool(x.any()) != bool(y.any())
+
+
+def _permuted(name: str, x: NDArray, y: NDArray) -> bool:
+    one, other = (_heads_last(name, side) if side.size else None for side in (x, y))
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    orders = (sorted(side[:, n].tobytes() for n in range(side.shape[1])) for side in (one, other))
+    return next(orders) == next(orders)
+
+
+def _exchange(one: str, other: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
+    def rewrite(x: Leaves) -> Iterator[dict[str, NDArray]]:
+        swap = {one: other, other: one}
+        for parts in (("kernel", "bias"), ("kernel",), ("bias",)):
+            moved = {}
+            for name, array in x.items():
+                role, _, part = name.partition(".")
+                moved[f"{swap.get(role, role)}.{part}" if part in parts else name] = array
+            yield moved
+
+    return rewrite
+
+
+def _packing(wrote: str, read: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
+    def rewrite(x: Leaves) -> Iterator[dict[str, NDArray]]:
+        packed = {part: _repacked(x, part, wrote, read) for part in ("kernel", "bias")}
+        for parts in (("kernel", "bias"), ("kernel",), ("bias",)):
+            yield dict(x) | {k: leaf for part in parts for k, leaf in packed[part].items()}
+
+    return rewrite
+
+
+def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]:
+    """The kernels or biases of query, key and value packed in one order and read in another."""
+    names = [f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x]
+    if len(names) < 3 or len({x[name].shape for name in names}) > 1:
+        return {}
+    like = x[names[0]]
+    stack = np.stack([x[name] if like.ndim == 3 else x[name][None] for name in names])
+    rows = rearrange(stack, f"qkv D N H -> D ({wrote})")
+    sizes = {"qkv": 3, "N": stack.shape[2], "H": stack.shape[3]}
+    parts = rearrange(rows, f"D ({read}) -> qkv D N H", **sizes)
+    return {
+        name: np.ascontiguousarray(array.reshape(like.shape))
+        for name, array in zip(names, parts, strict=True)
+    }
+
+
+def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
+    """Every other way of splitting the merged axes: heads by the head size, or any other count."""
+    sizes: dict[str, int] = {}
+    for name, array in x.items():
+        sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))
+    if not sizes.keys() >= set("NKHh"):
+        return
+    N, K, H, h = (sizes[letter] for letter in "NKHh")
+    for heads in (n for n in range(1, N * H + 1) if n != N and (n == H) == swap):
+        if any(product % heads for product in (N * H, N * h)) or K * heads % N:
+            continue
+        new = sizes | {"N": heads, "K": K * heads // N, "H": N * H // heads, "h": N * h // heads}
+        shapes = {name: [new[letter] for letter in CANONICAL[name].split()] for name in x}
+        if all(x[name].size == np.prod(shape) for name, shape in shapes.items()):
+            yield {name: array.reshape(shapes[name]) for name, array in x.items()}
+
+
+EXCHANGES: tuple[Exchange, ...] = (
+    Exchange(
+        "query and key exchanged",
+        "call or pack them as (query, key, value)",
+        _exchange("query", "key"),
+    ),
+    Exchange(
+        "key and value exchanged",
+        "Keras is called as (query, value, key), everything else as (query, key, value)",
+        _exchange("key", "value"),
+    ),
+    Exchange(
+        "interleaved packing",
+        "rows packed as (qkv N H) were read head by head, as (N qkv H)",
+        _packing("qkv N H", "N qkv H"),
+    ),
+    Exchange(
+        "interleaved packing",
+        "rows packed head by head, as (N qkv H), were read as (qkv N H)",
+        _packing("N qkv H", "qkv N H"),
+    ),
+    Exchange(
+        "heads and head_dim exchanged",
+        "one side has N heads of size H, the other H heads of size N: give num_heads=N, head_dim=H",
+        lambda x: _split_as(x, swap=True),
+    ),
+    Exchange(
+        "wrong head count",
+        "give num_heads from the model's configuration",
+        lambda x: _split_as(x, swap=False),
+    ),
+)
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("dropped bias", "copy it, or check that the source has none", _dropped),
+    Mistake(
+        "zero bias",
+        "one side has zeros there, as Keras and Flax begin with: copy the other's, if both are to "
+        "be one layer",
+        _zero,
+    ),
+    Mistake(
+        "transposed kernel",
+        "torch Linear is (out, in), Dense and Conv1D are (in, out)",
+        _rewriting(_transposed),
+    ),
+    Mistake(
+        "heads and head size exchanged",
+        "the merged axis is (N H), heads outermost",
+        _rewriting(_heads_and_size_exchanged),
+    ),
+    Mistake(
+        "head order",
+        "the heads are the same in another order; harmless if every kernel and bias has it",
+        _permuted,
+    ),
+    Mistake(
+        "rotary convention",
+        "rows are ordered for pairs (2p, 2p + 1) on one side and (p, p + H / 2) on the other: "
+        "permute query and key, or set rope(interleaved=)",
+        _rewriting(_rotary_order),
+    ),
+)

@@ -1,0 +1,329 @@
+"""What differs between two layers, factor by factor, and what a mixture of both computes.
+
+A layer becomes a flat dict of values, so that a factor is the names of some of them: taking these
+from b and the rest from a is the layer in which that factor alone is changed.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import Mask, MHAParams, Semantics
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks import compare
+from jaxmha.converters.masks.compose import array_of
+from jaxmha.converters.verify import diagnosis, oracle
+from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer, significand
+from jaxmha.params import CANONICAL, check, from_leaves, leaves
+
+Values = dict[str, Any]
+
+# The parts of a mask that are compared for themselves, and the fields of `Mask` in each.
+MASKS = {
+    "mask.causal": ("causal_offset",),
+    "mask.window": ("window_size",),
+    "mask.padding": ("query_lengths", "key_value_lengths", "query_padding", "key_value_padding"),
+    "mask.segments": ("query_segments", "key_value_segments"),
+    "mask.array": ("array",),
+}
+_TITLES = {"mask.window": "window", "mask.segments": "segments"}
+_MERGED = {
+    "query.kernel": ("N", -1), "key.kernel": ("K", -1), "value.kernel": ("K", -1),
+    "query.bias": ("N", -1), "key.bias": ("K", -1), "value.bias": ("K", -1),
+    "bias_k": ("K", -1), "bias_v": ("K", -1),
+}  # fmt: skip
+
+
+class Factor(NamedTuple):
+    """One thing that differs: its name, a sentence, and the values in which it lies."""
+
+    name: str
+    sentence: str
+    values: tuple[str, ...]
+
+
+def values_of(layer: Layer, inputs: Inputs) -> Values:
+    """Everything that the layer's output depends on, by name; weights in float64, heads merged."""
+    sizes = check(layer.params)
+    query, key, _ = inputs
+    T, S = query.shape[1], key.shape[1]
+    here = {"B": len(query), "N": sizes["N"], "T": T, "S": S}
+    mask, bias, blocked = layer.conditions(here)
+    if bias is not None:
+        bias = np.broadcast_to(bias, (*bias.shape[:3], S))
+    values: Values = {"heads": (sizes["N"], sizes["K"])}
+    for name, leaf in leaves(layer.params).items():
+        values[name] = _merged(name, to_numpy(leaf).astype(np.float64))
+    for name, fields in MASKS.items():
+        own = {field: getattr(mask, field) for field in fields}
+        values[name] = array_of(Mask(**own), T, S)
+    semantics, wide = layer.semantics, _at_least_float32(layer.dtype)
+    softmax = semantics.softmax_dtype
+    return values | {
+        "scale": semantics.scale,
+        "soft cap": semantics.logits_soft_cap,
+        "norm": (semantics.qk_norm, semantics.qk_norm_epsilon),
+        "zero position": semantics.add_zero_attn,
+        "bias": bias,
+        "blocked": blocked,
+        "empty": blocked.constant if blocked.added else semantics.fully_masked,
+        "softmax": softmax
+        if softmax is not None and significand(softmax) < significand(wide)
+        else None,
+        "sum": wide if softmax is None else np.dtype(softmax),
+    }
+
+
+def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Factor]]:
+    """The values of both layers, and every factor in which they differ.
+
+    Raises:
+      ValueError: inputs or outputs of the two have other widths, so that nothing can be swapped.
+    """
+    check_widths(a.params, b.params)
+    sizes = check(a.params), check(b.params)
+    if sizes[0]["K"] != sizes[1]["K"]:  # the same function without groups
+        a, b = (replace(x, params=_ungrouped(x.params)) for x in (a, b))
+    x, y = values_of(a, inputs), values_of(b, inputs)
+    found = [*_weights(a, b, x, y), *_masks(x, y), *_behaviour(a, b, x, y)]
+    return x, y, found
+
+
+def check_widths(a: MHAParams, b: MHAParams) -> None:
+    """Raises ValueError where two layers take or give arrays of other widths."""
+    sizes = check(a), check(b)
+    for letter in ("Dq", "Dk", "Dv"):
+        if sizes[0][letter] != sizes[1][letter]:
+            raise ValueError(
+                f"the layers take inputs of other widths: {letter}={sizes[0][letter]} and "
+                f"{sizes[1][letter]}; their outputs cannot be compared"
+            )
+    widths = [n.get("Do", n["N"] * n["h"]) for n in sizes]
+    if widths[0] != widths[1]:
+        raise ValueError(f"the outputs have other widths: {widths[0]} and {widths[1]}")
+
+
+def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
+    """What a layer of these values answers, `B T Do`, in float64 but for what is declared narrower."""
+    N, K = values["heads"]
+    arrays: dict[str, Any] = {}
+    for name in CANONICAL:
+        if (array := values.get(name)) is not None:
+            arrays[name] = _split(name, array, N, K)
+    qk_norm, epsilon = values["norm"]
+    semantics = Semantics(
+        scale=values["scale"],
+        logits_soft_cap=values["soft cap"],
+        add_zero_attn=values["zero position"],
+        qk_norm=qk_norm,
+        qk_norm_epsilon=epsilon,
+    )
+    parts = [values[name] for name in MASKS if values[name] is not None]
+    mask = reduce(np.logical_and, parts) if parts else None
+
+    def softmax(logits: NDArray, allowed: NDArray) -> NDArray:
+        return _softmax(logits, allowed, values)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return oracle.run(from_leaves(arrays), semantics, *inputs, mask, softmax=softmax).output
+
+
+def _softmax(logits: NDArray, allowed: NDArray, values: Mapping[str, Any]) -> NDArray:
+    """Probabilities with the constants and roundings that the values declare."""
+    narrow, total, bias = values["softmax"], values["sum"], values["bias"]
+    logits = _rounded(logits, narrow)
+    if bias is not None:
+        bias = np.pad(bias, ((0, 0),) * 3 + ((0, logits.shape[3] - bias.shape[3]),))
+        allowed = allowed & (bias != -np.inf)
+        logits = _rounded(logits + np.where(bias == -np.inf, 0.0, bias), total)
+    constant, added = values["blocked"]
+    blocked = _rounded(logits + constant if added else np.full_like(logits, constant), total)
+    found = _normalised(np.where(allowed, logits, blocked), narrow)
+    empty = ~allowed.any(-1)
+    if not empty.any():
+        return found
+    answer = values["empty"]
+    if answer == "mean":
+        found[empty] = 1 / logits.shape[3]
+    elif isinstance(answer, str):
+        found[empty] = 0.0 if answer == "zero" else np.nan
+    else:
+        found[empty] = _normalised(_rounded(logits[empty] + answer, total), narrow)
+    return found
+
+
+def _normalised(logits: NDArray, narrow: Any) -> NDArray:
+    highest = logits.max(-1, keepdims=True)
+    exps = _rounded(np.exp(logits - np.where(highest == -np.inf, 0.0, highest)), narrow)
+    total = _rounded(exps.sum(-1, keepdims=True), narrow)
+    return _rounded(exps / np.where(total == 0, 1.0, total), narrow)
+
+
+def _rounded(x: NDArray, dtype: Any) -> NDArray:
+    return x if dtype is None else x.astype(dtype).astype(np.float64)
+
+
+def _at_least_float32(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def _merged(name: str, leaf: NDArray) -> NDArray:
+    if name == "out.kernel":
+        return leaf.reshape(-1, leaf.shape[2])
+    return leaf.reshape(*leaf.shape[:-2], -1) if name in _MERGED else leaf
+
+
+def _split(name: str, array: NDArray, N: int, K: int) -> NDArray:
+    if name == "out.kernel":
+        return array.reshape(N, -1, array.shape[1])
+    if name not in _MERGED:
+        return array
+    heads = N if _MERGED[name][0] == "N" else K
+    return array.reshape(*array.shape[:-1], heads, -1)
+
+
+def _ungrouped(params: MHAParams) -> MHAParams:
+    sizes = check(params)
+    groups = sizes["N"] // sizes["K"]
+    found: dict[str, Any] = {
+        name: np.repeat(to_numpy(leaf), groups, axis=-2)
+        if name in _MERGED and _MERGED[name][0] == "K"
+        else leaf
+        for name, leaf in leaves(params).items()
+    }
+    return from_leaves(found)
+
+
+def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
+    """Heads and weights; all of them at once where sizes leave nothing to swap one by one."""
+    names = [n for n in CANONICAL if n in x or n in y]
+    shapes = [{n: v[n].shape for n in names if n in v} for v in (x, y)]
+    common = [n for n in names if n in x and n in y and "norm" not in n]
+    if any(shapes[0][n] != shapes[1][n] for n in common):
+        return [
+            Factor("weights", "the weights have other sizes, and go together", (*names, "heads"))
+        ]
+    found: list[Factor] = []
+    norm = ("query_norm", "key_norm", "norm")
+    if x["heads"] != y["heads"]:
+        moved = norm if any(n in v for n in norm[:2] for v in (x, y)) else ()
+        sentence = f"a splits its features into {x['heads'][0]} heads, b into {y['heads'][0]}"
+        found.append(Factor("number of heads", sentence, ("heads", *moved)))
+    elif x["norm"] != y["norm"] or any(_differs(x.get(n), y.get(n)) for n in norm[:2]):
+        sentence = f"queries and keys are normalised by {x['norm'][0]} in a, {y['norm'][0]} in b"
+        found.append(Factor("query and key norm", sentence, norm))
+    plain = [n for n in names if n not in norm and (n in x or n in y)]
+    extra = ("bias_k", "bias_v")
+    if any((n in x) != (n in y) for n in extra):
+        which = "a" if "bias_k" in x else "b"
+        sentence = f"only {which} has a learned key position to attend"
+        found.append(Factor("learned key position", sentence, extra))
+        plain = [n for n in plain if n not in extra]
+    rounded = [n for n in plain if n in x and n in y and _is_rounding(x[n], y[n], a.dtype, b.dtype)]
+    if rounded:
+        kinds = f"{a.dtype} in a, {b.dtype} in b"
+        found.append(Factor("rounded weights", f"the same weights, {kinds}", tuple(rounded)))
+    # A mistake shows in the split in which it was made.
+    readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
+    for part in min(readings, key=lambda parts: sum(part.remedy is None for part in parts)):
+        of = ", ".join(part.leaves)
+        what = part.remedy or "the values are others, and no known mistake makes one of the other"
+        found.append(Factor(part.name, f"{of}: {what}", part.leaves))
+    return found
+
+
+def _is_rounding(one: NDArray, other: NDArray, a: np.dtype[Any], b: np.dtype[Any]) -> bool:
+    """Whether one is the other, rounded to its dtype."""
+    if not _differs(one, other):
+        return False
+    return np.array_equal(_rounded(one, b), other) or np.array_equal(one, _rounded(other, a))
+
+
+def _explained(
+    names: list[str], x: Values, y: Values, heads: tuple[int, int]
+) -> list[diagnosis.Explained]:
+    ours, theirs = ({n: _split(n, v[n], *heads) for n in names if n in v} for v in (x, y))
+    return diagnosis.explain_each(ours, theirs)
+
+
+def _masks(x: Values, y: Values) -> list[Factor]:
+    """Part by part where both sides have the same ones; what only one side has, against the rest."""
+    apart = [[n for n in MASKS if v[n] is not None and w[n] is None] for v, w in ((x, y), (y, x))]
+    if all(apart):
+        for v, names in zip((x, y), apart, strict=True):
+            joined = [v[n] for n in {*names, "mask.array"} if v[n] is not None]
+            v.update(dict.fromkeys(names))
+            v["mask.array"] = reduce(np.logical_and, joined)
+    found = []
+    for name in MASKS:
+        if _differs_as_mask(x[name], y[name]):
+            title, sentence = compare.explain(x[name], y[name])
+            if name == "mask.causal" and title == "mask ignored":
+                title = "causality"
+                sentence = sentence.replace("a mask", "a causal mask")
+            if title in ("mask", "mask shifted"):
+                title = _TITLES.get(name, title)
+                if name == "mask.padding" and title == "mask shifted":
+                    title = "padding shifted"
+            found.append(Factor(title, sentence, (name,)))
+    return found
+
+
+def _behaviour(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
+    found = []
+    scales = [_scale(layer) for layer in (a, b)]
+    if x["scale"] != y["scale"] and (
+        x["heads"] != y["heads"] or not math.isclose(*scales, rel_tol=1e-12)
+    ):
+        sentence = f"a multiplies the logits by {scales[0]:.4g}, b by {scales[1]:.4g}"
+        found.append(Factor("scale", sentence, ("scale",)))
+    if x["soft cap"] != y["soft cap"]:
+        caps = [f"at {c:g}" if c is not None else "not" for c in (x["soft cap"], y["soft cap"])]
+        sentence = f"the logits are capped {caps[0]} in a, {caps[1]} in b"
+        found.append(Factor("soft cap", sentence, ("soft cap",)))
+    if x["zero position"] != y["zero position"]:
+        which = "a" if x["zero position"] else "b"
+        found.append(
+            Factor("zero position", f"only {which} has a zero key to attend", ("zero position",))
+        )
+    if _differs(x["bias"], y["bias"]):
+        found.append(Factor("bias", "what is added to the logits differs", ("bias",)))
+    if x["blocked"] != y["blocked"]:
+        sentence = f"a {x['blocked']} what is blocked, b {y['blocked']}"
+        found.append(Factor("mask constant", sentence, ("blocked",)))
+    if x["empty"] != y["empty"]:
+        sentence = f"a row with nothing left to attend is {_answer(x)} in a, {_answer(y)} in b"
+        found.append(Factor("fully masked rows", sentence, ("empty",)))
+    sums = any(v["bias"] is not None or Blocked(*v["blocked"]).added for v in (x, y))
+    if x["softmax"] != y["softmax"] or (sums and x["sum"] != y["sum"]):
+        sentence = f"the softmax is in {x['sum']} in a, in {y['sum']} in b"
+        found.append(Factor("softmax dtype", sentence, ("softmax", "sum")))
+    return found
+
+
+def _answer(values: Values) -> str:
+    answer = values["empty"]
+    if isinstance(answer, str):
+        return {"zero": "0", "nan": "NaN", "mean": "the mean of the values"}[answer]
+    return f"what adding {answer:g} leaves in {values['sum']}"
+
+
+def _scale(layer: Layer) -> float:
+    scale, H = layer.semantics.scale, check(layer.params)["H"]
+    return float(H**-0.5 if scale is None else scale)
+
+
+def _differs(a: NDArray | None, b: NDArray | None) -> bool:
+    if a is None or b is None:
+        return (a is None) != (b is None)
+    return not np.array_equal(a, b, equal_nan=True)
+
+
+def _differs_as_mask(a: NDArray | None, b: NDArray | None) -> bool:
+    one, other = (np.ones((1,) * 4, bool) if x is None else x for x in (a, b))
+    shape = np.broadcast_shapes(one.shape, other.shape)
+    return not np.array_equal(np.broadcast_to(one, shape), np.broadcast_to(other, shape))

@@ -1,0 +1,178 @@
+"""Does a side compute what its weights say? Its outputs against the float64 oracle.
+
+Half precision costs more than the rounding of the output: a layer stores every intermediate in
+its dtype. The oracle with rounded stages says how much, and no error of that size is an accusation.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.verify import oracle
+from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.oracle import Stages
+from jaxmha.params import check, leaves
+
+# Sizes of the inputs of the forward comparison: different primes; ragged lengths of S.
+B, T, S = 5, 19, 23
+LENGTHS = (23, 17, 11, 5, 1)
+# Below this many rounding floors two errors count as alike, whatever their ratio.
+SMALL = 4.0
+RATIO = 2.0
+# Errors that add up to this many floors are not of rounding: something else is computed.
+OTHER = 1e5
+# Errors within this many times the cost of rounded stages are of rounding: rows in which two
+# logits nearly tie go either way, so that correct layers reach 4 times.
+COSTS = 6.0
+# A mistake explains an output that it comes this many times closer to than the side's own reading
+# does, and to within this part of the output.
+CLOSER = 10.0
+CLOSE = 0.1
+
+
+def errors(a: BlockSide, b: BlockSide, seed: int) -> dict[str, tuple[float, float]]:
+    """Mask -> RMS errors of both sides in rounding floors of the output."""
+    return {name: (error(a, seed, mask), error(b, seed, mask)) for name, mask in masks().items()}
+
+
+def alike(a: BlockSide, b: BlockSide, seed: int, found: dict[str, tuple[float, float]]) -> bool:
+    """All errors are those of rounding, and neither side's stand out; NaN never is."""
+    given = inputs(a, seed)
+    costs = [cost(a.params, a.semantics, given, mask) for mask in masks().values()]
+    half = dtype_of(a).itemsize == 2
+    return all(_alike(*pair, cost=max(costs), half=half) for pair in found.values())
+
+
+def _alike(a: float, b: float, cost: float, half: bool) -> bool:
+    low, high = min(a, b), max(a, b)
+    if not math.isfinite(a + b):
+        return False
+    if half:
+        return high <= COSTS * max(SMALL, cost)
+    return a + b < OTHER and high <= max(RATIO * max(low, SMALL), COSTS * cost)
+
+
+def error(side: BlockSide, seed: int, mask: NDArray | None) -> float:
+    """RMS error of a side against the oracle on its weights, in rounding floors of the output."""
+    given = inputs(side, seed)
+    exact = oracle.run(side.params, side.semantics, *given, mask=mask).output
+    out = np.asarray(side.forward(*given, mask), np.float64)
+    return _rms(out - exact) / oracle.rounding_floor(exact, dtype_of(side))
+
+
+def cost(
+    params: MHAParams,
+    semantics: Semantics,
+    given: tuple[NDArray, NDArray, NDArray],
+    mask: NDArray | None,
+) -> float:
+    """The error of the oracle where every stage is stored in the weights' dtype, in rounding floors
+    of the output; 0: it overflows."""
+    exact = oracle.run(params, semantics, *given, mask=mask)
+    dtype = np.asarray(params.query.kernel).dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = _rms(_stored(params, semantics, exact, dtype) - exact.output)
+    return error / oracle.rounding_floor(exact.output, dtype) if error < math.inf else 0.0
+
+
+def _stored(
+    params: MHAParams, semantics: Semantics, exact: Stages, dtype: np.dtype[Any]
+) -> NDArray:
+    """The output from the exact heads, every stage from there on rounded to a dtype."""
+
+    def rounded(x: NDArray) -> NDArray:
+        return x.astype(dtype).astype(np.float64)
+
+    weights = {name: to_numpy(leaf).astype(np.float64) for name, leaf in leaves(params).items()}
+    N, H = exact.query.shape[2:]
+    q, k, v = (rounded(x) for x in (exact.query, exact.key, exact.value))
+    k, v = (np.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    scale, cap = semantics.scale, semantics.logits_soft_cap
+    logits = np.einsum("btnh,bsnh->bnts", rounded(q * (H**-0.5 if scale is None else scale)), k)
+    if cap is not None:
+        logits = cap * np.tanh(rounded(logits) / cap)
+    logits = np.where(np.isneginf(exact.logits), -np.inf, rounded(logits))
+    highest = logits.max(-1, keepdims=True)
+    exps = np.exp(logits - np.where(np.isfinite(highest), highest, 0.0))
+    total = exps.sum(-1, keepdims=True)
+    probabilities = rounded(exps / np.where(total == 0, 1.0, total))
+    context = rounded(np.einsum("bnts,bsnh->btnh", probabilities, v))
+    if params.out is None:
+        return context.reshape(exact.output.shape)
+    out = np.einsum("btnh,nhd->btd", context, weights["out.kernel"])
+    return rounded(out + weights.get("out.bias", 0.0))
+
+
+def explain_forward(side: BlockSide, seed: int) -> str | None:
+    """What a live layer does other than its weights say, where one of the usual mistakes is it.
+
+    Rows in which a reading leaves nothing to attend to are left out: frameworks answer them each
+    in its own way.
+    """
+    given, mask = inputs(side, seed), masks()["padding"]
+    assert mask is not None
+    out = np.asarray(side.forward(*given, mask), np.float64)
+    own = oracle.run(side.params, side.semantics, *given, mask=mask).output
+    for name, other, reading in _readings(side, given, mask):
+        left = np.asarray((mask if other is None else other).any(axis=-1))[:, 0]
+        rows = np.broadcast_to(left, (B, T))
+        away = _rms((out - reading)[rows])
+        if away <= CLOSE * _rms(reading[rows]) and CLOSER * away <= _rms((out - own)[rows]):
+            return name
+    return None
+
+
+def _readings(
+    side: BlockSide, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
+) -> Iterator[tuple[str, NDArray | None, NDArray]]:
+    """Every usual mistake: its name, the mask it makes of the right one, and the exact output."""
+
+    def run(q: NDArray, k: NDArray, v: NDArray, mask: NDArray | None, **changed: Any) -> NDArray:
+        semantics = replace(side.semantics, **changed)
+        return oracle.run(side.params, semantics, q, k, v, mask=mask).output
+
+    query, key, value = given
+    inverted = "inverted mask: True means attend on one side and blocked on the other"
+    yield inverted, ~mask, run(*given, mask=~mask)
+    yield "mask ignored", None, run(*given, mask=None)
+    yield MISSING_SCALE, mask, run(*given, mask=mask, scale=1.0)
+    if key.shape == value.shape:
+        exchanged = "key and value exchanged: Keras is called as (query, value, key)"
+        yield exchanged, mask, run(query, value, key, mask=mask)
+
+
+MISSING_SCALE = "missing scale: logits are not divided by the square root of H"
+
+
+def masks() -> dict[str, NDArray | None]:
+    """The masks of the forward comparison, `(B, 1, T or 1, S)`."""
+    padding = np.arange(S) < np.array(LENGTHS)[:, None]
+    return {
+        "no mask": None,
+        "padding": padding[:, None, None],
+        "causal": np.broadcast_to(np.tri(T, S, dtype=bool), (B, 1, T, S)),
+    }
+
+
+def inputs(side: BlockSide, seed: int) -> tuple[NDArray, NDArray, NDArray]:
+    """Random query, key and value of the side's widths and dtype."""
+    rng, sizes = np.random.default_rng(seed), check(side.params)
+    query, key, value = (
+        rng.normal(size=(B, length, sizes[width])).astype(dtype_of(side))
+        for length, width in ((T, "Dq"), (S, "Dk"), (S, "Dv"))
+    )
+    return query, key, value
+
+
+def dtype_of(side: BlockSide) -> np.dtype[Any]:
+    """The dtype of its weights."""
+    return np.asarray(side.params.query.kernel).dtype
+
+
+def _rms(x: NDArray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))

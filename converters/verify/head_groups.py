@@ -1,0 +1,88 @@
+"""Outputs of attention blocks in files, a few heads at a time: heads know nothing of each other."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmha.converters.verify import comparands, comparison
+from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.streaming import Stored, Views
+from jaxmha.params import CANONICAL, from_leaves
+
+MOST = 16 << 20  # bytes of parameters that run at once; one head always does
+Errors = dict[str, tuple[float, float]]  # by mask
+Index = tuple[int, ...]
+Box = dict[str, slice]  # which part of an axis, by its letter
+
+
+class Outputs(NamedTuple):
+    """What running both sides showed.
+
+    Attributes:
+      differences: of behaviour and outputs, in words.
+      errors: mask -> RMS error of either side against float64 in rounding floors of the output;
+        the largest of all groups of heads.
+      notes: what could not be run.
+    """
+
+    differences: list[str]
+    errors: Errors
+    notes: list[str]
+
+
+def compare(a: Stored, b: Stored, name: str) -> Outputs:
+    """Runs two blocks with the same leaves, every layer of stacked ones."""
+    found = Outputs([], {}, [])
+    x, y = Views(a), Views(b)
+    lead = x.leaves["query.kernel"].shape[:-3]
+    for index in np.ndindex(lead):
+        differences, errors, bad = _layer(x, y, index)
+        layer = f"{name}{list(index) if lead else ''}"
+        found.differences.extend(x for x in differences if x not in found.differences)
+        if bad:
+            what = f"{', '.join(bad)} holds NaN or infinity: no outputs were compared"
+            found.notes.append(f"{layer or '(top)'}: {what}")
+        else:
+            more = f"{list(index)} " if lead else ""
+            found.errors.update({f"{more}{mask}": pair for mask, pair in errors.items()})
+    return found
+
+
+def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[str]]:
+    """Differences and errors of one layer, and its leaves that are not finite."""
+    differences: dict[str, None] = {}
+    bad: dict[str, None] = {}
+    errors: Errors = {}
+    for box in boxes(a, index):
+        x, y = group(a, index, box), group(b, index, box)
+        if held := comparison.not_finite(x.params):
+            bad |= dict.fromkeys(held)
+            continue
+        compared = comparison.compare_blocks(x, y)
+        if not compared.same:
+            differences |= dict.fromkeys([*compared.behaviour, *filter(None, [compared.departs])])
+        for mask, pair in compared.errors.items():
+            before = errors.get(mask, (0.0, 0.0))
+            errors[mask] = max(before[0], pair[0]), max(before[1], pair[1])
+    return list(differences), errors, list(bad)
+
+
+def group(views: Views, index: Index, box: Box) -> BlockSide:
+    """Some heads of one layer."""
+    arrays = {}
+    for leaf in views.leaves:
+        cut = (box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())
+        arrays[leaf] = views.read(leaf, (*index, *cut))
+    return comparands.of_params("", "", from_leaves(dict(arrays)), views.side.semantics)
+
+
+def boxes(views: Views, index: Index) -> Iterator[Box]:
+    """Equal parts of the N heads, with the key heads that they look at."""
+    N, K = (views.leaves[f"{side}.kernel"].shape[-2] for side in ("query", "key"))
+    size = sum(view[index].nbytes for view in views.leaves.values())
+    counts = (n for n in range(1, N + 1) if not N % n and (not K % n or not n % K))
+    count = next((n for n in counts if size <= MOST * n), N)
+    for i in range(count):
+        first, last = i * N // count, (i + 1) * N // count
+        yield {"N": slice(first, last), "K": slice(first * K // N, -(-last * K // N))}

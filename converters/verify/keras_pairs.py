@@ -1,0 +1,63 @@
+"""Comparison of two sides of Keras by the groups that it loads weights by, not by layers' names.
+
+Keras writes every layer into a group that is numbered by class, and loads by group: a file in which
+two names have exchanged their groups fills the layers of a model the other way round.
+"""
+
+from collections.abc import Mapping
+
+from jaxmha.converters.discovery import other_layers
+from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.user_names import dotted
+from jaxmha.converters.verify.comparands import Side
+from jaxmha.converters.verify.other_tensors import Source
+
+
+def by_group(a: Side, b: Side) -> tuple[Side, Side]:
+    """Two sides, with the layers of one group as counterparts where names tell
+    others; a note of the first says so.
+
+    Both stay as they are where neither is a file of Keras, and where groups are not known, not the
+    same, or those of the names.
+    """
+    if not (a.source.names or b.source.names):
+        return a, b
+    both = _with_arrays(a.source), _with_arrays(b.source)
+    if not both[0] or {x for x, _ in both[0].values()} != {x for x, _ in both[1].values()}:
+        return a, b
+    names = [dict(one.values()) for one in both]
+    moved = [group for group in names[0] if names[0][group] != names[1][group]]
+    user = [g for g in moved if any(dotted(g, "/", each) != dotted(g, "/", {}) for each in names)]
+    if not user:
+        return a, b
+    shown = [f"{group} is {names[0][group]} and {names[1][group]}" for group in user]
+    note = (
+        "layers are compared by their groups, by which Keras loads them, since their names are in "
+        f"other groups: {listed(shown)}"
+    )
+    a, b = (_placed(side, groups) for side, groups in zip((a, b), both, strict=True))
+    return a._replace(notes=(note, *a.notes)), b
+
+
+def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
+    """The groups of layers that hold arrays; those within attention belong to its own group."""
+    groups: Mapping[str, tuple[str, str]] = source.groups
+    own = {block.prefix for block in source.found}
+    taken = {other_layers.split(name)[0] for name in source.taken}
+    prefixes = own | {
+        other_layers.split(name)[0] for name in source.info if name not in source.taken
+    }
+    return {p: groups[p] for p in prefixes if p in groups and (p in own or p not in taken)}
+
+
+def _placed(side: Side, groups: Mapping[str, tuple[str, str]]) -> Side:
+    """The side with its layers named by their groups."""
+    places = {prefix: dotted(group, "/", {}) for prefix, (group, _) in groups.items()}
+    blocks = [
+        block._replace(name=groups[block.path][0], path=groups[block.path][0])
+        if block.path in groups
+        else block
+        for block in side.blocks
+    ]
+    source = side.source._replace(names={}, places=places)
+    return side._replace(blocks=blocks, source=source)

@@ -1,0 +1,58 @@
+"""One attention block of a checkpoint; nothing else of the file is read."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import described, head_count, hf_config
+from jaxmha.converters.discovery.attention_blocks import find, shapes
+from jaxmha.converters.verify.comparands import layers
+
+SHOWN = 10  # names listed before "and more"
+
+
+class OneBlock(NamedTuple):
+    """A block with its name (a stacked layer is `prefix[i]`), and how many others there are."""
+
+    name: str
+    params: MHAParams
+    semantics: Semantics
+    others: int
+
+
+def read(path: Path, name: str | None = None, num_heads: int | None = None) -> OneBlock:
+    """The block of that name (or prefix), by default the first.
+
+    Raises:
+      CheckpointError: the file cannot be read.
+      ValueError: there is none of that name, with those there are; or it cannot be read.
+    """
+    with checkpoint.open(path) as file:
+        hf_config.refuse_behaviour(file.path)
+        there = shapes(file)
+        found = find(there)
+        if not found:
+            raise ValueError(f"{path}: no attention block found")
+        called = {block.prefix: file.names.get(block.prefix, block.prefix) for block in found}
+        known = {alias: b for b in found for alias in (b.prefix, called[b.prefix])}
+        stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: a layer of a stack
+        whole = name is None or name in known
+        if not whole and not (bracket and stack in known):
+            names = ", ".join(called[block.prefix] or "(top)" for block in found[:SHOWN])
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise ValueError(printable(f"{path} has no block {name!r}; there are {names}{more}"))
+        block = found[0] if name is None else known[name if whole else stack]
+        own, configured = called[block.prefix], described.of(file, found).heads
+        count, _ = head_count.find(block, there, num_heads, file.metadata, configured)
+        try:
+            sides = list(layers(own, block.layout.name, *block.read(file, count)))
+        except ValueError as error:
+            where = own or "(top)"
+            raise ValueError(printable(f"{path}, block {where}: {error}")) from error
+    chosen = [side for side in sides if whole or side.name == f"{own}[{index}"]
+    if not chosen:
+        names = f"{sides[0].name} to {sides[-1].name}"
+        raise ValueError(printable(f"{path} has no block {name!r}; there are {names}"))
+    first = chosen[0]
+    return OneBlock(first.name, first.params, first.semantics, len(found) + len(sides) - 2)

@@ -1,0 +1,129 @@
+"""Multi-head attention in float64 NumPy, stage by stage: what every error is measured against."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.params import leaves
+
+# Logits `B N T S` and which pairs may attend, the same shape -> probabilities.
+Softmax = Callable[[NDArray, NDArray], NDArray]
+
+
+class Stages(NamedTuple):
+    """Every intermediate of a layer, in the order in which it is computed.
+
+    query `B T N H`, key `B S K H`, value `B S K h` (S with extra positions), logits and
+    probabilities `B N T S`, context `B T N h`, output `B T Do`.
+    """
+
+    query: NDArray
+    key: NDArray
+    value: NDArray
+    logits: NDArray
+    probabilities: NDArray
+    context: NDArray
+    output: NDArray
+
+
+def exclude(logits: NDArray, allowed: NDArray) -> NDArray:
+    """The softmax over what may attend; a row with nothing left is zero.
+
+    >>> exclude(np.zeros((2, 2)), np.array([[True, False], [False, False]]))
+    array([[1., 0.],
+           [0., 0.]])
+    """
+    logits = np.where(allowed, logits, -np.inf)
+    highest = logits.max(-1, keepdims=True, initial=-np.inf)
+    exps = np.exp(logits - np.where(np.isfinite(highest), highest, 0.0))
+    total = exps.sum(-1, keepdims=True)
+    probabilities: NDArray = exps / np.where(total == 0, 1.0, total)
+    return probabilities
+
+
+def run(
+    params: MHAParams,
+    semantics: Semantics,
+    query: NDArray,
+    key: NDArray,
+    value: NDArray,
+    mask: NDArray | None = None,
+    *,
+    softmax: Softmax = exclude,
+) -> Stages:
+    """Computes the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
+
+    `mask` is Boolean, broadcastable to `B N T S`, True = attend. A row with nothing left is zero,
+    or what `softmax` makes of it, which sees extra positions as well.
+
+    >>> from jaxmha import Projection
+    >>> params = MHAParams(*[Projection(np.ones((6, 2, 3)))] * 3)
+    >>> run(params, Semantics(), *[np.ones((1, 5, 6))] * 3).output.shape
+    (1, 5, 6)
+    """
+    weights = {name: to_numpy(array).astype(np.float64) for name, array in leaves(params).items()}
+    heads = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        x = np.asarray(x, np.float64)
+        head = np.einsum("btd,dnh->btnh", x, weights[f"{name}.kernel"], optimize=True)
+        heads.append(head + weights.get(f"{name}.bias", 0.0))
+    q, k, v = heads
+    if semantics.qk_norm is not None:
+        q = _normalise(q, weights["query_norm"], semantics)
+        k = _normalise(k, weights["key_norm"], semantics)
+    k = _append(k, weights.get("bias_k"), semantics)
+    v = _append(v, weights.get("bias_v"), semantics)
+
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    scale = H**-0.5 if semantics.scale is None else semantics.scale
+    grouped = q.reshape(B, T, K, N // K, H)
+    logits = scale * np.einsum("btkgh,bskh->bkgts", grouped, k).reshape(B, N, T, S)
+    if semantics.logits_soft_cap is not None:
+        logits = semantics.logits_soft_cap * np.tanh(logits / semantics.logits_soft_cap)
+    allowed = np.ones(logits.shape, bool)
+    if mask is not None:
+        allowed[..., : key.shape[1]] = mask
+    probabilities = softmax(logits, allowed)
+    logits = np.where(allowed, logits, -np.inf)
+    rows = probabilities.reshape(B, K, N // K, T, S)
+    context = np.einsum("bkgts,bskh->btkgh", rows, v).reshape(B, T, N, -1)
+    output = context.reshape(B, T, -1)
+    if params.out is not None:
+        output = np.einsum("btnh,nhd->btd", context, weights["out.kernel"], optimize=True)
+        output = output + weights.get("out.bias", 0.0)
+    return Stages(q, k, v, logits, probabilities, context, output)
+
+
+def rounding_floor(exact: NDArray, dtype: np.dtype) -> float:
+    """RMS error of rounding exact values to a dtype: half a spacing, evenly spread.
+
+    >>> floor = rounding_floor(np.array([1.0, 1.5]), np.dtype(np.float32))
+    >>> bool(np.isclose(floor, 2**-23 / 12**0.5))
+    True
+    """
+    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    exponent = np.maximum(np.frexp(exact)[1] - 1, int(info.minexp))
+    spacing = np.ldexp(float(info.eps), exponent)
+    return float(np.sqrt(np.mean(np.square(spacing) / 12)))
+
+
+def _normalise(x: NDArray, scale: NDArray, semantics: Semantics) -> NDArray:
+    if semantics.qk_norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    variance = np.square(x).mean(-1, keepdims=True)
+    normalised: NDArray = x / np.sqrt(variance + semantics.qk_norm_epsilon)
+    return normalised * scale
+
+
+def _append(heads: NDArray, learned: NDArray | None, semantics: Semantics) -> NDArray:
+    B, _, K, size = heads.shape
+    rows = [heads]
+    if learned is not None:
+        rows.append(np.broadcast_to(learned, (B, 1, K, size)))
+    if semantics.add_zero_attn:
+        rows.append(np.zeros((B, 1, K, size)))
+    return np.concatenate(rows, axis=1)

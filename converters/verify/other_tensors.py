@@ -1,0 +1,288 @@
+"""Comparison of all tensors outside attention, layer by layer: linear layers, norms, embeddings and
+convolutions by the conventions of their frameworks, everything else by its name.
+
+One tensor of either side is in memory at a time.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import layer_layouts, other_layers
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.other_layers import Module
+from jaxmha.converters.discovery.user_names import dotted
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.base import Entry
+from jaxmha.converters.verify.weights import rounding
+
+_ROWS = 4 << 20  # bytes of a tensor that are compared at once
+
+Load = Callable[[str], Any]
+
+
+class Source(NamedTuple):
+    """The tensors of one side.
+
+    Attributes:
+      source: a path, or a flat dict of arrays.
+      info: name -> what has a shape and a dtype, attention included.
+      found: its attention blocks. taken: names of their tensors.
+      names: of Keras layers, by prefix. groups: group in a .weights.h5 file and name, by prefix.
+      places: prefix -> the path that a layer is compared under, where it is not its own.
+    """
+
+    source: Any
+    info: Mapping[str, Any]
+    found: tuple[Block, ...] = ()
+    taken: frozenset[str] = frozenset()
+    names: Mapping[str, str] = {}
+    groups: Mapping[str, tuple[str, str]] = {}
+    places: Mapping[str, str] = {}
+
+
+EMPTY = Source({}, {})
+
+
+@dataclass(frozen=True)
+class Left:
+    """A tensor that was not compared: its name, on which side ("first", "second"), and why."""
+
+    name: str
+    side: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, of the {self.side}: {self.why}"
+
+
+class Outside(NamedTuple):
+    """Attributes:
+    differing: name in the first side -> how the tensor differs.
+    left: what could not be compared.
+    notes: what to know of tensors that count as the same.
+    """
+
+    differing: dict[str, str]
+    left: tuple[Left, ...]
+    notes: tuple[str, ...]
+
+
+NOTHING = Outside({}, (), ())
+
+
+class _Group(NamedTuple):
+    """The tensors of one layer: key -> name; and the layer, where it is understood."""
+
+    names: dict[str, str]
+    module: Module | None
+
+
+class _Pair(NamedTuple):
+    """Two tensors that hold one leaf, each with its arrow where it has one."""
+
+    names: tuple[str, str]
+    entries: tuple[Entry, Entry] | None
+    transposed: bool  # whether one may be the other's transpose
+
+
+def compare(a: Source, b: Source) -> Outside:
+    """Compares everything outside attention.
+
+    Layers are paired by their paths, whatever the separator; their arrays by what they hold.
+    """
+    groups = _groups(a), _groups(b)
+    conv1d = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
+    pairs: list[_Pair] = []
+    alone: list[dict[str, str]] = [{}, {}]  # name -> key
+    harmless: list[tuple[int, str]] = []
+    for place in (place for place in groups[0] if place in groups[1]):
+        x, y = groups[0][place], groups[1][place]
+        read = _as_one_kind(x, y, a, b)
+        # Conv1D of GPT-2 keeps kernels as a linear layer of others does not.
+        may_turn = conv1d[0] != conv1d[1] and not _both_certain(x, y)
+        if read is None:
+            common = [key for key in x.names if key in y.names]
+            pairs += [_Pair((x.names[k], y.names[k]), None, may_turn) for k in common]
+            for side, group in enumerate((x, y)):
+                alone[side] |= {n: k for k, n in group.names.items() if k not in common}
+            continue
+        entries = read[0].entries, read[1].entries
+        for leaf in {**entries[0], **entries[1]}:
+            there = [side for side in (0, 1) if leaf in entries[side]]
+            own = [read[side].keys[entries[side][leaf].key] for side in there]
+            if len(there) == 2:
+                of_leaf = entries[0][leaf], entries[1][leaf]
+                turns = may_turn and leaf == "linear.kernel"
+                pairs.append(_Pair((own[0], own[1]), of_leaf, turns))
+            elif leaf in ("linear.bias", "convolution.bias"):
+                harmless.append((there[0], own[0]))
+            else:
+                alone[there[0]][own[0]] = leaf
+    for side in (0, 1):
+        for place in (place for place in groups[side] if place not in groups[1 - side]):
+            alone[side] |= {name: key for key, name in groups[side][place].names.items()}
+    return _compared((a, b), pairs, alone, harmless)
+
+
+def _compared(
+    sides: tuple[Source, Source],
+    pairs: list[_Pair],
+    alone: list[dict[str, str]],
+    harmless: list[tuple[int, str]],
+) -> Outside:
+    differing: dict[str, str] = {}
+    left: list[Left] = []
+    turned: list[str] = []
+    zero: list[str] = []
+    order = {name: i for side in sides for i, name in enumerate(side.info)}
+    with _opened(sides[0].source) as load_a, _opened(sides[1].source) as load_b:
+        loads = load_a, load_b
+        for side, name in harmless:
+            array = _dense(loads[side], name)
+            if array is not None and not array.any():
+                zero.append(name)
+            else:
+                alone[side][name] = "bias"
+        for pair in sorted(pairs, key=lambda pair: order[pair.names[0]]):
+            arrays = [_dense(load, n) for load, n in zip(loads, pair.names, strict=True)]
+            if arrays[0] is None or arrays[1] is None:
+                which = ("first", "second")
+                left += [
+                    Left(n, w, "it is no dense array of numbers")
+                    for n, w, x in zip(pair.names, which, arrays, strict=True)
+                    if x is None
+                ]
+                continue
+            text = _difference(arrays[0], arrays[1], pair.entries)
+            if text and pair.transposed and not _difference(arrays[0].T, arrays[1], None):
+                turned.append(pair.names[0])
+            elif text:
+                differing[pair.names[0]] = text
+    for side, own in enumerate(("first", "second")):
+        for name in sorted(alone[side], key=order.__getitem__):
+            other = ("second", "first")[side]
+            left.append(Left(name, own, f"nothing in the {other} has this name"))
+    notes = []
+    if turned:
+        notes.append(f"stored transposed, and else the same: {_listed(turned)}")
+    if zero:
+        notes.append(f"biases of zeros on one side alone, which change nothing: {_listed(zero)}")
+    return Outside(differing, tuple(left), tuple(notes))
+
+
+def _groups(side: Source) -> dict[str, _Group]:
+    """Path with dots -> the layer there."""
+    info = {
+        name: one
+        for name, one in side.info.items()
+        if hasattr(one, "shape") and hasattr(one, "dtype")
+    }
+    found, _ = other_layers.find(info, side.found)
+    by_prefix = {module.prefix: module for module in found}
+    groups: dict[str, _Group] = {}
+    for name in side.info:
+        if name in side.taken:
+            continue
+        prefix, separator, key = other_layers.split(name)
+        place = side.places.get(prefix) or dotted(prefix, separator, side.names)
+        module = by_prefix.get(prefix)
+        if module is not None and name not in module.keys.values():
+            module = None
+        group = groups.setdefault(place, _Group({}, module))
+        if key in group.names:  # a/b.c and a.b.c
+            groups[name] = _Group({key: name}, None)
+        else:
+            group.names[key] = name
+    return groups
+
+
+def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Module] | None:
+    """Both layers as one kind; None: they are compared by their keys."""
+    if x.module and y.module and _alike(x.module, y.module):
+        both = {x.module.kind, y.module.kind}
+        # A framework has either Linear or Conv1D in one place: the other is a transpose.
+        of_gpt2 = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
+        alike = x.module.convention == y.module.convention and of_gpt2[0] == of_gpt2[1]
+        if len(both) == 2 and "conv1d" in both and alike:
+            return None
+        return x.module, y.module
+    if x.names.keys() == y.names.keys():
+        return None
+    for known, other, info, first in ((x, y, b.info, True), (y, x, a.info, False)):
+        if known.module is None:
+            continue
+        either = [known.module.kind, layer_layouts.INSTEAD.get(known.module.kind, "")]
+        for kind in filter(None, either):
+            for convention in layer_layouts.CONVENTIONS:
+                prefix = other_layers.split(next(iter(other.names.values())))[0]
+                try:
+                    read = other_layers.as_kind(prefix, kind, convention, other.names, info)
+                except (ValueError, AttributeError):
+                    continue
+                return (known.module, read) if first else (read, known.module)
+    return None
+
+
+def _alike(x: Module, y: Module) -> bool:
+    kinds = [layer_layouts.INSTEAD.get(module.kind, module.kind) for module in (x, y)]
+    return kinds[0] == kinds[1]
+
+
+def _both_certain(x: _Group, y: _Group) -> bool:
+    return all(g.module is not None and g.module.confidence == "certain" for g in (x, y))
+
+
+@contextmanager
+def _opened(source: Any) -> Iterator[Load]:
+    if isinstance(source, str | os.PathLike):
+        with checkpoint.open(source) as file:
+            yield file.__getitem__
+    else:
+        yield source.__getitem__
+
+
+def _dense(load: Load, name: str) -> NDArray | None:
+    """The tensor; None where it is no dense array of numbers."""
+    value = load(name)
+    if isinstance(value, np.ndarray):
+        return None if value.dtype == object else value
+    try:
+        array = to_numpy(value)
+    except (TypeError, ValueError, RuntimeError):  # a sparse tensor among them
+        return None
+    return None if array.dtype == object else array
+
+
+def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> str:
+    """How two tensors differ, in words; empty: every bit is the same."""
+    if entries is not None:
+        x, y = (layer_layouts.unpack(e, z) for e, z in zip(entries, (x, y), strict=True))
+    if x.dtype != y.dtype or x.shape != y.shape:
+        text = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
+        said = rounding(x, y) if x.shape == y.shape else ""
+        return f"{text}; {said}" if said else text
+    count = _differing(x, y)
+    return f"{count} of {x.size} elements differ" if count else ""
+
+
+def _differing(x: NDArray, y: NDArray) -> int:
+    """Elements whose bits differ; NaN of other bits among them."""
+    if x.ndim and x.nbytes > _ROWS and len(x) > 1:
+        step = max(1, _ROWS * len(x) // x.nbytes)
+        return sum(_differing(x[i : i + step], y[i : i + step]) for i in range(0, len(x), step))
+    if x.itemsize in (1, 2, 4, 8):  # a view, whatever the strides
+        bits = f"u{x.itemsize}"
+        return int(np.count_nonzero(x.view(bits) != y.view(bits)))
+    parts = (np.ascontiguousarray(z).reshape(-1, 1).view(np.uint64) for z in (x, y))
+    return int(np.not_equal(*parts).any(axis=-1).sum())
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" * (len(names) > most)
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,225 @@
+"""Did a conversion keep everything? Every tensor bit by bit, every block's output, one report."""
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any
+
+from jaxmha.checkpoint import Loss
+from jaxmha.checkpoint.digests import manifest
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import attention_blocks, head_count, layer_layouts
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.migrate import plans, resolved
+from jaxmha.converters.migrate.pipeline import DIGEST
+from jaxmha.converters.migrate.plans import Move, Plan
+from jaxmha.converters.verify import head_groups, streaming
+from jaxmha.converters.verify.head_groups import Outputs
+from jaxmha.converters.verify.streaming import File, Stored
+
+_PACKAGES = ("jaxmha", "jax", "numpy", "einops", "ml_dtypes", "h5py")
+
+
+@dataclass(frozen=True)
+class MoveReport:
+    """What became of one layer.
+
+    Attributes:
+      kind, source, target: as in `plan.Move`.
+      tensors: name in the destination -> names in the source.
+      differences: in words; empty: every bit is the same.
+      errors: of attention, mask -> RMS error of the forward against float64, before and after, in
+        rounding floors of the output.
+    """
+
+    kind: str
+    source: str
+    target: str
+    tensors: dict[str, tuple[str, ...]]
+    differences: tuple[str, ...]
+    errors: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """A conversion, checked by reading both files again; true exactly when nothing differs.
+
+    `source` and `target` name path, format, number of tensors and digest of the contents;
+    `digests` those of every tensor of the target; `losses` what a cast did to each.
+    """
+
+    same: bool
+    source: dict[str, Any]
+    target: dict[str, Any]
+    layout: str
+    dtype: str | None
+    modules: tuple[MoveReport, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    notes: tuple[str, ...]
+    digests: dict[str, str]
+    losses: dict[str, dict[str, Any]]
+    versions: dict[str, str]
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{printable(one.target or '(top)')}: {printable(text)}"
+            for one in self.modules
+            for text in one.differences
+        ]
+        lines += [f"{printable(name)}: not in the destination" for name in self.missing]
+        lines += [f"{printable(name)}: only in the destination" for name in self.unexpected]
+        return "\n".join(lines)
+
+
+def check(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    done: Plan,
+    *,
+    forward: bool = True,
+    progress: Callable[[Sequence[Move]], Iterable[Move]] = iter,
+    notes: Sequence[str] = (),
+    losses: Mapping[str, Loss] = MappingProxyType({}),
+) -> ConversionReport:
+    """Compares a converted file with its source by the plan that was carried out.
+
+    The destination is read on its own, as anyone would read it. Where the plan has a dtype, the
+    source is cast to it first.
+
+    Args:
+      source, destination, done: the files and the plan.
+      forward: False: weights alone, without running any block.
+      progress: wraps the moves, to show how far the work is.
+      notes, losses: what to put into the report.
+
+    Raises:
+      CheckpointError, ValueError: a file cannot be read.
+    """
+    with streaming.opened(source) as old, streaming.opened(destination) as new:
+        carried = resolved.resolve(done, old.whole)
+        by_move = dict(carried.by_move)
+        missing = tuple(name for name in carried.made if name not in new.whole)
+        there = attention_blocks.find(
+            attention_blocks.shapes(new.whole), [attention_blocks.named(done.to)]
+        )
+        targets = {block.prefix: block for block in there}
+        reports = []
+        for move in progress(list(by_move)):
+            made = tuple(by_move[move])
+            pair = carried.blocks.get(move), targets.get(move.target)
+            found = _compare(move, made, done, old, new, pair, forward)
+            notes = [*notes, *found.notes]
+            tensors = {name: one.sources for name, one in by_move[move].items()}
+            differences = tuple(found.differences)
+            reports.append(
+                MoveReport(move.kind, move.source, move.target, tensors, differences, found.errors)
+            )
+        unexpected = tuple(name for name in new.whole if name not in carried.made)
+        streaming.differences(streaming.unread(old, ()), streaming.unread(new, unexpected))
+        same = not missing and not unexpected and not any(one.differences for one in reports)
+        return ConversionReport(
+            same,
+            _file(old),
+            _file(new),
+            done.to,
+            done.dtype,
+            tuple(reports),
+            missing,
+            unexpected,
+            tuple(notes),
+            new.digests,
+            {name: loss._asdict() for name, loss in losses.items()},
+            _versions(),
+        )
+
+
+def _file(file: File) -> dict[str, Any]:
+    whole = file.whole
+    return {
+        "path": str(whole.path),
+        "format": whole.format,
+        "tensors": len(whole),
+        "digest": manifest(whole.info, file.digests, (), DIGEST, whole.path),
+    }
+
+
+def _compare(
+    move: Move,
+    made: tuple[str, ...],
+    done: Plan,
+    old: File,
+    new: File,
+    pair: tuple[Block | None, Block | None],
+    forward: bool,
+) -> Outputs:
+    """One layer: weights, and the outputs of attention whose weights are the same.
+
+    `pair`: the block of the source, of attention, and of the destination, where one is there.
+    """
+    here = [name for name in made if name in new.whole]
+    block, target = pair
+    if len(here) < len(made) or (block and not target):
+        streaming.differences(streaming.unread(old, move.tensors), streaming.unread(new, here))
+        absent = [f"no block of layout {done.to} is there"] if len(here) == len(made) else []
+        return Outputs(absent, {}, [])
+    try:
+        if block and target:
+            scaled_for = target.layout if done.fold_scale else None
+            a, count = streaming.attention(old, block, move.num_heads, move.tensors, scaled_for)
+            given = None if target.layout.stores_num_heads else count
+            b, _ = streaming.attention(new, target, given, made)
+            own = {name: new.whole.info[name].shape for name in target.keys.values()}
+            head_count.find(target, own, count, new.whole.metadata)
+        else:
+            a, b = _beside(move, made, done, old, new)
+    except ValueError as error:  # of the destination: the plan has been resolved for the source
+        streaming.differences(streaming.unread(old, move.tensors), streaming.unread(new, made))
+        return Outputs([str(error)], {}, [])
+    a = a._replace(dtype=done.dtype)
+    differences = streaming.differences(a, b)
+    if differences or not (block and forward):
+        return Outputs(differences, {}, [])
+    return head_groups.compare(a, b, move.source)
+
+
+def _beside(
+    move: Move, made: tuple[str, ...], done: Plan, old: File, new: File
+) -> tuple[Stored, Stored]:
+    """What is no attention, each side read by its own convention."""
+    if move.kind == "other":
+        return streaming.whole(old, move.tensors[0]), streaming.whole(new, made[0])
+    convention = layer_layouts.beside(done.to)
+    assert convention is not None
+    module = resolved.module_of(move, old.whole.info)
+    becomes = replace(
+        move,
+        kind=move.becomes
+        or plans.kind_there(module, attention_blocks.named(done.to), convention, move.target),
+        layout=convention.name,
+        source=move.target,
+        tensors=made,
+    )
+    return streaming.neighbour(old, module), streaming.neighbour(
+        new, resolved.module_of(becomes, new.whole.info)
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

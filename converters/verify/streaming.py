@@ -1,0 +1,214 @@
+"""Layers as they lie in files, compared leaf by leaf with one tensor in memory at a time."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmha import Semantics, checkpoint
+from jaxmha.checkpoint.digests import hasher
+from jaxmha.checkpoint.tensor import blocks as blocks_of
+from jaxmha.checkpoint.tensor import to_bytes
+from jaxmha.converters.discovery import layer_layouts
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.other_layers import Module
+from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.migrate import lazy_tensors
+from jaxmha.converters.migrate.lazy_slices import Slices
+from jaxmha.converters.migrate.pipeline import DIGEST
+from jaxmha.params import leaves
+
+_AT_ONCE = 4 << 20  # bytes
+
+# The leaves that lie in a tensor: views of it, where NumPy has them.
+Unpack = Callable[[NDArray], Mapping[str, NDArray]]
+
+
+class File(NamedTuple):
+    """A checkpoint, opened for whole tensors and mapped for parts of them.
+
+    Attributes:
+      digests: of the tensors that were read, by name.
+    """
+
+    whole: checkpoint.Checkpoint
+    mapped: checkpoint.Checkpoint
+    digests: dict[str, str]
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[File]:
+    """Raises as `checkpoint.open` does."""
+    with checkpoint.open(path) as whole, checkpoint.open(path, mmap=True) as mapped:
+        yield File(whole, mapped, {})
+
+
+class Stored(NamedTuple):
+    """One layer in a file.
+
+    Attributes:
+      tensors: name -> the leaves in it.
+      dtype: what floating leaves are cast to before they are compared.
+      semantics: of attention.
+      factors: what leaves are multiplied by before they are cast (`fold`).
+    """
+
+    file: File
+    tensors: Mapping[str, Unpack]
+    dtype: str | None = None
+    semantics: Semantics = Semantics()
+    factors: Mapping[str, float] = MappingProxyType({})
+
+
+def attention(
+    file: File,
+    block: Block,
+    num_heads: int | None,
+    names: Iterable[str],
+    scaled_for: Layout | None = None,
+) -> tuple[Stored, int]:
+    """An attention block, and how many heads it has.
+
+    Of `names`, tensors that are none of the block's own have no leaves. `scaled_for`: the layout
+    for whose scale the queries of the block are multiplied.
+    """
+    params, semantics, sizes = lazy_tensors.meta(block, file.whole.info, num_heads)
+    by = 1.0
+    if scaled_for is not None:
+        by = fold.factor(semantics, scaled_for, sizes["H"])
+        semantics = replace(semantics, scale=scaled_for.semantics.scale)
+    factors = dict.fromkeys(fold.which(leaves(params)), by) if by != 1.0 else {}
+    tensors = dict.fromkeys(names, _nothing)
+    for entry in block.layout.entries:
+        if entry.key in block.keys:
+            tensors[block.keys[entry.key]] = partial(_unpack, block.layout, entry, sizes)
+    return Stored(file, tensors, semantics=semantics, factors=factors), np.shape(
+        params.query.kernel
+    )[-2]
+
+
+def _unpack(
+    layout: Layout, entry: Entry, sizes: Mapping[str, int], array: NDArray
+) -> Mapping[str, NDArray]:
+    return transform.unpack(layout, entry, array, sizes)
+
+
+def neighbour(file: File, module: Module) -> Stored:
+    """A layer beside attention."""
+    entries = module.entries.items()
+    tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
+    return Stored(file, dict[str, Unpack](tensors))
+
+
+def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:
+    return {leaf: layer_layouts.unpack(entry, array)}
+
+
+def whole(file: File, name: str) -> Stored:
+    """A tensor that is carried over as it is."""
+    return Stored(file, {name: lambda array: {"": array}})
+
+
+def unread(file: File, names: Iterable[str]) -> Stored:
+    """Tensors whose leaves are not known."""
+    return Stored(file, dict.fromkeys(names, _nothing))
+
+
+def _nothing(_: NDArray) -> Mapping[str, NDArray]:
+    return {}
+
+
+class Views:
+    """The leaves of a layer, of which nothing is read until a part of them is.
+
+    Attributes:
+      leaves: views of the file, to be looked at alone.
+    """
+
+    def __init__(self, side: Stored) -> None:
+        self.side, self._slices = side, Slices(side.file.mapped, list(side.tensors))
+        self.leaves: dict[str, NDArray] = {}
+        for name, unpack in side.tensors.items():
+            self.leaves |= unpack(self._slices.views[name])
+
+    def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
+        """A part of a leaf, cast."""
+        array = self._slices.read(self.leaves[leaf][(*index, ...)])
+        return cast(fold.times(array, self.side.factors.get(leaf, 1.0), leaf), self.side.dtype)
+
+
+class _Seen(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    digest: str
+
+
+def differences(a: Stored, b: Stored) -> list[str]:
+    """Leaves that are not the same, bit by bit, in words. Notes the digest of every tensor."""
+    ours, theirs = _seen(a), _seen(b)
+    found = []
+    for leaf in {**ours, **theirs}:
+        x, y = ours.get(leaf), theirs.get(leaf)
+        if x is None or y is None:
+            found.append(f"{leaf} is only in the {'target' if x is None else 'source'}")
+        elif x[:2] != y[:2]:
+            found.append(f"{leaf} is {x.dtype} {x.shape}, and {y.dtype} {y.shape} in the target")
+        elif x.digest != y.digest:
+            differing = _differing(Views(a), Views(b), leaf, ())
+            text = f"{leaf}: {differing} of {math.prod(x.shape)} elements differ"
+            found.append(text.removeprefix(": "))
+    return found
+
+
+def _seen(side: Stored) -> dict[str, _Seen]:
+    found: dict[str, _Seen] = {}
+    for name in side.tensors:
+        found |= _leaves_seen(side, name)
+    return found
+
+
+def _leaves_seen(side: Stored, name: str) -> dict[str, _Seen]:
+    array, known = side.file.whole[name], side.file.digests
+    known[name] = digest(array)
+    found = {}
+    for leaf, unpacked in side.tensors[name](array).items():
+        part = fold.times(unpacked, side.factors.get(leaf, 1.0), leaf)
+        alike = known[name] if part is array and not side.dtype else digest(part, side.dtype)
+        dtype = cast(np.empty(0, part.dtype), side.dtype).dtype
+        found[leaf] = _Seen(part.shape, dtype, alike)
+    return found
+
+
+def _differing(a: Views, b: Views, leaf: str, index: tuple[int | slice, ...]) -> int:
+    """Elements of a leaf that are not the same, bit by bit, read piece by piece."""
+    view = a.leaves[leaf][(*index, ...)]
+    if view.nbytes <= _AT_ONCE or not view.ndim:
+        bits = (x.read(leaf, index).reshape(-1, 1).view(np.uint8) for x in (a, b))
+        return int(np.not_equal(*bits).any(axis=-1).sum())
+    step = max(1, _AT_ONCE * len(view) // view.nbytes)
+    pieces = (i if step == 1 else slice(i, i + step) for i in range(0, len(view), step))
+    return sum(_differing(a, b, leaf, (*index, piece)) for piece in pieces)
+
+
+def digest(array: NDArray, dtype: str | None = None) -> str:
+    """As `checkpoint.digest`, of the array in another dtype."""
+    state = hasher(DIGEST, "")
+    for block in blocks_of(array):
+        state.update(to_bytes(cast(block, dtype)).data)
+    return f"{DIGEST}:{state.hexdigest()}"
+
+
+def cast(array: NDArray, dtype: str | None) -> NDArray:
+    """A floating array in another dtype."""
+    if dtype is None or not jax.numpy.issubdtype(array.dtype, np.floating):
+        return array
+    return array.astype(jax.numpy.dtype(dtype))

@@ -1,0 +1,6 @@
+"""`python -m jaxmha`: the command line."""
+
+from jaxmha.cli.__main__ import main
+
+if __name__ == "__main__":
+    main()

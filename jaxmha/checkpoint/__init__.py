@@ -1,0 +1,67 @@
+"""Checkpoint files as mappings from names to NumPy arrays.
+
+    with checkpoint.open("model.safetensors") as file:
+        checkpoint.write("model.pt", file)
+
+Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
+.weights.h5, .npz and orbax folders; reads .keras archives. Needs NumPy and ml_dtypes, h5py for
+Keras, tensorstore for orbax; never torch, keras, flax, or code from the file. A digest per tensor is
+kept and checked.
+"""
+
+from jaxmha.checkpoint.casting import Loss, cast
+from jaxmha.checkpoint.digests import ALGORITHMS, digest
+from jaxmha.checkpoint.errors import (
+    AmbiguousFile,
+    BudgetExceeded,
+    CheckpointError,
+    DestinationExists,
+    ForbiddenContent,
+    IncompleteCheckpoint,
+    IntegrityError,
+    MalformedFile,
+    MissingDependency,
+    PathEscape,
+    UnknownTensor,
+    UnreadableFile,
+    UnsupportedDtype,
+    UnsupportedFormat,
+    WriteFailed,
+)
+from jaxmha.checkpoint.formats.table import FORMATS, Format, suffixes
+from jaxmha.checkpoint.limits import Limits
+from jaxmha.checkpoint.reader import Checkpoint, Lazy, open
+from jaxmha.checkpoint.tensor import TensorInfo
+from jaxmha.checkpoint.writer import Written, write
+
+__all__ = [
+    "ALGORITHMS",
+    "FORMATS",
+    "AmbiguousFile",
+    "BudgetExceeded",
+    "Checkpoint",
+    "CheckpointError",
+    "DestinationExists",
+    "ForbiddenContent",
+    "Format",
+    "IncompleteCheckpoint",
+    "IntegrityError",
+    "Lazy",
+    "Limits",
+    "Loss",
+    "MalformedFile",
+    "MissingDependency",
+    "PathEscape",
+    "TensorInfo",
+    "UnknownTensor",
+    "UnreadableFile",
+    "UnsupportedDtype",
+    "UnsupportedFormat",
+    "WriteFailed",
+    "Written",
+    "cast",
+    "digest",
+    "open",
+    "suffixes",
+    "write",
+]

@@ -1,0 +1,288 @@
+"""Putting a file in place in one step: at every moment it is the old one or the complete new one.
+
+The new file is written next to its target as one of its `temporaries`.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxmha.checkpoint import temporaries
+from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
+from jaxmha.checkpoint.settling import flushing, settle
+
+_CWD, _NEW, _EXCHANGE = -100, 1, 2  # of renameat2(2)
+
+FORCE = "--force (force=True)"
+
+
+def replace(
+    target: Path,
+    emit: Callable[[BinaryIO], None],
+    verify: Callable[[Path], None],
+    *,
+    force: bool,
+    sources: Sequence[Path] = (),
+    mode: int | None = None,
+    size: int = 0,
+) -> list[str]:
+    """Puts a file in place after `verify` has accepted it as it is on the disk.
+
+    Args:
+        target: where; what is there stays until the last step, and its permissions stay.
+        emit: writes the content.
+        verify: raises unless the file at the given path is right.
+        force: replace what is there.
+        sources: files and folders that nothing may be put onto or into.
+        mode: permissions of a new file; None: as the umask says.
+        size: bytes that `emit` writes at least. Where they are many, their place on the disk is taken
+            first, and the disk writes while `emit` computes.
+
+    Returns:
+        a line for everything that looks like a temporary of the target and was left alone.
+
+    Raises:
+        DestinationExists, WriteFailed, and whatever emit and verify raise.
+    """
+    with typed(target):
+        old = check_target(target, force, sources)
+        target = Path(os.path.realpath(target))  # a link typed by the user stays a link
+        notes: list[str] = []
+        temporaries.clean(target, sources, notes)
+        with temporary(target, mode if old is None else stat.S_IMODE(old.st_mode)) as (file, path):
+            with flushing(file.fileno(), size):
+                emit(file)
+                file.flush()
+            settle(file.fileno())
+            verify(path)
+            commit(path, target, force)
+    return notes
+
+
+def replace_by(
+    target: Path,
+    content: bytes,
+    *,
+    force: bool,
+    sources: Sequence[Path] = (),
+    mode: int | None = None,
+) -> list[str]:
+    """`replace` by bytes that are there already."""
+
+    def emit(file: BinaryIO) -> None:
+        file.write(content)
+
+    return replace(target, emit, lambda _: None, force=force, sources=sources, mode=mode)
+
+
+@contextlib.contextmanager
+def typed(target: Path) -> Iterator[None]:
+    """The operating system's refusals as WriteFailed."""
+    try:
+        yield
+    except OSError as e:
+        problem = f"cannot be written ({e.strerror or e})"
+        raise WriteFailed(target, problem, "check the folder and its free space") from e
+
+
+@contextlib.contextmanager
+def reading_back(target: Path, path: Path) -> Iterator[None]:
+    """Any refusal to read what was just written, at `path`, as WriteFailed of its target."""
+    try:
+        yield
+    except WriteFailed:
+        raise
+    except CheckpointError as e:
+        reason = e.problem.replace(path.name, target.name)
+        raise unlike(target, f" ({reason})", e.member) from e
+
+
+def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFailed:
+    """The error of a file that holds something else than was written."""
+    return WriteFailed(
+        target, f"does not read back as it was written{why}", "check the disk", member
+    )
+
+
+@contextlib.contextmanager
+def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
+    """A locked file next to the target. It is gone afterwards unless it was committed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+    def create(path: Path) -> int:
+        # Without a file to replace, the umask decides.
+        return os.open(path, flags, 0o666 if mode is None else 0o600)
+
+    fd, path = temporaries.create(target, create)
+    status = os.fstat(fd)
+    try:
+        with os.fdopen(fd, "w+b") as file:
+            if mode is not None:
+                os.fchmod(fd, mode)
+            yield file, path
+    finally:
+        temporaries.unlink(path, status)
+
+
+def commit(path: Path, target: Path, force: bool) -> None:
+    """Gives content that is durable the name of the target, and makes that durable."""
+    put(path, target, force)
+    sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def temporary_folder(
+    target: Path, parts: Callable[[Path], temporaries.IsPart], notes: list[str]
+) -> Iterator[Path]:
+    """A locked folder next to the target. It, or the one that it was exchanged for, is gone
+    afterwards, but for files that are no `parts` of it, which get a line in `notes`.
+    """
+
+    def create(path: Path) -> int:
+        os.mkdir(path)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    fd, path = temporaries.create(target, create)
+    try:
+        yield path
+    finally:
+        if os.path.lexists(path) and not temporaries.remove_folder(path, parts(path)):
+            notes.append(f"{path.name} stays: it holds other files")
+        os.close(fd)
+
+
+def settle_folder(path: Path) -> None:
+    """`settle` for every file of a folder, whose names are durable then."""
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with open(os.path.join(folder, file), "rb") as content:
+                settle(content.fileno())
+        sync_folder(Path(folder))
+
+
+def commit_folder(
+    path: Path,
+    target: Path,
+    old: os.stat_result | None,
+    parts: Callable[[Path], temporaries.IsPart],
+) -> None:
+    """Gives a durable folder the name of the target; the old one, if any, gets the other name.
+
+    Raises:
+        DestinationExists: another process was faster, or put a file of its own into the old folder,
+            or the system cannot exchange two folders in one step.
+    """
+    if old is None:
+        if not _renamed(path, target, _NEW):
+            try:
+                os.rename(path, target)  # fails on a file or a folder that is not empty
+            except OSError as e:
+                if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                problem = "came there meanwhile, from another process"
+                remedy = "look at it, or choose another name"
+                raise DestinationExists(target, problem, remedy) from e
+    else:
+        os.chmod(path, stat.S_IMODE(old.st_mode))
+        if not _renamed(path, target, _EXCHANGE):
+            problem = "cannot be replaced in one step on this system"
+            raise DestinationExists(target, problem, "remove it first, or choose another name")
+        same = os.path.samestat(os.lstat(path), old)
+        if not same or temporaries.others(path, parts(path)):
+            _renamed(path, target, _EXCHANGE)
+            problem = "was replaced, or got other files, meanwhile"
+            raise DestinationExists(target, problem, "look at it, or choose another name")
+    sync_folder(target.parent)
+
+
+def _renamed(path: Path, target: Path, how: int) -> bool:
+    """Renames onto nothing, or in both directions at once; Python has no name for either.
+
+    False: the system cannot do it, or the target is there, or is not.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return call is not None and not call(_CWD, os.fsencode(path), _CWD, os.fsencode(target), how)
+
+
+def put(path: Path, target: Path, force: bool) -> None:
+    """Renames; without force, fails where another process was faster."""
+    if not force:
+        try:
+            os.link(path, target)  # unlike a rename, it fails on what is there
+            return  # the temporary name goes with the temporary
+        except FileExistsError:
+            raise DestinationExists(target, "is already there", "choose another name") from None
+        except OSError:  # a file system without hard links
+            if _renamed(path, target, _NEW):
+                return
+            if os.path.lexists(target):
+                raise DestinationExists(
+                    target, "is already there", f"replace it with {FORCE}"
+                ) from None
+    os.replace(path, target)
+
+
+def is_placed(path: Path, target: Path) -> bool:
+    """Whether a temporary has become its target, wherever the writer was interrupted."""
+    try:
+        return os.path.samefile(path, target)
+    except FileNotFoundError:
+        return not os.path.lexists(path)
+
+
+def is_same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file or folder that is there."""
+    try:
+        return os.path.samefile(path, other)
+    except FileNotFoundError:
+        return False
+
+
+def check_target(
+    target: Path, force: bool, sources: Sequence[Path], folder: bool = False
+) -> os.stat_result | None:
+    """The status of the file, or folder, to replace; None where there is none.
+
+    Raises:
+        DestinationExists, WriteFailed.
+    """
+    try:
+        place = Path(os.path.realpath(target))
+        status = None if not os.path.lexists(target) else os.stat(target)
+    except FileNotFoundError:
+        raise DestinationExists(target, "is a dangling link", "remove it first") from None
+    except ValueError as e:
+        raise WriteFailed(target, f"is not a path ({e})", "choose another name") from e
+    for source in sources:
+        read = Path(os.path.realpath(source))
+        for found, what in (
+            (place == read or is_same(target, source), "is being read or written here"),
+            (folder and place in read.parents, "holds the file being read"),
+            (read in place.parents, "is inside the folder being read"),
+        ):
+            if found:
+                raise DestinationExists(target, what, "choose another name")
+    if status is None:
+        return None
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        what = "is there and not a folder" if folder else "is there and not a regular file"
+        raise DestinationExists(target, what, "choose another name")
+    if not force:
+        raise DestinationExists(
+            target, "is already there", f"choose another name, or replace it with {FORCE}"
+        )
+    return status
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,109 @@
+"""Casting to another dtype, and what it loses."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmha.checkpoint.tensor import BFLOAT16, FLOAT8, NUMPY
+
+Wanted = str | np.dtype | type
+DTYPES = {str(dtype): dtype for dtype in (*NUMPY, BFLOAT16, *FLOAT8)}
+FLOATS = frozenset(d for d in DTYPES.values() if d.kind == "f" or d in (BFLOAT16, *FLOAT8))
+
+
+class Loss(NamedTuple):
+    """What casting did to one tensor.
+
+    Attributes:
+        before, after: the dtypes.
+        max_relative_error: of elements that stayed finite and nonzero; 0.0 where all are exact.
+        overflowed: how many finite elements became infinite or NaN, and how many of these
+            something else.
+        underflowed: how many nonzero elements became zero.
+    """
+
+    before: str
+    after: str
+    max_relative_error: float = 0.0
+    overflowed: int = 0
+    underflowed: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """No element changed its value."""
+        return not (self.max_relative_error or self.overflowed or self.underflowed)
+
+    def __add__(self, other: object) -> "Loss":
+        """The loss of two parts of one tensor."""
+        if not isinstance(other, Loss):
+            return NotImplemented
+        return Loss(
+            self.before,
+            self.after,
+            max(self.max_relative_error, other.max_relative_error),
+            self.overflowed + other.overflowed,
+            self.underflowed + other.underflowed,
+        )
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a dtype is a real floating-point one, of NumPy or ml_dtypes.
+
+    Example:
+        >>> is_float(BFLOAT16), is_float(np.dtype(int))
+        (True, False)
+    """
+    return dtype in FLOATS
+
+
+def target(wanted: Wanted | Mapping[str, Wanted] | None, name: str, dtype: np.dtype) -> np.dtype:
+    """The dtype to write a tensor in. One dtype for all concerns floating-point tensors only.
+
+    Raises:
+        TypeError: the text names no dtype.
+
+    Example:
+        >>> target("bfloat16", "w", np.dtype("float32")), target("bfloat16", "n", np.dtype("int64"))
+        (dtype(bfloat16), dtype('int64'))
+    """
+    if isinstance(wanted, Mapping):
+        return _dtype(wanted[name]) if name in wanted else dtype
+    return dtype if wanted is None or not is_float(dtype) else _dtype(wanted)
+
+
+def _dtype(wanted: Wanted) -> np.dtype:
+    named = DTYPES.get(wanted) if isinstance(wanted, str) else None
+    return named or np.dtype(wanted)
+
+
+def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
+    """An array in another dtype, rounded to nearest, and what that lost.
+
+    Example:
+        >>> cast(np.array([1.0, 70000.0, 1e-9]), np.dtype("float16"))[1]
+        Loss(before='float64', after='float16', max_relative_error=0.0, overflowed=1, underflowed=1)
+    """
+    with np.errstate(all="ignore"):
+        result = array.astype(dtype)
+        before, after = _exactly(array), _exactly(result)
+        finite, nonzero = np.isfinite(before), before != 0
+        kept = (before == after) | (np.isnan(before) & np.isnan(after))
+        overflowed = (finite & ~np.isfinite(after)) | (~finite & ~kept)
+        underflowed = nonzero & (after == 0)
+        # Integers that differ by more than floats can tell differ all the same.
+        error = np.abs(after - before) / np.abs(before)
+        error = error[finite & nonzero & ~overflowed & ~underflowed]
+        worst = float(error.max()) if error.size else 0.0
+    counts = int(overflowed.sum()), int(underflowed.sum())
+    worst = worst if math.isfinite(worst) else math.inf
+    return result, Loss(str(array.dtype), str(dtype), worst, *counts)
+
+
+def _exactly(array: np.ndarray) -> np.ndarray:
+    """The same numbers in a dtype that holds them and their differences."""
+    if array.dtype.kind == "c":
+        return array.astype(np.complex128)
+    wide = array.dtype.kind in "iu" and array.dtype.itemsize == 8
+    return array.astype(np.longdouble if wide else np.float64)

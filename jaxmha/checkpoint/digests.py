@@ -1,0 +1,125 @@
+"""A digest per tensor, and one over all that a file declares.
+
+A digest is text: the algorithm, a colon, hexadecimal digits. It is taken over the elements as
+little-endian bytes in C order, so that equal tensors have equal digests in every format.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmha.checkpoint.errors import IntegrityError, MissingDependency, UnsupportedFormat
+from jaxmha.checkpoint.tensor import TensorInfo, blocks, to_bytes
+
+# xxh3 is as fast as memory; SHA-256 also withstands somebody who wants a collision.
+LENGTHS = {"xxh3_128": 32, "sha256": 64}
+ALGORITHMS = tuple(LENGTHS)
+KEY = "jaxmha.digests"  # where a format keeps them by name
+_AGAIN = "copy the file again from where it was written"
+
+
+def usual() -> str:
+    """The algorithm that is used where none is asked for: the fastest one installed."""
+    return "xxh3_128" if importlib.util.find_spec("xxhash") else "sha256"
+
+
+def hasher(algorithm: str, path: str | os.PathLike[str]) -> Any:
+    """An object with `update` and `hexdigest`.
+
+    Raises:
+        MissingDependency: xxhash is not installed.  UnsupportedFormat: no such algorithm.
+    """
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm != "xxh3_128":
+        known = ", ".join(LENGTHS)
+        raise UnsupportedFormat(path, f"no digest {algorithm[:40]!r}", f"use one of {known}")
+    try:
+        import xxhash
+    except ImportError as e:
+        remedy = "pip install 'jaxmha[files]', or in Python checkpoint.open(path, verify=False)"
+        raise MissingDependency(path, "checking its digests needs xxhash", remedy) from e
+    return xxhash.xxh3_128()
+
+
+def digest(array: np.ndarray, algorithm: str | None = None) -> str:
+    """The digest of one array.
+
+    Args:
+        array: of any shape and any dtype of NumPy or ml_dtypes.
+        algorithm: "xxh3_128" or "sha256"; None: the former where xxhash is installed.
+
+    Raises:
+        CheckpointError: MissingDependency, UnsupportedFormat.
+
+    Example:
+        >>> digest(np.arange(3, dtype=np.int32), "sha256")[:14]
+        'sha256:ad5dc14'
+    """
+    algorithm = algorithm or usual()
+    state = hasher(algorithm, "")
+    for block in blocks(array):
+        state.update(to_bytes(block).data)
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def manifest(
+    info: Mapping[str, TensorInfo],
+    digests: Mapping[str, str],
+    texts: Iterable[tuple[str, str]],
+    algorithm: str,
+    path: str | os.PathLike[str],
+) -> str:
+    """One digest over names, dtypes, shapes and digests of all tensors, and what else is kept."""
+    tensors = [[n, str(i.dtype), list(i.shape), digests.get(n)] for n, i in sorted(info.items())]
+    state = hasher(algorithm, path)
+    state.update(json.dumps([tensors, sorted(texts)]).encode())
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def check_manifest(
+    kept: str,
+    info: Mapping[str, TensorInfo],
+    digests: Mapping[str, str],
+    texts: Iterable[tuple[str, str]],
+    path: str | os.PathLike[str],
+) -> None:
+    """Raises IntegrityError unless all that a file declares is what was written."""
+    for text in (kept, *digests.values()):
+        check_form(text, path)
+    algorithm = kept.partition(":")[0]
+    if digests.keys() != info.keys() or kept != manifest(info, digests, texts, algorithm, path):
+        problem = "names, dtypes, shapes or digests are not those that were written"
+        raise IntegrityError(path, problem, _AGAIN)
+
+
+def check_form(text: Any, path: str | os.PathLike[str]) -> None:
+    """Raises IntegrityError unless a text from a file has the form of a digest."""
+    if not is_digest(text):
+        raise IntegrityError(path, f"{str(text)[:80]!r} is not a digest", _AGAIN)
+
+
+def is_digest(text: Any) -> bool:
+    """Whether something from a file has the form of a digest."""
+    algorithm, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return LENGTHS.get(algorithm) == len(digits) and set(digits) <= set("0123456789abcdef")
+
+
+def check(array: np.ndarray, kept: str, path: str | os.PathLike[str], name: str) -> None:
+    """Raises IntegrityError unless an array has the digest that was kept for it."""
+    check_form(kept, path)
+    state = hasher(kept.partition(":")[0], path)
+    for block in blocks(array):
+        state.update(to_bytes(block).data)
+    if state.hexdigest() != kept.partition(":")[2]:
+        raise IntegrityError(path, "the digest does not match: the data is damaged", _AGAIN, name)
+
+
+def blank(algorithm: str) -> str:
+    """What stands where a digest will be, of the same length."""
+    return f"{algorithm}:{'0' * LENGTHS[algorithm]}"

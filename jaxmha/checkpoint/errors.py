@@ -1,0 +1,130 @@
+# ruff: noqa: N818 (the names say what is wrong, the base says that it is an error)
+"""What can go wrong with a checkpoint file, one class per kind.
+
+Every message names the file, the member or tensor, the rule that was broken and what to do about it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+_LONGEST_SHOWN = 120
+
+
+class CheckpointError(ValueError):
+    """Base of every error that reading or writing a checkpoint raises.
+
+    Example:
+        >>> print(MalformedFile("a.npz", "the file is empty", "write it again", "w"))
+        a.npz: 'w': the file is empty; write it again
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], problem: str, remedy: str, member: str | None = None
+    ) -> None:
+        # All four go to args, so that the error survives pickling between processes.
+        super().__init__(path, problem, remedy, member)
+        self.path, self.problem, self.remedy, self.member = path, problem, remedy, member
+
+    def __str__(self) -> str:
+        where = f"{os.fspath(self.path)}: "
+        if self.member is not None:
+            where += f"{shown(self.member)}: "
+        return f"{where}{self.problem}; {self.remedy}"
+
+
+class UnreadableFile(CheckpointError):
+    """The path is missing, not a regular file, or not ours to read."""
+
+
+class UnsupportedFormat(CheckpointError):
+    """A format, or a part of a format, that is not read or written here."""
+
+
+class MalformedFile(CheckpointError):
+    """The file breaks the rules of its own format."""
+
+
+class AmbiguousFile(CheckpointError):
+    """Two readers could see two different contents: duplicates, a suffix against its content."""
+
+
+class ForbiddenContent(CheckpointError):
+    """Code, links, encryption or objects where only arrays belong."""
+
+
+class BudgetExceeded(CheckpointError):
+    """The file asks for more than the limits allow; `Limits` raises them."""
+
+
+class IntegrityError(CheckpointError):
+    """A checksum does not match, or the file changed while it was being read."""
+
+
+class PathEscape(CheckpointError):
+    """A name inside the file would leave its place if it were used as a path."""
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """A part that the file itself refers to is not there."""
+
+
+class UnsupportedDtype(CheckpointError):
+    """A dtype that NumPy with ml_dtypes, or the target format, cannot hold."""
+
+
+class DestinationExists(CheckpointError):
+    """Writing would replace a file that is not to be replaced."""
+
+
+class WriteFailed(CheckpointError):
+    """The operating system refused a write, or what was written did not read back the same."""
+
+
+class MissingDependency(CheckpointError):
+    """An optional package is needed for this format."""
+
+
+class UnknownTensor(CheckpointError, KeyError):
+    """The checkpoint is sound and has no tensor of that name."""
+
+
+@contextlib.contextmanager
+def damage(
+    path: str | os.PathLike[str], library: str, remedy: str, name: str | None = None
+) -> Iterator[None]:
+    """A library reports damage as any of a dozen exceptions: here they are MalformedFile.
+
+    Example:
+        >>> with damage("a.h5", "HDF5", "write it again"):  # doctest: +ELLIPSIS
+        ...     raise KeyError("no symbol")
+        Traceback (most recent call last):
+        ...
+        jaxmha.checkpoint.errors.MalformedFile: a.h5: HDF5 cannot read it...
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        reason = " ".join(str(e).split())[:300]
+        raise MalformedFile(path, f"{library} cannot read it ({reason})", remedy, name) from e
+
+
+def shown(name: Any) -> str:
+    """A name from a file as it may safely be printed: escaped and cut."""
+    text = ascii(name[: _LONGEST_SHOWN + 1] if isinstance(name, str) else name)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...'"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text from a file with control and bidirectional characters escaped, except those in `keep`.
+
+    Example:
+        >>> printable("a\\tb")
+        'a\\\\tb'
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )

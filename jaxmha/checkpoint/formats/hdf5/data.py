@@ -1,0 +1,198 @@
+"""The elements of an HDF5 dataset: where they are stored, and how they are read.
+
+Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#LayoutMessage
+"""
+
+import math
+import struct
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmha.checkpoint.errors import MalformedFile, UnsupportedFormat
+from jaxmha.checkpoint.formats.hdf5.chunks import Chunks, Grid, find_chunks
+from jaxmha.checkpoint.formats.hdf5.file import UNDEFINED, File
+from jaxmha.checkpoint.formats.hdf5.filter import Filter, most, pipeline, undo
+from jaxmha.checkpoint.formats.hdf5.header import FILL, FILTERS, LAYOUT, Header
+from jaxmha.checkpoint.formats.hdf5.type import Kind
+from jaxmha.checkpoint.limits import Budget
+from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.tensor import TensorInfo, from_bytes, over
+
+_COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
+_SLAB = 4 << 20  # bytes read at once where a part of them is needed
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset whose storage was checked: in the header, at an address, or in chunks."""
+
+    info: TensorInfo
+    kind: Kind
+    stored: bytes | int | Chunks
+    filters: tuple[Filter, ...] = ()
+
+    def view(self, source: Source) -> np.ndarray | None:
+        """The elements where they lie in a mapped file; None where they do not lie so."""
+        if not isinstance(self.stored, int) or self.kind.order != sys.byteorder:
+            return None
+        return over(source, self.stored, *self.info)
+
+    def read(self, file: File, name: str, box: Box = ()) -> np.ndarray:
+        """A box of the elements, or all.
+
+        Raises:
+            MalformedFile, UnreadableFile, IntegrityError.
+        """
+        source, (shape, dtype) = file.source, self.info
+        whole = all(part == slice(0, n) for part, n in zip(box, shape, strict=False))
+        if whole:
+            box = tuple(slice(0, n) for n in shape)
+        box = tuple(slice(part.start, max(part.start, part.stop)) for part in box)
+        raw: NDArray[np.uint8]
+        if isinstance(self.stored, int) and whole:
+            raw = source.read_array(self.stored, self.info.nbytes)
+        else:
+            out = np.empty([part.stop - part.start for part in box], _bits(dtype))
+            if isinstance(self.stored, bytes):
+                held = np.frombuffer(self.stored, out.dtype).reshape(shape)
+                np.copyto(out, held[box])
+            elif isinstance(self.stored, int):
+                _copy_box(source, self.stored, shape, box, out)
+            else:
+                with file.damage(name):
+                    self._copy_chunks(source, self.stored, box, out)
+            raw = out.reshape(-1).view(np.uint8)
+            shape = out.shape
+        return from_bytes(raw, dtype, self.kind.order, source.path, name).reshape(shape)
+
+    def _copy_chunks(self, source: Source, chunks: Chunks, box: Box, out: np.ndarray) -> None:
+        """Reads the chunks that the box touches; what reaches beyond the box is left out."""
+        counts, chunk = chunks.grid.counts, chunks.grid.chunk
+        near = [
+            range(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunk, strict=True)
+        ]
+        if not out.size:
+            return
+        for place in np.ndindex(*map(len, near)):
+            scaled = [steps[i] for steps, i in zip(near, place, strict=True)]
+            at = int(np.ravel_multi_index(scaled, counts))
+            raw = source.read_array(int(chunks.addresses[at]), int(chunks.sizes[at]))
+            raw = undo(raw, self.filters, int(chunks.masks[at]), chunks.grid.nbytes)
+            origin = [i * n for i, n in zip(scaled, chunk, strict=True)]
+            spans = [
+                (max(o, part.start), min(o + n, part.stop))
+                for o, n, part in zip(origin, chunk, box, strict=True)
+            ]
+            into = tuple(
+                slice(a - p.start, b - p.start) for (a, b), p in zip(spans, box, strict=True)
+            )
+            of = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, origin, strict=True))
+            out[into] = raw.view(out.dtype).reshape(chunk)[of]
+
+
+def dataset(
+    file: File,
+    header: Header,
+    info: TensorInfo,
+    largest: tuple[int, ...],
+    kind: Kind,
+    budget: Budget,
+) -> Dataset:
+    """Checks where the elements of a dataset are.
+
+    Raises:
+        ForbiddenContent, UnsupportedFormat, MalformedFile, BudgetExceeded.
+        ValueError, IndexError or struct.error: damaged.
+    """
+    body = header.one[LAYOUT]
+    if FILL in header.one and not 1 <= header.one[FILL][0] <= 3:
+        raise ValueError(f"a fill value of version {header.one[FILL][0]}")
+    version, layout = body[:2]
+    if version in (1, 2):
+        file.fail(UnsupportedFormat, "its layout is of before HDF5 1.6.3")
+    if layout == _VIRTUAL:
+        file.forbid("a virtual dataset, made of other files")
+    if version not in (3, 4) or layout > _VIRTUAL:
+        file.forbid(f"an unknown storage layout, {layout} of version {version}")
+    filters = pipeline(file, header.one[FILTERS]) if FILTERS in header.one else ()
+    if layout == _CHUNKED:
+        return _chunked(file, body, info, largest, kind, filters, budget)
+    if filters:
+        raise ValueError("filters without chunks")
+    if layout == _COMPACT:
+        (size,) = struct.unpack_from("<H", body, 2)
+        stored: bytes | int = body[4 : 4 + size]
+        size = len(body[4 : 4 + size])
+    else:
+        address, size = struct.unpack_from("<QQ", body, 2)
+        stored = address
+        if address == UNDEFINED:
+            stored, size = b"", 0
+        else:
+            file.claim(address, size)
+    if size != info.nbytes:
+        file.fail(MalformedFile, f"declares {info.nbytes} bytes and stores {size}")
+    return Dataset(info, kind, stored)
+
+
+def _chunked(
+    file: File,
+    body: bytes,
+    info: TensorInfo,
+    largest: tuple[int, ...],
+    kind: Kind,
+    filters: tuple[Filter, ...],
+    budget: Budget,
+) -> Dataset:
+    if body[0] == 3:
+        # The address of the index stands between the rank and the sizes.
+        rank, rest = body[2], body[3:11]
+        sizes = struct.unpack_from(f"<{rank}L", body, 11)
+    else:
+        flags, rank, width = body[2:5]
+        if not 1 <= width <= 8:
+            raise ValueError(f"chunk sizes of {width} bytes")
+        end = 5 + rank * width
+        sizes = tuple(
+            int.from_bytes(body[at : at + width], "little") for at in range(5, end, width)
+        )
+        rest = bytes([flags]) + body[end:]
+    chunk = sizes[:-1]
+    if len(chunk) != len(info.shape) or not chunk or sizes[-1] != info.dtype.itemsize or 0 in chunk:
+        raise ValueError(f"chunks of {sizes} in a dataset of {info.shape}")
+    nbytes = math.prod(sizes)
+    allowed = info.nbytes + file.limits.chunk_bytes
+    budget.spend("the chunk size", nbytes, allowed, file.member)
+    grid = Grid(info.shape, largest, chunk, nbytes, bool(filters))
+    chunks = find_chunks(file, grid, body[0], rest)
+    stored = sum(chunks.sizes.tolist())
+    if info.nbytes > most(filters, stored):
+        file.fail(MalformedFile, f"declares {info.nbytes} bytes and stores {stored}")
+    return Dataset(info, kind, chunks, filters)
+
+
+def _bits(dtype: np.dtype) -> np.dtype:
+    """NumPy copies integers of the same width faster than the dtypes of ml_dtypes."""
+    return np.dtype(f"u{dtype.itemsize}") if dtype.itemsize in (1, 2, 4, 8) else dtype
+
+
+def _copy_box(source: Source, at: int, shape: tuple[int, ...], box: Box, out: np.ndarray) -> None:
+    """Reads a box of elements that lie at an address in C order, little more than it."""
+    row = math.prod(shape[1:]) * out.itemsize
+    rows = max(1, _SLAB // max(1, row))
+    start, stop = box[0].start, box[0].stop
+    if not out.size:
+        return
+    if rows == 1 and len(shape) > 1:
+        for i in range(start, stop):
+            _copy_box(source, at + i * row, shape[1:], box[1:], out[i - start])
+        return
+    for i in range(start, stop, rows):
+        count = min(rows, stop - i)
+        raw = source.read_array(at + i * row, count * row)
+        slab = raw.view(out.dtype).reshape(count, *shape[1:])
+        out[i - start : i - start + count] = slab[(slice(None), *box[1:])]

@@ -1,0 +1,310 @@
+"""Which formats there are, as data: how a file is recognised, read, written, or refused."""
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxmha.checkpoint import shards_read
+from jaxmha.checkpoint.errors import (
+    AmbiguousFile,
+    IncompleteCheckpoint,
+    MalformedFile,
+    UnsupportedFormat,
+)
+from jaxmha.checkpoint.formats import keras_archive, keras_h5, npz, orbax, safetensors
+from jaxmha.checkpoint.formats import zip as zip_directory
+from jaxmha.checkpoint.formats.torch import zip as torch_zip
+from jaxmha.checkpoint.limits import Budget, Limits
+from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.source import Source
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format. The first suffix is the usual one."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    read: Callable[[Any, Limits], Contents]
+    write: Callable[[BinaryIO, Plan], None] | None
+    check: Callable[[Plan], None]  # raises, before anything is written, where a plan does not fit
+    holds_metadata: bool = False
+    holds_names: bool = False
+    sharded: bool = False
+    folder: bool = False
+
+
+def _check_shards(plan: Plan) -> None:
+    """Raises what the format of the shards raises, and for metadata that they would not keep."""
+    ending = shards_read.suffix(plan.path)
+    if plan.metadata and not BY_SUFFIX[ending].holds_metadata:
+        problem = f"{ending} has no place for metadata"
+        raise UnsupportedFormat(plan.path, problem, "leave it out, or write .safetensors")
+    if shards_read.TOTAL in plan.metadata:
+        problem = f"the key {shards_read.TOTAL!r} of an index is reserved"
+        raise UnsupportedFormat(plan.path, problem, "leave it out")
+    BY_SUFFIX[ending].check(plan)
+
+
+def _check_nothing(plan: Plan) -> None:
+    pass
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(
+        "safetensors",
+        (".safetensors",),
+        safetensors.read,
+        safetensors.write,
+        safetensors.check,
+        holds_metadata=True,
+    ),
+    Format("torch", (".pt", ".pth", ".bin"), torch_zip.read, torch_zip.write, torch_zip.check),
+    Format(
+        "keras_h5",
+        (".weights.h5",),
+        keras_h5.read,
+        keras_h5.write,
+        keras_h5.check,
+        holds_names=True,
+    ),
+    Format("npz", (".npz",), npz.read, npz.write, npz.check),
+    Format("keras", (".keras",), keras_archive.read, None, _check_nothing),
+    Format("orbax", (orbax.SUFFIX,), orbax.read, None, orbax.check, folder=True),
+    Format(
+        "sharded",
+        (".safetensors.index.json", ".bin.index.json"),
+        shards_read.read,
+        None,
+        _check_shards,
+        holds_metadata=True,
+        sharded=True,
+    ),
+)
+_BY_NAME = {format.name: format for format in FORMATS}
+BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
+SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
+
+# What else people have, and the line that turns it into something read here.
+_DIRECTORIES: tuple[tuple[str, str, str], ...] = (
+    (
+        "saved_model.pb",
+        "a TensorFlow SavedModel, which is not read here",
+        "load the model with keras and call model.save_weights('new.weights.h5')",
+    ),
+    (
+        "_CHECKPOINT_METADATA",
+        "an orbax checkpoint of several items",
+        "name one of its folders, such as 'default'",
+    ),
+    (
+        "checkpoint",
+        "an orbax checkpoint of before 2023",
+        "orbax.checkpoint.PyTreeCheckpointer().restore(path), flatten, checkpoint.write(...)",
+    ),
+)
+_LEGACY_TORCH = (
+    "convert it: python -c \"import torch; torch.save(torch.load('OLD', weights_only=True), "
+    "'NEW.pt')\""
+)
+_MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46", "a torch file from before version 1.6", _LEGACY_TORCH),
+    (257, b"ustar", "a tar file, such as very old torch made", _LEGACY_TORCH),
+    (0, b"\x80\x02", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, b"\x80\x03", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, b"\x80\x04", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, b"\x80\x05", "a bare pickle, which is a program", _LEGACY_TORCH),
+    (0, npz.MAGIC, "a single .npy array, without names", "numpy.savez('NEW.npz', name=array)"),
+    (0, b"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself: git lfs pull"),
+    (0, b"\x1f\x8b", "compressed with gzip", "decompress it with gunzip"),
+)
+_KERAS_SHARDS = "load the model with keras and call model.save_weights('new.weights.h5')"
+_FLAX = (
+    "convert it: safetensors.numpy.save_file(flax.traverse_util.flatten_dict("
+    "flax.serialization.msgpack_restore(pathlib.Path('OLD').read_bytes()), sep='/'), "
+    "'NEW.safetensors')"
+)
+
+
+def suffixes() -> tuple[str, ...]:
+    """Every file name ending that is read and written.
+
+    Example:
+        >>> ".safetensors" in suffixes()
+        True
+    """
+    return tuple(suffix for format in FORMATS for suffix in format.suffixes)
+
+
+def by_suffix(path: Path) -> Format | None:
+    """The format that a file name promises, None where it promises none of ours."""
+    name = path.name.lower()
+    return next((f for f in FORMATS if name.endswith(f.suffixes)), None)
+
+
+def for_writing(path: Path) -> Format:
+    """The format to write; raises UnsupportedFormat."""
+    found = by_suffix(path)
+    if found is None:
+        known = ", ".join(suffix for one in FORMATS if _is_written(one) for suffix in one.suffixes)
+        raise UnsupportedFormat(path, "the suffix names no format", f"use one of {known}")
+    if not _is_written(found):
+        problem = f"{found.name} is read only"
+        raise UnsupportedFormat(path, problem, "write NAME.weights.h5, and load it into the model")
+    return found
+
+
+def _is_written(format: Format) -> bool:
+    return format.write is not None or format.sharded or format.folder
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path is a folder that orbax wrote.
+
+    Raises:
+        UnsupportedFormat: a folder that another framework wrote, with the way out.
+    """
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            return False
+        inside = set(os.listdir(path))
+    except (OSError, ValueError):
+        return False  # opening it says what is wrong
+    if orbax.TREE in inside:
+        return True
+    if orbax.MANIFEST in inside:
+        problem = "is an orbax checkpoint without its tree of names"
+        raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
+    for mark, what, remedy in _DIRECTORIES:
+        if mark in inside:
+            raise UnsupportedFormat(path, f"is {what}", remedy)
+    return False
+
+
+# The files that Hugging Face's save_pretrained writes, in the order in which its loader looks.
+_USUAL = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+# Files of training in such a folder, in the formats of torch: they are no model.
+_OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
+_LISTED = 10
+
+
+def file_in(path: Path) -> Path:
+    """The checkpoint in a folder; a path that is no folder itself.
+
+    The index of shards, or the usual name of Hugging Face, goes before other names, and
+    safetensors before torch; else the folder holds one checkpoint.
+
+    Raises:
+        AmbiguousFile: several, with their names.
+        IncompleteCheckpoint: none, with what is there.
+    """
+    try:
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else None
+    except OSError:
+        names = None  # opening it says what is wrong
+    if names is None:
+        return path
+    indexes = [[n for n in names if n.lower().endswith(suffix)] for suffix in SHARDED.suffixes]
+    usual = [[name for name in pair if name in names] for pair in _USUAL]
+    sets = [list(dict.fromkeys(a + b)) for a, b in zip(usual, indexes, strict=True)]
+    shards = re.compile(r"-\d{5}-of-\d{5}\.")
+    single = [
+        name
+        for name in names
+        if by_suffix(path / name) not in (None, SHARDED)
+        and not name.startswith(".")
+        and not _OF_TRAINING.fullmatch(name)
+        and not shards.search(name)
+    ]
+    found = next((one for one in sets if one), single)
+    if len(found) == 1:
+        return path / found[0]
+    if found:
+        shown = ", ".join(found[:_LISTED]) + f" and {len(found) - _LISTED} more" * (
+            len(found) > _LISTED
+        )
+        raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
+    inside = [name for name in names if os.path.isdir(path / name) and _holds_one(path / name)]
+    there = ", ".join(inside[:_LISTED] or names[:_LISTED])
+    holding = "its folders " + there if inside else (f"only {there}" if names else "nothing")
+    raise IncompleteCheckpoint(
+        path,
+        f"is a directory without a checkpoint: it holds {holding}",
+        f"name one of them, such as {path / inside[0]}" if inside else "name one checkpoint file",
+    )
+
+
+def _holds_one(path: Path) -> bool:
+    try:
+        return any(by_suffix(path / name) is not None for name in os.listdir(path))
+    except OSError:
+        return False
+
+
+def recognise(source: Source, limits: Limits) -> Format:
+    """The format by content, which must agree with the suffix.
+
+    Raises:
+        UnsupportedFormat, MalformedFile, AmbiguousFile.
+    """
+    found = _by_content(source, limits)
+    promised = by_suffix(source.path)
+    if promised is not None and promised is not found:
+        raise AmbiguousFile(
+            source.path,
+            f"the suffix says {promised.name}, the content {found.name}",
+            "give the file the suffix of its content",
+        )
+    return found
+
+
+def _by_content(source: Source, limits: Limits) -> Format:
+    path = source.path
+    if source.size == 0:
+        raise MalformedFile(path, "the file is empty", "copy or write it again")
+    head = source.read(0, min(source.size, 512))
+    if head.startswith(keras_h5.MAGIC):
+        return _BY_NAME["keras_h5"]
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        return _zip_format(source, limits)
+    # A length may begin with the bytes of any magic, so this comes first.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size - 8:
+        return _BY_NAME["safetensors"]
+    for at, magic, what, remedy in _MAGIC:
+        if head[at:].startswith(magic):
+            raise UnsupportedFormat(path, f"is {what}, which is not read here", remedy)
+    if path.name.endswith(".weights.json"):
+        problem = "is the index of sharded Keras weights, which are not read here"
+        raise UnsupportedFormat(path, problem, _KERAS_SHARDS)
+    if head[:1] == b"{":
+        return SHARDED
+    if path.suffix == ".msgpack" or path.name == "checkpoint":
+        raise UnsupportedFormat(path, "is flax msgpack, which is not read here", _FLAX)
+    if head[8:9] == b"{" or path.suffix == ".safetensors":
+        return _BY_NAME["safetensors"]
+    raise UnsupportedFormat(
+        path,
+        f"begins with {head[:8].hex(' ')}, which is no known checkpoint",
+        f"convert it to one of {', '.join(suffixes())}",
+    )
+
+
+def _zip_format(source: Source, limits: Limits) -> Format:
+    budget = Budget(source.path, source.size, limits)
+    names = zip_directory.members(source, budget)
+    if "config.json" in names or "model.weights.h5" in names:
+        return _BY_NAME["keras"]
+    if any(name.partition("/")[2] == torch_zip.PROGRAM for name in names):
+        return _BY_NAME["torch"]
+    if all(name.endswith(".npy") for name in names):
+        return _BY_NAME["npz"]
+    raise UnsupportedFormat(
+        source.path, "is a zip of neither torch nor NumPy", "save it again with either"
+    )

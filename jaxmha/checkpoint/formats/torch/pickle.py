@@ -1,0 +1,353 @@
+"""The pickle program inside a torch file, run on a machine that can only build plain data.
+
+Pickle opcodes call functions by name. This machine knows 31 opcodes and a table of names, none of
+which is a Python function: what they would make becomes a record of numbers. Nothing is imported,
+looked up or executed.
+
+Format: https://docs.python.org/3/library/pickletools.html and torch/_utils.py
+"""
+
+import functools
+import os
+import pickletools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from jaxmha.checkpoint.errors import (
+    AmbiguousFile,
+    BudgetExceeded,
+    CheckpointError,
+    ForbiddenContent,
+    MalformedFile,
+)
+from jaxmha.checkpoint.formats.torch.records import GLOBALS, SAVE, Call, Storage, Type, View
+from jaxmha.checkpoint.limits import Budget, Limits
+
+_NO_ARGUMENT = b"().Rbst\x85\x86\x87uQ\x88\x89N]}ae"
+_ARGUMENT: dict[int, struct.Struct] = {
+    code[0]: struct.Struct(layout)
+    for code, layout in {
+        b"\x80": "<B",  # PROTO
+        b"q": "<B",  # BINPUT
+        b"r": "<L",  # LONG_BINPUT
+        b"h": "<B",  # BINGET
+        b"j": "<L",  # LONG_BINGET
+        b"J": "<i",  # BININT
+        b"K": "<B",  # BININT1
+        b"M": "<H",  # BININT2
+        b"G": ">d",  # BINFLOAT
+    }.items()
+}
+_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
+_LONGEST_GLOBAL = 200
+_AGAIN = "save it again with torch.save"
+_MARK: Final = object()
+_UNSET: Final = object()  # a place in the memo that was left out
+# Bytes of memory that opcodes make: a small number, a text without its characters, a tuple without its
+# items and with what `flatten` notes of it, a dict or list with the same, an entry of a dict, a place
+# in the memo, one on the stack or in a list, and what REDUCE and BINPERSID give.
+_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = (
+    32,
+    64,
+    180,
+    200,
+    100,
+    20,
+    16,
+    200,
+)
+
+
+_COSTS = {
+    ord(sign): _PLACE + cost
+    for signs, cost in {
+        "JKMG": _NUMBER,
+        "\x8a": 255,
+        "qr": _MEMO,
+        "}]": _CONTAINER,
+        ")t\x85\x86\x87": _TUPLE,
+        "s": _ENTRY,
+        "RQ": _RECORD,
+    }.items()
+    for sign in signs
+}
+
+
+class _Ordered(dict[Any, Any]):
+    """What was made by OrderedDict; only this may carry `_metadata`."""
+
+
+class _Tuple(tuple[Any, ...]):
+    """A tuple that knows how deep it is nested, by its class: no tuple has a place for a number."""
+
+    __slots__ = ()
+    depth = 0
+
+
+@functools.cache
+def _nested(depth: int) -> type[_Tuple]:
+    return type("_Tuple", (_Tuple,), {"__slots__": (), "depth": depth})
+
+
+def run(
+    program: bytes, path: str | os.PathLike[str], limits: Limits, budget: Budget | None = None
+) -> tuple[Any, dict[str, Storage]]:
+    """The object that a program builds, of dict, list, tuple, str, numbers and View; its storages.
+
+    The memory that it takes is charged to the budget, or to one of the program's own size.
+
+    Raises:
+        ForbiddenContent, MalformedFile, AmbiguousFile, BudgetExceeded.
+    """
+    machine = _Machine(path, limits, budget or Budget(path, len(program), limits))
+    machine.charge(len(program))
+    for count, (code, argument) in enumerate(_opcodes(program, machine)):
+        if count >= limits.opcodes:
+            machine.fail(BudgetExceeded, "too many pickle opcodes", "raise Limits.opcodes")
+        if (count == 0) != (code == 0x80):
+            machine.fail(MalformedFile, "PROTO is not the first opcode, or not only that")
+        machine.step(code, argument, count)
+    if len(machine.stack) != 1:
+        machine.fail(MalformedFile, "the pickle ends with other than one object")
+    return machine.stack[0], machine.storages
+
+
+def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
+    """Opcodes with their arguments, which may not leave the program; ends behind STOP."""
+    at, end = 0, len(program)
+    while at < end:
+        code = program[at]
+        at += 1
+        if code in _NO_ARGUMENT:
+            if code == 0x2E:  # STOP
+                if at != end:
+                    machine.fail(MalformedFile, "bytes follow the pickle")
+                return
+            yield code, None
+        elif code in _ARGUMENT:
+            layout = _ARGUMENT[code]
+            if at + layout.size > end:
+                break
+            yield code, layout.unpack_from(program, at)[0]
+            at += layout.size
+        elif code == 0x58 and at + 4 <= end:  # BINUNICODE
+            length = int.from_bytes(program[at : at + 4], "little")
+            at += 4
+            if at + length > end:
+                break
+            raw = program[at : at + length]
+            machine.charge(_TEXT + (2 if raw.isascii() else 5) * length)
+            try:
+                yield code, raw.decode()
+            except UnicodeDecodeError:
+                machine.fail(MalformedFile, "a string is not UTF-8")
+            at += length
+        elif code == 0x8A and at < end:  # LONG1
+            length = program[at]
+            at += 1 + length
+            if at > end:
+                break
+            yield code, int.from_bytes(program[at - length : at], "little", signed=True)
+        elif code == 0x63:  # GLOBAL
+            stop = program.find(b"\n", program.find(b"\n", at, at + _LONGEST_GLOBAL) + 1, at + 400)
+            lines = program[at:stop].split(b"\n") if stop > at else []
+            if len(lines) != 2:
+                break
+            at = stop + 1
+            yield code, b" ".join(lines).decode("ascii", "backslashreplace")
+        else:
+            what = _NAMES.get(chr(code), f"0x{code:02x}")
+            machine.fail(ForbiddenContent, f"the pickle opcode {what} has no place here", SAVE)
+    machine.fail(MalformedFile, "the pickle is cut short")
+
+
+class _Machine:
+    """The stack and memo of one run."""
+
+    def __init__(self, path: str | os.PathLike[str], limits: Limits, budget: Budget) -> None:
+        self.path, self.limits, self._budget = path, limits, budget
+        self.stack: list[Any] = []
+        self.memo: list[Any] = []
+        self.storages: dict[str, Storage] = {}
+
+    def fail(self, kind: type[CheckpointError], problem: str, remedy: str = _AGAIN) -> NoReturn:
+        raise kind(self.path, problem, remedy, "data.pkl")
+
+    def charge(self, amount: int) -> None:
+        """Raises BudgetExceeded once all that was made is more than the file may take."""
+        self._budget.build(amount, "its pickle", "data.pkl")
+
+    def pop(self) -> Any:
+        if not self.stack or self.stack[-1] is _MARK:
+            self.fail(MalformedFile, "the pickle takes from an empty stack")
+        return self.stack.pop()
+
+    def pop_to_mark(self) -> list[Any]:
+        for at in range(len(self.stack) - 1, -1, -1):
+            if self.stack[at] is _MARK:
+                items = self.stack[at + 1 :]
+                del self.stack[at:]
+                return items
+        self.fail(MalformedFile, "the pickle misses a mark")
+
+    def step(self, code: int, argument: Any, count: int) -> None:
+        self.charge(_COSTS.get(code, _PLACE))
+        match chr(code):
+            case "\x80":
+                if argument != 2:
+                    self.fail(ForbiddenContent, f"pickle protocol {argument}, not 2")
+            case "X" | "J" | "K" | "M" | "G" | "\x8a":
+                self.stack.append(argument)
+            case "q" | "r":
+                if argument > count:
+                    self.fail(MalformedFile, "a memo index larger than any before it")
+                # Every pickler counts up. What leaves out numbers has at most one for each opcode.
+                self.memo += [_UNSET] * (argument + 1 - len(self.memo))
+                self.memo[argument] = self.pop()
+                self.stack.append(self.memo[argument])
+            case "h" | "j":
+                if argument >= len(self.memo) or self.memo[argument] is _UNSET:
+                    self.fail(MalformedFile, "the memo index was never stored")
+                self.stack.append(self.memo[argument])
+            case "(":
+                self.stack.append(_MARK)
+            case "N" | "\x88" | "\x89":
+                self.stack.append({"N": None, "\x88": True, "\x89": False}[chr(code)])
+            case "}" | "]":
+                self.stack.append({} if code == ord("}") else [])
+            case ")" | "t" | "\x85" | "\x86" | "\x87":
+                self.stack.append(self.make_tuple(code))
+            case "s":
+                value = self.pop()
+                self.set_items([self.pop(), value])
+            case "u":
+                self.set_items(self.pop_to_mark())
+            case "a":
+                self.extend([self.pop()])
+            case "e":
+                self.extend(self.pop_to_mark())
+            case "c":
+                if argument not in GLOBALS:
+                    self.fail(ForbiddenContent, f"the file would run {argument!r}", SAVE)
+                self.stack.append(GLOBALS[argument])
+            case "R":
+                arguments, call = self.pop(), self.pop()
+                self.stack.append(self.call(call, arguments))
+            case "b":
+                self.build(self.pop())
+            case "Q":
+                self.stack.append(self.storage(self.pop()))
+
+    def make_tuple(self, code: int) -> _Tuple:
+        if code == ord("t"):
+            items = self.pop_to_mark()
+        else:
+            items = [self.pop() for _ in range(b")\x85\x86\x87".index(code))][::-1]
+        self.charge(8 * len(items))
+        depth = 1 + max((x.depth for x in items if isinstance(x, _Tuple)), default=0)
+        if depth > self.limits.tuple_depth:
+            self.fail(BudgetExceeded, "tuples are nested too deeply", SAVE)
+        return _nested(depth)(items)
+
+    def set_items(self, items: Sequence[Any]) -> None:
+        target = self.stack[-1] if self.stack else None
+        if not isinstance(target, dict) or len(items) % 2:
+            self.fail(MalformedFile, "SETITEM without a dict, or without pairs")
+        self.charge(_ENTRY * (len(items) // 2))
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in (str, int):
+                self.fail(ForbiddenContent, "a dict key is neither a string nor an integer", SAVE)
+            if key in target:
+                self.fail(AmbiguousFile, f"a dict has the key {str(key)[:80]!r} twice")
+            target[key] = value
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.stack[-1] if self.stack else None
+        if not isinstance(target, list):
+            self.fail(MalformedFile, "APPEND without a list")
+        self.charge(_PLACE * len(items))
+        target.extend(items)
+
+    def build(self, state: Any) -> None:
+        # torch hangs the versions of modules onto the dict; nothing else may set attributes.
+        target = self.stack[-1] if self.stack else None
+        if (
+            not isinstance(target, _Ordered)
+            or not isinstance(state, dict)
+            or not state.keys() <= {"_metadata"}
+        ):
+            self.fail(ForbiddenContent, "the pickle sets attributes of an object", SAVE)
+
+    def storage(self, given: Any) -> Storage:
+        if (
+            not isinstance(given, _Tuple)
+            or len(given) != 5
+            or given[0] != "storage"
+            or not (isinstance(given[1], Type) and given[1].storage)
+            or not (type(given[2]) is str and given[2].isascii() and given[2].isdigit())
+            or type(given[3]) is not str
+            or type(given[4]) is not int
+            or given[4] < 0
+        ):
+            self.fail(MalformedFile, "a storage is not described as torch does")
+        made = Storage(given[2], given[1].dtype, given[4])
+        if self.storages.setdefault(made.key, made) != made:
+            self.fail(AmbiguousFile, f"storage {made.key} has two dtypes or sizes")
+        return made
+
+    def call(self, call: Any, given: Any) -> Any:
+        if not isinstance(call, Call) or not isinstance(given, _Tuple):
+            self.fail(ForbiddenContent, "the pickle calls something that is not a function", SAVE)
+        match call, tuple(given):
+            case Call.ORDERED_DICT, ():
+                return _Ordered()
+            case Call.PARAMETER, (View() as view, bool(), _Ordered() as hooks) if not hooks:
+                return view
+            case (
+                Call.TENSOR_V2,
+                (Storage() as storage, offset, shape, strides, bool(), _Ordered() as hooks, *rest),
+            ) if storage.dtype is not None and not hooks and len(rest) <= 1:
+                return self.view(storage, storage.dtype, offset, shape, strides, rest)
+            case (
+                Call.TENSOR_V3,
+                (
+                    Storage(dtype=None) as storage,
+                    offset,
+                    shape,
+                    strides,
+                    bool(),
+                    _Ordered() as hooks,
+                    Type(dtype=np.dtype() as dtype, storage=False),
+                    *rest,
+                ),
+            ) if not hooks and len(rest) <= 1:
+                return self.view(storage, dtype, offset, shape, strides, rest)
+        self.fail(ForbiddenContent, f"unusual arguments for {call.value!r}", SAVE)
+
+    def view(
+        self,
+        storage: Storage,
+        dtype: np.dtype,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        rest: list[Any],
+    ) -> View:
+        flags = rest[0] if rest and rest[0] is not None else {}
+        if not isinstance(flags, dict) or flags.keys() - {"conj", "neg"} or any(flags.values()):
+            # Ignoring them would give numbers of the wrong sign.
+            self.fail(
+                ForbiddenContent,
+                "a tensor is stored as a lazy conjugate or negative",
+                "call .resolve_conj().resolve_neg() on it before torch.save",
+            )
+        if not isinstance(shape, _Tuple) or not isinstance(strides, _Tuple):
+            self.fail(MalformedFile, "a tensor has no shape or strides")
+        self._budget.spend("the rank", max(len(shape), len(strides)), self.limits.rank, "data.pkl")
+        numbers = (offset, *shape, *strides)
+        if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
+            self.fail(MalformedFile, "offset, shape or strides of a tensor are not naturals")
+        return View(storage, dtype, offset, tuple(shape), tuple(strides))

@@ -1,0 +1,103 @@
+"""The journal of a sharded write: a temporary of the index that lists its shards.
+
+The next run finds the shards of a killed one by it, and can go on with them. A journal ends with a
+digest of itself and of the name of its target, and lists only names that `sharding` gives for this
+target: no other list is followed, and no name is taken for a path.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmha.checkpoint import json_text, temporaries
+from jaxmha.checkpoint.errors import CheckpointError
+from jaxmha.checkpoint.limits import Budget, Limits
+
+_MARK = b"\njaxmha journal "
+
+
+class Journal(NamedTuple):
+    """The shards, and (of parts) digest and loss by tensor of what casting changed."""
+
+    shards: list[Path]
+    losses: dict[str, list[Any]]
+
+
+class Unfit(Exception):  # noqa: N818
+    """A file that ends as a journal does and is none of this target."""
+
+
+def shard_name(target: Path, ending: str, tag: str, number: int, count: int) -> Path:
+    """The name of a shard; numbers begin with 1."""
+    return target.with_name(f"{stem(target, ending)}-{tag}-{number:05}-of-{count:05}{ending}")
+
+
+def stem(target: Path, ending: str) -> str:
+    """The begin of the names of shards of an index."""
+    return target.name[: -len(f"{ending}.index.json")]
+
+
+def is_shard(target: Path, ending: str, name: str) -> bool:
+    """True if a name is one that `shard_name` gives."""
+    own = re.escape(stem(target, ending)) + r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}"
+    return re.fullmatch(own + re.escape(ending), name) is not None
+
+
+def content(
+    target: Path, shards: Iterable[Path], losses: Mapping[str, list[Any]] | None = None
+) -> bytes:
+    """The bytes of a journal."""
+    body = json.dumps({"shards": [path.name for path in shards], "losses": losses or {}}).encode()
+    return body + _seal(target, body)
+
+
+def _seal(target: Path, body: bytes) -> bytes:
+    digest = hashlib.sha256(os.fsencode(target.name) + b"\n" + body).hexdigest()
+    return _MARK + digest.encode() + b"\n"
+
+
+def read(path: Path, target: Path, ending: str) -> Journal | None:
+    """The journal in a temporary; None where it is none, or one that its writer did not finish.
+
+    Raises:
+        Unfit: it has the form of a journal, and its digest or its names are not those of one.
+        OSError: it is gone.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        status, most = os.fstat(fd), Limits().index_bytes
+        if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+            return None
+        raw = file.read(most + 1)
+    length = len(_seal(target, b""))
+    body, seal = raw[:-length], raw[-length:]
+    if not seal.startswith(_MARK):
+        return None
+    if len(raw) > most or seal != _seal(target, body):
+        raise Unfit("its digest is not that of its content")
+    try:
+        found = json_text.parse(body, Budget(path, len(raw), Limits()), "", numbers=True)
+    except CheckpointError:
+        raise Unfit("it is no JSON") from None
+    names, losses = found.get("shards"), found.get("losses")
+    if not isinstance(names, list) or not isinstance(losses, dict):
+        raise Unfit("it lists no shards")
+    if not all(isinstance(name, str) and is_shard(target, ending, name) for name in names):
+        raise Unfit("it lists files that are no shards of this target")
+    return Journal([target.with_name(name) for name in names], losses)
+
+
+def all_of(target: Path, ending: str) -> dict[Path, Journal]:
+    """The journals of all writers of this target, at work or not, by their paths."""
+    found = {}
+    for path in temporaries.named(target):
+        with contextlib.suppress(OSError, Unfit):
+            if (one := read(path, target, ending)) is not None:
+                found[path] = one
+    return found

@@ -1,0 +1,129 @@
+"""JSON from a file: its memory is counted before it is parsed; an ambiguous text is refused.
+
+A text of `[],` needs 25 times its size once it is parsed. Counting its punctuation is fast.
+
+Format: https://www.rfc-editor.org/rfc/rfc8259
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha.checkpoint.errors import AmbiguousFile, CheckpointError, MalformedFile
+from jaxmha.checkpoint.limits import Budget
+
+# Bytes at most for each sign in CPython: a place in a list and a small value, an entry of a dict
+# and of the table of keys, an empty container.
+_SIGNS = ((b",", 64), (b":", 160), (b"[", 72), (b"{", 72))
+# An open string runs to the end, or every escaped quote would be tried as the start of another.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_WHOLE = re.compile(rb'(?:[^"]|"(?:[^"\\]|\\.)*+")*+', re.DOTALL)
+_PART = 1 << 18
+
+
+class Compact(NamedTuple):
+    """Objects of a known form, of which less is kept than a dict.
+
+    Attributes:
+      pattern: of one with its key, in a text whose strings are empty.
+      size: bytes of memory at most for what is kept of it.
+      made: what is kept of any object.
+    """
+
+    pattern: re.Pattern[bytes]
+    size: int
+    made: Callable[[dict[str, Any]], Any]
+
+
+def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: Any) -> Any:
+    """The value of a JSON text, once the budget has paid for it; `hooks` go to `json.loads`.
+
+    A caller that keeps no reference to `raw` saves its memory.
+
+    Raises:
+        BudgetExceeded; ValueError or RecursionError as `json.loads`.
+    """
+    # The text, and the strings cut from it, in which an escape may stand for a wide character.
+    text_bytes = width(raw) * len(raw)
+    budget.build(text_bytes + (4 * len(raw) if b"\\u" in raw else text_bytes), "its JSON")
+    for part in _without_strings(raw):
+        rest, known = compact.pattern.subn(b"", part) if compact else (part, 0)
+        amount = sum(rest.count(sign) * size for sign, size in _SIGNS)
+        budget.build(amount + known * (compact.size if compact else 0), "its JSON")
+    text = raw.decode()
+    del raw
+    found = json.loads(text, **hooks)
+    budget.give_back(text_bytes)
+    return found
+
+
+def _without_strings(raw: bytes) -> Iterator[bytes]:
+    """The text with empty strings, in parts: what replaces within the whole lists all strings."""
+    at, most = 0, _PART
+    while at < len(raw):
+        found = _WHOLE.match(raw, at, at + most)
+        end = found.end() if found else at
+        if end == at and at + most < len(raw):  # within a longer string
+            most *= 2
+            continue
+        end = len(raw) if at + most >= len(raw) else end
+        yield _STRING.sub(b'""', raw[at:end])
+        at, most = end, _PART
+
+
+def width(raw: bytes) -> int:
+    """Bytes of memory at most for a character of a text that is stored as UTF-8."""
+    if raw.isascii():
+        return 1
+    highest = np.frombuffer(raw, np.uint8).max()
+    return 1 if highest < 0xC4 else 2 if highest < 0xF0 else 4
+
+
+def parse(
+    raw: bytes,
+    budget: Budget,
+    remedy: str,
+    member: str | None = None,
+    *,
+    numbers: bool = False,
+    compact: Compact | None = None,
+) -> dict[str, Any]:
+    """A JSON object without doubt about its content; `numbers` allows 1.0.
+
+    Raises:
+        MalformedFile, AmbiguousFile, BudgetExceeded.
+    """
+    path = budget.path
+    if not raw.startswith(b"{") or not raw.endswith((b"}", b" ")):
+        raise MalformedFile(path, "the JSON does not run from '{' to '}'", remedy, member)
+
+    def unique(pairs: list[tuple[str, Any]]) -> Any:
+        items = dict(pairs)
+        if len(items) != len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise AmbiguousFile(path, "the JSON has this key twice", remedy, twice)
+        return compact.made(items) if compact else items
+
+    def refused(text: str) -> Any:
+        raise MalformedFile(path, f"the JSON has the number {text[:40]}", remedy, member)
+
+    hooks = {
+        "object_pairs_hook": unique,
+        "parse_float": float if numbers else refused,
+        "parse_constant": refused,
+    }
+    try:
+        found: dict[str, Any] = load(raw, budget, compact, **hooks)
+    except RecursionError:
+        raise MalformedFile(path, "the JSON is nested too deeply", remedy, member) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise MalformedFile(path, f"the JSON is damaged ({e})", remedy, member) from e
+    except CheckpointError:
+        raise
+    except ValueError as e:
+        raise MalformedFile(path, "the JSON has a number of too many digits", remedy, member) from e
+    return found

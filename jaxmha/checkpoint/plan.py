@@ -1,0 +1,137 @@
+"""What passes between a format and the rest: contents read, a plan to write."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmha.checkpoint import digests
+from jaxmha.checkpoint.casting import Loss, cast
+from jaxmha.checkpoint.errors import UnsupportedDtype
+from jaxmha.checkpoint.tensor import TensorInfo, contiguous, parts, to_bytes
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
+
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+_LARGE = 4 << 20
+_WORKERS = 2  # a copy of a transposed array takes longer than writing it
+
+
+def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
+    """`map`, where the next are made while one is used."""
+    with ThreadPoolExecutor(_WORKERS) as workers:
+        made: deque[Future[Out]] = deque()
+        for item in items:
+            made.append(workers.submit(make, item))
+            if len(made) > _WORKERS:
+                yield made.popleft().result()
+        while made:
+            yield made.popleft().result()
+
+
+def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss | None]:
+    """The bytes of a part of a tensor in a dtype, and what casting it lost."""
+    block, loss = contiguous(part).reshape(-1), None
+    if block.dtype.newbyteorder("=") != dtype:
+        block, loss = cast(block, dtype)
+    return to_bytes(block), loss
+
+
+def _finite(part: np.ndarray) -> NDArray[np.float64]:
+    wide = part.astype(np.float64)
+    return wide[np.isfinite(wide)]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A file whose header was read and checked; `load` reads one tensor."""
+
+    info: Mapping[str, TensorInfo]
+    load: Callable[[str], np.ndarray]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()  # names of what is no tensor
+    config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
+    close: Callable[[], None] = _nothing
+    files: tuple[Path, ...] = ()  # more than the one that was opened
+    # Of a folder: the files and folders in it that hold a tensor, by its name.
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
+    stream: Callable[[str], Iterator[memoryview]] | None = None
+    # One tensor over a mapped file, unread and unchecked; None: it does not lie there as in memory.
+    view: Callable[[str], np.ndarray | None] | None = None
+    # A box of one tensor, reading little more than it.
+    part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tensors to write to `path`; `info` says how, before any data is loaded."""
+
+    path: Path
+    info: Mapping[str, TensorInfo]
+    declared: Mapping[str, TensorInfo]  # what `load` gives; other dtypes are cast
+    load: Callable[[str], np.ndarray]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    algorithm: str = "sha256"
+    keep_digests: bool = True
+    refuses_overflow: bool = False
+    advance: Callable[[int], None] = lambda count: None
+    digests: dict[str, str] = field(default_factory=dict)  # of what was written so far
+    losses: dict[str, Loss] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # on files that were left alone
+
+    @property
+    def texts(self) -> list[tuple[str, str]]:
+        """The texts kept with the tensors."""
+        return [*self.metadata.items(), *self.names.items()]
+
+    def casts(self, name: str) -> bool:
+        """Whether writing this tensor changes its dtype."""
+        return self.declared[name].dtype != self.info[name].dtype
+
+    def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of a tensor, as they stand in a file; its digest is known behind them."""
+        array, dtype = np.asarray(self.load(name)), self.info[name].dtype
+        state = digests.hasher(self.algorithm, self.path)
+        each = _ahead if array.nbytes > _LARGE else map
+        for raw, loss in each(partial(_encoded, dtype=dtype), parts(array)):
+            if loss is not None:
+                if loss.overflowed and self.refuses_overflow:
+                    raise self._beyond(name, array)
+                self.losses[name] = self.losses[name] + loss if name in self.losses else loss
+            state.update(raw.data)
+            yield raw
+            self.advance(raw.size)
+        self.digests[name] = f"{self.algorithm}:{state.hexdigest()}"
+
+    def _beyond(self, name: str, array: np.ndarray) -> UnsupportedDtype:
+        largest = max(float(np.abs(_finite(part)).max(initial=0.0)) for part in parts(array))
+        return UnsupportedDtype(
+            self.path,
+            f"values up to {largest:.3g} do not fit into {self.info[name].dtype}",
+            "choose a wider dtype (bfloat16 has the range of float32)",
+            name,
+        )
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The same for `writelines`, behind which nothing of the tensor is held any more."""
+        return (block.data for block in self.blocks(name))
+
+    def manifest(self) -> str:
+        """The digest over everything; all blocks must have been written."""
+        return digests.manifest(self.info, self.digests, self.texts, self.algorithm, self.path)

@@ -1,0 +1,301 @@
+"""An open checkpoint: a lazy mapping from names to arrays."""
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from jaxmha.checkpoint import digests
+from jaxmha.checkpoint.errors import (
+    BudgetExceeded,
+    CheckpointError,
+    UnknownTensor,
+    UnreadableFile,
+    shown,
+)
+from jaxmha.checkpoint.folder import Folder
+from jaxmha.checkpoint.formats import table
+from jaxmha.checkpoint.limits import Limits
+from jaxmha.checkpoint.plan import Contents, Progress
+from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.tensor import TensorInfo
+
+_DEFAULT = Limits()
+
+
+class Lazy(Mapping[str, np.ndarray]):
+    """Tensors that are made when they are asked for; what `write` needs to hold one at a time.
+
+    Attributes:
+        info: name -> TensorInfo(shape, dtype).
+
+    Args:
+        info: what `load` will give.
+        load: one tensor by name. A view, such as a transposed one, is written block by block and
+            needs no copy.
+
+    Example:
+        >>> from jaxmha.converters import checkpoint
+        >>> info = {"w": checkpoint.TensorInfo((2, 3), np.dtype("float32"))}
+        >>> checkpoint.Lazy(info, lambda name: np.ones((3, 2), "float32").T)["w"].shape
+        (2, 3)
+    """
+
+    def __init__(self, info: Mapping[str, TensorInfo], load: Callable[[str], np.ndarray]) -> None:
+        self.info: Mapping[str, TensorInfo] = MappingProxyType(dict(info))
+        self._make = load
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.info:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.info
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info)
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+
+class Checkpoint(Lazy):
+    """The tensors of one checkpoint. Indexing reads one tensor into a fresh, writable array.
+
+    Attributes:
+        path: the file or folder. files: that, and the shards of an index.
+        format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax" or "sharded".
+        info: name -> TensorInfo(shape, dtype), known without reading data.
+        metadata: the strings of a safetensors file; empty elsewhere.
+        names: Keras only: group path -> the user's name of that layer; empty elsewhere.
+        digests: name -> digest as the writer kept it; empty where it kept none.
+        others: torch only: names of numbers, strings and the like, which are not read.
+        config: .keras only: the config.json in the archive, as data; empty elsewhere.
+    """
+
+    def __init__(
+        self, source: Source | Folder, format: str, contents: Contents, verify: bool = True
+    ) -> None:
+        super().__init__(contents.info, contents.load)
+        self.path: Path = source.path
+        self.files: tuple[Path, ...] = (source.path, *contents.files)
+        self.format = format
+        self.digests: Mapping[str, str] = MappingProxyType(dict(contents.digests))
+        self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
+        self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
+        self.others = contents.others
+        self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
+        self._source, self._load, self._verify = source, contents.load, verify
+        self._stream, self._view, self._part = contents.stream, contents.view, contents.part
+        self._places = contents.places
+        self._close = weakref.finalize(self, _close, contents, source)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """One tensor, checked against its digest where there is one.
+
+        Raises:
+            UnknownTensor (a KeyError), IntegrityError, MalformedFile, UnreadableFile.
+        """
+        self._check_asked(name)
+        try:
+            array = self._load(name)
+            if self._verify and name in self.digests:
+                digests.check(array, self.digests[name], self.path, name)
+        except MemoryError as e:
+            raise BudgetExceeded(
+                self.path, "there is not enough memory for it", "use a larger machine", name
+            ) from e
+        finally:
+            # A change is the likely cause of whatever else went wrong, so it is reported first.
+            self._check_unchanged(name)
+        return array
+
+    def _check_unchanged(self, name: str) -> None:
+        if isinstance(self._source, Folder):
+            self._source.check_unchanged(self._places.get(name, ("",)))
+        else:
+            self._source.check_unchanged()
+
+    def _check_asked(self, name: str) -> None:
+        if name not in self.info:
+            raise UnknownTensor(
+                self.path, f"has no tensor {shown(name)}", "list(checkpoint) gives the names"
+            )
+        if not self._close.alive:
+            raise UnreadableFile(
+                self.path, "the checkpoint is closed", "read inside `with checkpoint.open(...)`"
+            )
+
+    def view(self, name: str) -> np.ndarray | None:
+        """One tensor over a file opened with `mmap=True`, of which nothing is read or checked.
+
+        None: it does not lie there as it would in memory (compressed, chunked, big-endian), or the
+        file is not mapped.
+        """
+        self._check_asked(name)
+        mapped = isinstance(self._source, Source) and self._source.mapped
+        if not mapped or self._view is None or not self.info[name].nbytes:
+            return None
+        return self._view(name) if sys.byteorder == "little" else None
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether `part` reads less than the whole tensor."""
+        return self._part is not None
+
+    def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """A box of one tensor, not checked against its digest.
+
+        Of folders of orbax and of HDF5 only the chunks that the box touches are read; elsewhere the
+        whole tensor.
+
+        Raises:
+            IndexError: more slices than axes, or a step other than 1; else as indexing by name does.
+        """
+        self._check_asked(name)
+        shape = self.info[name].shape
+        if len(box) > len(shape) or any(one.step not in (None, 1) for one in box):
+            raise IndexError(
+                f"{shown(name)}: expected up to {len(shape)} slices of step 1, got {box}"
+            )
+        box += (slice(None),) * (len(shape) - len(box))
+        box = tuple(slice(*one.indices(n)[:2]) for one, n in zip(box, shape, strict=True))
+        if self._part is None:
+            whole: tuple[Any, ...] = (*box, ...)  # of no axes: an array still
+            array = self[name][whole]
+            return np.ascontiguousarray(array).reshape(array.shape)
+        try:
+            return self._part(name, box)
+        finally:
+            self._check_unchanged(name)
+
+    def digest(self, algorithm: str | None = None, progress: Progress | None = None) -> str:
+        """One digest over names, dtypes, shapes and values; it reads every tensor.
+
+        Equal tensors give equal digests, whatever the format and the order of names.
+        """
+        algorithm = algorithm or digests.usual()
+        digests.hasher(algorithm, self.path)  # raises here, with the path
+        done, total, each = 0, sum(info.nbytes for info in self.info.values()), {}
+        for name, info in self.info.items():
+            array = self[name]
+            kept = self.digests.get(name, "") if self._verify else ""
+            known = kept.startswith(f"{algorithm}:")  # and was checked
+            each[name] = kept if known else digests.digest(array, algorithm)
+            done += info.nbytes
+            if progress:
+                progress(done, total)
+        return digests.manifest(self.info, each, (), algorithm, self.path)
+
+    def recompute(
+        self, name: str, algorithm: str, advance: Callable[[int], None] = lambda count: None
+    ) -> str:
+        """The digest of the data of one tensor as it is in the file now."""
+        self._check_asked(name)
+        if self._stream is None:
+            array = self[name]
+            advance(array.nbytes)
+            return digests.digest(array, algorithm)
+        state = digests.hasher(algorithm, self.path)
+        for piece in self._stream(name):
+            state.update(piece)
+            advance(len(piece))
+        self._check_unchanged(name)
+        return f"{algorithm}:{state.hexdigest()}"
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"
+
+    def __enter__(self) -> "Checkpoint":  # noqa: PYI034 (Self is more than beartype takes here)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file; doing so twice is fine."""
+        self._close()
+
+
+# Type checkers that run look into generic mappings; looking into this one would read a tensor.
+type.__delattr__(Lazy, "__orig_bases__")
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits = _DEFAULT,
+    mmap: bool = False,
+    verify: bool = True,
+) -> Checkpoint:
+    """Opens a checkpoint and checks everything that it declares; reads no tensor yet.
+
+    The format is decided by content and must agree with the suffix. No code in the file is run,
+    no link followed and no framework imported.
+
+    Args:
+        path: a file; the index of a sharded checkpoint; the folder of either, such as
+            save_pretrained of Hugging Face writes; a folder written by orbax.
+        limits: budgets, for every file of the checkpoint.
+        mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
+            made. If another process cuts the file short meanwhile, the system ends this one.
+        verify: check tensors against the digests kept in the file, if any.
+
+    Raises:
+        CheckpointError: always one of the classes in `jaxmha.checkpoint.errors`.
+
+    Example:
+        >>> import numpy, tempfile
+        >>> from jaxmha.converters import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = checkpoint.write(f"{folder}/a.pt", {"weight": numpy.ones((2, 3), "float32")})
+        ...     with checkpoint.open(f"{folder}/a.pt") as file:
+        ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
+        torch (2, 3) 6.0
+    """
+    found_at = Path(path)
+    if not table.is_folder(found_at):
+        found_at = table.file_in(found_at)
+    if table.is_folder(found_at):
+        return read(Folder(found_at, limits), table.ORBAX, limits, verify)
+    source = Source(found_at, mapped=mmap)
+    try:
+        found = table.recognise(source, limits)
+        return read(source, found, limits, verify)
+    except BaseException:
+        source.close()
+        raise
+
+
+def read(
+    source: Source | Folder, format: table.Format, limits: Limits = _DEFAULT, verify: bool = True
+) -> Checkpoint:
+    """A checkpoint of a known format."""
+    try:
+        contents = format.read(source, limits)
+    except (MemoryError, RecursionError) as e:
+        raise BudgetExceeded(
+            source.path, f"is too large or too deep ({type(e).__name__})", "check where it is from"
+        ) from e
+    try:
+        source.check_unchanged()
+    except CheckpointError:
+        contents.close()
+        raise
+    return Checkpoint(source, format.name, contents, verify)
+
+
+def _close(contents: Contents, source: Source | Folder) -> None:
+    contents.close()
+    source.close()

@@ -1,0 +1,339 @@
+"""Writing a sharded checkpoint: shards under fresh names first, the index last.
+
+The index is the one file that makes shards a checkpoint, so that putting it in place is the step
+from the old checkpoint to the new one. Until then a `journal` lists the shards.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxmha.checkpoint import atomic, journal, reader, shards_read, temporaries
+from jaxmha.checkpoint.casting import Loss
+from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, UnsupportedFormat, shown
+from jaxmha.checkpoint.formats import table
+from jaxmha.checkpoint.limits import UNLIMITED, Limits
+from jaxmha.checkpoint.plan import Plan
+from jaxmha.checkpoint.settling import settle
+from jaxmha.checkpoint.source import Source
+
+_TAG = 12  # hexadecimal digits
+WriteFile = Callable[..., None]
+
+
+def write(
+    plan: Plan,
+    write_file: WriteFile,
+    shard_size: int,
+    force: bool,
+    sources: Sequence[Path],
+    resume: str | None,
+    part: tuple[int, int] | None = None,
+) -> tuple[list[Path], list[Path]]:
+    """Writes shards and index; the files in order, and those kept from an interrupted write.
+
+    `part`: of an interrupted write, every n-th shard from the i-th on, and no index: another
+    process writes the others, and one that has no part finds them and puts the index in place.
+
+    Raises:
+        DestinationExists, WriteFailed, and what writing a shard raises.
+    """
+    with atomic.typed(plan.path):
+        old = atomic.check_target(plan.path, force, sources)
+        mode = None if old is None else stat.S_IMODE(old.st_mode)
+        target = Path(os.path.realpath(plan.path))
+        ending = shards_read.suffix(target)
+        parts = _split(plan, shard_size)
+        shards = _shards(plan, target, ending, parts, resume)
+        names = dict(zip(shards, parts, strict=True))
+        mine = shards if part is None else shards[part[0] :: part[1]]
+        with _journal(target, mine) as own:
+            known = _begin(target, ending, own, mine)
+            if resume is not None and not force:
+                _refuse_others(target, ending, own, set(shards))
+            _clean(target, ending, set(shards), sources, plan.notes)
+            kept, placed = list[Path](), False
+            try:
+                for shard in mine:
+                    piece = changed(plan, path=shard, info={n: plan.info[n] for n in names[shard]})
+                    if _is_complete(piece, shard, table.BY_SUFFIX[ending], known):
+                        kept.append(shard)
+                    else:
+                        write_file(piece, table.BY_SUFFIX[ending], True, sources, mode)
+                if part is not None:
+                    _leave(target, mine, _noted(plan, names, mine))
+                    return mine, kept
+                with atomic.temporary(target, mode) as (file, path):
+                    file.write(_index(plan, {n: shard for shard in shards for n in names[shard]}))
+                    file.flush()
+                    settle(file.fileno())
+                    _compare(plan, path)
+                    try:
+                        _put(path, target, ending, shards, force, sources)
+                    finally:
+                        placed = atomic.is_placed(path, target)
+            except BaseException:
+                if placed:
+                    pass  # the shards are in use
+                elif resume is None:
+                    temporaries.remove(target.parent, [shard.name for shard in mine], sources)
+                else:
+                    os.replace(own, temporaries.fresh(target))  # the list stays with the shards
+                raise
+    return [*shards, target], kept
+
+
+def _put(
+    path: Path,
+    target: Path,
+    ending: str,
+    shards: list[Path],
+    force: bool,
+    sources: Sequence[Path],
+) -> None:
+    """Puts an index in place, then removes the shards that only the one before it listed."""
+    done_with = [shard for shard in _replaced(target, ending) if shard not in shards]
+    # The list is for the next run, should this one be killed while it removes them.
+    with _journal(target, done_with):
+        atomic.commit(path, target, force)
+        _remove(target, done_with, sources)
+
+
+def _shards(
+    plan: Plan, target: Path, ending: str, parts: list[list[str]], resume: str | None
+) -> list[Path]:
+    """The paths of the shards.
+
+    Raises:
+        UnsupportedFormat: too many of them, or names that no reader takes.
+    """
+    if len(parts) > (most := Limits().shards):
+        problem = f"would have {len(parts)} shards, and at most {most} are read"
+        raise UnsupportedFormat(plan.path, problem, "give a larger shard size")
+    tag = _tag(plan, parts, resume)
+    made = [
+        journal.shard_name(target, ending, tag, k, len(parts)) for k in range(1, len(parts) + 1)
+    ]
+    try:
+        shards_read.check_shard_name(plan.path, made[-1].name)
+    except CheckpointError:
+        problem = f"its shards would be named such as {shown(made[-1].name)}, which no reader takes"
+        raise UnsupportedFormat(plan.path, problem, "choose a plain and shorter name") from None
+    return made
+
+
+def _split(plan: Plan, shard_size: int) -> list[list[str]]:
+    """Names by shard, in their order; a larger tensor has a shard of its own."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, info in plan.info.items():
+        if parts[-1] and size + info.nbytes > shard_size:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += info.nbytes
+    return parts
+
+
+def _replaced(target: Path, ending: str) -> list[Path]:
+    """The shards of the index there that were written here for it, as their names show."""
+    with contextlib.suppress(CheckpointError):
+        source = Source(target)
+        try:
+            listed = sorted(set(shards_read.parse(source, Limits()).shards.values()))
+        finally:
+            source.close()
+        return [target.with_name(x) for x in listed if journal.is_shard(target, ending, x)]
+    return []
+
+
+def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
+    """What makes the names of the shards fresh; the same for the same write, to resume it."""
+    if resume is None:
+        return secrets.token_hex(_TAG // 2)
+    said = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
+    said.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_TAG]
+
+
+def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
+    total = sum(info.nbytes for info in plan.info.values())
+    index = {
+        "metadata": {**plan.metadata, shards_read.TOTAL: total},
+        "weight_map": {name: shard.name for name, shard in where.items()},
+    }
+    return json.dumps(index, indent=1, ensure_ascii=False).encode()
+
+
+@contextlib.contextmanager
+def _journal(target: Path, shards: Sequence[Path]) -> Iterator[Path]:
+    """A list of shards, for as long as this process is at work on them."""
+    with atomic.temporary(target) as (file, path):
+        _fill(file, target, shards, {})
+        yield path
+
+
+def _leave(target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]) -> None:
+    """A list of shards that stays with them, and what casting lost, so that nobody casts again."""
+    with atomic.temporary(target) as (file, path):
+        _fill(file, target, shards, losses)
+        os.replace(path, temporaries.fresh(target))
+        atomic.sync_folder(target.parent)
+
+
+def _fill(
+    file: BinaryIO, target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]
+) -> None:
+    file.write(journal.content(target, shards, losses))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, tuple[str, Loss]]:
+    """Digest and loss by tensor, as parts noted them.
+
+    Raises:
+        DestinationExists: another process writes some of these shards, or something else is there.
+    """
+    journals = journal.all_of(target, ending)
+    for other in temporaries.alive(target):
+        if other != own and other in journals and set(journals[other].shards) & set(mine):
+            problem = "the same tensors are being written there by another process"
+            raise DestinationExists(target, problem, "wait for it")
+    for shard in mine:  # named by what is written: a file there is one that can be continued
+        if os.path.lexists(shard):
+            status = os.lstat(shard)
+            if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+                problem = "is there and not a file of this user"
+                raise DestinationExists(shard, problem, "move it away, or choose another name")
+    known: dict[str, tuple[str, Loss]] = {}
+    for one in journals.values():
+        with contextlib.suppress(ValueError, TypeError):
+            for name, (digest, *loss) in one.losses.items():
+                known[name] = digest, Loss(*loss)
+    return known
+
+
+def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> None:
+    """Raises DestinationExists where an interrupted write with other settings left shards."""
+    journals = journal.all_of(target, ending)
+    listed = {shard for path in journals if path != own for shard in journals[path].shards}
+    if left := [shard for shard in _unused(target, listed - known) if shard.exists()]:
+        problem = f"an interrupted write with other settings left {len(left)} shards there"
+        raise DestinationExists(
+            target, problem, f"repeat it as it was, or give them up with {atomic.FORCE}"
+        )
+
+
+def _noted(
+    plan: Plan, names: Mapping[Path, list[str]], mine: Iterable[Path]
+) -> dict[str, list[Any]]:
+    """Digest and loss by tensor of what casting changed."""
+    held = [name for shard in mine for name in names[shard] if name in plan.losses]
+    return {name: [plan.digests[name], *plan.losses[name]] for name in held}
+
+
+def _clean(
+    target: Path, ending: str, shards: set[Path], sources: Sequence[Path], notes: list[str]
+) -> None:
+    """Removes what killed writes of this target left, except what can be continued."""
+
+    def before(path: Path) -> str | None:
+        try:
+            found = journal.read(path, target, ending)
+        except journal.Unfit as e:
+            return str(e)
+        for shard in () if found is None else found.shards:
+            temporaries.clean(shard, sources)
+        if found is not None:
+            _remove(target, set(found.shards) - shards, sources)
+        return None
+
+    temporaries.clean(target, sources, notes, before=before)
+
+
+def _remove(target: Path, shards: Iterable[Path], sources: Sequence[Path]) -> None:
+    names = [shard.name for shard in _unused(target, shards)]
+    temporaries.remove(target.parent, names, sources)
+
+
+def _unused(target: Path, shards: Iterable[Path]) -> list[Path]:
+    """The shards that no index in the folder names; all are in use where one cannot be read."""
+    left = sorted(set(shards))
+    for name in os.listdir(target.parent) if left else ():
+        if not name.lower().endswith(shards_read.SUFFIX):
+            continue
+        try:
+            source = Source(target.with_name(name))
+            try:
+                if source.size > Limits().index_bytes:
+                    return []
+                raw = source.read(0, source.size)
+            finally:
+                source.close()
+        except CheckpointError:
+            if os.path.isfile(target.with_name(name)):
+                return []
+            continue
+        # The tag alone tells a shard; what is before it may be escaped in JSON.
+        left = [shard for shard in left if not _tag_of(shard).encode() in raw]
+    return left
+
+
+def _tag_of(shard: Path) -> str:
+    """The ASCII end of the name of a shard, which no other has."""
+    found = re.search(r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}\.\w+$", shard.name)
+    assert found is not None, shard
+    return found[0]
+
+
+def _is_complete(
+    piece: Plan, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
+) -> bool:
+    """Whether a shard of an interrupted write is there and sound; takes over its digests."""
+    if not shard.exists():
+        return False
+    found: dict[str, str] = {}
+    with (
+        contextlib.suppress(CheckpointError),
+        reader.read(Source(shard), format, UNLIMITED) as file,
+    ):
+        if dict(file.info) != dict(piece.info) or dict(file.metadata) != piece.metadata:
+            return False
+        for name in piece.info:
+            found[name] = file.recompute(name, piece.algorithm, piece.advance)
+        if piece.keep_digests and dict(file.digests) != found:
+            return False
+        for name in piece.info:
+            if name in known and known[name][0] == found[name]:
+                piece.losses[name] = known[name][1]
+                piece.advance(piece.info[name].nbytes)
+            elif piece.casts(name):  # what it lost is known by doing it again
+                for _ in piece.blocks(name):
+                    pass
+                if piece.digests[name] != found[name]:
+                    return False
+            else:
+                piece.advance(piece.info[name].nbytes)
+        piece.digests.update(found)
+        return True
+    return False
+
+
+def _compare(plan: Plan, index: Path) -> None:
+    with atomic.reading_back(plan.path, index):
+        source = Source(index, known_as=plan.path)
+        try:
+            with reader.read(source, table.SHARDED, UNLIMITED) as file:
+                if dict(file.info) != dict(plan.info):
+                    raise atomic.unlike(plan.path)
+        finally:
+            source.close()

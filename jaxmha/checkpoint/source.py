@@ -1,0 +1,201 @@
+"""One descriptor on one regular file, read by position."""
+
+import io
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmha.checkpoint.errors import IntegrityError, MalformedFile, UnreadableFile
+
+_MOST_AT_ONCE = 1 << 30  # the kernel reads less than 2 GiB per call
+_PIECE = 1 << 20
+
+
+class Source:
+    """An open file. Everything is read from the one descriptor that was checked at the start.
+
+    Raises:
+        UnreadableFile: missing, a directory, FIFO, socket or device, or no permission.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mapped: bool = False,
+        within: tuple[int, str] | None = None,
+        known_as: Path | None = None,
+    ) -> None:
+        """Opens the file by its path; `within` is a folder's descriptor and a name in it.
+
+        A name within a folder may not be a link. `known_as`: the name in messages, of a file that
+        has it later.
+        """
+        opened = Path(path)
+        self.path = known_as or opened
+        self.mapped = mapped
+        self.fd = -1
+        self._map: NDArray[np.uint8] | None = None
+        try:
+            # Devices act on being opened and FIFOs block, so look before opening.
+            folder, name = within or (None, opened)
+            before = os.stat(name, dir_fd=folder, follow_symlinks=within is None)
+            _refuse_special(self.path, before)
+            # O_NONBLOCK: the path may have become a FIFO since.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+            flags |= os.O_NOFOLLOW if within else 0
+            self.fd = os.open(name, flags, dir_fd=folder)
+            status = os.fstat(self.fd)
+            _refuse_special(self.path, status)
+        except FileNotFoundError as e:
+            raise UnreadableFile(self.path, "there is no such file", "check the path") from e
+        except (OSError, ValueError) as e:
+            self.close()
+            if isinstance(e, UnreadableFile):
+                raise
+            reason = getattr(e, "strerror", None) or str(e)
+            raise UnreadableFile(
+                self.path, f"cannot be opened ({reason})", "check the path and its permissions"
+            ) from e
+        self.size = status.st_size
+        self._identity = _identity(status)
+        if mapped and self.size:
+            whole = mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ)
+            self._map = np.frombuffer(whole, np.uint8)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Exactly count bytes.
+
+        Raises:
+            MalformedFile: the range leaves the file.  IntegrityError: the file shrank.
+        """
+        return self.read_array(offset, count).tobytes()
+
+    def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
+        """Exactly count bytes: a fresh array, or read-only over the map; errors as in `read`."""
+        self._check_range(offset, count)
+        if self._map is not None:
+            return self._map[offset : offset + count]
+        raw = np.empty(count, np.uint8)
+        self.read_into(raw, offset)
+        return raw
+
+    def _check_range(self, offset: int, count: int) -> None:
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise MalformedFile(
+                self.path,
+                f"needs bytes {offset} to {offset + count} of a file of {self.size}",
+                "the file is cut short or damaged: copy it again",
+            )
+
+    def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
+        """Fills an array; errors as in `read`."""
+        done, count = 0, raw.size
+        while done < count:
+            view = raw[done : done + _MOST_AT_ONCE].data
+            try:
+                got = os.preadv(self.fd, [view], offset + done)
+            except OSError as e:
+                raise UnreadableFile(
+                    self.path, f"reading failed ({e.strerror or e})", "check the disk and try again"
+                ) from e
+            if got == 0:
+                raise self._changed()
+            done += got
+
+    def stream(self, offset: int, count: int) -> Iterator[memoryview]:
+        """The same bytes in pieces that are valid one at a time; errors as in `read`."""
+        buffer = np.empty(min(count, _PIECE), np.uint8)
+        for at in range(0, count, _PIECE):
+            piece = buffer[: min(_PIECE, count - at)]
+            self.read_into(piece, offset + at)
+            yield piece.data
+
+    def file(self) -> io.RawIOBase:
+        """A file object of its own over the same descriptor, for libraries that want one."""
+        return io.FileIO(os.dup(self.fd))
+
+    def check_unchanged(self) -> None:
+        """Raises IntegrityError if size or modification time moved since opening."""
+        if _identity(os.fstat(self.fd)) != self._identity:
+            raise self._changed()
+
+    def _changed(self) -> IntegrityError:
+        return IntegrityError(
+            self.path, "the file changed while it was being read", "wait for its writer, read again"
+        )
+
+    def close(self) -> None:
+        """Closes the descriptor; doing so twice is fine."""
+        self._map = None  # unmapped when the last array over it is gone
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Section(Source):
+    """A part of an open file, read as if it were a file. It does not close the file."""
+
+    def __init__(self, whole: Source, offset: int, size: int) -> None:
+        self.whole, self.offset = whole, offset
+        self.path, self.size, self.mapped = whole.path, size, whole.mapped
+        self.fd = whole.fd
+
+    def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
+        """Exactly count bytes; errors as in `read`."""
+        self._check_range(offset, count)
+        return self.whole.read_array(self.offset + offset, count)
+
+    def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
+        """Fills an array; errors as in `read`."""
+        self.whole.read_into(raw, self.offset + offset)
+
+    def file(self) -> io.RawIOBase:
+        """A file object over this part."""
+        return _SectionFile(self)
+
+    def check_unchanged(self) -> None:
+        """Raises IntegrityError if the whole file changed since opening."""
+        self.whole.check_unchanged()
+
+    def close(self) -> None:
+        """Nothing: the whole file stays open."""
+
+
+class _SectionFile(io.RawIOBase):
+    def __init__(self, section: Section) -> None:
+        self._section, self._at = section, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._section.size}
+        self._at = start[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        raw = np.frombuffer(buffer, np.uint8)
+        count = max(0, min(raw.size, self._section.size - self._at))
+        self._section.read_into(raw[:count], self._at)
+        self._at += count
+        return count
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _refuse_special(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a FIFO, socket or device"
+        raise UnreadableFile(path, f"is {kind}, not a regular file", "name one checkpoint file")

@@ -1,0 +1,261 @@
+"""Temporary files and folders next to their target: their names, their locks, and when they may go.
+
+A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight that follow from them and from
+the whole name of the target, so that the file of another program has such a name by chance once in
+four billion. A temporary carries a lock for as long as its process lives: without it, its writer
+was killed.
+
+A temporary is removed only if it has such a name, is a plain file (or a folder, where the target is
+one) of this user, has no second name, is not being read and not locked. Everything else stays and
+is named.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from jaxmha.checkpoint.errors import printable
+
+Identity = tuple[int, int]  # device and inode
+IsPart = Callable[[str], bool]
+_ATTEMPTS = 100
+_MOST_NOTES = 10
+
+
+def fresh(target: Path) -> Path:
+    """A new name next to the target, by which `clean` will know it."""
+    start = secrets.token_hex(4)
+    return target.with_name(f".{_stem(target)}.{start}{_proof(target, start)}.tmp")
+
+
+def _stem(target: Path) -> str:
+    """The begin of the name of a temporary: names are limited in bytes."""
+    return os.fsencode(target.name)[:100].decode(errors="ignore")
+
+
+def _proof(target: Path, start: str) -> str:
+    text = f"jaxmha temporary {start} ".encode() + os.fsencode(target.name)
+    return hashlib.sha256(text).hexdigest()[:8]
+
+
+def _digits(target: Path) -> re.Pattern[str]:
+    return re.compile(re.escape(f".{_stem(target)}.") + r"([0-9a-f]{8})([0-9a-f]{8})\.tmp")
+
+
+def _is_proven(target: Path, name: str) -> bool:
+    found = _digits(target).fullmatch(name)
+    return found is not None and _proof(target, found[1]) == found[2]
+
+
+def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
+    """A temporary and the descriptor that locks it. One that `clean` saw before the lock is gone:
+    then another.
+    """
+    for _ in range(_ATTEMPTS):
+        path = fresh(target)
+        try:
+            fd = make(path)
+        except FileExistsError:
+            continue
+        except FileNotFoundError:  # a folder, between making and opening it
+            if not target.parent.is_dir():
+                raise
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
+                return fd, path
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        status = os.fstat(fd)
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(status.st_mode):
+                os.rmdir(path)
+            else:
+                unlink(path, status)
+    raise OSError(errno.EBUSY, "no temporary file can be made and locked", str(target.parent))
+
+
+def alive(target: Path) -> list[Path]:
+    """Temporaries of writers of the same target that are at work."""
+    found = []
+    for path in named(target):
+        try:
+            with locked(path):
+                pass
+        except BlockingIOError:
+            found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def named(target: Path) -> list[Path]:
+    """Files and folders with a name that only a temporary of this target has."""
+    return [path for path in _alike(target) if _is_proven(target, path.name)]
+
+
+def _alike(target: Path) -> list[Path]:
+    names, digits = os.listdir(target.parent), _digits(target)
+    return [target.with_name(name) for name in sorted(names) if digits.fullmatch(name)]
+
+
+def clean(
+    target: Path,
+    sources: Iterable[Path] = (),
+    notes: list[str] | None = None,
+    parts: Callable[[Path], IsPart] | None = None,
+    before: Callable[[Path], str | None] = lambda path: None,
+) -> list[Path]:
+    """Removes the temporaries that killed writers of the same target left.
+
+    Args:
+        target: of the temporaries.
+        sources: files and folders being read, which stay.
+        notes: gets a line for everything that has the form of a temporary, is not locked and stays.
+        parts: where the target is a folder, tells for a temporary folder which files in it may go.
+        before: is called with each while it is locked; a text says why it has to stay.
+
+    Returns:
+        the temporaries that were removed.
+    """
+    removed, left, read = [], [], identities(sources)
+    for path in _alike(target):
+        try:
+            why = _not_ours(target, path, read, folder=parts is not None)
+            if why is None:
+                with locked(path) as status:
+                    why = before(path)
+                    if why is None and parts is not None:
+                        why = None if remove_folder(path, parts(path)) else "holds other files"
+                    elif why is None:
+                        unlink(path, status)
+                if why is None:
+                    removed.append(path)
+        except OSError:  # locked, or gone meanwhile
+            continue
+        if why is not None:
+            left.append(f"{printable(path.name)} stays: it has the form of a temporary, and {why}")
+    if notes is not None:
+        notes += left[:_MOST_NOTES]
+        if more := len(left) - _MOST_NOTES:
+            notes += [f"{more} more such files stay"] * (more > 0)
+    return removed
+
+
+def _not_ours(target: Path, path: Path, read: frozenset[Identity], folder: bool) -> str | None:
+    """Why a file may not be removed; None where it is a temporary of this user."""
+    status = os.stat(path, follow_symlinks=False)
+    if not _is_proven(target, path.name):
+        return "another program gave it its name"
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        return "is not a folder" if folder else "is not a plain file"
+    if not is_of_user(status):
+        return "belongs to another user"
+    if (status.st_dev, status.st_ino) in read:
+        return "is being read"
+    # A writer may have been killed between giving the target its name and taking away the other.
+    placed = os.path.lexists(target) and os.path.samestat(status, os.lstat(target))
+    if not folder and status.st_nlink > 1 and not placed:
+        return "has a second name"
+    return None
+
+
+def is_of_user(status: os.stat_result) -> bool:
+    """True if a file belongs to the user of this process."""
+    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+
+
+def identities(paths: Iterable[Path]) -> frozenset[Identity]:
+    """The paths of files and of the folders that hold them, links resolved."""
+    found = set()
+    for path in paths:
+        real = Path(os.path.realpath(path))
+        for one in (real, *real.parents):
+            with contextlib.suppress(OSError):
+                status = os.stat(one)
+                found.add((status.st_dev, status.st_ino))
+    return frozenset(found)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[os.stat_result]:
+    """The lock of a file or folder, for as long as it is used.
+
+    Raises:
+        BlockingIOError: another process has it.  OSError: gone, a link or a special file.
+    """
+    before = os.stat(path, follow_symlinks=False)  # devices act on being opened
+    if not (stat.S_ISREG(before.st_mode) or stat.S_ISDIR(before.st_mode)):
+        raise OSError(errno.EINVAL, "is not a plain file", str(path))
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def unlink(path: Path, status: os.stat_result) -> None:
+    """Removes a name where it still is that of this very file."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(path, follow_symlinks=False), status):
+            os.unlink(path)
+
+
+def remove(folder: Path, names: Iterable[str], sources: Sequence[Path]) -> None:
+    """Removes plain files of this user in a folder, but for those being read."""
+    read = identities(sources)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                plain = os.path.basename(name) == name and stat.S_ISREG(status.st_mode)
+                here = (status.st_dev, status.st_ino)
+                if plain and is_of_user(status) and here not in read:
+                    os.unlink(name, dir_fd=fd)
+    finally:
+        os.close(fd)
+
+
+def others(path: Path, is_part: IsPart) -> list[str]:
+    """Everything in a folder that is no part of it, links and empty folders included."""
+    found = []
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            inside = os.path.join(folder, name)
+            mode = os.lstat(inside).st_mode
+            plain = stat.S_ISDIR(mode) if name in folders else stat.S_ISREG(mode)
+            if not plain or not is_part(os.path.relpath(inside, path)):
+                found.append(os.path.relpath(inside, path))
+    return sorted(found)
+
+
+def remove_folder(path: Path, is_part: IsPart) -> bool:
+    """Removes the parts of a folder, then the folder if nothing else is in it; whether it is gone.
+
+    No link is followed. Files whose names begin with "_" go last: they tell what the others are.
+    """
+    for folder, folders, files, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
+        inside = os.path.relpath(folder, path)
+        for name in sorted((*folders, *files), key=lambda name: (name.startswith("_"), name)):
+            with contextlib.suppress(OSError):
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if not is_part(os.path.normpath(os.path.join(inside, name))):
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    os.rmdir(name, dir_fd=fd)
+                elif stat.S_ISREG(status.st_mode):
+                    os.unlink(name, dir_fd=fd)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+    return not os.path.lexists(path)

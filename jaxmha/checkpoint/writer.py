@@ -1,0 +1,314 @@
+"""Writing a checkpoint: all of it, verified, or nothing."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from jaxmha.checkpoint import atomic, digests, reader, shards_write, temporaries
+from jaxmha.checkpoint.casting import DTYPES, Loss, Wanted
+from jaxmha.checkpoint.casting import target as cast_target
+from jaxmha.checkpoint.errors import (
+    DestinationExists,
+    UnsupportedDtype,
+    UnsupportedFormat,
+    WriteFailed,
+    shown,
+)
+from jaxmha.checkpoint.folder import Folder
+from jaxmha.checkpoint.formats import orbax, orbax_parts, table
+from jaxmha.checkpoint.limits import UNLIMITED, Budget, is_text
+from jaxmha.checkpoint.plan import Plan, Progress
+from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.tensor import TensorInfo
+
+SHARD_SIZE = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        path: the target.
+        files: every file of it; of a sharded checkpoint the index is the last.
+        info: name -> TensorInfo, as written.
+        digests: name -> digest, as written and read back.
+        losses: name -> Loss, for every tensor whose dtype was changed.
+        kept: the files that an interrupted write of the same had completed.
+        notes: on files next to the target that look like temporaries of it and were left alone.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    info: Mapping[str, TensorInfo]
+    digests: Mapping[str, str]
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    kept: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def write(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    force: bool = False,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    dtype: Wanted | Mapping[str, Wanted] | None = None,
+    overflow: Literal["count", "refuse"] = "count",
+    shard_size: int | None = None,
+    resume: str | None = None,
+    part: tuple[int, int] | None = None,
+    digest: str | None = "fast",
+    progress: Progress | None = None,
+) -> Written:
+    """Writes tensors in the format that the suffix of the path names.
+
+    The target is, at every moment, the old file or the complete new one, which was read back and
+    compared. Memory: the largest tensor and some blocks of 1 MiB, where `tensors` is lazy (orbax
+    holds more).
+
+    Args:
+        path: the target; its folder must exist. `NAME.safetensors.index.json` writes shards
+            next to the index, `NAME.orbax` a folder.
+        tensors: arrays by name; or an open Checkpoint, or a Lazy, which are asked for one tensor
+            after the other. Transposed or otherwise strided views are written without a copy.
+        metadata: strings to keep with the tensors; .safetensors only.
+        names: names of Keras layers by group path; .weights.h5 only.
+        force: replace what is there.
+        source: the file, or files, that the tensors came from: never replaced. Those of an open
+            Checkpoint are known.
+        dtype: cast floating-point tensors to this dtype; or a dtype for each name, which may also
+            be an integer one. What that lost is in `Written.losses`.
+        overflow: of values beyond the range of their new dtype: "count" them among what was lost, or
+            "refuse" to write, with UnsupportedDtype.
+        shard_size: bytes of tensors per shard (default: 5 * 10**9), where the target is an index.
+        resume: sharded only: a text that is the same exactly when the tensors are, such as the
+            digest of the source and of the plan. An interrupted write with the same text is
+            continued: its complete shards are checked and kept.
+        part: `(i, n)`, with `resume`: only every n-th shard from the i-th (from 0) on, and no index.
+            Other processes write the other parts at the same time; a call without it afterwards
+            keeps their shards, writes what is missing, and puts the index in place.
+        digest: "xxh3_128" or "sha256" per tensor, kept in the file and checked on reading; "fast":
+            the former where xxhash is installed; None: none is kept.
+        progress: called as progress(done, total) with bytes, written and read back again.
+
+    Raises:
+        CheckpointError: DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed,
+            MissingDependency, and the errors of names: PathEscape, AmbiguousFile, MalformedFile,
+            BudgetExceeded.
+
+    Example:
+        >>> import numpy, tempfile
+        >>> from jaxmha.converters import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = checkpoint.write(f"{folder}/a.npz", {"bias": numpy.zeros(4)})
+        ...     done = checkpoint.write(
+        ...         f"{folder}/a.npz", {"bias": numpy.full(4, 0.1)}, force=True, dtype="float16"
+        ...     )
+        ...     print(done.losses["bias"].max_relative_error < 1e-3)
+        ...     print(checkpoint.open(f"{folder}/a.npz")["bias"])
+        True
+        [0.1 0.1 0.1 0.1]
+    """
+    target = Path(path)
+    format = table.for_writing(target)
+    if overflow not in ("count", "refuse"):
+        raise UnsupportedFormat(target, f"overflow = {overflow!r}", 'give "count" or "refuse"')
+    _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
+    if part is not None and (resume is None or not 0 <= part[0] < part[1]):
+        problem = f"part {part} of a write" if resume is not None else "a part of another write"
+        raise UnsupportedFormat(target, problem, "give resume, and (i, n) with 0 <= i < n")
+    given = [source] if isinstance(source, str | os.PathLike) else source or ()
+    sources = [Path(one) for one in given]
+    if isinstance(tensors, reader.Checkpoint):
+        sources += tensors.files
+    plan = Plan(
+        target,
+        *_tensors(target, tensors, dtype),
+        metadata=dict(metadata or {}),
+        names=dict(names or {}),
+        algorithm=digests.usual() if digest in ("fast", None) else digest,
+        keep_digests=digest is not None,
+        refuses_overflow=overflow == "refuse",
+    )
+    digests.hasher(plan.algorithm, target)  # raises here and not halfway
+    format.check(plan)
+    total = 2 * sum(info.nbytes for info in plan.info.values())
+    plan = changed(plan, advance=_Counter(total, progress))
+    files: list[Path] = [target]
+    kept: list[Path] = []
+    if format.name == "sharded":
+        files, kept = shards_write.write(
+            plan, _write_file, shard_size or SHARD_SIZE, force, sources, resume, part
+        )
+    elif format.folder:
+        _write_folder(plan, force, sources)
+    else:
+        _write_file(plan, format, force, sources)
+    found = plan.info, plan.digests, plan.losses
+    return Written(target, tuple(files), *found, tuple(kept), tuple(plan.notes))
+
+
+def _write_file(
+    plan: Plan,
+    format: table.Format,
+    force: bool,
+    sources: Sequence[Path] = (),
+    mode: int | None = None,
+) -> None:
+    def emit(file: BinaryIO) -> None:
+        assert format.write is not None
+        format.write(file, plan)
+
+    def verify(temporary: Path) -> None:
+        with atomic.reading_back(plan.path, temporary):
+            source = Source(temporary, known_as=plan.path)
+            with reader.read(source, format, UNLIMITED) as written:
+                compare(plan, written)
+
+    size = sum(info.nbytes for info in plan.info.values())
+    left = atomic.replace(
+        plan.path, emit, verify, force=force, sources=sources, mode=mode, size=size
+    )
+    plan.notes.extend(left)
+
+
+def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
+    with atomic.typed(plan.path):
+        old = atomic.check_target(plan.path, force, sources, folder=True)
+        target = Path(os.path.realpath(plan.path))
+        if old is not None:
+            _refuse_other_files(plan.path)
+        temporaries.clean(target, sources, plan.notes, parts=orbax_parts.of)
+        with atomic.temporary_folder(target, orbax_parts.of, plan.notes) as path:
+            orbax.write(path, plan)
+            atomic.settle_folder(path)
+            with (
+                atomic.reading_back(plan.path, path),
+                reader.read(Folder(path, UNLIMITED), table.ORBAX, UNLIMITED) as written,
+            ):
+                compare(plan, written)
+            atomic.commit_folder(path, target, old, orbax_parts.of)
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises DestinationExists unless a folder is a checkpoint of orbax and nothing else."""
+    problem = "is a folder that is no orbax checkpoint"
+    if os.path.isfile(path / orbax.TREE):
+        others = temporaries.others(path, orbax_parts.of(path))
+        if not others:
+            return
+        problem = f"holds {shown(others[0])}, which is no part of an orbax checkpoint"
+        problem += f", and {len(others) - 1} more" * (len(others) > 1)
+    raise DestinationExists(path, problem, "move it away, or choose another name")
+
+
+def compare(plan: Plan, written: reader.Checkpoint) -> None:
+    """Raises WriteFailed unless a file holds what the plan wrote, by digest of its data."""
+    same = dict(written.info) == dict(plan.info) and (
+        dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
+    )
+    if plan.keep_digests:
+        same = same and dict(written.digests) == {n: plan.digests[n] for n in plan.info}
+    for name in plan.info if same else ():
+        same = same and written.recompute(name, plan.algorithm, plan.advance) == plan.digests[name]
+    if not same:
+        raise atomic.unlike(plan.path)
+
+
+def _check_arguments(
+    target: Path,
+    format: table.Format,
+    metadata: Mapping[str, str],
+    names: Mapping[str, str],
+    shard_size: int | None,
+    resume: str | None,
+) -> None:
+    for given, held, what in (
+        (metadata, format.holds_metadata, "metadata"),
+        (names, format.holds_names, "layer names"),
+        (
+            {"": ""} if shard_size is not None or resume is not None else {},
+            format.sharded,
+            "shards",
+        ),
+    ):
+        if given and not held:
+            raise UnsupportedFormat(
+                target, f"{format.name} has no place for {what}", "leave it out"
+            )
+        if any(type(text) is not str for pair in given.items() for text in pair):
+            raise UnsupportedFormat(target, f"{what} must be strings", "convert them with str()")
+        if any(not is_text(text) for pair in given.items() for text in pair):
+            raise UnsupportedFormat(target, f"{what} hold surrogates", "give text that is UTF-8")
+    if format.sharded and not is_text(target.name):
+        problem = "the name is not UTF-8, and an index names its shards in JSON"
+        raise UnsupportedFormat(target, problem, "choose another name")
+    if digests.KEY in metadata:
+        raise UnsupportedFormat(target, f"the key {digests.KEY!r} is reserved", "leave it out")
+    if shard_size is not None and shard_size < 1:
+        raise UnsupportedFormat(target, f"shards of {shard_size} bytes", "give a positive size")
+
+
+def _tensors(
+    target: Path,
+    tensors: Mapping[str, np.ndarray],
+    dtype: Wanted | Mapping[str, Wanted] | None,
+) -> tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo], Callable[[str], np.ndarray]]:
+    """Checks names, shapes and dtypes before anything is written."""
+    budget = Budget(target, 0, UNLIMITED)
+    declared: dict[str, TensorInfo] = {}
+    known = tensors.info if isinstance(tensors, reader.Lazy) else None
+    for name in tensors:
+        if not isinstance(name, str):
+            raise UnsupportedFormat(target, f"the name {name!r} is not a string", "use strings")
+        given = known[name] if known is not None else np.asarray(tensors[name])
+        before = given.dtype.newbyteorder("=")
+        if before not in DTYPES.values():
+            raise UnsupportedDtype(
+                target, f"the dtype {given.dtype} is not numeric", "convert the tensor first", name
+            )
+        declared[name] = TensorInfo(tuple(given.shape), before)
+        try:
+            after = cast_target(dtype, name, before)
+        except TypeError:
+            after = np.dtype(object)
+        if after not in DTYPES.values() or (before.kind == "c" and after.kind != "c"):
+            raise UnsupportedDtype(
+                target,
+                f"{before} cannot become {dtype if after == object else after}",
+                "choose another dtype",
+                name,
+            )
+        budget.tensor(name, declared[name].shape, after)
+    if isinstance(dtype, Mapping) and not dtype.keys() <= declared.keys():
+        unknown = min(dtype.keys() - declared.keys())
+        raise UnsupportedFormat(target, f"a dtype is given for {unknown!r}", "there is none such")
+
+    def load(name: str) -> np.ndarray:
+        array = np.asarray(tensors[name])
+        if TensorInfo(array.shape, array.dtype.newbyteorder("=")) != declared[name]:
+            problem = f"is {array.dtype} {array.shape}, and was declared otherwise"
+            raise WriteFailed(target, problem, "give the same tensor every time", name)
+        return array
+
+    return budget.info, declared, load
+
+
+class _Counter:
+    """Adds bytes up and reports them."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done, self.total, self.progress = 0, total, progress
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        if self.progress:
+            self.progress(self.done, self.total)

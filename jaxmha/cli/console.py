@@ -1,0 +1,162 @@
+"""What every command shares: where it prints, its options, and how it fails."""
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich import markup
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+    track,
+)
+
+from jaxmha.checkpoint import atomic
+from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.formats import table
+from jaxmha.converters.layout import registry
+from jaxmha.converters.layout.base import guess, known
+from jaxmha.converters.migrate import pipeline
+
+Item = TypeVar("Item")
+SHOWN = 10  # names that are listed before "and more"
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+NumHeads = Annotated[
+    int | None,
+    typer.Option(
+        help="Heads of layouts that do not store them (torch, bert). "
+        "Default: the config.json beside the file.",
+        min=1,
+    ),
+]
+
+
+def layout_name(value: str | None) -> str | None:
+    """For options: the name of a layout; a guess at the one that was meant where it is none."""
+    names = [layout.name for layout in registry.LAYOUTS]
+    if value is not None and value not in names:
+        raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
+    return value
+
+
+DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type: ignore[misc]
+
+
+def escape(text: str, keep: str = "") -> str:
+    """Names from files steer neither rich nor the terminal."""
+    return markup.escape(printable(text, keep))
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """Whatever goes wrong ends in one message and exit code 2, never in a traceback.
+
+    With JAXMHA_DEBUG=1 in the environment the traceback goes before the message.
+    """
+    try:
+        yield
+    except (typer.Exit, BrokenPipeError):
+        raise
+    except Exception as error:  # noqa: BLE001 (no traceback for users)
+        if os.environ.get("JAXMHA_DEBUG"):
+            traceback.print_exc()
+        expected = isinstance(error, ValueError | TypeError | OSError | ImportError)
+        what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
+        more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
+        err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
+    """Raises ValueError unless `put_text` could write this file, to be known before long work."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no such folder")
+    if table.by_suffix(path) is not None:
+        raise ValueError(f"{path}: is named as checkpoints are, and a text goes there: rename it")
+    with atomic.typed(path):
+        atomic.check_target(path, force, apart)
+
+
+def put_text(path: Path, text: str, force: bool, apart: Sequence[Path]) -> None:
+    """Writes a text file in one step, never onto the checkpoints that it is about."""
+    for note in atomic.replace_by(path, text.encode(), force=force, sources=apart):
+        err.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """Data as JSON on stdout."""
+    json.dump(finite(data), sys.stdout, indent=2, allow_nan=False)
+    print()
+
+
+def finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def items(what: str, quiet: bool) -> Callable[[Sequence[Item]], Iterable[Item]]:
+    """A bar over a sequence; nothing where nobody watches."""
+    silent = quiet or not err.is_terminal
+    return lambda work: track(work, what, console=err, transient=True, disable=silent)
+
+
+@contextmanager
+def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes done and in total, with their rate; nothing where nobody watches.
+
+    Bytes that are counted in several passes, such as written and read back, are shown once.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    silent = quiet or not err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=silent) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done // passes, total=total // passes)
+
+
+def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:
+    """Tensors outside attention that differ, and those that were not compared."""
+    lines = [
+        (f"[red]differs, outside attention:[/red] {escape(n)}: {escape(how)}")
+        for n, how in differing.items()
+    ]
+    print_some(lines)
+    print_some([f"[yellow]not compared:[/yellow] {escape(str(one))}" for one in left])
+
+
+def print_some(lines: Sequence[str]) -> None:
+    """The first lines, and how many more there are."""
+    for line in lines[:SHOWN]:
+        out.print(line, soft_wrap=True, highlight=False)
+    if (more := len(lines) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)
+
+
+def print_verdict(same: bool, verdict: str) -> None:
+    """The last line of a comparison."""
+    colour = "green" if same else "red"
+    out.print(f"[{colour}]{escape(verdict)}[/{colour}]", highlight=False)

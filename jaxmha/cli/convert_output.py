@@ -1,0 +1,88 @@
+"""The output of `jaxmha convert`."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.table import Table
+
+from jaxmha import checkpoint
+from jaxmha.cli.console import SHOWN, err, escape, out
+from jaxmha.converters.migrate.pipeline import Conversion
+from jaxmha.converters.verify import report
+
+
+def print_conversion(
+    destination: Path, done: Conversion, checked: report.ConversionReport | None
+) -> None:
+    table = Table(title=escape(str(destination)), title_justify="left")
+    for column in ("from", "layout", "to", "layout"):
+        table.add_column(column, overflow="fold")
+    for row in done.blocks:
+        table.add_row(*(escape(cell or "(top)") for cell in row))
+    out.print(table)
+    for (count, where), blocks in Counter(x[1:] for x in done.heads).items():
+        what = "1 block" if blocks == 1 else f"{blocks} blocks"
+        out.print(escape(f"heads {count} ({where}): {what}"), soft_wrap=True, highlight=False)
+    dtype = done.plan.dtype if done.plan else None
+    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.beside).items())
+    out.print(
+        f"{len(done.blocks)} attention blocks converted"
+        + (f"; other layers: {kinds}" if kinds else "")
+        + f"; {len(done.carried)} other tensors carried over unchanged"
+        + (f" but for the cast to {dtype}" if dtype else ""),
+        highlight=False,
+    )
+    if not done.files or not done.files[-1].endswith(destination.name):
+        out.print(f"{len(done.files)} shards of this part, no index yet", highlight=False)
+    elif len(done.files) > 1:
+        out.print(f"{len(done.files) - 1} shards and their index", highlight=False)
+    _print_losses(done.losses)
+    for name in done.carried[:SHOWN]:
+        out.print(f"carried over: {escape(name)}", soft_wrap=True, highlight=False)
+    if (more := len(done.carried) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)
+    for note in done.notes if checked is None else checked.notes:
+        out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+    if checked is None:
+        out.print(
+            "[yellow]not compared[/yellow] with the source: `jaxmha verify` does that",
+            highlight=False,
+        )
+        return
+    if not checked.same:
+        err.print(escape(str(checked), keep="\n"), highlight=False)
+        out.print("[red]the files differ[/red]")
+        return
+    errors = [error for one in checked.modules for pair in one.errors.values() for error in pair]
+    ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
+    tensors = checked.target["tensors"]
+    if done.unchecked:
+        out.print(
+            f"[yellow]not verified[/yellow]: {tensors} tensors are identical, but "
+            + escape("; ".join(done.unchecked)),
+            soft_wrap=True,
+            highlight=False,
+        )
+        return
+    cast = f" to the source cast to {checked.dtype}" if checked.dtype else ""
+    out.print(f"[green]verified[/green]: {tensors} tensors identical{cast}{ran}", highlight=False)
+
+
+def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
+    """The tensors that casting changed most."""
+    lossy = {name: loss for name, loss in losses.items() if not loss.exact}
+    if losses and not lossy:
+        out.print("the cast lost nothing", highlight=False)
+    if not lossy:
+        return
+    table = Table(title="lost by the cast: largest relative error, and how many became 0")
+    for column in ("tensor", "from", "to", "error", "became 0"):
+        table.add_column(column, overflow="fold")
+    worst = sorted(lossy.items(), key=lambda x: (-x[1].underflowed, -x[1].max_relative_error))
+    for name, loss in worst[:SHOWN]:
+        error = f"{loss.max_relative_error:.3g}"
+        table.add_row(escape(name), loss.before, loss.after, error, str(loss.underflowed))
+    out.print(table)
+    if (more := len(lossy) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)

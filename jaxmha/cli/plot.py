@@ -1,0 +1,176 @@
+"""`jaxmha plot`: heads as heat maps, from stored weights or from a block of a checkpoint."""
+
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import jaxmha
+from jaxmha import checkpoint
+from jaxmha.checkpoint.atomic import check_target, replace_by
+from jaxmha.cli.console import Json, NumHeads, escape, one_message, out, print_json
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.verify import load_block
+from jaxmha.introspect.head_statistics import HeadStatistics, as_weights, head_statistics
+from jaxmha.introspect.heatmaps import picture, plot_attention
+
+EXAMPLES = (
+    "Examples:\n\n  jaxmha plot weights.npz --tokens '[CLS] the cat sat [SEP]'\n\n"
+    "  jaxmha plot weights.npz --array layer_3 --batch 0 --heads 0,3 --output heads.svg\n\n"
+    "  jaxmha plot model.safetensors --block encoder.layer.0.attention --inputs inputs.npz\n\n"
+    "An .npz of inputs holds query (T, Dq) or (B, T, Dq), and where they differ key and value; "
+    "mask (True = attend) if there is one."
+)
+INPUTS = ("query", "key", "value", "mask")
+
+
+def _option(*names: str, about: str, **more: Any) -> Any:
+    return typer.Option(*names, help=about, **more)
+
+
+def plot(
+    file: Annotated[
+        Path, typer.Argument(help="Weights, or a checkpoint with --inputs.", show_default=False)
+    ],
+    array: Annotated[
+        str | None, _option("--array", about="Name of the weights.  [default: the only ones]")
+    ] = None,
+    inputs: Annotated[
+        Path | None, _option("--inputs", about="What a block of the checkpoint attends to (.npz).")
+    ] = None,
+    block: Annotated[
+        str | None,
+        _option("--block", about="Its prefix, as `jaxmha inspect` lists it.  [default: first]"),
+    ] = None,
+    num_heads: NumHeads = None,
+    causal: Annotated[bool, _option("--causal", about="With --inputs.")] = False,
+    tokens: Annotated[
+        str | None,
+        _option("--tokens", about="Labels of the queries: between spaces, or @FILE, one a line."),
+    ] = None,
+    key_tokens: Annotated[
+        str | None, _option("--key-tokens", about="Labels of the keys.  [default: --tokens]")
+    ] = None,
+    heads: Annotated[str | None, _option("--heads", about="Which: 0,3.  [default: all]")] = None,
+    batch: Annotated[int | None, _option("--batch", about="Row of (B, N, T, S).")] = None,
+    named: Annotated[
+        str, _option("--named", about="Tokens whose share is printed, joined by commas.")
+    ] = "[CLS],[SEP]",
+    output: Annotated[Path, _option("--output", "-o", about="Ends in .png, .svg or .pdf.")] = Path(
+        "attention.png"
+    ),
+    force: Annotated[bool, _option("--force", about="Overwrite it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw the attention of every head, and say where it goes."""
+    with one_message():
+        check_target(output, force, [file])
+        title = ""
+        if inputs is None:
+            if block is not None or causal or num_heads is not None:
+                raise ValueError("--block, --num-heads and --causal go with --inputs")
+            weights = _stored(file, array)
+        else:
+            if array is not None:
+                raise ValueError("--array names weights, --inputs computes them: give one")
+            title, weights = _computed(file, block, num_heads, inputs, causal)
+        if weights.ndim == 4 and len(weights) == 1 and batch is None:
+            batch = 0
+        maps = as_weights(weights, batch)
+        rows, columns = _tokens(tokens, "--tokens"), _tokens(key_tokens, "--key-tokens")
+        chosen = list(range(len(maps))) if heads is None else _numbers(heads)
+        figure = plot_attention(maps, rows, columns, heads=chosen, title=title)
+        labels = columns or (rows if maps.shape[1] == maps.shape[2] else None) or []
+        special = [token for token in named.split(",") if token in labels]
+        found = head_statistics(maps, rows, columns, named=special)
+        drawing = picture(figure, output.suffix)
+        replace_by(output, drawing, force=force, sources=[file])
+        if as_json:
+            data = {str(n): found[n]._asdict() for n in chosen}
+            print_json({"output": str(output), "heads": data})
+            return
+        out.print(table({str(n): found[n] for n in chosen}, special))
+        out.print(f"drawn in {escape(str(output))}", highlight=False)
+
+
+def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
+    """One row for each head."""
+    made = Table(caption="means over queries; entropy in nats; shares of the attention in %")
+    made.add_column("head")
+    columns = ("entropy", "itself", "previous", "next", "first key", " ".join(named), "same token")
+    there = [any(row[i] is not None for row in found.values()) for i in range(len(columns))]
+    for name, shown in zip(columns, there, strict=True):
+        if shown:
+            made.add_column(escape(name), justify="right")
+    for head, row in found.items():
+        cells = [f"{row.entropy:.2f}"]
+        cells += ["" if x is None else f"{100 * x:.1f}" for x in row[1:]]
+        shown_cells = [cell for cell, shown in zip(cells, there, strict=True) if shown]
+        made.add_row(head, *shown_cells)
+    return made
+
+
+def _stored(path: Path, name: str | None) -> NDArray:
+    """The array of that name, or the only one that may be weights."""
+    with checkpoint.open(path) as file:
+        fitting = [key for key, info in file.info.items() if len(info.shape) in (2, 3, 4)]
+        if name is not None and name not in file:
+            raise ValueError(f"{path} has no array {name!r}; there are {', '.join(file)}")
+        if name is None and len(fitting) != 1:
+            shown = ", ".join(f"{key} {file.info[key].shape}" for key in fitting[:10]) or "none"
+            raise ValueError(
+                f"{path}: name one of its arrays of 2 to 4 axes by --array ({shown}), or give "
+                "--inputs for a block of a checkpoint"
+            )
+        return file[fitting[0] if name is None else name]
+
+
+def _computed(
+    path: Path, name: str | None, num_heads: int | None, inputs: Path, causal: bool
+) -> tuple[str, NDArray]:
+    """Name of the block and its weights of the inputs."""
+    with checkpoint.open(inputs) as file:
+        unknown = [key for key in file if key not in INPUTS]
+        if unknown or "query" not in file:
+            raise ValueError(
+                f"{inputs}: expected arrays query, key, value and mask, of which query must be "
+                f"there; got {', '.join(file) or 'none'}"
+            )
+        given: dict[str, Any] = {key: file[key] for key in file}
+    block = load_block.read(path, name, num_heads)
+    _, weights = jaxmha.multi_head_attention(
+        block.params,
+        **given,
+        is_causal=causal,
+        semantics=changed(block.semantics, dropout_rate=0.0),
+        return_weights=True,
+    )
+    return f"{path.name}: {block.name or '(top)'}", to_numpy(weights)
+
+
+def _tokens(text: str | None, option: str) -> list[str] | None:
+    if text is None:
+        return None
+    if text.startswith("@"):
+        path = Path(text[1:])
+        try:
+            return path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise ValueError(f"{path}: there is no such file; check the path") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: expected UTF-8 text, one token a line, got byte "
+                f"0x{error.object[error.start]:02x} at position {error.start}; save it as UTF-8"
+            ) from None
+    if not (parts := text.split()):
+        raise ValueError(f"{option} is empty")
+    return parts
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--heads must be integers joined by commas, got {text!r}") from None

@@ -1,0 +1,1 @@
+"""Queries, keys and values split by position over many devices."""

@@ -1,0 +1,29 @@
+"""What rows with nothing to attend answer, by policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import sharding
+from jaxmha.implementations.base import Request, accumulation_dtype
+
+
+def answer(request: Request, out: jax.Array, empty: jax.Array) -> jax.Array:
+    """`out`, `B T N h`, with the answer of the policy where a row is `empty`, `B T N`.
+
+    Rows beyond a query length are 0 whatever the policy.
+    """
+    policy, (T, N) = request.semantics.fully_masked, out.shape[1:3]
+    if policy == "zero":
+        return out
+    lengths = request.mask.query_lengths
+    if lengths is not None:
+        positions = jnp.arange(T, dtype=np.int32).reshape(1, T, 1)
+        within = positions < jnp.asarray(lengths).reshape(-1, 1, 1)
+        empty &= sharding.in_order(within, 1)
+    if policy == "mean" and request.value.shape[1]:
+        values = request.value.astype(accumulation_dtype(request.value.dtype))
+        mean = jnp.repeat(values.mean(1, keepdims=True), N // values.shape[2], 2)
+        return jnp.where(empty[..., None], mean.astype(out.dtype), out)
+    # Last, so that no gradient meets a NaN.
+    return jnp.where(empty[..., None], jnp.nan, out) if policy == "nan" else out

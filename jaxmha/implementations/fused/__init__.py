@@ -1,0 +1,1 @@
+"""Fused kernels of others, behind one adapter."""

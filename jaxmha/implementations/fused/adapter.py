@@ -1,0 +1,225 @@
+"""What all fused kernels need around them, so that they obey the contract.
+
+A kernel answers a plain problem: rows that see at least one key, finite operands, sizes it likes.
+Here requests become such problems, and answers become what the contract says.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import fully_masked
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.tiled import block_mask
+from jaxmha.implementations.tiled.block_mask import Pairs
+from jaxmha.mask import Mask
+
+
+class Parts(NamedTuple):
+    """A request as kernels see it: what nothing may attend, and who attends nothing, is zero.
+
+    Attributes:
+      query: `B T N H`. key: `B S K H`. value: `B S K h`.
+      bias: `b n t s` or None.
+      conditions: `rows` hold already; `keys` are what padding (and, beside it, lengths) leaves.
+      query_lengths, key_lengths: `B`, within 0 and T, S; None: all.
+      left: `j >= i - left`; above: `j <= i + above`; None: no bound, or none that binds.
+      scale: of the logits.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    conditions: Pairs
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+    left: int | None
+    above: int | None
+    scale: float
+
+
+def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
+    """What no fused kernel does, or this one does not for its dtypes; None: nothing of it."""
+    semantics, dtype = request.semantics, request.query.dtype
+    if dtype.name not in dtypes:
+        return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
+    shapes = (*request.query.shape, *request.value.shape)
+    if not all(isinstance(size, int) for size in shapes):
+        return "sizes must be known"
+    if 0 in shapes:
+        return f"every size must be at least 1, got {request.query.shape}, {request.value.shape}"
+    if request.return_weights:
+        return "weights are never materialised: return_weights must be False"
+    if request.dropout_key is not None and semantics.dropout_rate > 0:
+        return f"{name} has no dropout that is the same everywhere"
+    if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
+        return "softmax is in float32: softmax_dtype must be None"
+    return None
+
+
+def is_dense(request: Request) -> bool:
+    """Whether there is a bias, or a mask that is not made of conditions on rows and on keys."""
+    return request.bias is not None or request.mask.array is not None
+
+
+def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array | None]]) -> Result:
+    """The request by a kernel: `run` answers `B T N h` and, where it is read, lse `B N T`.
+
+    What `run` answers in rows without keys does not matter, as long as it is a number wherever a
+    gradient passes.
+    """
+    semantics = request.semantics
+    (B, T, N, H), (_, S, K, _) = request.query.shape, request.value.shape
+    mask = request.mask
+    conditions = block_mask.of_mask(mask, T, S)
+    rows, keys = block_mask.live(conditions, request.bias, B, N, T, S)
+    query, key, value = request.query, request.key, request.value
+    if rows is not None:
+        query = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], query, 0)
+    if keys is not None:
+        each = keys if keys.shape[1] == 1 else keys.reshape(-1, K, N // K, S).any(2)
+        there = jnp.moveaxis(each, 1, 2)[..., None]
+        key, value = (jnp.where(there, x, 0) for x in (key, value))
+    left, above = diagonals(mask, T, S)
+    padded = mask.key_value_padding is not None
+    out, lse = run(
+        Parts(
+            query,
+            key,
+            value,
+            request.bias,
+            conditions._replace(rows=None, keys=conditions.keys if padded else None),
+            _lengths(mask.query_lengths, B, T),
+            None if padded else _lengths(mask.key_value_lengths, B, S),
+            left,
+            above,
+            H**-0.5 if semantics.scale is None else semantics.scale,
+        )
+    )
+    if rows is not None:
+        out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0)
+        if lse is not None:
+            lse = jnp.where(rows, lse, -jnp.inf)
+        empty = jnp.broadcast_to(~jnp.moveaxis(rows, 1, 2), out.shape[:3])
+        out = fully_masked.answer(request, out, empty)
+    return Result(out, None, lse)
+
+
+def diagonals(mask: Mask, T: int, S: int) -> tuple[int | None, int | None]:
+    """Static bounds `i - left <= j <= i + above`, None where they bind nothing."""
+    left, above = mask.window_size or (None, None)
+    if isinstance(mask.causal_offset, int):
+        above = mask.causal_offset if above is None else min(above, mask.causal_offset)
+    if left is not None and left >= T - 1:
+        left = None
+    if above is not None and above >= S - 1:
+        above = None
+    return left, above
+
+
+def _lengths(lengths: Any, B: int, most: int) -> jax.Array | None:
+    if lengths is None:
+        return None
+    return jnp.broadcast_to(jnp.clip(jnp.asarray(lengths), 0, most).astype(np.int32), B)
+
+
+def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Array:
+    """Zeros after (or before) what is there, up to `size`."""
+    missing = size - x.shape[axis]
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (missing, 0) if front else (0, missing)
+    return jnp.pad(x, widths)
+
+
+class Kernel(NamedTuple):
+    """A kernel with everything static bound; hashable.
+
+    Attributes:
+      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; it
+        takes keys for values.
+      out_and_lse: the same, `-> (out, lse)`. Its gradient drops that of lse, or there is none.
+      pulls: whether `out_and_lse` has a gradient.
+      scale: of the logits.
+      settings: what makes two kernels different programs.
+    """
+
+    out: Callable[..., jax.Array]
+    out_and_lse: Callable[..., tuple[jax.Array, jax.Array]]
+    pulls: bool
+    scale: float
+    settings: Hashable
+
+
+def call(
+    kernel: Kernel,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    others: Any,
+    *,
+    lse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Output and, where it is read, lse with its gradient."""
+    if lse:
+        return out_and_lse(kernel, query, key, value, bias, others)
+    return kernel.out(kernel.settings, query, key, value, bias, others), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def out_and_lse(
+    kernel: Kernel,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    others: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of a kernel that gives lse without its gradient."""
+    return kernel.out_and_lse(kernel.settings, query, key, value, bias, others)
+
+
+def _forward(kernel: Kernel, query: Any, key: Any, value: Any, bias: Any, others: Any) -> Any:
+    operands = query, key, value, bias
+    if kernel.pulls:
+        (out, lse), pull = jax.vjp(
+            lambda *x: kernel.out_and_lse(kernel.settings, *x, others), *operands
+        )
+    else:
+        out, pull = jax.vjp(lambda *x: kernel.out(kernel.settings, *x, others), *operands)
+        lse = kernel.out_and_lse(kernel.settings, *operands, others)[1]
+    return (out, lse), (pull, operands, others)
+
+
+def _backward(kernel: Kernel, saved: Any, slopes: Any) -> tuple[Any, ...]:
+    """The slope of lse by the same kernel, with keys in place of values.
+
+    d lse_i / d query_i is `scale` times what row i of attention makes of the keys, and
+    d lse_i / d key_j is `scale` times the weight times query_i: what the gradient of values makes
+    of the queries.
+    """
+    pull, (query, key, _, bias), others = saved
+    slope, slope_lse = slopes
+    zeros = jnp.zeros_like(slope_lse)
+    d_query, d_key, d_value, d_bias = pull((slope, zeros) if kernel.pulls else slope)
+    means, pull_values = jax.vjp(
+        lambda x: kernel.out(kernel.settings, query, key, x, bias, others), key
+    )
+    weight = kernel.scale * jnp.moveaxis(slope_lse, 1, 2)[..., None]
+    (more,) = pull_values((weight * query.astype(np.float32)).astype(means.dtype))
+    d_query = _sum(d_query, weight * means.astype(np.float32))
+    return d_query, _sum(d_key, more), d_value, d_bias, None
+
+
+def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a.astype(np.float32) + b.astype(np.float32)).astype(a.dtype)
+
+
+out_and_lse.defvjp(_forward, _backward)

@@ -1,0 +1,256 @@
+"""cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX.
+
+Source: `jax.nn.dot_product_attention(implementation="cudnn")`, and for the log-sum-exp in float32
+the private function below it, whose call is the same in JAX 0.10 to 0.12.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import platforms
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.fused import adapter
+from jaxmha.implementations.fused.adapter import Kernel, Parts, fill
+
+# Backward passes with a bias are wrong or missing at other sizes (NaN at 64 modulo 128).
+BIAS_MULTIPLE = 128
+# cuDNN loses -inf in a bias: what is excluded is far below what a bias may hold.
+EXCLUDED, LOWEST = -(2.0**41), -(2.0**40)
+# Two factors of what an excluded key adds to a logit; both fit float16.
+BARRIER = 2.0**15
+
+
+class Settings(NamedTuple):
+    """What is static of one call."""
+
+    scale: float
+    causal: bool
+    left: int | None
+
+
+def supports(request: Request) -> str | None:
+    """None, or why not."""
+    reason = adapter.declined(request, name="cuDNN", dtypes=("bfloat16", "float16"))
+    if reason:
+        return reason
+    platform = platforms.current()
+    if platform.capability is None or platform.capability < (8, 0):
+        return (
+            f"cuDNN's fused attention needs a GPU of compute capability 8.0, not {platform.device}"
+        )
+    mask, semantics = request.mask, request.semantics
+    (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
+    scale = H**-0.5 if semantics.scale is None else semantics.scale
+    most = 256 if (9, 0) <= platform.capability < (10, 0) else 128
+    left, above = adapter.diagonals(mask, T, S)
+    dense, padded = adapter.is_dense(request), mask.key_value_padding is not None
+    barrier = padded and not dense and (left, above) != (None, None)
+    if semantics.logits_soft_cap is not None:
+        return "cuDNN has no soft cap"
+    if max(H + barrier, h) > most:
+        column = " (one more for padding of keys beside causality or a window)" * barrier
+        return f"heads must have at most {most} features on {platform.device}, got {H}, {h}{column}"
+    if mask.query_segments is not None:
+        return "JAX gives cuDNN packed sequences as offsets, which ids do not show"
+    if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
+        return "the causal offset must be a Python integer"
+    if left is not None and above is None:
+        return "a window must have a right side (or be causal)"
+    if barrier and abs(scale) * BARRIER**2 < 2.0**14:
+        return f"padding of keys beside causality or a window needs a larger scale, got {scale}"
+    if dense and request.query.dtype != jnp.bfloat16:
+        return f"{request.query.dtype} has no number far below every bias"
+    if request.bias is not None and request.return_lse:
+        return "cuDNN has no gradient from the log-sum-exp to a bias"
+    return None
+
+
+def traceable() -> str | None:
+    """Why JAX cannot trace a call of cuDNN on this machine, or None."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    try:
+        private.check_cudnn_version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return f"JAX asks the cuDNN of this machine while it traces: {error}"
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request in its own dtype; softmax and sums are float32."""
+    return adapter.attend(request, lambda parts: _run(parts, lse=request.return_lse))
+
+
+def _run(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Rows are moved until causality is top-left."""
+    above, left = parts.above, parts.left
+    if not above:
+        return _top_left(parts, lse=lse)
+    query, lengths = parts.query, parts.query_lengths
+    (B, T, N, _), h = query.shape, parts.value.shape[3]
+    left = None if left is None else left + above
+    if T + above <= 0 or (left is not None and left < 0):  # every row is empty
+        return jnp.zeros((B, T, N, h), query.dtype), jnp.zeros((B, N, T), np.float32)
+    bias = parts.bias
+    conditions = parts.conditions
+    array = conditions.array
+
+    def shifted(x: Any, axis: int) -> Any:
+        if x is None or (x.ndim == 4 and axis == 2 and x.shape[axis] == 1):
+            return x
+        if above < 0:
+            return jax.lax.slice_in_dim(x, -above, None, axis=axis)
+        return fill(x, axis, x.shape[axis] + above, front=True)
+
+    out, found = _top_left(
+        parts._replace(
+            query=shifted(query, 1),
+            bias=shifted(bias, 2),
+            conditions=conditions._replace(array=shifted(array, 2)),
+            query_lengths=None if lengths is None else jnp.maximum(lengths + above, 0),
+            left=left,
+            above=0,
+        ),
+        lse=lse,
+    )
+    if above < 0:
+        out = fill(out, 1, T, front=True)
+        return out, None if found is None else fill(found, 2, T, front=True)
+    return out[:, above:], None if found is None else found[:, :, above:]
+
+
+def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
+    """`above` is 0 or None; from here on no row within its length may be without keys."""
+    query, key, value, _, _, query_lengths, key_lengths, left, above, scale = parts
+    (B, T, _, _), (_, S, _, h) = query.shape, value.shape
+    bias, there = _added(parts), None if _dense(parts) else parts.conditions.keys
+    causal = above is not None
+    if causal and S > T:  # later keys are nobody's
+        key, value = key[:, :T], value[:, :T]
+        bias = None if bias is None else bias[..., :T]
+        there = None if there is None else there[:, :T]
+        key_lengths = None if key_lengths is None else jnp.minimum(key_lengths, T)
+        S = T
+    causal = causal and T > 1
+    left = left if causal else None
+    if there is not None:
+        there = jnp.broadcast_to(there, (B, S))
+        if causal:
+            query, key = _barrier(query, key, there, scale)
+        else:  # order does not matter: keys that are there come first
+            order = jnp.argsort(~there, axis=1, stable=True)[..., None, None]
+            key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
+            key_lengths = there.sum(1, dtype=np.int32)
+    if bias is not None:
+        rows, columns = (-(-size // BIAS_MULTIPLE) * BIAS_MULTIPLE for size in (T, S))
+        bias = jnp.pad(
+            bias, ((0, 0), (0, 0), (0, rows - T), (0, columns - S)), constant_values=EXCLUDED
+        )
+    else:
+        # JAX refuses gradients at odd sizes, cuDNN those of one key, and windows for more queries
+        # than keys.
+        rows, columns = T + T % 2, S + S % 2
+        if left is not None:
+            columns = max(columns, rows)
+    query = fill(query, 1, rows)
+    key, value = fill(key, 1, columns), fill(value, 1, columns)
+    # Some releases give NaN at odd sizes, unless lengths are given.
+    if (T % 64 or S % 64 or columns > S) and key_lengths is None:
+        key_lengths = jnp.full(B, S, np.int32)
+    lengths = None
+    if key_lengths is not None or query_lengths is not None:
+        key_lengths = jnp.full(B, S, np.int32) if key_lengths is None else key_lengths
+        key_lengths = jnp.maximum(key_lengths, 1)
+        query_lengths = jnp.full(B, T, np.int32) if query_lengths is None else query_lengths
+        if left is not None:  # later rows see none of the keys
+            query_lengths = jnp.minimum(query_lengths, key_lengths + left)
+        lengths = query_lengths, key_lengths
+    width = -(-max(query.shape[3], h) // 8) * 8
+    query, key, value = (fill(x, 3, width) for x in (query, key, value))
+    kernel = Kernel(_out, _out_and_lse, True, scale, Settings(scale, causal, left))
+    out, found = adapter.call(kernel, query, key, value, bias, lengths, lse=lse)
+    return out[:, :T, :, :h], None if found is None else found[:, :, :T]
+
+
+def _barrier(query: Any, key: Any, there: Any, scale: float) -> tuple[Any, Any]:
+    """One more feature, that takes the logits of keys that are not there out of reach."""
+    ones = jnp.full((*query.shape[:3], 1), BARRIER if scale > 0 else -BARRIER, query.dtype)
+    heights = jnp.where(there, 0, -BARRIER).astype(key.dtype)[..., None, None]
+    heights = jnp.broadcast_to(heights, (*key.shape[:3], 1))
+    return jnp.concatenate([query, ones], 3), jnp.concatenate([key, heights], 3)
+
+
+def _dense(parts: Parts) -> bool:
+    return parts.bias is not None or parts.conditions.array is not None
+
+
+def _added(parts: Parts) -> jax.Array | None:
+    """The bias `b n T S`, far down where pairs are excluded; cuDNN broadcasts only b and n."""
+    if not _dense(parts):
+        return None
+    (_, T, _, _), (_, S, _, _) = parts.query.shape, parts.key.shape
+    array, there = parts.conditions.array, parts.conditions.keys
+    added = jnp.zeros((1, 1, 1, 1), parts.query.dtype)
+    if parts.bias is not None:
+        added = parts.bias.astype(np.float32)
+        held = added - jax.lax.stop_gradient(added) + LOWEST  # its value LOWEST, its slope 1
+        finite = added != -jnp.inf
+        added = jnp.where(added < LOWEST, jnp.where(finite, held, EXCLUDED), added)
+        added = added.astype(parts.query.dtype)
+    excluded = jnp.asarray(EXCLUDED, added.dtype)
+    for allowed in (array, None if there is None else there[:, None, None]):
+        if allowed is not None:
+            allowed, added = _together(allowed, added)
+            added = jnp.where(allowed, added, excluded)
+    return jnp.broadcast_to(added, (*added.shape[:2], T, S))
+
+
+def _together(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = jnp.broadcast_shapes(a.shape, b.shape)
+    return jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape)
+
+
+def _out(settings: Any, query: Any, key: Any, value: Any, bias: Any, lengths: Any) -> jax.Array:
+    query_lengths, key_lengths = lengths or (None, None)
+    out: jax.Array = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        scale=settings.scale,
+        is_causal=settings.causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        local_window_size=None if settings.left is None else (settings.left, 0),
+        implementation="cudnn",
+    )
+    return out
+
+
+def _out_and_lse(
+    settings: Any, query: Any, key: Any, value: Any, bias: Any, lengths: Any
+) -> tuple[jax.Array, jax.Array]:
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    query_lengths, key_lengths = lengths or (None, None)
+    kinds = private.MaskType
+    plain, causal = (
+        (kinds.NO_MASK, kinds.CAUSAL) if lengths is None else (kinds.PADDING, kinds.PADDING_CAUSAL)
+    )
+    out, lse = private.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        None,
+        query_lengths,
+        key_lengths,
+        scale=settings.scale,
+        mask_type=causal if settings.causal else plain,
+        sliding_window_length=None if settings.left is None else settings.left + 1,
+        return_residual=True,
+    )
+    return out, lse

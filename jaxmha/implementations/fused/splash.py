@@ -1,0 +1,167 @@
+"""Splash attention: TPU, the Pallas kernel that comes with JAX.
+
+Checked by lowering and in interpret mode only, so it runs where it is asked for by name. Source:
+`jax.experimental.pallas.ops.tpu.splash_attention`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import platforms
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.fused import adapter
+from jaxmha.implementations.fused.adapter import Kernel, Parts, fill
+from jaxmha.mask import Mask
+
+DTYPES: tuple[str, ...] = ("bfloat16",)
+LANES, BLOCK = 128, 512
+# Without a TPU the kernel runs step by step in plain JAX: for tests.
+INTERPRET = False
+
+
+class Settings(NamedTuple):
+    """What is static of one call."""
+
+    left: int | None
+    above: int | None
+    soft_cap: float | None
+    interpret: bool
+
+
+def supports(request: Request) -> str | None:
+    """None, or why not."""
+    reason = adapter.declined(request, name="splash attention", dtypes=DTYPES)
+    if reason:
+        return reason
+    platform, mask = platforms.current(), request.mask
+    if platform.name != "tpu" and not INTERPRET:
+        return f"splash attention runs on TPU, not on {platform.device}"
+    if adapter.is_dense(request):
+        return "splash attention takes neither a bias nor a dense mask"
+    if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
+        return "the causal offset must be a Python integer"
+    if request.return_lse and request.semantics.logits_soft_cap is not None:
+        return "the gradient of the log-sum-exp under a soft cap is not there"
+    scale = request.semantics.scale or request.query.shape[3] ** -0.5
+    if request.return_lse and math.frexp(scale)[0] != 0.5 and request.query.dtype == jnp.bfloat16:
+        return f"queries are scaled first, so the log-sum-exp is exact for powers of 2, not {scale}"
+    return None
+
+
+def traceable() -> str | None:
+    """None: it is traced anywhere."""
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request in its own dtype; softmax and sums are float32."""
+    ids = _ids(request.mask, request.query.shape[1], request.key.shape[1])
+    cap = request.semantics.logits_soft_cap
+    return adapter.attend(request, lambda parts: _run(parts, ids, cap, lse=request.return_lse))
+
+
+def _ids(mask: Mask, T: int, S: int) -> tuple[Any, Any] | None:
+    """Segments renumbered by their place among those of the queries, so that -1 is free."""
+    if mask.query_segments is None:
+        return None
+    queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
+    b = max(queries.shape[0], keys.shape[0])
+    queries, keys = jnp.broadcast_to(queries, (b, T)), jnp.broadcast_to(keys, (b, S))
+    known = jnp.sort(queries, 1)
+    places = jax.vmap(jnp.searchsorted)
+    at = places(known, keys)
+    found = jnp.take_along_axis(known, jnp.minimum(at, T - 1), 1) == keys
+    return places(known, queries).astype(np.int32), jnp.where(found, at, -1).astype(np.int32)
+
+
+def _run(
+    parts: Parts, ids: tuple[Any, Any] | None, soft_cap: float | None, *, lse: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    (B, T, _, _), S = parts.query.shape, parts.key.shape[1]
+    rows, columns = _padded(T), _padded(S)
+    there = parts.conditions.keys
+    if parts.key_lengths is not None:
+        there = jnp.arange(S, dtype=np.int32).reshape(1, S) < parts.key_lengths[:, None]
+    if there is None and columns > S:
+        there = jnp.ones((1, S), bool)
+    if there is not None and ids is None:
+        ids = jnp.zeros((1, T), np.int32), jnp.zeros((1, S), np.int32)
+    if ids is not None:
+        query_ids, key_ids = (jnp.broadcast_to(x, (B, x.shape[1])) for x in ids)
+        if there is not None:
+            key_ids = jnp.where(there, key_ids, -1)
+        missing = ((0, 0), (0, columns - S))
+        ids = fill(query_ids, 1, rows), jnp.pad(key_ids, missing, constant_values=-1)
+    query = (parts.query.astype(np.float32) * parts.scale).astype(parts.query.dtype)
+    query = fill(query, 1, rows)
+    key, value = fill(parts.key, 1, columns), fill(parts.value, 1, columns)
+    settings = Settings(parts.left, parts.above, soft_cap, INTERPRET)
+    # The scale is in the queries already: what the gradient passes through again.
+    kernel = Kernel(_out, _out_and_lse, False, 1.0, settings)
+    out, found = adapter.call(kernel, query, key, value, None, ids, lse=lse)
+    return out[:, :T], None if found is None else found[:, :, :T]
+
+
+def _padded(size: int) -> int:
+    block = _block(size)
+    return -(-size // block) * block
+
+
+def _block(size: int) -> int:
+    return min(BLOCK, -(-size // LANES) * LANES)
+
+
+def _kernel(settings: Settings, T: int, S: int, N: int, *, residuals: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    left, above = settings.left, settings.above
+    mask: Any = splash.FullMask((T, S))
+    if left is not None or above is not None:
+        mask = splash.LocalMask((T, S), (left, above), 0)
+    q, kv = _block(T), _block(S)
+    sizes = splash.BlockSizes(
+        block_q=q,
+        block_kv=kv,
+        block_q_dkv=q,
+        block_kv_dkv=kv,
+        block_q_dq=q,
+        block_kv_dq=kv,
+    )
+    return splash.make_splash_mha(
+        mask=splash.MultiHeadMask([mask] * N),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=residuals,
+        attn_logits_soft_cap=settings.soft_cap,
+        interpret=settings.interpret,
+    )
+
+
+def _call(settings: Settings, query: Any, key: Any, value: Any, ids: Any, residuals: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    (_, T, N, _), (_, S, _, _) = query.shape, key.shape
+    kernel = _kernel(settings, T, S, N, residuals=residuals)
+
+    def one(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return kernel(q, k, v, None if ids is None else splash.SegmentIds(*ids))
+
+    q, k, v = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
+    return jax.vmap(one)(q, k, v, ids)
+
+
+def _out(settings: Any, query: Any, key: Any, value: Any, bias: None, ids: Any) -> jax.Array:
+    out: jax.Array = _call(settings, query, key, value, ids, residuals=False)
+    return jnp.moveaxis(out, 1, 2)
+
+
+def _out_and_lse(
+    settings: Any, query: Any, key: Any, value: Any, bias: None, ids: Any
+) -> tuple[jax.Array, jax.Array]:
+    out, (lse,) = _call(settings, query, key, value, ids, residuals=True)
+    return jnp.moveaxis(out, 1, 2), lse

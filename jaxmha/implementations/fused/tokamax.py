@@ -1,0 +1,92 @@
+"""tokamax's Mosaic and Triton kernels: NVIDIA GPUs, where the package is installed.
+
+Biases and masks are streamed and need not be whole; value heads may have another size. Source:
+`tokamax.dot_product_attention` 0.0.17, whose public function returns no log-sum-exp.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import platforms
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.fused import adapter
+from jaxmha.implementations.fused.adapter import Parts
+
+# The first that takes the call.
+BACKENDS: tuple[str, ...] = ("mosaic", "triton")
+# Far below what a bias may hold; its own -inf would make NaN of rows without keys.
+EXCLUDED = -(2.0**41)
+
+
+def supports(request: Request) -> str | None:
+    """None, or why not."""
+    if find_spec("tokamax") is None:
+        return "tokamax is not installed"
+    reason = adapter.declined(request, name="tokamax", dtypes=("bfloat16", "float16"))
+    if reason:
+        return reason
+    platform = platforms.current()
+    if platform.capability is None or platform.capability < (8, 0):
+        return f"tokamax needs a GPU of compute capability 8.0, not {platform.device}"
+    mask, semantics = request.mask, request.semantics
+    if jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
+        return "tokamax relies on the promotion of dtypes, which jax_numpy_dtype_promotion forbids"
+    if request.return_lse:
+        return "tokamax returns no log-sum-exp"
+    if semantics.logits_soft_cap is not None and request.bias is not None:
+        return "tokamax caps logits after the bias"
+    if mask.query_segments is not None:
+        return "tokamax takes segments as a dense mask only"
+    if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
+        return "the causal offset must be a Python integer"
+    return None
+
+
+def traceable() -> str | None:
+    """Why tokamax cannot be traced on this machine, or None."""
+    if jax.default_backend() != "gpu":
+        return "tokamax asks the GPU of this machine while it traces, and there is none"
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request in its own dtype; softmax and sums are float32."""
+    cap = request.semantics.logits_soft_cap
+    return adapter.attend(request, lambda parts: (_run(parts, cap), None))
+
+
+def _run(parts: Parts, soft_cap: float | None) -> jax.Array:
+    import tokamax  # type: ignore[import-not-found,unused-ignore]
+
+    (_, T, _, _), (_, S, _, _) = parts.query.shape, parts.key.shape
+    left, above = parts.left, parts.above
+    window = None
+    if left is not None or above not in (None, 0):
+        window = (T if left is None else left, S if above is None else above)
+    mask = parts.conditions.array
+    if parts.conditions.keys is not None:
+        keys = parts.conditions.keys[:, None, None]
+        mask = keys if mask is None else mask & keys
+    out: jax.Array = tokamax.dot_product_attention(
+        parts.query,
+        parts.key,
+        parts.value,
+        None if parts.bias is None else _finite(parts.bias),
+        mask,
+        scale=parts.scale,
+        is_causal=above == 0 and left is None,
+        key_value_seq_lengths=parts.key_lengths,
+        local_window_size=window,
+        logits_soft_cap=soft_cap,
+        implementation=BACKENDS,
+    )
+    return out
+
+
+def _finite(bias: Any) -> jax.Array:
+    wide = bias.astype(np.float32) if bias.dtype == np.float16 else bias
+    return jnp.where(wide == -jnp.inf, jnp.asarray(EXCLUDED, wide.dtype), wide)

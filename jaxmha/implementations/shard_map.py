@@ -1,0 +1,190 @@
+"""Attention of every device's own batch rows and heads: nothing travels, and kernels are called
+on one device's arrays, which no partitioner replicates."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxmha import sharding
+from jaxmha.implementations.base import Part, Request, Result
+from jaxmha.sharding import Axes
+
+Tree = TypeVar("Tree")
+
+
+class Split(NamedTuple):
+    """How B, N and K of a request lie on a mesh: entries of a PartitionSpec.
+
+    Attributes:
+      axes: of the mesh.
+      b, n, k: mesh axes of batch rows, query heads and key/value heads; empty: whole.
+      B, N: sizes.
+    """
+
+    axes: Axes
+    b: tuple[str, ...]
+    n: tuple[str, ...]
+    k: tuple[str, ...]
+    B: int
+    N: int
+
+    def spec(self, shape: tuple[int, ...], letters: str) -> PartitionSpec:
+        """Of an array whose axes are `letters` of bnk, `c` (positions), or another."""
+        places = {"b": self.b, "n": self.n, "k": self.k}
+        if self.axes.context is not None:
+            places["c"] = (self.axes.context,)
+        return sharding.spec(
+            *(
+                places.get(letter) if size > 1 else None
+                for letter, size in zip(letters, shape, strict=True)
+            )
+        )
+
+    def own_heads(self, x: jax.Array, axis: int) -> jax.Array:
+        """Of key/value heads that every device has, those that its query heads read."""
+        if self.k == self.n:
+            return x
+        N = self.N // self.axes.size(self.n)
+        K, G = x.shape[axis], self.N // x.shape[axis]
+        first = jax.lax.axis_index(self.n) * N
+        if G % N == 0:  # all of them read one
+            return jax.lax.dynamic_slice_in_dim(x, first // G, 1, axis)
+        if N % G == 0:
+            return jax.lax.dynamic_slice_in_dim(x, first // G, N // G, axis)
+        return jnp.take(
+            x, jnp.minimum((first + jnp.arange(N, dtype=np.int32)) // G, K - 1), axis=axis
+        )
+
+    def starts(self) -> tuple[Any, Any]:
+        """The first batch row and query head of this device."""
+        b, n = (
+            jax.lax.axis_index(names) * (size // self.axes.size(names)) if names else 0
+            for names, size in ((self.b, self.B), (self.n, self.N))
+        )
+        return b, n
+
+    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """`jax.shard_map` over the axes in use."""
+        used = {*self.b, *self.n}
+        used |= {self.axes.context} if self.axes.context else set()
+        return jax.shard_map(
+            function,
+            mesh=self.axes.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=used,
+            check_vma=False,
+        )
+
+
+def split(B: int, N: int, K: int) -> Split | None:
+    """What of B, N and K lies on axes of a mesh that divide it; None: no mesh is in use."""
+    axes = sharding.current()
+    if axes is None:
+        return None
+    b, n, k = (
+        names if names and size and size % axes.size(names) == 0 else ()
+        for names, size in ((axes.batch, B), (axes.heads, N), (axes.heads, K))
+    )
+    return Split(axes, b, n, k if n else (), B, N)
+
+
+def alike(arrays: Tree) -> Tree:
+    """Arrays, each of which differs between devices as soon as one does: what a loop carries does,
+    and gradients of what all devices share are summed once, over devices, outside."""
+    leaves, tree = jax.tree.flatten(arrays)
+    varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    names = frozenset().union(*varying)
+    if not names:
+        return arrays
+    more = [tuple(names - before) for before in varying]
+    leaves = [jax.lax.pcast(x, axes, to="varying") for x, axes in zip(leaves, more, strict=True)]
+    found: Tree = jax.tree.unflatten(tree, leaves)
+    return found
+
+
+def project(
+    run: Callable[..., Any], projections: tuple[Any, ...], inputs: tuple[Any, ...], others: Any
+) -> Any:
+    """`run(projections, inputs, others)` of every device's own heads: query's, key's and value's.
+
+    Slopes of an input are summed over its projections first and then, once, over devices.
+    """
+    N, K = (x.kernel.shape[1] for x in projections[:2])
+    found = split(0, N, K)
+    if found is None or not found.n:
+        return run(projections, inputs, others)
+    used = found.n, found.k, found.k
+    weights = tuple(
+        jax.tree.map(lambda x, names=names: sharding.spec(*[None] * (x.ndim - 2), names), one)
+        for one, names in zip(projections, used, strict=True)
+    )
+    first = [[x is y for y in inputs].index(True) for x in inputs]
+
+    def local(projections: Any, inputs: Any, others: Any) -> Any:
+        spread = [jax.lax.pcast(x, found.n, to="varying") for x in inputs]
+        mine = [(spread if names else inputs)[i] for i, names in zip(first, used, strict=True)]
+        return run(projections, mine, others)
+
+    return jax.shard_map(
+        local,
+        mesh=found.axes.mesh,
+        in_specs=(weights, sharding.spec(), sharding.spec()),
+        out_specs=[
+            sharding.spec(*[None] * (x.ndim - 1), names)
+            for x, names in zip(inputs, used, strict=True)
+        ],
+        axis_names=set(found.n),
+    )(projections, inputs, others)
+
+
+def attend(request: Request, run: Callable[[Request], Result]) -> Result:
+    """`run` of every device's own part of the request."""
+    (B, T, N, _), K = request.query.shape, request.key.shape[2]
+    if not all(isinstance(size, int) for size in (B, N, K)):
+        return run(request)
+    found = split(B, N, K)
+    if found is None or not (found.b or found.n):
+        return run(request)
+    here = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
+    letters = {1: "b", 2: "b?", 4: "bnts"}  # lengths, offsets; padding, segments; array
+    conditions, tree = jax.tree.flatten(request.mask)
+    conditions = [jnp.asarray(x) for x in conditions]
+    heads = (request.query, request.key, request.value)
+    in_specs = (
+        *(here.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
+        None if request.bias is None else here.spec(request.bias.shape, "bnts"),
+        [here.spec(x.shape, letters[x.ndim]) for x in conditions],
+        sharding.spec(),
+    )
+    rows = sharding.spec(here.b, here.n)
+    out: Any = Result(
+        sharding.spec(here.b, None, here.n),  # type: ignore[arg-type]
+        rows if request.return_weights else None,  # type: ignore[arg-type]
+        rows if request.return_lse else None,  # type: ignore[arg-type]
+    )
+
+    def local(query: Any, key: Any, value: Any, bias: Any, mask: Any, dropout_key: Any) -> Result:
+        part = None
+        if dropout_key is not None:
+            part = Part(*here.starts(), N, T)
+        found = run(
+            request._replace(
+                query=query,
+                key=here.own_heads(key, 2),
+                value=here.own_heads(value, 2),
+                bias=bias,
+                mask=jax.tree.unflatten(tree, mask),
+                dropout_key=dropout_key,
+                part=part,
+            )
+        )
+        return found if request.return_lse else found._replace(lse=None)
+
+    arrays = (*heads, request.bias, conditions, request.dropout_key)
+    result: Result = here.run(local, in_specs, out)(*arrays)
+    return result

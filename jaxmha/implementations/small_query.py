@@ -1,0 +1,153 @@
+"""Attention of few queries over many keys, as in decoding: keys and values are read where they lie.
+
+Products head by head would first copy keys and values into another order, which costs more than
+the products. Here one product of matrices takes all heads together: each query is filled up with
+zeros for the other heads, and of each output the own head is taken.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import reference
+from jaxmha.implementations.base import Request, Result
+from jaxmha.matmul import matmul
+
+# Rows of a product up to which reading the keys takes longer than multiplying them K times as
+# often as needed, by measurement; and keys from which on that is worth a program of its own.
+MOST_ROWS = 32
+LEAST_KEYS = 64
+
+
+def supports(request: Request) -> str | None:
+    """None, or why not."""
+    (_, T, N, _), S = request.query.shape, request.key.shape[1]
+    if not all(isinstance(size, int) for size in (*request.query.shape, *request.value.shape)):
+        return "sizes must be known"
+    if not N:
+        return "there are no query heads"
+    if T * N > MOST_ROWS:
+        return f"T*N = {T * N} queries of all heads are more than {MOST_ROWS}"
+    if S < LEAST_KEYS:
+        return f"S = {S} keys are less than {LEAST_KEYS}"
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+    leaves, tree = jax.tree.flatten(request)
+    arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
+    static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
+
+    def whole(arrays: list[Any]) -> Request:
+        rest = iter(arrays)
+        found: Request = jax.tree.unflatten(tree, [next(rest) if x is None else x for x in static])
+        return found
+
+    result: Result = _attend(whole, arrays)
+    return result
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
+    request = whole(arrays)
+    if request.mask.empty and request.bias is None:
+        return _apart(request)
+    return _masked(request)
+
+
+@_attend.defjvp
+def _slopes(whole: Callable[[list[Any]], Request], primals: Any, tangents: Any) -> Any:
+    """Slopes of products of all heads together would reach the other heads, 0 * NaN, and those of
+    keys head by head are a copy of all of them anyway, and no slower."""
+    return jax.jvp(lambda arrays: reference.attend(whole(arrays)), primals, tangents)
+
+
+def _masked(request: Request) -> Result:
+    """Zeroing what nothing attends is a copy of all keys and values. Where none of them is NaN or
+    infinite it is not needed, and what is shows in the products, which are small."""
+    finite = []
+
+    def logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+        found = _logits(query, key, precision)
+        finite.append(jnp.isfinite(found.sum()))
+        return found
+
+    def out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+        found = _out(weights, value, precision)
+        finite.append(jnp.isfinite(found).all())  # XLA would make one sum per head
+        return found
+
+    quick = reference.attend(request, reference.Products(logits, out), all_finite=True)
+    result: Result = jax.lax.cond(
+        _all(finite[0] & finite[1]), lambda: quick, lambda: _apart(request)
+    )
+    return result
+
+
+def _apart(request: Request) -> Result:
+    """All heads together, or head by head where a key that is not finite reaches other heads: zeros
+    times it make their lse NaN."""
+    result = reference.attend(request, ALL_HEADS)
+    if request.key.shape[2] == 1:
+        return result
+    assert result.lse is not None
+    apart: Result = jax.lax.cond(
+        _all(~jnp.isnan(result.lse).any()),
+        lambda: result,
+        lambda: reference.attend(request, EACH_HEAD),
+    )
+    return apart
+
+
+@jax.custom_batching.custom_vmap
+def _all(x: jax.Array) -> jax.Array:
+    """One answer for all of a batch, else both sides of a branch would run."""
+    return x.all()
+
+
+@_all.def_vmap
+def _of_batch(_: int, __: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    return _all(x), False
+
+
+def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    own = jnp.repeat(jnp.eye(K, dtype=bool), N // K, 1)  # K N
+    columns = jnp.where(
+        own.reshape(1, K, 1, N, 1), jnp.transpose(query, (0, 3, 2, 1))[:, None], 0.0
+    )  # B K H N T
+    columns = columns.reshape(B, K * H, N * T)
+    logits = matmul(key.reshape(B, S, K * H), columns, precision=precision)
+    # XLA would merge product and transpose into a product that is several times slower.
+    logits = jax.lax.optimization_barrier(logits)  # type: ignore[no-untyped-call]
+    return jnp.swapaxes(logits, 1, 2).reshape(B, N, T, S)
+
+
+def _logits_of_each(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    """One key head after another: programs hold room for a copy of all of them also where they take
+    the other side of a branch."""
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
+
+    def head(k: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(query, k * (N // K), N // K, 2)
+        keys = jax.lax.dynamic_slice_in_dim(key, k, 1, 2)
+        return reference.HEAD_BY_HEAD.logits(rows, keys, precision)
+
+    return jnp.moveaxis(jax.lax.map(head, jnp.arange(K)), 0, 1).reshape(B, N, T, S)
+
+
+def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+    (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
+    out = matmul(weights.reshape(B, N * T, S), value.reshape(B, S, K * h), precision=precision)
+    heads = out.reshape(B, N, T, K, h)
+    own = [heads[:, n, :, n // (N // K)] for n in range(N)]  # N times B T h
+    return jnp.stack(own, 2)
+
+
+ALL_HEADS = reference.Products(_logits, _out)
+EACH_HEAD = reference.Products(_logits_of_each, _out)

@@ -1,0 +1,1 @@
+"""Online softmax over tiles of scores, in plain XLA."""

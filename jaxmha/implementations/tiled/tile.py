@@ -1,0 +1,207 @@
+"""One block of scores: products, softmax and what lies between, forward and backward."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.matmul import matmul, pairwise_sum, sum_of_rows
+
+LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
+
+
+class Rules(NamedTuple):
+    """What is static beside the cut.
+
+    Attributes:
+      window, above: conditions that are numbers.
+      lse: whether anyone reads it.
+      platform: for which blocks are cut.
+      whole: N and T, where the arrays are a part of something larger.
+      sizes: of blocks, where they are not those of the rule.
+      operands: dtype of what is multiplied, which loses nothing of rows, keys and values; None:
+        their own.
+      scale: of the logits, beside what the rows have of it.
+      transposed: scores of `forward` are `[c] s r`, rounded as those of `backward` are.
+    """
+
+    soft_cap: float | None
+    precision: Any
+    window: tuple[int | None, int | None]
+    above: int | None
+    dropout_rate: float
+    dropout_broadcast: tuple[str, ...]
+    lse: bool
+    platform: str
+    whole: tuple[int, int] | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    operands: np.dtype[Any] | None = None
+    scale: float = 1.0
+    transposed: bool = False
+
+
+class Running(NamedTuple):
+    """Of the keys visited so far: values times exp(logit - row max), row max, sum of these exps."""
+
+    out: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+
+
+class Softmax(NamedTuple):
+    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty
+    rows.
+
+    The lse is exact to its own spacing only, which for large logits is many of a weight: gradients
+    read both of its parts.
+    """
+
+    out: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+
+    @property
+    def lse(self) -> jax.Array:
+        """`B N T`, -inf on empty rows."""
+        return (self.row_max + jnp.log(self.row_sum))[..., 0]
+
+
+def nothing_yet(rules: Rules, rows: jax.Array, h: int) -> Running:
+    """Before the first key of rows `... r H`, or `... H r` where scores are transposed."""
+    *lead, r, _ = jnp.swapaxes(rows, -1, -2).shape if rules.transposed else rows.shape
+    shapes = ((*lead, d, r) if rules.transposed else (*lead, r, d) for d in (h, 1))
+    out, zeros = (jnp.zeros_like(rows, shape=shape) for shape in shapes)
+    return Running(out, jnp.full_like(zeros, LOWEST[rows.dtype.name]), zeros)
+
+
+def forward(
+    rules: Rules,
+    rows: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask_or_bias: jax.Array | None,
+    keep: jax.Array | None,
+    before: Running | None,
+) -> Running:
+    """One block more.
+
+    Scores are `[c] r s`: rows `[c] r H`, keys `[c] H s`, values `[c] s h`. Transposed they are
+    `[c] s r` and the same product as in `backward`: rows `[c] H r`, keys `[c] s H`, values
+    `[c] h s`.
+    """
+    product = partial(_product, rules)
+    if rules.transposed:
+        axis, keep = -2, None if keep is None else jnp.swapaxes(keep, -1, -2)
+        logits, _ = _transposed_logits(rules, keys, rows, mask_or_bias)
+    else:
+        axis = -1
+        logits, _ = _logits(rules, rows, keys, mask_or_bias)
+    # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
+    lowest = LOWEST[rows.dtype.name] if before is None else before.row_max
+    row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
+    exps = jnp.exp(logits - row_max)
+    row_sum = sum_of_rows(exps) if rules.transposed else _sum(exps)
+    if keep is not None:
+        exps = jnp.where(keep, exps, 0.0)
+    out = product(values, exps) if rules.transposed else product(exps, values)
+    if before is None:
+        return Running(out, row_max, row_sum)
+    alpha = jnp.exp(before.row_max - row_max)
+    return Running(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
+
+
+def _transposed_logits(
+    rules: Rules, keys: jax.Array, rows: jax.Array, mask_or_bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`[c] s r`; the mask or bias is `[c] r s`."""
+    if mask_or_bias is not None:
+        mask_or_bias = jnp.swapaxes(mask_or_bias, -1, -2)
+    return _logits(rules, keys, rows, mask_or_bias)
+
+
+def _logits(
+    rules: Rules, a: jax.Array, b: jax.Array, mask_or_bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logits, and the tanh of a soft cap."""
+    logits, bent = _scaled(rules, _product(rules, a, b)), None
+    if rules.soft_cap is not None:
+        bent = jnp.tanh(logits / rules.soft_cap)
+        logits = rules.soft_cap * bent
+    if mask_or_bias is not None:
+        logits = _masked(logits, mask_or_bias)
+    return logits, bent
+
+
+def _product(rules: Rules, a: jax.Array, b: jax.Array) -> jax.Array:
+    if rules.operands is None:
+        return matmul(a, b, precision=rules.precision)
+    x, y = (x.astype(rules.operands) for x in (a, b))
+    return matmul(x, y, precision="default", dtype=a.dtype)
+
+
+def _scaled(rules: Rules, x: jax.Array) -> jax.Array:
+    return x if rules.scale == 1.0 else x * rules.scale
+
+
+def _masked(logits: jax.Array, mask_or_bias: jax.Array) -> jax.Array:
+    # XLA takes longer to add what it must first make of a mask.
+    if mask_or_bias.dtype == bool:
+        return jnp.where(mask_or_bias, logits, -jnp.inf)
+    return logits + mask_or_bias
+
+
+def _sum(exps: jax.Array) -> jax.Array:
+    """Pairwise while the block is small, as products are."""
+    if exps.size <= SMALL_SUM:
+        return pairwise_sum(exps)
+    return exps.sum(-1, keepdims=True)
+
+
+SMALL_SUM = 2**14
+
+
+def backward(
+    rules: Rules,
+    per_row: tuple[Any, ...],
+    per_key: tuple[jax.Array, ...],
+    mask_or_bias: jax.Array | None,
+    keep: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Gradients of rows, keys, values and added logits; scores are `[c] s r` in here.
+
+    Rows and their gradients come and go as `[c] H r`, so that each product has row-major operands;
+    cotangents of the output are `[c] r h`. Without a row max the block has all keys of its rows;
+    else cotangent and shift are divided by the row sum, and delta is in the shift.
+    """
+    rows, slope, row_max, shift = per_row
+    keys, values, flipped = per_key
+    product = partial(_product, rules)
+    logits, bent = _transposed_logits(rules, keys, rows, mask_or_bias)
+    whole = row_max is None
+    if whole:  # `forward` may have rounded the logits in another way
+        row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
+    else:  # where products of one shape do round in two ways, weights are at most 1 all the same
+        row_max = jnp.swapaxes(row_max, -1, -2)
+        logits = jnp.minimum(logits, row_max)
+    exps = jnp.exp(logits - row_max)
+    if whole:
+        row_sum = sum_of_rows(exps)
+        divisor = jnp.where(row_sum == 0, 1.0, row_sum)
+        slope = slope / jnp.swapaxes(divisor, -1, -2)
+    slopes = product(values, jnp.swapaxes(slope, -1, -2))
+    dropped = exps
+    if keep is not None:
+        factor = jnp.where(jnp.swapaxes(keep, -1, -2), 1 / (1 - rules.dropout_rate), 0.0)
+        factor = factor.astype(rows.dtype)
+        dropped, slopes = exps * factor, slopes * factor
+    value_slope = product(dropped, slope)
+    shift = jnp.swapaxes(shift, -1, -2)
+    if whole:  # with the same weights, gradients of the logits of a row sum to 0
+        shift = (shift - sum_of_rows(exps * slopes)) / divisor
+    d_added = exps * (slopes + shift)
+    d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))
+    key_slope = product(d_logits, jnp.swapaxes(rows, -1, -2))
+    row_slope = product(flipped, d_logits)
+    return row_slope, key_slope, value_slope, jnp.swapaxes(d_added, -1, -2)

@@ -1,0 +1,118 @@
+"""Fresh parameters from each framework's own distributions.
+
+Sources: torch 2.13 `MultiheadAttention._reset_parameters` and `Linear.reset_parameters`; Keras 3.15
+`MultiHeadAttention` with glorot_uniform (up to 3.14 its fans were other: about 6 times smaller
+kernels); flax 0.12 `lecun_normal` on flattened kernels, linen and nnx alike.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxmha.arrays import Array, DTypeLike
+from jaxmha.checks import are_sizes, floating_dtype
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.params import MHAParams, Projection
+from jaxmha.semantics import one_of
+
+
+def init_params(
+    key: Array,
+    *,
+    num_heads: int,
+    features: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_head_dim: int | None = None,
+    key_features: int | None = None,
+    value_features: int | None = None,
+    out_features: int | None = None,
+    use_bias: bool = True,
+    use_bias_kv: bool = False,
+    dtype: DTypeLike = jnp.float32,
+    scheme: Literal["torch", "keras", "flax"] = "torch",
+) -> MHAParams:
+    """Draws the parameters of one layer. Biases start at zero in every scheme.
+
+    Args:
+      key: a PRNG key.
+      num_heads: N.
+      features: Dq.
+      num_kv_heads: K, default N; N is a multiple of it.
+      head_dim: H, default `features // num_heads`.
+      value_head_dim: h, default H.
+      key_features: Dk, default Dq. value_features: Dv, default Dk.
+      out_features: Do, default Dq.
+      use_bias: biases of all four projections. use_bias_kv: `bias_k` and `bias_v`.
+      dtype: of every leaf; drawn in it, at least in float32.
+      scheme: whose distribution. `torch`: Xavier-uniform, with the fans of the packed
+        `in_proj_weight` where torch packs (equal widths, K = N, H = h = Dq / N), else of each
+        kernel; output U(+-1/sqrt(fan in)). `keras`: Glorot-uniform, fans are the contracted and the
+        other axes. `flax`: LeCun-normal, truncated at two standard deviations.
+
+    Raises:
+      ValueError: a size does not fit.
+      TypeError: the dtype is not floating, or float64 without x64.
+
+    >>> import jax
+    >>> init_params(jax.random.key(0), num_heads=2, features=6).out.kernel.shape
+    (2, 3, 6)
+    """
+    one_of("scheme", scheme, ("torch", "keras", "flax"))
+    are_sizes(
+        num_heads=num_heads,
+        features=features,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        key_features=key_features,
+        value_features=value_features,
+        out_features=out_features,
+    )
+    dtype = floating_dtype(dtype)
+    if head_dim is None and features % num_heads:
+        raise ValueError(
+            f"features Dq={features} is not a multiple of num_heads N={num_heads}: give head_dim"
+        )
+    N, Dq, H = num_heads, features, head_dim or features // num_heads
+    K, h = num_kv_heads or N, value_head_dim or H
+    Dk = key_features or Dq
+    Dv, Do = value_features or Dk, out_features or Dq
+    if N % K:
+        raise ValueError(f"num_heads N={N} must be a multiple of num_kv_heads K={K}")
+    shapes = {"query": (Dq, N, H), "key": (Dk, K, H), "value": (Dv, K, h), "out": (N, h, Do)}
+    fans = {
+        name: (shape[0] * shape[1], shape[2]) if name == "out" else (shape[0], shape[1] * shape[2])
+        for name, shape in shapes.items()
+    }
+    packed = Dq == Dk == Dv == N * H and K == N and h == H
+    compute = accumulation_dtype(dtype)
+    keys = jax.random.split(key, 6)
+
+    def uniform(key: Array, shape: tuple[int, ...], bound: float) -> jax.Array:
+        drawn: jax.Array = jax.random.uniform(key, shape, compute, -bound, bound)
+        return drawn.astype(dtype)
+
+    def kernel(index: int, name: str) -> jax.Array:
+        key, shape, (fan_in, fan_out) = keys[index], shapes[name], fans[name]
+        if scheme == "flax":  # the standard deviation of a normal truncated at 2 is 0.8796
+            drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, compute)
+            return jnp.asarray(drawn * (fan_in**-0.5 / 0.87962566103423978), dtype)
+        if scheme == "torch" and name == "out":
+            return uniform(key, shape, fan_in**-0.5)
+        if scheme == "torch" and packed:
+            fan_out *= 3
+        return uniform(key, shape, (6 / (fan_in + fan_out)) ** 0.5)
+
+    extra = {}
+    if use_bias_kv:  # torch: Xavier-normal on (1, 1, D), of which both fans are D
+        for i, (name, size) in enumerate({"bias_k": H, "bias_v": h}.items()):
+            drawn = jax.random.normal(keys[4 + i], (K, size), compute)
+            extra[name] = (drawn * (K * size) ** -0.5).astype(dtype)
+    biases = {"query": (N, H), "key": (K, H), "value": (K, h), "out": (Do,)}
+    query, key_, value, out = (
+        Projection(kernel(i, name), jnp.zeros(bias, dtype) if use_bias else None)
+        for i, (name, bias) in enumerate(biases.items())
+    )
+    return MHAParams(query, key_, value, out, **extra)

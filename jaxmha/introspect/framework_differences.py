@@ -1,0 +1,251 @@
+"""What frameworks do otherwise at each node of attention, as data.
+
+Polarities, answers to empty rows, softmax dtypes and stored arrays come from the tables that the
+converters go by; the rest stands here. Measured on CPU with torch 2.13, keras 3.15 on JAX and
+TensorFlow, flax 0.12 and jax 0.10.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.transform import refuse_export
+from jaxmha.converters.masks import flax as flax_masks
+from jaxmha.converters.masks import jax as jax_masks
+from jaxmha.converters.masks import keras as keras_masks
+from jaxmha.converters.masks import torch as torch_masks
+from jaxmha.converters.masks.spec import MaskArg
+from jaxmha.dims import parse
+from jaxmha.params import CANONICAL, leaves
+from jaxmha.semantics import PATHS, one_of
+
+
+class Difference(NamedTuple):
+    """What a framework does otherwise than jaxmha."""
+
+    framework: str
+    what: str
+
+
+class Framework(NamedTuple):
+    """What the converters know of a framework.
+
+    Attributes:
+      layouts: that its layers store, the usual one first; none: a function of projected heads.
+      masks: the arguments that exclude pairs.
+      paths: the ways through it, a key of `jaxmha.semantics.PATHS`.
+    """
+
+    layouts: tuple[Layout, ...]
+    masks: tuple[MaskArg, ...]
+    paths: str
+
+
+_KERAS = Framework((keras.VARIABLES, keras.GROUPED), keras_masks.ARGUMENTS[:1], "keras")
+FRAMEWORKS: dict[str, Framework] = {
+    "torch": Framework(torch.LAYOUTS, torch_masks.ARGUMENTS, "torch"),
+    "keras": _KERAS,
+    "tensorflow": _KERAS,
+    "flax-linen": Framework(
+        (replace(flax.LINEN, ties={**flax.LINEN.ties, **flax.LINEN_TIES}),),
+        flax_masks.ARGUMENTS[:1],
+        "flax",
+    ),
+    "flax-nnx": Framework(
+        (replace(flax.LINEN, ties={**flax.LINEN.ties, **flax.NNX_TIES}),),
+        flax_masks.ARGUMENTS[:1],
+        "flax",
+    ),
+    "jax": Framework((), jax_masks.ARGUMENTS[1:2], "jax"),
+}
+_NONE = dict.fromkeys(FRAMEWORKS, "has no such option")
+_SCORES = "with dropout or scores"  # keras' other path
+
+# Node -> framework -> what it does. Keras on JAX stands under keras, on TensorFlow under tensorflow.
+FACTS: dict[str, dict[str, str]] = {
+    "query": {
+        "torch": "(T, B, Dq) unless batch_first=True; the wrong layout raises nothing",
+        "keras": "called as (query, value, key); another order raises nothing",
+        "tensorflow": "called as (query, value, key); another order raises nothing",
+        "jax": "takes projected heads (B, T, N, H)",
+    },
+    "key": {"flax-nnx": "one width of keys and values, in_kv_features: Dk = Dv"},
+    "query_heads": {
+        "torch": "one packed product where query, key and value are one tensor; H = Dq / N always",
+        "keras": "key_dim is H, not N * H",
+        "tensorflow": "key_dim is H, not N * H",
+        "flax-linen": "H = qkv_features / N",
+        "flax-nnx": "H = qkv_features / N",
+        "jax": "left to the caller",
+    },
+    "key_heads": {"jax": "left to the caller"},
+    "value_heads": {
+        "torch": "h = H always: vdim is the width of the input",
+        "flax-linen": "h = H always",
+        "flax-nnx": "h = H always",
+        "jax": "left to the caller",
+    },
+    "query_normed": {
+        "torch": "has no such option",
+        "keras": "has no such option",
+        "tensorflow": "has no such option",
+        "jax": "left to the caller",
+    },
+    "key_extended": {name: what for name, what in _NONE.items() if name != "torch"}
+    | {
+        "torch": "is_causal=True with need_weights=False hides the extra positions from earlier rows"
+    },
+    "scaled_query": {
+        "torch": "need_weights=False scales inside scaled_dot_product_attention",
+        "keras": f"the logits are scaled instead; {_SCORES} the queries, in the compute dtype",
+        "tensorflow": f"the logits are scaled instead; {_SCORES} the queries, in the compute dtype",
+        "flax-linen": "divides by √H, in the compute dtype",
+        "flax-nnx": "the logits are scaled instead; with dropout or sow_weights as linen",
+        "jax": "the logits are scaled instead",
+    },
+    "logits": {
+        "torch": "need_weights=True: in the input dtype",
+        "keras": f"{_SCORES}: in the compute dtype",
+        "tensorflow": "in the compute dtype, and only then scaled: float16 overflows at 65504",
+        "flax-linen": "in the compute dtype",
+        "flax-nnx": "with dropout or sow_weights: in the compute dtype",
+    },
+    "capped_logits": _NONE,
+    "masked_logits": {
+        "torch": "-inf; is_causal is a hint beside attn_mask, which need_weights=False replaces by "
+        "the top-left triangle",
+        "keras": f"about -2.4e38; {_SCORES} -1e9, in float16 -3e4",
+        "tensorflow": f"about -2.4e38; {_SCORES} -1e9, in float16 -3e4",
+        "flax-linen": "the lowest finite number of the compute dtype",
+        "flax-nnx": "about -2.4e38; with dropout or sow_weights as linen",
+        "jax": "about -2.4e38",
+    },
+    "kept_weights": {
+        "torch": "returned weights are these, not those before",
+        "keras": "a rate above 0 takes the path with scores, at inference too",
+        "tensorflow": "a rate above 0 takes the path with scores, at inference too",
+        "flax-linen": "one draw for all batch rows and heads unless broadcast_dropout=False",
+        "flax-nnx": "one draw for all batch rows and heads unless broadcast_dropout=False",
+        "jax": "has no such option",
+    },
+    "context": {
+        "torch": "need_weights=True: in the input dtype",
+        "keras": "weights are rounded to the compute dtype first",
+        "tensorflow": "in the compute dtype",
+        "flax-linen": "in the compute dtype",
+        "flax-nnx": "weights are rounded to the compute dtype first",
+        "jax": "weights are rounded to the dtype of the keys first",
+    },
+    "out": {
+        "torch": "out_proj is square: Do = Dq",
+        "keras": "Do = Dq unless output_shape says otherwise",
+        "tensorflow": "Do = Dq unless output_shape says otherwise",
+        "jax": "left to the caller",
+    },
+}
+_ANSWERS = {"nan": "NaN", "zero": "0", "mean": "the mean of all values"}
+_OTHER = {
+    "nonzero": "other dtypes: nonzero = True, so that an additive mask is inverted",
+    "added": "floats are added",
+    "refused": "other dtypes are refused",
+}
+# How users choose the path.
+_PATHS = {
+    "torch": {"weights": "need_weights=True", "sdpa": "need_weights=False", "native": "fast path"},
+    "keras": {"fused": "fused", "scores": _SCORES},
+    "flax-linen": {"weights": ""},
+    "flax-nnx": {"weights": "with dropout or sow_weights", "fused": "fused"},
+    "jax": {"fused": ""},
+}
+_RETURNED = {
+    "torch": "returned averaged over heads unless average_attn_weights=False",
+    "keras": "returned per head by return_attention_scores",
+    "tensorflow": "returned per head by return_attention_scores",
+    "flax-linen": "sown per head by sow_weights",
+    "flax-nnx": "sown per head by sow_weights",
+    "jax": "not returned",
+}
+
+
+def differences(node: str, framework: str | None = None) -> tuple[Difference, ...]:
+    """What one framework, or each, does otherwise at a node.
+
+    Raises:
+      ValueError: an unknown framework.
+
+    >>> differences("out", "torch")
+    (Difference(framework='torch', what='out_proj is square: Do = Dq'),)
+    """
+    one_of("framework", framework, (None, *FRAMEWORKS))
+    found = []
+    for name in FRAMEWORKS if framework is None else (framework,):
+        parts = [FACTS.get(node, {}).get(name, "")]
+        if node == "mask":
+            parts = [_polarity(argument) for argument in FRAMEWORKS[name].masks]
+        if node == "weights":
+            parts = [*_softmax(name), _RETURNED[name]]
+        found += [Difference(name, part) for part in ["; ".join(filter(None, parts))] if part]
+    return tuple(found)
+
+
+def _polarity(argument: MaskArg) -> str:
+    means = "attend" if argument.keep else "BLOCKED"
+    return f"{argument.name}: True = {means}, {_OTHER[argument.other]}"
+
+
+def _softmax(framework: str) -> list[str]:
+    """Dtype and answer to empty rows, by path."""
+    known = PATHS[FRAMEWORKS[framework].paths]
+    shown = _PATHS["keras" if framework == "tensorflow" else framework]
+    dtypes = {"input": "in the input dtype", "float32": "in float32 always", None: ""}
+    lines = []
+    for path, label in shown.items():
+        answer = f"a row with nothing left is {_ANSWERS[known[path].fully_masked]}"
+        said = ", ".join(filter(None, (dtypes[known[path].softmax], answer)))
+        lines.append(f"{label}: {said}" if label else said)
+    return lines
+
+
+Arrays = dict[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
+
+
+def stored(
+    framework: str | None, params: MHAParams, semantics: Semantics, sizes: Mapping[str, int]
+) -> tuple[Arrays, str | None]:
+    """For every leaf of the parameters the arrays (name, axes, shape) that a framework keeps it in,
+    and why it has no layer that holds all this.
+
+    Where it has none, and for None, they are the leaves themselves.
+
+    Raises:
+      ValueError: an unknown framework.
+    """
+    one_of("framework", framework, (None, *FRAMEWORKS))
+    there = leaves(params)
+    own: Arrays = {n: ((n, CANONICAL[n], tuple(x.shape)),) for n, x in there.items()}
+    layouts = FRAMEWORKS[framework].layouts if framework is not None else ()
+    reasons = []
+    for layout in layouts:
+        try:
+            refuse_export(layout, params, semantics)
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        entries = [entry for entry in layout.entries if entry.leaves[0] in there]
+        found = {
+            leaf: (entry.key, entry.axes, _shape(entry, sizes))
+            for entry in entries
+            for leaf in entry.leaves
+        }
+        return {leaf: (array,) for leaf, array in found.items()}, None
+    return own, reasons[0] if reasons else None
+
+
+def _shape(entry: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    known = {**sizes, "qkv": len(entry.leaves), "kv": len(entry.leaves)}
+    groups = parse(entry.axes)
+    return tuple(math.prod(int(a) if a.isdigit() else known[a] for a in group) for group in groups)

@@ -1,0 +1,150 @@
+"""Multi-head attention as a graph of nodes: what each computes, its shape, and what it costs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxmha.introspect.framework_differences import Difference
+
+Kind = Literal["input", "product", "elementwise", "softmax", "joined"]
+
+
+class Stored(NamedTuple):
+    """An array of parameters: the name it is stored under, its axes and its shape."""
+
+    name: str
+    axes: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of attention, as if it were a program of its own.
+
+    Attributes:
+      name: what its result is called.
+      kind: `input`; `product` of matrices; `elementwise`; `softmax`; `joined` (copied together).
+      formula: in the names of other nodes and of parameters.
+      axes: of the result, in the letters of the dimension key; `S+1` has an extra position.
+      shape: the same in numbers.
+      dtype: of the result.
+      inputs: the nodes that it reads.
+      parameters: the arrays that it reads beside them, as the framework stores them.
+      cost: the operations, as a formula: an addition, multiplication, division, comparison or
+        exponential is 1; selecting and copying are 0.
+      flops: the same in numbers.
+      bytes_read: of inputs and parameters, each once.
+      bytes_written: of the result.
+      differences: what frameworks do otherwise.
+    """
+
+    name: str
+    kind: Kind
+    formula: str
+    axes: str
+    shape: tuple[int, ...]
+    dtype: str
+    inputs: tuple[str, ...]
+    parameters: tuple[Stored, ...]
+    cost: str
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Read and written together."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class DataFlow:
+    """What `describe` found; `print` shows it as a table, a notebook as a drawing.
+
+    Attributes:
+      sizes: by letter of the dimension key.
+      dtype: of heads and output.
+      framework: the one whose arrays and differences are named; None: jaxmha's arrays, and the
+        differences of all.
+      refused: why the framework has no layer of this configuration; None: it has.
+      nodes: in the order in which they are computed.
+      pairs: of query and key that causality leaves, in every head and batch row; None: all.
+    """
+
+    sizes: Mapping[str, int]
+    dtype: str
+    framework: str | None
+    refused: str | None
+    nodes: tuple[Node, ...]
+    pairs: int | None = None
+
+    def __getitem__(self, name: str) -> Node:
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    @property
+    def flops(self) -> int:
+        """Of all nodes."""
+        return sum(node.flops for node in self.nodes)
+
+    @property
+    def bytes(self) -> int:
+        """Read and written by all nodes, each a program of its own."""
+        return sum(node.bytes for node in self.nodes)
+
+    @property
+    def bytes_fused(self) -> int:
+        """The same where everything over pairs of query and key stays on the chip.
+
+        That is what fused attention saves: it reads heads (and a mask), and writes the context.
+        """
+        over_pairs = {n.name for n in self.nodes if n.kind != "input" and n.axes.startswith("B N")}
+        inside = over_pairs | {"scaled_query"}
+        needed = {i for n in self.nodes if n.name in inside for i in n.inputs} - inside
+        outside = [n for n in self.nodes if n.name not in inside | {"context"}]
+        context = self["context"]
+        needed |= set(context.inputs) - inside
+        read = sum(self[name].size for name in needed)
+        return sum(n.bytes for n in outside) + read + context.bytes_written
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        nodes = []
+        for node in self.nodes:
+            row = asdict(node)
+            row["parameters"] = [array._asdict() for array in node.parameters]
+            row["differences"] = [one._asdict() for one in node.differences]
+            nodes.append(row)
+        totals = {name: getattr(self, name) for name in ("flops", "bytes", "bytes_fused")}
+        head = {k: getattr(self, k) for k in ("dtype", "framework", "refused", "pairs")}
+        return {"sizes": dict(self.sizes), **head, **totals, "nodes": nodes}
+
+    def __str__(self) -> str:
+        rows = [("node", "formula", "axes", "shape", "dtype", "FLOPs", "bytes")]
+        rows += [
+            (n.name, n.formula, n.axes, str(n.shape), n.dtype, f"{n.flops:,}", f"{n.bytes:,}")
+            for n in self.nodes
+        ]
+        rows += [("all", "", "", "", "", f"{self.flops:,}", f"{self.bytes:,}")]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+    def svg(self) -> str:
+        """The graph as a drawing that reads well on light and dark."""
+        from jaxmha.introspect.graph_svg import draw
+
+        return draw(self)
+
+    _repr_svg_ = svg

@@ -1,0 +1,196 @@
+"""Attention as heat maps: one small picture per head, one colour scale for all."""
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxmha.introspect.head_statistics import as_weights, check_tokens
+from jaxmha.introspect.svg import INK, adaptive
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = "cividis"  # even steps of lightness, and the same to colour-blind readers
+FONT = 8.0  # points; no text is smaller
+LINE = FONT * 1.25 / 72  # inches that a label needs across its direction
+SMALLEST, LARGEST = 1.3, 5.0  # inches of the side of a map
+SHOWN = 24  # characters of a token
+
+
+def plot_attention(
+    weights: Any,
+    tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    batch: int | None = None,
+    titles: Sequence[str] | None = None,
+    title: str = "",
+    columns: int | None = None,
+) -> "Figure":
+    """A heat map of every head: rows are queries, columns keys. Needs matplotlib.
+
+    Args:
+      weights: `(N, T, S)`; `(T, S)`, one head or a mean over heads; or `(B, N, T, S)` with `batch`.
+        NaN (a row with nothing left, by some policies) is hatched.
+      tokens: labels of the queries, T of them; default their numbers.
+      key_tokens: labels of the keys, S of them; default `tokens` where T is S.
+      heads: which to draw, in this order; default all.
+      batch: the row of the batch.
+      titles: one for each head drawn; default its number.
+      title: of the whole.
+      columns: maps side by side; default as square as it gets.
+
+    Returns:
+      A `matplotlib.figure.Figure` with one axes per head and one with the scale of the colours,
+      which is shared: 0 to the largest weight drawn. `picture` makes bytes of it.
+
+    Raises:
+      ImportError: matplotlib is missing.
+      ValueError: a shape, a head, or a number of labels does not fit; names the axes expected.
+
+    >>> import numpy as np
+    >>> figure = plot_attention(np.eye(3)[None], ["a", "b", "c"])
+    >>> [axes.get_title() for axes in figure.axes[:1]]
+    ['head 0']
+    """
+    array = as_weights(weights, batch)
+    N, T, S = array.shape
+    key_tokens = tokens if key_tokens is None and tokens is not None and T == S else key_tokens
+    check_tokens("tokens", tokens, T, "T")
+    check_tokens("key_tokens", key_tokens, S, "S")
+    chosen = list(range(N)) if heads is None else list(heads)
+    if not chosen or any(type(n) is not int or not 0 <= n < N for n in chosen):
+        raise ValueError(f"heads: expected numbers from 0 to {N - 1}, got {chosen}")
+    names = [f"head {n}" for n in chosen] if titles is None else list(titles)
+    if len(names) != len(chosen):
+        raise ValueError(f"titles: expected {len(chosen)}, one for each head, got {len(names)}")
+    if columns is not None and columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure
+
+    height, width = _sides(T, S)
+    across = min(columns or _columns(len(chosen), height, width), len(chosen))
+    down = math.ceil(len(chosen) / across)
+    left, below = (_margin(labels, n) for labels, n in ((tokens, T), (key_tokens, S)))
+    top = 0.35 + 0.3 * bool(title)
+    with matplotlib.rc_context(_settings()):
+        figure = Figure(
+            figsize=(
+                left + across * (width + 0.25) + 1.0,
+                below + down * (height + 0.35) + top,
+            ),
+            layout="constrained",
+        )
+        grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+        shades = matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0))
+        drawn = array[chosen]
+        largest = float(np.nanmax(drawn)) or 1.0
+        flat = list(grid.flat)
+        for axes, map_, name in zip(flat, drawn, names, strict=False):
+            axes.set_facecolor("none")
+            axes.patch.set(hatch="////", edgecolor="#7f7f7f", linewidth=0)
+            image = axes.imshow(
+                map_,
+                cmap=shades,
+                vmin=0.0,
+                vmax=largest,
+                interpolation="nearest",
+                aspect="equal",
+            )
+            axes.set_title(name, fontsize=FONT + 1)
+        _label(flat[0].yaxis, tokens, T, height)
+        _label(flat[0].xaxis, key_tokens, S, width)
+        for axes in flat[len(chosen) :]:
+            axes.remove()
+        for place, axes in enumerate(flat[: len(chosen)]):
+            lowest = place + across >= len(chosen)
+            axes.tick_params(labelbottom=lowest, labelleft=place % across == 0)
+            axes.tick_params(axis="x", rotation=90 if key_tokens is not None or S > 99 else 0)
+        bar = figure.colorbar(image, ax=flat[: len(chosen)], shrink=min(1.0, 2.5 / (down * height)))
+        bar.set_label("weight of the key")
+        figure.supylabel("query", fontsize=FONT + 1)
+        figure.supxlabel("key", fontsize=FONT + 1)
+        if title:
+            figure.suptitle("\n".join(textwrap.wrap(title, 100)), fontsize=FONT + 2)
+    return figure
+
+
+def picture(figure: "Figure", suffix: str) -> bytes:
+    """A figure as `.svg`, which takes the colours of light and dark pages, `.png` or `.pdf`.
+
+    Raises:
+      ValueError: another suffix.
+    """
+    kinds = (".png", ".svg", ".pdf")
+    if suffix.lower() not in kinds:
+        raise ValueError(f"pictures are {', '.join(kinds)}, got {suffix!r}")
+    matplotlib = _matplotlib()
+    stream = io.BytesIO()
+    plain = suffix.lower() != ".svg"
+    with matplotlib.rc_context({**_settings(), "svg.fonttype": "none", "svg.hashsalt": "jaxmha"}):
+        figure.savefig(
+            stream,
+            format=suffix.lower().removeprefix("."),
+            dpi=150,
+            transparent=not plain,
+            facecolor="white" if plain else "none",
+            metadata={"Date": None} if suffix.lower() == ".svg" else None,
+        )
+    return stream.getvalue() if plain else adaptive(stream.getvalue().decode()).encode()
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            "drawing needs matplotlib: pip install 'jaxmha[plot]' (or pip install matplotlib)"
+        ) from None
+    return matplotlib
+
+
+def _settings() -> dict[str, Any]:
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return {
+        "font.size": FONT,
+        "font.family": "sans-serif",
+        "hatch.color": "#7f7f7f",
+        **dict.fromkeys(inked, INK),
+    }
+
+
+def _columns(count: int, height: float, width: float) -> int:
+    """As wide as high, all maps together; at most four."""
+    return max(1, min(4, round(math.sqrt(count * height / width))))
+
+
+def _sides(T: int, S: int) -> tuple[float, float]:
+    """Height and width in inches: every label gets its line, unless the map gets too large."""
+    step = min(max(LINE, SMALLEST / max(T, S)), LARGEST / max(T, S))
+    return T * step, S * step
+
+
+def _margin(labels: Sequence[str] | None, size: int) -> float:
+    longest = len(str(size)) if labels is None else max(len(_shown(label)) for label in labels)
+    return 0.3 + 0.6 * FONT / 72 * longest
+
+
+def _shown(token: str) -> str:
+    """One line; `$` is no formula."""
+    text = " ".join(token.split()) or repr(token)
+    text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return text.replace("$", r"\$")
+
+
+def _label(axis: Any, labels: Sequence[str] | None, size: int, inches: float) -> None:
+    """Every label, or every k-th where they would overlap."""
+    step = math.ceil(size * LINE / inches - 1e-9)
+    places = range(0, size, step)
+    axis.set_ticks(places, [str(i) if labels is None else _shown(labels[i]) for i in places])

@@ -1,0 +1,371 @@
+"""Decoding with a cache of keys and values."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxmha import bias_kv, checks, sharding
+from jaxmha.arrays import Array, DTypeLike, are_arrays
+from jaxmha.attention import as_mask, attend, hashable
+from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, refuse_structure
+from jaxmha.dims import bind
+from jaxmha.integers import FAR, near
+from jaxmha.layer import combine, project
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, check
+from jaxmha.semantics import Semantics
+
+Rotate = Callable[[Any, Any], Any]
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far; position p stands in slot `p % S`.
+
+    A plain pytree: donate it to the step that returns its successor. A cache of an earlier time
+    is had back by smaller lengths, `cache._replace(lengths=earlier)`, while what it looks at still
+    stands in its slots: beside `Mask.window(left, ...)` up to S - left tokens can be taken back
+    once a cache has gone round.
+
+    Attributes:
+      key: `(B, K, S, H)`, S slots.
+      value: `(B, K, S, h)`.
+      lengths: `(B,)` int32, tokens so far of each sequence; a negative length is 0. Positions are
+        counted up to 2**30: outputs of a sequence are NaN from there on.
+    """
+
+    key: Array
+    value: Array
+    lengths: Array
+
+    @classmethod
+    def empty(
+        cls, params: MHAParams, batch_size: int, length: int, dtype: DTypeLike | None = None
+    ) -> "KVCache":
+        """A cache with room for `length` tokens of each sequence.
+
+        Args:
+          params: of the layer, for K, H and h.
+          batch_size: B.
+          length: S, at most 2**30. With `Mask.window(left, ...)` in every step, left + 1 slots
+            are enough for sequences of up to 2**30 tokens.
+          dtype: default that of the parameters. Keys and values are rounded to it once, when a
+            token is written, as `astype` rounds: beyond its largest value they are inf, or NaN
+            where it has no inf. Steps compute in the dtype of their inputs. float8 has a quarter
+            of the bytes of float32.
+
+        Raises:
+          ValueError: a size is no integer of at least 0, or length is more than 2**30.
+          TypeError: dtype is not floating, has no zero (float8_e8m0fnu), or is float64 without x64.
+
+        >>> from jaxmha import init_params
+        >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+        >>> KVCache.empty(params, 5, 7).key.shape
+        (5, 2, 7, 3)
+        """
+        sizes = check(params)
+        checks.are_sizes(least=0, batch_size=batch_size)
+        checks.are_sizes(least=0, most=FAR, length=length)
+        dtype = checks.promoted(**_kernels(params)) if dtype is None else dtype
+        dtype = checks.floating_dtype(dtype)
+        shape = (batch_size, sizes["K"], length)
+        return cls(
+            jnp.zeros((*shape, sizes["H"]), dtype),
+            jnp.zeros((*shape, sizes["h"]), dtype),
+            jnp.zeros(batch_size, np.int32),
+        )
+
+
+def prefill(
+    params: MHAParams,
+    x: Float[Array, "B T Dq"],
+    cache: KVCache,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "B T Do"], KVCache]:
+    """Causal self-attention over prompts, and a cache that holds them alone.
+
+    Args:
+      params: of the layer; Dq = Dk = Dv.
+      x: prompts, `(B, T, Dq)`; those that are shorter are padded on the right.
+      cache: whatever it held is forgotten.
+      semantics: as in `multi_head_attention`; dropout does not act.
+      mask: beside the causal one; `Mask.lengths(key_value=lengths)` says how long the prompts are.
+      rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`. It is a
+        static argument: give the same function in every call, or a `functools.partial` of the same
+        function and equal arguments. Every new lambda is compiled again.
+      implementation: as in `multi_head_attention`.
+
+    Returns:
+      `(out, cache)`; out is `(B, T, Do)`.
+
+    Raises:
+      ValueError: T is more than the cache has room for, a shape does not fit, or tokens are in
+        zig-zag order.
+      TypeError: the cache holds another dtype than a floating one, or lengths that are no integers.
+
+    >>> from jaxmha import init_params
+    >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+    >>> out, cache = prefill(params, jnp.ones((1, 3, 6)), KVCache.empty(params, 1, 8))
+    >>> out.shape, cache.lengths.tolist()
+    ((1, 3, 6), [3])
+    """
+    cache = _checked(params, x, cache, semantics)
+    out, kept = _prefill(
+        params,
+        x,
+        cache,
+        as_mask(mask),
+        semantics,
+        rotate=_static(rotate),
+        implementation=hashable(implementation),
+    )
+    return out, kept
+
+
+def _places(params: MHAParams, x: Any, cache: KVCache, *_: Any, **__: Any) -> Any:
+    """A cache stays where it lies."""
+    spread = sharding.of_features(x, params.query.kernel)
+    kept: Any = KVCache(*(sharding.spec(*sharding.spec_of(part)) for part in cache))  # type: ignore[arg-type]
+    return spread and (spread.axes, (spread.features, kept))
+
+
+@partial(jax.jit, static_argnames=("rotate", "implementation"))
+@sharding.by_types(_places)
+def _prefill(
+    params: MHAParams,
+    x: Any,
+    cache: KVCache,
+    mask: Mask,
+    semantics: Semantics,
+    *,
+    rotate: Any,
+    implementation: Any,
+) -> Any:
+    B, T, S = _sizes(params, x, cache)
+    left = None if mask.window_size is None else mask.window_size[0]
+    if T > S and (left is None or left >= S):
+        raise ValueError(
+            f"x: T={T} tokens are more than the S={S} slots of the cache (cache.key is "
+            f"(B, K, S, H) = {cache.key.shape}): make a longer one"
+        )
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
+    query, key, value = _heads(params, x, semantics, positions, rotate)
+    sizes = {**check(params), "T": T, "S": T}
+    extra = bias_kv.count(params, semantics)
+    wide = bias_kv.widen_mask(mask & Mask.causal(), extra, (B,), sizes)
+    result = attend(
+        query,
+        bias_kv.append(key, params.bias_k, semantics),
+        bias_kv.append(value, params.bias_v, semantics),
+        None,
+        wide,
+        semantics,
+        None,
+        False,
+        implementation,
+    )
+    lengths = jnp.full(B, T, np.int32)
+    if mask.key_value_lengths is not None:
+        lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
+    fresh = cache._replace(lengths=jnp.zeros(B, np.int32))
+    kept = _write(fresh, key, value, lengths)
+    return combine(params, result.out, semantics=semantics), kept
+
+
+def decode_step(
+    params: MHAParams,
+    x: Float[Array, "B T Dq"],
+    cache: KVCache,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+) -> tuple[Float[Array, "B T Do"], KVCache]:
+    """Appends tokens to the cache and attends from them to everything before and themselves.
+
+    A step costs what the longest sequence has, not what the cache has room for. Each sequence has
+    its own length. Where one has no room left, or more than 2**30 tokens, its outputs are NaN (and
+    its cache useless), since a compiled program cannot raise. Steps have no reverse-mode gradient:
+    train with `multi_head_attention` on whole sequences.
+
+    Args:
+      params: of the layer; Dq = Dk = Dv.
+      x: new tokens, `(B, T, Dq)`; T is 1 in plain decoding.
+      cache: donate it (`jax.jit(..., donate_argnums=...)`): it is updated in place then.
+      semantics: as in `multi_head_attention`; dropout does not act.
+      mask: beside the causal one: `Mask.window(left, ...)`, with which a cache of left + T slots
+        goes round; `Mask.padding(key_value=...)`, `(B, S)`, of slots that are there (prompts
+        padded on the left); a Boolean array broadcastable to `(B, N, T, S)` over slots.
+      rotate: as in `prefill`.
+
+    Returns:
+      `(out, cache)`; out is `(B, T, Do)`.
+
+    Raises:
+      ValueError: a shape does not fit, the mask has what a cache cannot have, or tokens are in
+        zig-zag order.
+      TypeError: as in `prefill`.
+
+    >>> from jaxmha import init_params
+    >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+    >>> out, cache = prefill(params, jnp.ones((1, 3, 6)), KVCache.empty(params, 1, 8))
+    >>> out, cache = decode_step(params, jnp.ones((1, 1, 6)), cache)
+    >>> out.shape, cache.lengths.tolist()
+    ((1, 1, 6), [4])
+    """
+    cache = _checked(params, x, cache, semantics)
+    mask = as_mask(mask)
+    refuse_structure(mask)
+    if semantics.fully_masked == "mean":
+        raise ValueError(
+            "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
+            "use 'zero' or 'nan'"
+        )
+    out, longer = _decode_step(
+        params, x, cache, mask, semantics, rotate=_static(rotate), block=BLOCK
+    )
+    return out, longer
+
+
+@partial(jax.jit, static_argnames=("rotate", "block"))
+@sharding.by_types(_places)
+def _decode_step(
+    params: MHAParams,
+    x: Any,
+    cache: KVCache,
+    mask: Mask,
+    semantics: Semantics,
+    *,
+    rotate: Any,
+    block: int,
+) -> Any:
+    B, T, S = _sizes(params, x, cache)
+    lengths = _counts(jnp.asarray(cache.lengths))
+    left, _ = mask.window_size or (None, None)
+    if T > S or (left is not None and left < S < left + T):
+        raise ValueError(
+            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
+            f"{'' if left is None else f' beside a window of {left}'}: it needs "
+            f"{T if left is None else left + T}"
+        )
+    rings = left is not None and left + T <= S
+    tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
+    positions = lengths[:, None] + tokens
+    query, key, value = _heads(params, x, semantics, positions, rotate)
+    cache = _write(cache._replace(lengths=lengths), key, value, jnp.full(B, T, np.int32))
+    mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
+    out = attend_cache(params, query, cache, positions, mask, semantics, block)
+    # Beyond FAR positions are no longer counted, in a window either.
+    out = nan_where((lengths + T > (FAR if rings else S)).reshape(B, 1, 1, 1), out)
+    return combine(params, out, semantics=semantics), cache
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """A `functools.partial` that is equal to another one of equal parts, for static arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, heads: jax.Array, positions: jax.Array) -> Any:
+        return self.function(*self.args, heads, positions, **dict(self.keywords))
+
+
+def _static(rotate: Rotate | None) -> Rotate | None:
+    if type(rotate) is not partial:
+        return rotate
+    found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))
+    try:
+        hash(found)
+    except TypeError:  # an array among the arguments
+        return rotate
+    return found
+
+
+def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) -> KVCache:
+    """The cache, its NumPy lengths of any integer dtype made int32 before jit cuts them."""
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(KVCache, cache=cache)
+    checks.are_of(Semantics, semantics=semantics)
+    are_arrays(x=x)
+    are_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
+    checks.no_silent_rounding(**{"cache.key": cache.key, "cache.value": cache.value})
+    for name in ("key", "value"):
+        checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
+    if not jnp.issubdtype(cache.lengths.dtype, np.integer):
+        raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
+    if not isinstance(cache.lengths, np.ndarray):
+        return cache
+    return cache._replace(lengths=_counts(cache.lengths))
+
+
+def _counts(lengths: Any) -> Any:
+    """Lengths of any integer dtype as int32 of at least 0, and their sums with T too."""
+    return near(lengths).clip(0)
+
+
+def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
+    """B, T and S of a call, with every shape checked."""
+    sizes = check(params)
+    bind("x", x.shape, "B T Dq", sizes)
+    spread = sharding.current()
+    if sizes["T"] > 1 and spread is not None and spread.zigzag:
+        raise ValueError(
+            f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
+            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
+        )
+    for name, axes in (("key", "B K S H"), ("value", "B K S h"), ("lengths", "B")):
+        bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)
+    if not sizes["Dq"] == sizes["Dk"] == sizes["Dv"]:
+        raise ValueError(
+            f"a cache is for self-attention, and params read inputs of Dq={sizes['Dq']}, "
+            f"Dk={sizes['Dk']}, Dv={sizes['Dv']} features"
+        )
+    return sizes["B"], sizes["T"], sizes["S"]
+
+
+def _heads(
+    params: MHAParams, x: Any, semantics: Semantics, positions: Any, rotate: Rotate | None
+) -> tuple[Any, Any, Any]:
+    query, key, value = project(params, x, semantics=semantics)
+    if rotate is not None:
+        query, key = rotate(query, positions), rotate(key, positions)
+    return query, key, value
+
+
+def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KVCache:
+    """The cache with the first `counts` of T new tokens `B T K H`, `B T K h` after its lengths."""
+    S, T = cache.key.shape[2], key.shape[1]
+    if T > S:  # the last ones only: the others would be overwritten
+        rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
+    else:
+        rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (key.shape[0], T))
+    starts = jnp.asarray(cache.lengths)
+    if S == 0:
+        return cache
+    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: nowhere
+
+    def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+        chosen = jnp.swapaxes(new[row], 0, 1).astype(old.dtype)  # K T H
+        return old.at[:, slot].set(chosen, mode="drop", unique_indices=False)
+
+    write = jax.vmap(put)
+    return KVCache(
+        write(jnp.asarray(cache.key), key, rows, slots),
+        write(jnp.asarray(cache.value), value, rows, slots),
+        starts + counts,
+    )
+
+
+def _kernels(params: MHAParams) -> dict[str, Any]:
+    return {"params.key.kernel": params.key.kernel, "params.value.kernel": params.value.kernel}
