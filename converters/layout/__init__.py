@@ -1,1 +1,1 @@
-"""Parameter layouts as data, and the transform of arrays between them."""
+"""Parameter layouts as tables, and the transform of arrays between them."""

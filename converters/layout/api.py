@@ -1,4 +1,4 @@
-"""The verbs that every framework's module has, made from its layouts."""
+"""Builds `import_params` and `export_params` of a framework from its layouts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -39,10 +39,10 @@ class Export(Protocol):
 
 
 def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
-    """`import_params` and `export_params` of the module that has these layouts.
+    """`import_params` and `export_params` for these layouts.
 
-    Without a name, import takes the first layout whose keys are all there, and export the first
-    that can hold the parameters.
+    If the caller names no layout, import takes the first whose keys are all present, and export the
+    first that can hold the parameters.
     """
     names = ", ".join(layout.name for layout in layouts)
 

@@ -1,4 +1,4 @@
-"""Arrays of any framework as NumPy copies, without importing a framework that is not there."""
+"""Converts arrays of any framework to NumPy; imports a framework only if an array is from it."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ NDArray = np.ndarray[Any, np.dtype[Any]]
 def to_numpy(array: Any) -> NDArray:
     """A fresh C-contiguous NumPy copy with the dtype unchanged (bfloat16 through ml_dtypes).
 
-    Accepts NumPy and JAX arrays, torch tensors, Keras and TensorFlow variables, and whatever
-    NumPy can read.
+    Accepts NumPy and JAX arrays, torch tensors, Keras and TensorFlow variables, and anything else
+    that NumPy can convert.
 
     >>> to_numpy([1.0, 2.0])
     array([1., 2.])
@@ -29,14 +29,14 @@ def to_numpy(array: Any) -> NDArray:
 
 
 def to_torch(array: NDArray) -> Any:
-    """A torch tensor that owns a copy of the array, dtype unchanged."""
+    """A torch tensor with a copy of the array; the dtype is unchanged."""
     with needed("torch"):
         import torch
 
     copy = np.array(array, order="C", copy=True)
     try:
         return torch.from_numpy(copy)
-    except TypeError:  # bfloat16 and float8 are not NumPy's own
+    except TypeError:  # torch.from_numpy rejects bfloat16 and float8 of ml_dtypes
         dtype = getattr(torch, copy.dtype.name)
         return torch.from_numpy(copy.view(f"i{copy.dtype.itemsize}")).view(dtype)
 

@@ -1,6 +1,6 @@
-"""Parameter layouts as data.
+"""Parameter layouts as tables.
 
-An array of a framework is three facts: its key, its axes, and the canonical leaves in it.
+An entry describes one array of a framework: its key, its axes, and the canonical leaves in it.
 """
 
 import difflib
@@ -17,8 +17,8 @@ from jaxmha.params import CANONICAL
 class Entry(NamedTuple):
     """One array of a layout: `axes` in the letters of the dimension key.
 
-    Several leaves are packed along the axis named `qkv` (or `kv`). Entries of one `group` are
-    there together or not at all; without a group an entry is required.
+    If an array holds several leaves, they are packed along the axis named `qkv` (or `kv`). Entries
+    of one `group` are all present or all absent; an entry without a group is required.
     """
 
     key: str
@@ -32,15 +32,15 @@ class Layout:
     """The parameter layout of one framework's layer.
 
     Attributes:
-      name: how users name it (`--to torch`).
-      entries: every array of it.
-      ties: sizes the layer does not choose freely: letter -> letter or product, with the reason.
-      apart: sizes that must not all agree, and why: another layout of the framework holds them.
+      name: the user's name for it (`--to torch`).
+      entries: one for each array.
+      ties: sizes that the layer fixes: letter -> another letter or a product, and the reason.
+      apart: sizes that must not all be equal, since another layout holds that case.
       separator: joins a prefix and a key.
-      semantics: what the layer does beside its weights.
-      holds: further fields of `Semantics` that the layer has a setting for.
-      beside: keys under the same prefix that are not attention.
-      about: the framework's class and where the layout is documented.
+      semantics: behaviour of the layer that its weights do not determine.
+      holds: further fields of `Semantics` for which the layer has a setting.
+      beside: keys under the same prefix that are not part of attention.
+      about: the framework's class and the documentation of the layout.
     """
 
     name: str
@@ -59,27 +59,27 @@ class Layout:
 
     @property
     def stores_num_heads(self) -> bool:
-        """Whether the head count can be read from a shape."""
+        """True if a shape of the layout determines the head count."""
         return any(("N",) in parse(entry.axes) for entry in self.entries)
 
     def path(self, prefix: str, key: str) -> str:
-        """A key under a prefix, which may end in the separator."""
+        """A key under a prefix; the prefix may end in the separator."""
         return f"{prefix.removesuffix(self.separator)}{self.separator}{key}" if prefix else key
 
     def key(self, prefix: str, path: str) -> str | None:
-        """The inverse of `path`; None for what is not under the prefix."""
+        """The inverse of `path`; None if the path is not under the prefix."""
         start = self.path(prefix, "")
         return path.removeprefix(start) if path.startswith(start) else None
 
     def tied(self, axes: str) -> str:
-        """Axes with letters that the layout ties to another letter replaced by that one."""
+        """The axes, with each tied letter replaced by the letter that it is tied to."""
         single = {a: b for a, (b, _) in self.ties.items() if " " not in b}
         return re.sub(r"\w+", lambda word: single.get(word[0], word[0]), axes)
 
 
-_SHOWN = 4  # layouts in a message
-# Words that people have for what the layouts are called after.
-_NAMED = 8  # layouts that a message names
+_SHOWN = 4  # closest layouts described in a message
+# Common words -> layouts that the user may have meant.
+_NAMED = 8  # names listed in an error message
 _MEANT = {
     **dict.fromkeys(("jax", "nnx", "linen", "flax-linen", "flax-nnx", "jaxmha"), "flax"),
     **dict.fromkeys(("pytorch", "pt", "torch.nn", "nn.multiheadattention"), "torch"),
@@ -95,7 +95,7 @@ _MEANT = {
 
 
 def guess(name: str, known: Sequence[str]) -> str:
-    """The known name that was likely meant, as a question; empty where none is near.
+    """Suggests the known name that was likely meant, or returns "" if none is similar.
 
     >>> guess("jax", ["torch", "flax"]), guess("torhc", ["torch", "flax"]), guess("x", ["torch"])
     ('did you mean flax? ', 'did you mean torch? ', '')
@@ -106,7 +106,7 @@ def guess(name: str, known: Sequence[str]) -> str:
 
 
 def known(names: Sequence[str]) -> str:
-    """The first of several names in words, and where all of them are.
+    """The first names, and how to list all of them.
 
     >>> known(["torch", "flax"])
     'known are torch, flax'
@@ -119,10 +119,10 @@ def known(names: Sequence[str]) -> str:
 def choose(
     layouts: Sequence[Layout], keys: Sequence[str], name: str | None = None, prefix: str = ""
 ) -> Layout:
-    """The layout named, or the first whose required keys are all there.
+    """The named layout, or the first whose required keys are all present.
 
     Raises:
-      ValueError: there is none; the message has the keys that the nearest of them lack.
+      ValueError: no layout fits; the message lists the keys missing from the closest ones.
     """
     names = [layout.name for layout in layouts]
     if name is not None:

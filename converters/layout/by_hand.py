@@ -1,10 +1,10 @@
-"""Attention of classes written by hand: plain linear layers under the names that are usual."""
+"""Layouts of hand-written attention classes: linear layers under the usual attribute names."""
 
 from jaxmha.converters.layout.base import Entry, Layout
 
 _MERGED = "its heads are one axis of the kernels, split evenly"
 TIES = {"K": ("N", _MERGED), "h": ("H", _MERGED)}
-# Names that classes written by hand give their four layers, other than `q_proj` and so on.
+# Attribute names that hand-written classes give their four layers, other than `q_proj` etc.
 NAMES: dict[str, tuple[str, str, str, str]] = {
     "wo": ("wq", "wk", "wv", "wo"),
     "tutorial": ("wq", "wk", "wv", "dense"),
@@ -13,7 +13,7 @@ NAMES: dict[str, tuple[str, str, str, str]] = {
     "to": ("to_q", "to_k", "to_v", "to_out"),
     "upper": ("W_q", "W_k", "W_v", "W_o"),
 }
-# How arrays are kept: separator, key of a kernel and of a bias, and whether kernels are (out, in).
+# Style -> separator, key of a kernel, key of a bias, whether kernels are (out, in), and the class.
 _STYLES = {
     "linear": (".", "weight", "bias", True, "torch.nn.Linear"),
     "dense": ("/", "kernel", "bias", False, "Keras or Flax Dense"),
@@ -29,7 +29,7 @@ _PACKED = {
 
 
 def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
-    """Four layers of these names; or two, of which the first packs query, key and value."""
+    """A layout of four layers of these names, or of two, the first packing query, key, value."""
     separator, kernel, bias, turned, about = _STYLES[style]
     if len(names) == 2:
         packed, out = names
@@ -73,11 +73,11 @@ BY_HAND = tuple(
         *NAMES.items(),
         ("qkv", ("qkv", "proj")),
         ("qkv-out", ("qkv", "out_proj")),
-        ("qkv-projection", ("qkv", "projection")),  # BLIP's
+        ("qkv-projection", ("qkv", "projection")),  # BLIP
     )
-    if (style, suffix) != ("linear", "qkv")  # which is timm's
+    if (style, suffix) != ("linear", "qkv")  # that one is timm's layout
 )
-# In a .weights.h5 file: layouts by the name of the same layers in other files.
+# Name of a layout -> the same layers in a .weights.h5 file.
 IN_FILE = {
     layout.name.removesuffix("-file"): layout
     for layout in (DENSE_FILE, *BY_HAND)

@@ -26,7 +26,7 @@ LINEN = Layout(
 )
 LAYOUTS = (LINEN,)
 
-# What only one of the two classes cannot hold; their trees have one layout.
+# linen and nnx share one parameter tree; these sizes are fixed by only one of the two classes.
 LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx has fewer)")}
 NNX_TIES = {
     "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")

@@ -1,8 +1,8 @@
-"""The scale of the logits, folded into the query where a layout has another one.
+"""Folds the logit scale into the query when the target layout has another scale.
 
-`scale * (q . k)` is `theirs * (f q . k)` with f = scale / theirs: kernel and bias of the query are
-multiplied by f, or the scale of its norm where queries are normalised after them. A power of two
-changes no digit; any other factor rounds every number once.
+`scale * (q . k) == target_scale * (f q . k)` with f = scale / target_scale. Kernel and bias of the
+query are multiplied by f, or the scale of the query norm if there is one. A power of two is exact;
+any other factor rounds every number once.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxmha.params import check, from_leaves, leaves
 
 
 def factor(semantics: Semantics, target: Layout, H: int) -> float:
-    """The factor of the queries; 1.0 where the layout has this scale."""
+    """The factor for the queries; 1.0 if the target layout has the same scale."""
     ours, theirs = (
         H**-0.5 if scale is None else scale for scale in (semantics.scale, target.semantics.scale)
     )
@@ -29,13 +29,13 @@ def factor(semantics: Semantics, target: Layout, H: int) -> float:
 
 
 def _power(found: float) -> float:
-    """The power of two that a factor is but for the rounding of a root; else the factor."""
+    """The nearest power of two if the factor equals it up to the rounding of a square root."""
     near = math.copysign(2.0 ** round(math.log2(abs(found))), found) if found else found
     return near if math.isclose(near, found, rel_tol=1e-12) else found
 
 
 def is_exact(factor: float) -> bool:
-    """True if the factor is a power of two, which changes no digit.
+    """True if the factor is a power of two: then multiplying rounds nothing.
 
     >>> is_exact(8.0), is_exact(-0.25), is_exact(3.0)
     (True, True, False)
@@ -44,14 +44,14 @@ def is_exact(factor: float) -> bool:
 
 
 def which(present: Mapping[str, Any]) -> frozenset[str]:
-    """The leaves that are multiplied."""
+    """Names of the leaves to multiply."""
     return frozenset(["query_norm"] if "query_norm" in present else ["query.kernel", "query.bias"])
 
 
 def times(array: NDArray, factor: float, name: str) -> NDArray:
-    """The array times a factor, in its own dtype.
+    """The array times the factor, in the array's dtype.
 
-    Raises ValueError where its dtype has not the range for it.
+    Raises ValueError if the product overflows or underflows that dtype.
     """
     if factor == 1.0:
         return array
@@ -70,7 +70,7 @@ def times(array: NDArray, factor: float, name: str) -> NDArray:
 
 
 def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAParams, Semantics]:
-    """The same function with the scale of a layout. Raises ValueError as `times` does."""
+    """An equal function with the scale of the target layout. Raises ValueError as `times` does."""
     by = factor(semantics, target, check(params, np.ndim(params.query.kernel) - 3)["H"])
     found = dict(leaves(params))
     changed = {
@@ -81,7 +81,7 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
 
 
 def note(semantics: Semantics, factor: float, dtype: Any, H: int) -> str:
-    """In words, what was done to queries of this dtype."""
+    """A sentence that says how queries of this dtype were multiplied."""
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     done = f"the scale {scale:.6g} is folded into the query, which is multiplied by {factor:.6g}"
     if is_exact(factor):

@@ -41,7 +41,7 @@ WEIGHTS_FILE = replace(
     ),
     about="keras.layers.MultiHeadAttention, keys as in a .weights.h5 file",
 )
-# The same variables with fewer key/value heads, as keras.layers.GroupQueryAttention has them.
+# The same variables with fewer key/value heads, as in keras.layers.GroupQueryAttention.
 GROUPED = replace(
     VARIABLES,
     name="keras-gqa",
@@ -67,7 +67,7 @@ GROUPED_FILE = replace(
     about="keras.layers.GroupQueryAttention, keys as in a .weights.h5 file",
 )
 LAYOUTS = (VARIABLES, GROUPED, WEIGHTS_FILE, GROUPED_FILE)
-# In a .weights.h5 file: the layout of either, and the group that Keras names after the class.
+# Layout -> its layout in a .weights.h5 file, and the group name that Keras derives from the class.
 IN_FILE = {
     VARIABLES.name: (WEIGHTS_FILE, "multi_head_attention"),
     GROUPED.name: (GROUPED_FILE, "grouped_query_attention"),

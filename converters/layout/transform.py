@@ -1,7 +1,7 @@
-"""Arrays of a framework to canonical leaves and back, by the tables of `layout`.
+"""Converts arrays of a framework to canonical leaves and back, by the tables of a `Layout`.
 
-Import is one einops arrow from the axes of an entry to the canonical ones, export the same arrow
-turned round, so that a round trip is exact by construction.
+Import is one einops arrow from the axes of an entry to the canonical axes. Export is the same
+arrow reversed, so the round trip is exact by construction.
 """
 
 import math
@@ -42,13 +42,13 @@ def import_params(
     prefix: str = "",
     take: Callable[[Any], NDArray] = to_numpy,
 ) -> tuple[MHAParams, Semantics]:
-    """Reads the keys under `prefix` by the layout that fits (or the one named).
+    """Imports the keys under `prefix` by the named layout, or by the first that fits.
 
-    `take` makes NumPy arrays of what is given, and leaves of views of them.
+    `take` converts each source array to NumPy; leaves are views of the results.
 
     Raises:
-      ValueError: an unknown layout; a key that is unknown or missing; a shape that does not fit,
-        with the axes expected; a head count that is needed, or contradicts a shape.
+      ValueError: an unknown layout; an unknown or missing key; a shape that does not fit, with the
+        expected axes; a head count that is required, or that contradicts a shape.
     """
     keys = {name: layouts[0].key(prefix, name) for name in state}
     arrays = {key: state[name] for name, key in keys.items() if key is not None}
@@ -68,17 +68,17 @@ def import_params(
 
 
 def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
-    """What the layer of a layout does that has these leaves."""
+    """The behaviour of a layer of this layout with these leaves."""
     return layout.semantics if "query_norm" in found else replace(layout.semantics, qk_norm=None)
 
 
 def export_params(
     layout: Layout, params: MHAParams, semantics: Semantics = Semantics(), *, prefix: str = ""
 ) -> dict[str, NDArray]:
-    """Writes every leaf under the layout's keys.
+    """Exports every leaf under the keys of the layout.
 
     Raises:
-      ValueError: the layout cannot hold the parameters or the behaviour; says which and why.
+      ValueError: the layout cannot hold a parameter or behaviour; the message says which and why.
     """
     arrays = {name: to_numpy(array) for name, array in leaves(params).items()}
     refuse_export(layout, params, semantics)
@@ -92,7 +92,7 @@ def export_params(
 
 
 def refuse_export(layout: Layout, params: MHAParams, semantics: Semantics) -> None:
-    """Raises ValueError for what the layout cannot hold; looks at shapes alone."""
+    """Raises ValueError if the layout cannot hold parameters or behaviour; reads only shapes."""
     sizes = check(params, leading=len(np.shape(params.query.kernel)) - 3)
     refuse_sizes(layout, sizes, leaf_shapes(params))
     refuse_apart(layout, sizes)
@@ -106,10 +106,10 @@ def bind_shapes(
     num_heads: int | None = None,
     prefix: str = "",
 ) -> dict[str, int]:
-    """The size of every letter, from the shapes by key; leading axes are the same everywhere.
+    """The size of every letter, from the shapes by key; leading axes must agree across keys.
 
     Raises:
-      ValueError: a shape does not fit, or the head count is needed.
+      ValueError: a shape does not fit, or the head count is required.
     """
     refuse_heads(layout, num_heads)
     sizes = {} if num_heads is None else {"N": num_heads}
@@ -132,7 +132,7 @@ def bind_shapes(
 def unpack(
     layout: Layout, entry: Entry, array: NDArray, sizes: Mapping[str, int]
 ) -> dict[str, NDArray]:
-    """The leaves in one array of the layout: views of it, where NumPy has them."""
+    """The leaves in one array of the layout; views where NumPy can make them."""
     axes, target = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     pack = _pack_axis(entry)
     known = {**sizes, pack: len(entry.leaves)}
@@ -141,8 +141,10 @@ def unpack(
 
 
 def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
-    """One array of the layout from its leaves, which are asked for one by one; a view of a single
-    leaf, where NumPy has one."""
+    """One array of the layout from its leaves, requested one by one through `leaf`.
+
+    A single leaf gives a view where NumPy can make one.
+    """
     axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     first = leaf(entry.leaves[0])
     if len(entry.leaves) == 1:
@@ -166,10 +168,10 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
 
 
 def _shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """What einops cannot infer: letters that share an array axis with others."""
+    """Sizes that einops cannot infer: letters that share an array axis with other letters."""
     return {a: sizes[a] for group in parse(axes) if len(group) > 1 for a in group}
 
 
 def _pack_axis(entry: Entry) -> str:
-    """The axis that leaves are packed along; `1` where the array is a single leaf."""
+    """The axis along which leaves are packed; `1` if the array is a single leaf."""
     return next((a for group in parse(entry.axes) for a in group if a in ("qkv", "kv")), "1")

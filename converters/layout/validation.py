@@ -1,4 +1,4 @@
-"""What a layout cannot hold, and why: every check of an import or export before it is done."""
+"""Checks before an import or export that the layout can hold the parameters; says why if not."""
 
 import math
 import re
@@ -14,11 +14,11 @@ from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, leaves
 
-Named = tuple[str, str, tuple[int, ...]]  # what to call an array, its axes, its shape
+Named = tuple[str, str, tuple[int, ...]]  # name in messages, axes, shape
 
 
 def leaf_shapes(params: MHAParams) -> list[Named]:
-    """Every leaf with its axes and its shape."""
+    """Name, axes and shape of every leaf."""
     return [
         (f"params.{name}", CANONICAL[name], tuple(array.shape))
         for name, array in leaves(params).items()
@@ -26,8 +26,10 @@ def leaf_shapes(params: MHAParams) -> list[Named]:
 
 
 def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named]) -> None:
-    """Raises ValueError for sizes of 0, and for those that the layout ties together: why, and where
-    they are from."""
+    """Raises ValueError for a size of 0, or for sizes that break a tie of the layout.
+
+    The message gives the reason of the tie, and the arrays that the sizes come from.
+    """
     if empty := [letter for letter, size in sizes.items() if size == 0]:
         got = ", ".join(f"{name} of shape {shape}" for name, _, shape in named)
         raise ValueError(f"{', '.join(empty)} = 0: there is no attention in it; got {got}")
@@ -47,7 +49,7 @@ def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named
 
 
 def refuse_apart(layout: Layout, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError for sizes that another layout of the framework holds."""
+    """Raises ValueError for sizes that belong to another layout of the framework."""
     letters, reason = layout.apart
     if letters and len({sizes[a] for a in letters.split()}) == 1:
         shown = " = ".join(letters.split())
@@ -55,7 +57,7 @@ def refuse_apart(layout: Layout, sizes: Mapping[str, int]) -> None:
 
 
 def refuse_heads(layout: Layout, num_heads: int | None) -> None:
-    """Raises ValueError for a head count that is needed and not given, or is none."""
+    """Raises ValueError for a head count that is missing or not a positive integer."""
     if num_heads is None and not layout.stores_num_heads:
         raise ValueError(
             f"layout {layout.name} does not store the head count: pass num_heads= or "
@@ -66,7 +68,7 @@ def refuse_heads(layout: Layout, num_heads: int | None) -> None:
 
 
 def refuse_leading(named: Sequence[Named], split: int) -> None:
-    """Raises ValueError where the last array has other leading axes (`split` of them)."""
+    """Raises ValueError if the last array has other leading axes (the first `split`)."""
     first, axes, shape = named[0]
     lead = shape[: max(len(shape) - len(parse(axes)), 0)]
     name, axes, shape = named[-1]
@@ -77,7 +79,7 @@ def refuse_leading(named: Sequence[Named], split: int) -> None:
 
 
 def refuse_arrays(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
-    """Raises ValueError for what is no floating array."""
+    """Raises ValueError for an entry that is not a floating-point array."""
     for key, array in arrays.items():
         if not hasattr(array, "shape") or "float" not in str(array.dtype):
             kind = getattr(array, "dtype", type(array).__name__)
@@ -86,20 +88,20 @@ def refuse_arrays(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> Non
 
 
 def refuse_mixed(entry: Entry, parts: Sequence[NDArray]) -> None:
-    """Raises ValueError for leaves of several dtypes that would be one array."""
+    """Raises ValueError if leaves of one packed array have several dtypes."""
     if len({part.dtype for part in parts}) > 1:
         shown = ", ".join(f"{k} {p.dtype}" for k, p in zip(entry.leaves, parts, strict=True))
         raise ValueError(f"{entry.key} packs arrays of one dtype, got {shown}: cast them first")
 
 
 def several_dtypes(params: MHAParams) -> str:
-    """An example leaf of every dtype, in words; empty where all leaves have one."""
+    """A text with one example leaf of every dtype; empty if all leaves have the same dtype."""
     found = {str(np.asarray(array).dtype): name for name, array in leaves(params).items()}
     return ", ".join(f"{name} is {dtype}" for dtype, name in found.items()) * (len(found) > 1)
 
 
 def one_dtype(params: MHAParams) -> None:
-    """Raises ValueError for leaves of several dtypes, which one live layer would round."""
+    """Raises ValueError for several dtypes, because one live layer would round some leaves."""
     if shown := several_dtypes(params):
         raise ValueError(f"a live layer holds arrays of one dtype: {shown}; cast them first")
 
@@ -112,7 +114,7 @@ _NO_OUTPUT = (
 
 
 def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
-    """Raises ValueError for leaves that the layout has no place for, lacks, or needs together."""
+    """Raises ValueError for leaves that the layout cannot hold, lacks, or requires together."""
     known = {leaf for entry in layout.entries for leaf in entry.leaves}
     if extra := [leaf for leaf in present if leaf not in known]:
         raise ValueError(
@@ -135,7 +137,7 @@ def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
             )
 
 
-# Fields that say how to evaluate, not which function it is.
+# Fields of Semantics that choose an evaluation and leave the function unchanged.
 _EVALUATION = {"fully_masked", "softmax_dtype", "precision"}
 
 
@@ -153,7 +155,7 @@ def refuse_semantics(
         ours, theirs = getattr(semantics, field.name), getattr(layout.semantics, field.name)
         if field.name == "scale":
             ours, theirs = (default if s is None else s for s in (ours, theirs))
-        # 1 / math.sqrt(H) and H**-0.5 may differ in their last bit.
+        # 1 / math.sqrt(H) and H**-0.5 may differ in the last bit.
         equal = ours == theirs or (
             field.name == "scale" and math.isclose(ours, theirs, rel_tol=1e-12)
         )
@@ -168,7 +170,7 @@ def refuse_semantics(
             )
 
 
-# Learned arrays beside attention that change its function, and what to do with them.
+# Learned arrays next to the projections that change the function -> what to do with them.
 _ADDED = {
     "relative_attention_bias.weight": "take the key out, look the bias of every distance up in it "
     "and give it to multi_head_attention(bias=) of every layer (a whole file is converted with the "
@@ -177,7 +179,7 @@ _ADDED = {
 
 
 def refuse_added(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
-    """Raises ValueError for arrays beside attention without which it is another function."""
+    """Raises ValueError for an array that changes the function and that no layout holds."""
     for key, remedy in _ADDED.items():
         if key in arrays and key in layout.beside:
             raise ValueError(
@@ -187,7 +189,7 @@ def refuse_added(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None
 
 
 def refuse_keys(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
-    """Raises ValueError for keys that are unknown, missing, or need others."""
+    """Raises ValueError for keys that are unknown, missing, or incomplete in their group."""
     keys = [entry.key for entry in layout.entries]
     where = f" under prefix {prefix!r}" if prefix else ""
     if unknown := [key for key in arrays if key not in keys]:
