@@ -1,1 +1,1 @@
-"""Masks of every framework, in and out: one table of arguments each."""
+"""Mask arguments of every framework as tables, with their import and export."""

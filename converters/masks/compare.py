@@ -1,4 +1,4 @@
-"""How two masks differ, in words: inverted, shifted, aligned at the other corner ..."""
+"""Names the difference between two masks: inverted, shifted, aligned to the other corner etc."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ SHIFTS = (1, -1, 2, -2)
 
 
 def explain(a: NDArray | None, b: NDArray | None) -> tuple[str, str]:
-    """The name of the difference between two masks, and a sentence.
+    """The name of the difference between two masks, and a sentence about it.
 
     Args:
-      a, b: Boolean, `(#B, #N, #T, #S)`, True = attend; None: every pair may.
+      a, b: Boolean, `(#B, #N, #T, #S)`, True = attend; None allows every pair.
 
     >>> padding = np.arange(5) < np.array([[[[3]]], [[[4]]]])
     >>> explain(padding, ~padding)[0], explain(padding, None)[0]
@@ -48,7 +48,7 @@ def _ignored(x: NDArray, y: NDArray) -> tuple[str, str] | None:
 
 
 def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
-    """Both are causal, from another corner, or only one is."""
+    """Detects two causal masks with different offsets, or a causal mask on one side only."""
     T, S = x.shape[2:]
     if T == 1:
         return None
@@ -65,7 +65,7 @@ def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
 
 
 def _offset(mask: NDArray) -> int:
-    """The largest j - i that attends."""
+    """The largest j - i of an attended pair."""
     i, j = np.nonzero(mask.any((0, 1)))
     return int((j - i).max(initial=-mask.shape[2]))
 

@@ -1,4 +1,4 @@
-"""Masks joined from several arguments, and taken apart again for them."""
+"""Joins the masks of several arguments into one `Mask`, and splits a `Mask` for export."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.spec import FIELDS, MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.dims import bind, parse
 
-# Axes of every array field of a `Mask` on its way out.
+# Axes of every array field of an exported `Mask`.
 _AXES = {
     "causal_offset": "#B",
     "query_lengths": "#B",
@@ -29,12 +29,12 @@ _AXES = {
 def read_all(
     arguments: Iterable[MaskArg], values: Mapping[str, Any], sizes: dict[str, int]
 ) -> Masks:
-    """The arguments that are there, joined: masks all have to hold, biases are added.
+    """Joins the given arguments: a pair must be allowed by every mask, and biases are added.
 
-    `sizes` are those known; those that the arguments fix are added to them.
+    `sizes` holds the known sizes; sizes that the arguments determine are added to it.
 
     Raises:
-      ValueError: a shape is none of those allowed, or contradicts another argument.
+      ValueError: a shape is not allowed, or contradicts another argument.
       TypeError: a dtype is not allowed.
 
     >>> padding = MaskArg("value_mask", ("#B S",), field="key_value_padding", other="nonzero")
@@ -51,7 +51,7 @@ def read_all(
         field = "array" if part is None else argument.field
         array: Any = added if part is None else getattr(part, field)
         for letter, size in zip(FIELDS[field].split(), array.shape, strict=True):
-            if size != 1:  # `#B` has no size by itself
+            if size != 1:  # `#B` of size 1 does not determine B
                 sizes.setdefault(letter, size)
         mask = mask if part is None else mask & part
         if added is not None:
@@ -69,9 +69,9 @@ def _lengths(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
 
 
 def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
-    """The mask to export as a `Mask` of NumPy arrays with one batch axis each.
+    """Converts the mask to export to a `Mask` of NumPy arrays with one batch axis each.
 
-    `sizes` are those of the call, by the letters of the dimension key.
+    `sizes` gives the sizes of the call by letter of the dimension key.
 
     Raises:
       ValueError: the shape of a field does not fit. TypeError: its dtype does not.
@@ -108,7 +108,7 @@ def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
                 "mask to the call, or export it for the sizes that it has"
             ) from None
         for letter, size in zip(axes.replace("#", "").split(), array.shape, strict=True):
-            if size != 1:  # `#B` has no size by itself
+            if size != 1:  # `#B` of size 1 does not determine B
                 known.setdefault(letter, size)
         fields[name] = array
     return replace(given, **fields)
@@ -126,10 +126,10 @@ def _of_dtype(name: str, value: Any) -> NDArray:
 def only_mask(
     mask: Mask, bias: Any, where: str, instead: str, sizes: Mapping[str, int] | None = None
 ) -> Mask:
-    """The mask that a mask and a bias of only 0 and -inf are together.
+    """Merges a mask and a bias that holds only 0 and -inf into one mask.
 
     Raises:
-      ValueError: the bias adds to the logits, which `where` cannot; `instead` says what can.
+      ValueError: the bias adds other values, which `where` cannot do; `instead` says what can.
     """
     if bias is None:
         return mask
@@ -143,10 +143,11 @@ def only_mask(
 
 
 def without_query_lengths(mask: Mask, T: int, where: str) -> Mask:
-    """The mask where no row lies beyond a query length.
+    """The mask without its query lengths, if no query is beyond its length.
 
     Raises:
-      ValueError: one does: its answer is 0, which `where` has no argument for.
+      ValueError: a query is beyond its length: its output would be 0, and `where` has no argument
+        for that.
     """
     if mask.query_lengths is not None and np.any(to_numpy(mask.query_lengths) < T):
         raise ValueError(
@@ -158,9 +159,9 @@ def without_query_lengths(mask: Mask, T: int, where: str) -> Mask:
 
 
 def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray | None:
-    """A checked mask as one Boolean array `(#B, #N, #T, #S)`, without the fields that go elsewhere.
+    """A checked mask as one Boolean array `(#B, #N, #T, #S)`, without the fields in `apart`.
 
-    Axes along which it does not vary are of size 1. None where nothing is left.
+    Axes along which the mask is constant have size 1. Returns None if no field is left.
 
     >>> mask = checked(Mask.causal() & Mask.padding(key_value=np.ones((2, 5), bool)), {})
     >>> array_of(mask, 3, 5).shape
@@ -174,11 +175,11 @@ def array_of(mask: Mask, T: int, S: int, apart: Iterable[str] = ()) -> NDArray |
 
 
 def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError where a bias of -inf excludes every key that a mask leaves to a row.
+    """Raises ValueError if a bias of -inf excludes every key that the mask allows in a row.
 
-    Frameworks that fill with a finite constant what the mask blocks answer such a row with the
-    mean of the values that the mask blocks, and with NaN where it blocks none. Where T shows in no
-    array, all rows that structure may have are looked at.
+    Frameworks that fill masked logits with a finite constant return the mean of the masked values
+    for such a row, or NaN if the mask allows every key. If no array has the axis T, the check
+    covers all rows that causal offset and window can distinguish.
     """
     if bias is None or not np.isneginf(bias).any():
         return
@@ -198,7 +199,7 @@ def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, 
 
 
 def narrowed(array: NDArray) -> NDArray:
-    """Axes along which every entry is the same become size 1.
+    """Reduces every axis along which the array is constant to size 1.
 
     >>> narrowed(np.array([[1, 0], [1, 0]]))
     array([[1, 0]])
@@ -211,7 +212,7 @@ def narrowed(array: NDArray) -> NDArray:
 
 
 def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
-    """Lengths and padding of a side of a checked mask, `query` or `key_value`: `(#B, length)`.
+    """Lengths and padding of `query` or `key_value` of a checked mask, as one `(#B, length)` array.
 
     >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
     [[1, 0], [1, 1]]
@@ -224,12 +225,12 @@ def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
 
 
 def is_top_left(mask: Mask) -> bool:
-    """Whether it is causal with offset 0 for every row, known without looking at arrays."""
+    """True if the mask is causal with the static offset 0; reads no array."""
     return type(mask.causal_offset) is int and mask.causal_offset == 0
 
 
 def floating(name: str, value: Any) -> Any:
-    """The value of an argument that is added to the logits; TypeError for Booleans."""
+    """Returns the value of an additive argument; raises TypeError if it is Boolean."""
     if value is not None and to_numpy(value).dtype == np.bool_:
         raise TypeError(f"{name} is added to the logits and must be floating, got bool: pass mask=")
     return value

@@ -1,9 +1,9 @@
 """Masks of flax.linen and flax.nnx attention: True (or nonzero) means attend.
 
-Sources: flax/linen/attention.py, flax/nnx/nn/attention.py. A mask with three axes is (N, T, S),
-so that a (B, T, S) one is refused by flax, or silently read per head where B = N. A row to which
-the mask leaves nothing is the mean of the values. Where a bias of -inf excludes every key that
-the mask leaves, it is the mean of the values that the mask blocks, NaN if it blocks none.
+Sources: flax/linen/attention.py, flax/nnx/nn/attention.py. Flax reads a mask with three axes as
+(N, T, S): it refuses a (B, T, S) mask, or, if B = N, silently reads it per head. A row that the
+mask empties returns the mean of the values. If a bias of -inf excludes every key that the mask
+allows, the row returns the mean of the masked values, or NaN if the mask allows every key.
 """
 
 from dataclasses import replace
@@ -43,23 +43,23 @@ def import_masks(
     query_length: int | None = None,
     emptied_by_bias: Literal["refused", "empty"] = "refused",
 ) -> Masks:
-    """What the mask arguments of flax attention mean.
+    """Imports the mask arguments of flax attention.
 
     Args:
       mask: of `MultiHeadDotProductAttention`, `nnx.MultiHeadAttention` or the functions
-        `dot_product_attention`: broadcastable to `(B, N, T, S)` from the left, nonzero attends.
-        What `make_attention_mask`, `make_causal_mask` and `combine_masks` return is one.
+        `dot_product_attention`: broadcastable to `(B, N, T, S)` from the left; nonzero attends.
+        `make_attention_mask`, `make_causal_mask` and `combine_masks` return such masks.
       bias: of the functions, added to the logits; -inf excludes.
-      is_causal: of nnx, query i attends keys j <= i.
-      decode: must be off: a cache has masks of its own.
-      num_heads: N, checked against the shapes where given.
-      query_length: T, likewise; where no array shows it all rows that there may be count.
-      emptied_by_bias: `"empty"`: a row whose every key is excluded by the mask or the bias has
-        nothing left, whichever it was; `"refused"`, since flax answers it otherwise.
+      is_causal: of nnx; query i attends keys j <= i.
+      decode: must be False, because a cache has its own masks.
+      num_heads: N, checked against the shapes if given.
+      query_length: T, checked likewise; if no array has the axis T, all possible rows count.
+      emptied_by_bias: `"empty"`: a row whose keys are all excluded, by the mask or the bias, counts
+        as an empty row; `"refused"` raises, since flax computes such a row differently.
 
     Raises:
-      ValueError: a shape is none of those, or `decode`; or a bias of -inf excludes every key that
-        the mask leaves to a row.
+      ValueError: a shape is not allowed; `decode` is set; or a bias of -inf excludes every key that
+        the mask allows in a row.
       TypeError: the bias is not floating.
 
     >>> import_masks(mask=np.ones((2, 1, 3, 5)), is_causal=True)
@@ -91,7 +91,7 @@ def export_masks(
     kind: Literal["nnx", "linen"] = "nnx",
     function: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of flax attention that mean the mask and the bias.
+    """Exports a mask and a bias as keyword arguments of flax attention.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
@@ -99,10 +99,10 @@ def export_masks(
       query_length: T.
       key_length: S.
       kind: linen has no `is_causal`.
-      function: for `dot_product_attention`, which has `bias`; layers have not.
+      function: True for the function `dot_product_attention`, which has `bias`; layers have none.
 
     Raises:
-      ValueError: a shape does not fit, rows beyond a query length, additive values for a layer.
+      ValueError: a shape does not fit; queries beyond their length; additive values for a layer.
 
     >>> export_masks(Mask.causal(), query_length=3, key_length=5)
     {'is_causal': True}
@@ -123,7 +123,7 @@ def export_masks(
         mask = replace(mask, causal_offset=None)
     array = array_of(mask, T, S)
     if array is not None:
-        if "is_causal" in arguments:  # the slow path of nnx needs T and S in full
+        if "is_causal" in arguments:  # the slow path of nnx needs full T and S axes
             array = np.broadcast_to(array, (*array.shape[:2], T, S))
         arguments["mask"] = write(ARGUMENTS[0]._replace(axes=_AXES[1:]), array, {})
     return arguments

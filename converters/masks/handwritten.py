@@ -1,9 +1,9 @@
 """Masks as hand-written layers apply them: filled with -1e9, or added times -1e9.
 
-Sources: "The Annotated Transformer" (`masked_fill(mask == 0, -1e9)`), and the PyTorch and
-TensorFlow layers that are often set side by side (`masked_fill(~mask.bool(), -1e9)`, and
-`logits + mask * -1e9`). All insert one axis at 1, so that (B, T, S) means what it says, and a
-(B, S) mask is read as (N, S): row b is applied to head b where B = N, elsewhere it fails.
+Sources: "The Annotated Transformer" (`masked_fill(mask == 0, -1e9)`), and the common PyTorch and
+TensorFlow layers (`masked_fill(~mask.bool(), -1e9)`, and `logits + mask * -1e9`). All of them
+insert one axis at position 1. A (B, T, S) mask therefore works as expected, and a (B, S) mask is
+read as (N, S): row b applies to head b if B = N, and the layer fails otherwise.
 """
 
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from jaxmha.semantics import one_of
 
 Style = Literal["filled", "added"]
 
-# The inserted axis is the heads' (three axes), or the head axis is missing (two).
+# Axes after the insertion: the head axis is new (three axes given), or missing (two given).
 _AXES = ("#N #S", "#B #T #S")
 FILLED = MaskArg("mask", _AXES, other="nonzero", empty=(("", "mean"),))
 ADDED = MaskArg(
@@ -32,23 +32,23 @@ CONSTANT = -1e9
 
 
 def import_masks(*, mask: Any, style: Style, num_heads: int | None = None) -> Masks:
-    """What the mask of a hand-written layer means.
+    """Imports the mask of a hand-written layer.
 
     Args:
       mask: `(B, T, S)`, any axis 1, or `(N, S)`.
-      style: `"filled"`: logits become -1e9 where the mask is False or 0. `"added"`: the mask
-        times -1e9 is added to the logits, so that 1 blocks.
-      num_heads: N, checked against the shape where given.
+      style: `"filled"`: the layer sets logits to -1e9 where the mask is False or 0. `"added"`: it
+        adds the mask times -1e9 to the logits, so that 1 blocks.
+      num_heads: N, checked against the shape if given.
 
     Returns:
-      A mask, for `filled`: a row with nothing left is the mean of the values, exactly, which is
-      `fully_masked="mean"`. For `added`, a mask too if it holds 0 and 1 and leaves every row
-      something; else the bias that it is: what remains of the logits of a blocked row after
-      -1e9 is added depends on their size and dtype (in float32 nothing below 32: the mean; in
-      float64 nearly everything: ordinary attention, as if nothing were blocked).
+      `filled` gives a mask; a fully masked row is exactly the mean of the values, as with
+      `fully_masked="mean"`. `added` also gives a mask if it holds only 0 and 1 and leaves every row
+      a key. Otherwise it gives a bias, because logits after adding -1e9 depend on their size and
+      dtype: float32 loses everything below 32, so the row is the mean; float64 keeps nearly
+      everything, so the row attends as if unmasked.
 
     Raises:
-      ValueError: the shape is none of those.
+      ValueError: the shape is not allowed.
 
     >>> import_masks(mask=np.array([[[1, 0]]]), style="filled")[0].array.tolist()
     [[[[True, False]]]]
@@ -71,18 +71,18 @@ def import_masks(*, mask: Any, style: Style, num_heads: int | None = None) -> Ma
 def export_masks(
     mask: Any, bias: Any = None, *, style: Style, query_length: int, key_length: int
 ) -> dict[str, Any]:
-    """The `mask` of a hand-written layer that means the mask, Boolean; 1 blocks for `added`.
+    """Exports a mask as the `mask` of a hand-written layer, Boolean; for `added`, 1 blocks.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
-      bias: only of 0 and -inf.
+      bias: holds only 0 and -inf.
       style: as in `import_masks`.
       query_length: T.
       key_length: S.
 
     Raises:
-      ValueError: a shape does not fit; rows beyond a query length; additive values; a mask per
-        head that varies over batch or queries; for `added` a row with nothing left.
+      ValueError: a shape does not fit; queries beyond their length; additive values; a mask per
+        head that varies over batch or queries; for `added`, a fully masked row.
 
     >>> from jaxmha import Mask
     >>> mask = Mask.padding(key_value=np.array([[True, False]]))

@@ -1,10 +1,10 @@
 """Masks of Hugging Face transformers: (B, S) of 1 and 0, or (B, N, T, S), additive or Boolean.
 
 Source: transformers/masking_utils.py; https://huggingface.co/docs/transformers, "attention_mask".
-In a (B, S) mask 1 attends. In four axes floats are added to the logits: 0 attends, the smallest
-finite number of the dtype blocks; True attends under `sdpa`, and is added as 1 under `eager`. A
-row with nothing left is the mean of the values where numbers are added, and 0 under `sdpa` for a
-mask of two axes or a Boolean one.
+A (B, S) mask attends at 1. Floats in four axes are added to the logits: 0 attends, and the smallest
+finite number of the dtype blocks. Booleans in four axes attend at True under `sdpa`; `eager` adds
+True as 1. A fully masked row is the mean of the values if numbers are added, and 0 under `sdpa`
+for a mask of two axes or a Boolean one.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ SCORES = MaskArg(
 )
 ARGUMENTS = (PADDING, SCORES)
 
-# What masks are filled with: the smallest finite number of a dtype, also after a cast to another.
+# Values that block a pair: the smallest finite number of each dtype, also after a cast to another.
 _CONSTANTS = tuple(
     float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
     for dtype in ("float16", "bfloat16", "float32", "float64")
@@ -51,27 +51,27 @@ def import_masks(
     attn_implementation: Literal["eager", "sdpa"] | None = None,
     num_heads: int | None = None,
 ) -> Masks:
-    """What an attention_mask of transformers means.
+    """Imports the attention_mask of a transformers model.
 
     Args:
-      attention_mask: `(B, S)`, 1 or True attends; or `(B, N, T, S)`, floats are added to the
+      attention_mask: `(B, S)`, 1 or True attends; or `(B, N, T, S)`: floats are added to the
         logits, and under `"sdpa"` True attends.
-      is_causal: the model is causal (a decoder) and adds that to a mask of two axes, the last
-        query aligned to the last key. It leaves one of four axes as it is.
-      query_length: T, where the model is causal and the keys begin with a cache; default S.
-      key_length: S, cached keys included; needed beside query_length where there is no mask, and
-        checked against one that there is.
-      attn_implementation: of the model's config.
-      num_heads: N, checked against the shape where given.
+      is_causal: the model is causal (a decoder): it adds a causal mask to a mask of two axes, the
+        last query aligned to the last key. It does not change a mask of four axes.
+      query_length: T, for a causal model whose keys begin with a cache; default S.
+      key_length: S including cached keys; required with query_length if there is no mask, and
+        checked against the mask if there is one.
+      attn_implementation: from the model's config.
+      num_heads: N, checked against the shape if given.
 
     Returns:
-      the mask and the bias. Pairs that hold the smallest number of their dtype, or -inf, are
-      excluded: exactly what they are where the row has another key. Rows with nothing left are
-      means: evaluate with `fully_masked="mean"` to have them. Where such a row mixes constants, so
-      that transformers averages only over the largest, everything stays bias.
+      the mask and the bias. A pair that holds the smallest number of its dtype, or -inf, is
+      excluded; this is exact if the row has another key. A fully masked row is the mean of the
+      values: evaluate with `fully_masked="mean"` to reproduce it. If such a row mixes constants,
+      transformers averages only over the largest, so everything stays bias.
 
     Raises:
-      ValueError: a shape is none of those; a (B, S) mask holds other numbers than 0 and 1; or the
+      ValueError: a shape is not allowed; a (B, S) mask holds numbers other than 0 and 1; or the
         model is causal and T is given without S.
       TypeError: integers in four axes, or Booleans unless under `"sdpa"`.
 
@@ -113,7 +113,7 @@ def import_masks(
 
 
 def _additive(bias: NDArray) -> Masks:
-    """Constants as exclusion, the rest as bias."""
+    """Splits additive values: blocking constants become a mask, the rest stays a bias."""
     blocked = np.isin(bias.astype(np.float64), _CONSTANTS) | np.isneginf(bias)
     lowest = np.where(blocked, bias, 0).min(-1, keepdims=True, initial=0)
     uneven = blocked.all(-1, keepdims=True) & (bias != lowest)
@@ -134,7 +134,7 @@ def export_masks(
     form: Literal["auto", "padding", "scores"] = "auto",
     dtype: DTypeLike = np.float32,
 ) -> dict[str, Any]:
-    """The attention_mask of transformers that means the mask and the bias.
+    """Exports a mask and a bias as the attention_mask of a transformers model.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
@@ -142,16 +142,16 @@ def export_masks(
       batch_size: B.
       query_length: T.
       key_length: S.
-      is_causal: the model is causal and adds that to a mask of two axes; import what comes out
-        with the same query_length and key_length.
-      form: `"padding"` for `(B, S)` integers, `"scores"` for `(B, #N, T, S)` of 0 and the smallest
-        number of the dtype plus the bias, `"auto"` for the first that holds the mask.
-      dtype: of the model.
+      is_causal: the model is causal and adds a causal mask to a mask of two axes. To import the
+        result again, pass the same query_length and key_length.
+      form: `"padding"` for `(B, S)` integers; `"scores"` for `(B, #N, T, S)` of 0 and the smallest
+        number of the dtype, plus the bias; `"auto"` for the first form that can hold the mask.
+      dtype: the dtype of the model.
 
     Raises:
-      ValueError: `"padding"`, and the mask is more than padding; a causal model, and the mask of
-        two axes is not causal; rows beyond a query length; a finite bias outside the range of the
-        dtype (-inf is an exclusion, and becomes its smallest number).
+      ValueError: form `"padding"` and the mask is more than padding; a causal model and a mask that
+        fits two axes but is not causal; queries beyond their length; a finite bias outside the
+        range of the dtype (-inf is an exclusion, and becomes the smallest number).
 
     >>> mask = Mask.lengths(key_value=np.array([1, 3]))
     >>> export_masks(mask, batch_size=2, query_length=3, key_length=3)["attention_mask"].tolist()
@@ -197,7 +197,7 @@ def export_masks(
 
 
 def _narrow(bias: NDArray, dtype: np.dtype[Any]) -> NDArray:
-    """The bias in the dtype of the model, -inf as it is; ValueError for what it cannot hold."""
+    """The bias in the dtype of the model, -inf unchanged; ValueError outside its range."""
     with np.errstate(over="ignore"):
         narrow: NDArray = bias.astype(dtype)
     lost = np.isfinite(bias) & ~np.isfinite(narrow)

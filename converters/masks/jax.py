@@ -1,8 +1,8 @@
 """Masks of jax.nn.dot_product_attention: Boolean, True means attend.
 
-Source: jax/_src/nn/functions.py. A row to which masks leave nothing is the mean of the values, 0
-beyond a query length. Where a bias of -inf excludes every key that the masks leave, it is the mean of the
-values that they block, NaN if they block none.
+Source: jax/_src/nn/functions.py. A row that masks empty returns the mean of the values, or 0 beyond
+a query length. If a bias of -inf excludes every key that the masks allow, the row returns the mean
+of the masked values, or NaN if the masks allow every key.
 """
 
 from dataclasses import replace
@@ -44,23 +44,23 @@ def import_masks(
     query_length: int | None = None,
     emptied_by_bias: Literal["refused", "empty"] = "refused",
 ) -> Masks:
-    """What the mask arguments of `jax.nn.dot_product_attention` mean.
+    """Imports the mask arguments of `jax.nn.dot_product_attention`.
 
     Args:
       bias: added to the logits, broadcastable to `(B, N, T, S)` from the left; -inf excludes.
-      mask: Boolean, broadcastable likewise.
+      mask: Boolean, also broadcastable from the left.
       is_causal: query i attends keys j <= i.
-      query_seq_lengths: `(B,)`; rows beyond are 0.
+      query_seq_lengths: `(B,)`; output rows beyond are 0.
       key_value_seq_lengths: `(B,)`.
       local_window_size: w or (left, right), both inclusive.
-      num_heads: N, checked against the shapes where given.
-      query_length: T, likewise; where no array shows it all rows that there may be count.
-      emptied_by_bias: `"empty"`: a row whose every key is excluded by masks or the bias has
-        nothing left, whichever it was; `"refused"`, since jax.nn answers it otherwise.
+      num_heads: N, checked against the shapes if given.
+      query_length: T, checked likewise; if no array has the axis T, all possible rows count.
+      emptied_by_bias: `"empty"`: a row whose keys are all excluded, by masks or the bias, counts as
+        an empty row; `"refused"` raises, since jax.nn computes such a row differently.
 
     Raises:
-      ValueError: a shape is none of those, or a bias of -inf excludes every key that masks leave
-        to a row.
+      ValueError: a shape is not allowed, or a bias of -inf excludes every key that the masks allow
+        in a row.
       TypeError: the mask is not Boolean, the bias not floating, lengths are not integers.
 
     >>> import_masks(key_value_seq_lengths=np.array([3, 1]), local_window_size=2)[0]
@@ -89,10 +89,10 @@ def import_masks(
 def export_masks(
     mask: Any, bias: Any = None, *, batch_size: int, query_length: int, key_length: int
 ) -> dict[str, Any]:
-    """Keyword arguments of `jax.nn.dot_product_attention` that mean the mask and the bias.
+    """Exports a mask and a bias as keyword arguments of `jax.nn.dot_product_attention`.
 
-    Causal, window and lengths keep their arguments; padding and all else become `mask`. All that
-    fits the sizes is expressed.
+    Causality, window and lengths keep their own arguments; padding and the rest become `mask`.
+    Every mask that fits the sizes can be exported.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
@@ -102,7 +102,7 @@ def export_masks(
       key_length: S.
 
     Raises:
-      ValueError, TypeError: a mask or bias does not fit the sizes or is of another dtype.
+      ValueError, TypeError: a mask or bias does not fit the sizes or has a wrong dtype.
 
     >>> mask = Mask.causal() & Mask.window(2, None)
     >>> export_masks(mask, batch_size=2, query_length=3, key_length=5)
@@ -119,7 +119,7 @@ def export_masks(
         mask = replace(mask, causal_offset=None)
     if mask.window_size is not None:
         left, right = mask.window_size
-        # A window that reaches every key has no bound.
+        # A bound that reaches every key is open.
         arguments["local_window_size"] = (
             T if left is None else left,
             S if right is None else right,

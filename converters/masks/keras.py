@@ -1,14 +1,15 @@
 """Masks of keras.layers.MultiHeadAttention and GroupedQueryAttention: True means attend.
 
 Sources: keras/src/layers/attention/multi_head_attention.py and grouped_query_attention.py.
-Any dtype but Boolean means "nonzero attends", so that an additive mask (0 keeps, -1e9 blocks)
-means its opposite. A row with nothing left is the mean of the values on the fused path, and 0
-where scores are asked for or the dropout rate is not 0.
+A mask of any dtype but Boolean means "nonzero attends", so an additive mask (0 keeps, -1e9 blocks)
+means its opposite. A fully masked row is the mean of the values on the fused path. It is 0 if
+scores are returned or the dropout rate is not 0.
 
-What is blocked gets a finite constant: -2.4e38 on the fused path, and -1e9, or -3e4 in float16,
-where scores are asked for, whose weights are zeroed after the softmax. That is exclusion as long
-as logits stay above the constant; below it (-3e4 in float16) the blocked keys take the whole sum,
-and the row becomes 0. The presets exclude instead: their weights still sum to 1 there.
+The fused path sets masked logits to -2.4e38. The path that returns scores sets them to -1e9 (-3e4
+in float16), and zeroes the masked weights after the softmax. This excludes the keys as long as
+other logits are above the constant; below it (-3e4 in float16) masked keys take the whole sum, and
+the row becomes 0. The presets of `Semantics` exclude masked keys instead, so weights still sum to 1
+there.
 """
 
 import inspect
@@ -36,7 +37,7 @@ from jaxmha.semantics import one_of
 
 Kind = Literal["mha", "gqa"]
 
-# A mask with three axes is (B, T, S) here, not (N, T, S) as in flax.
+# Keras reads a mask with three axes as (B, T, S), flax as (N, T, S).
 _EMPTY = (("fused", "mean"), ("scores", "zero"))
 ARGUMENTS = tuple(
     MaskArg(name, axes, field=field, other="nonzero", empty=_EMPTY)
@@ -48,7 +49,7 @@ ARGUMENTS = tuple(
     )
 )
 _POSITIONS: tuple[MaskArg, ...] = ARGUMENTS[1:]
-_WRITTEN = ARGUMENTS[0]._replace(axes=ARGUMENTS[0].axes[1:])  # (S) alone is no mask in Keras
+_WRITTEN = ARGUMENTS[0]._replace(axes=ARGUMENTS[0].axes[1:])  # Keras refuses axes (S) alone
 
 
 def import_masks(
@@ -63,27 +64,27 @@ def import_masks(
     implicit: bool = False,
     num_heads: int | None = None,
 ) -> Masks:
-    """What the mask arguments of a Keras attention layer mean.
+    """Imports the mask arguments of a Keras attention layer.
 
     Args:
-      attention_mask: `(T, S)`, `(B, T, S)` or `(B, N, T, S)`, any axis but the last two absent
-        or any axis 1; `(S,)` beside another mask. True or nonzero attends.
+      attention_mask: `(T, S)`, `(B, T, S)` or `(B, N, T, S)`, where any axis may have size 1; also
+        `(S,)` together with another mask. True or nonzero attends.
       use_causal_mask: query i attends keys j <= i.
       query_mask: `(B, T)`.
       value_mask: `(B, S)`.
       key_mask: `(B, S)`.
-      sliding_window: of the layer, w keeps |i - j| < w.
+      sliding_window: the setting of the layer; w allows |i - j| < w.
       kind: `"mha"` for MultiHeadAttention, `"gqa"` for GroupedQueryAttention.
-      implicit: the query's mask is carried by the query tensor (`mask_zero`, `Masking`), not
-        given: MultiHeadAttention ignores one that is given.
-      num_heads: N; where there are four axes beside `(B, S)` masks and B = N, Keras applies row b
-        of the latter to head b, and so does what is returned.
+      implicit: the query tensor carries the query's mask (`mask_zero`, `Masking`) and the caller
+        does not pass it: MultiHeadAttention ignores a query_mask that is passed.
+      num_heads: N. If a four-axis mask is given together with `(B, S)` masks and B = N, Keras
+        applies row b of the latter to head b, and so does the returned mask.
 
     Returns:
-      the mask (None: no condition) and None, since nothing in Keras is added to the logits.
+      the mask (None: no condition) and None, since Keras adds nothing to the logits.
 
     Raises:
-      ValueError: a shape is none of those, Keras would ignore the mask, fail, or read it
+      ValueError: a shape is not allowed; or Keras would ignore the mask, fail on it, or read it
         differently on its two paths.
 
     >>> mask, _ = import_masks(value_mask=np.array([[1, 1, 0]]), use_causal_mask=True)
@@ -117,7 +118,7 @@ def import_masks(
 
 
 def _one_reading(mask: NDArray, kind: Kind) -> None:
-    """Raises ValueError where Keras has none, or two, for a mask without others beside it."""
+    """Raises ValueError if Keras fails on a lone mask, or reads it differently on its two paths."""
     if mask.ndim == 1:
         raise ValueError(
             f"attention_mask: keras fails on axes (S) without another mask, got shape {mask.shape}: "
@@ -135,7 +136,7 @@ def _one_reading(mask: NDArray, kind: Kind) -> None:
 
 
 def _beside_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None) -> MaskArg:
-    """How Keras reads a (B, S) mask beside a (B, N, T, S) one: aligned to (N, T, S)."""
+    """Axes of a (B, S) mask next to a (B, N, T, S) mask: Keras aligns it to (N, T, S)."""
     value = values[row.name]
     if value is None or len(to_numpy(value)) == 1:
         return row
@@ -158,22 +159,23 @@ def export_masks(
     kind: Kind = "mha",
     per_head: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of a Keras attention layer that mean the mask.
+    """Exports a mask as keyword arguments of a Keras attention layer.
 
-    Causal becomes `use_causal_mask`, padding and lengths of keys `value_mask`, padding of queries
-    `query_mask` (GroupedQueryAttention) or part of `attention_mask`, all else the latter.
+    Causality becomes `use_causal_mask`; padding and lengths of keys become `value_mask`; padding of
+    queries becomes `query_mask` (GroupedQueryAttention) or part of `attention_mask`; the rest
+    becomes `attention_mask`.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.
-      bias: only of 0 and -inf.
+      bias: holds only 0 and -inf.
       query_length: T.
       key_length: S.
       kind: `"mha"` or `"gqa"`.
-      per_head: allows `attention_mask` to have four axes. Keras documents three; it takes four
+      per_head: allows `attention_mask` to have four axes. Keras documents three, but accepts four
         as long as no tensor carries a mask.
 
     Raises:
-      ValueError: a shape does not fit, rows beyond a query length, additive values, or a mask per
+      ValueError: a shape does not fit; queries beyond their length; additive values; or a mask per
         head without `per_head`.
 
     >>> sorted(export_masks(Mask.causal() & Mask.lengths(key_value=np.array([1, 3])),
@@ -197,7 +199,7 @@ def export_masks(
     rest = array_of(mask, T, S, apart)
     if rest is not None and rest.shape[1] > 1:
         joined = array_of(whole, T, S)
-        if joined is not None and joined.shape[1] == 1:  # where heads differ, all else hides it
+        if joined is not None and joined.shape[1] == 1:  # other masks hide where heads differ
             return {"attention_mask": write(_WRITTEN, joined, {})}
         if not per_head:
             raise ValueError(
@@ -205,7 +207,7 @@ def export_masks(
                 f"{rest.shape[1]} heads: give one layer per mask, or, where no tensor carries a "
                 "mask of its own, say per_head=True for an attention_mask of (B, N, T, S)"
             )
-        rest = array_of(mask, T, S)  # no position mask may stand beside four axes
+        rest = array_of(mask, T, S)  # Keras does not combine (B, S) masks with four axes
     else:
         for name, (side, length) in sides.items():
             padding = padding_of(mask, side, length)
@@ -217,13 +219,13 @@ def export_masks(
 
 
 class Arrived(NamedTuple):
-    """The masks of one call of one attention layer.
+    """The masks that reach one call of one attention layer.
 
     Attributes:
-      layer: its name, "" for the layer itself.
-      arguments: what arrived, for `import_masks(**arguments)`.
-      lost: the masks that a tensor carries by the plan of a functional model, or by the inputs
-        of a layer, and that did not arrive.
+      layer: the name of the layer, "" for the layer itself.
+      arguments: the masks that reached it, as arguments of `import_masks`.
+      lost: masks that did not reach it, although a tensor carries them according to the graph of a
+        functional model or the inputs of a layer.
     """
 
     layer: str
@@ -239,7 +241,7 @@ def attention_classes() -> tuple[Any, ...]:
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every attention layer in a model by its name; "" for the model itself."""
+    """Name and layer of every attention layer in a model; "" for the model itself."""
     if isinstance(model, attention_classes()):
         yield "", model
         return
@@ -251,11 +253,11 @@ def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
-    """Calls a live model or attention layer and tells which masks really arrive, call by call.
+    """Calls a live model or attention layer and records which masks reach each attention layer.
 
-    Keras loses masks: MultiHeadAttention erases the masks of its input tensors, so that a second
-    layer on the same tensors, in a post-norm stack every layer but the first, runs unmasked.
-    The inputs keep the masks that they carry.
+    Keras loses masks: MultiHeadAttention erases the masks of its input tensors, so a second layer
+    on the same tensors runs unmasked (in a post-norm stack, every layer but the first). This
+    function leaves the masks of the inputs unchanged.
 
     Source: keras/src/layers/layer.py, `Layer.__call__`, and the two layers' `call`.
     """
@@ -290,7 +292,7 @@ def _planned(layer: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _carried(call: dict[str, Any]) -> tuple[str, ...]:
-    """A key that is not given, or is the value, adds no mask of its own."""
+    """Names of the masks that the tensors carry; a key adds none if it is missing or the value."""
     names = ["query", "value"] + ["key"] * (call.get("key") is not None)
     return tuple(
         f"{name}_mask" for name in names if getattr(call[name], "_keras_mask", None) is not None
@@ -300,7 +302,7 @@ def _carried(call: dict[str, Any]) -> tuple[str, ...]:
 def _recorded(
     layers: list[tuple[str, Any]], calls: list[tuple[Any, str, dict[str, Any]]]
 ) -> Iterator[None]:
-    """Notes what every layer makes its mask of, as long as the context lasts."""
+    """Records the mask arguments of every layer while the context is open."""
 
     def watch(name: str, layer: Any) -> None:
         merge, compute = layer._compute_attention_mask, layer._compute_attention

@@ -1,4 +1,4 @@
-"""What is suspicious about mask arguments, in plain words, each with its fix."""
+"""Lints the mask arguments of a call: explains each suspicious one in plain words, with a fix."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from jaxmha.semantics import one_of
 
 FRAMEWORKS = ("torch", "sdpa", "keras", "flax", "jax", "huggingface")
 SIZES = {"B": "batch_size", "N": "num_heads", "T": "query_length", "S": "key_length"}
-# Arguments of the framework's call that say nothing about masks.
+# Arguments of each framework's call that do not concern masks.
 OTHERS: dict[str, str] = {
     "torch": "query key value average_attn_weights",
     "sdpa": "query key value dropout_p scale enable_gqa",
@@ -40,19 +40,19 @@ def lint_masks(
     dtype: Any = None,
     **arguments: Any,
 ) -> list[Finding]:
-    """What is suspicious about the mask arguments of one call; nothing that is right is named.
+    """Lists what is suspicious about the mask arguments of one call; correct masks give no finding.
 
     Args:
       framework: one of `torch` (nn.MultiheadAttention), `sdpa`, `keras`, `flax`, `jax`,
         `huggingface`.
-      batch_size, num_heads, query_length, key_length: B, N, T, S of the call; the more are
-        known, the more is seen.
-      dtype: compute dtype of the model, of any framework, where it is not that of the mask.
-      arguments: the framework's own, as `import_masks` takes them; others of its call, such as
-        `query` or `scale`, may be there too.
+      batch_size, num_heads, query_length, key_length: B, N, T, S of the call; more known sizes
+        allow more checks.
+      dtype: compute dtype of the model, for any framework, if it differs from that of the mask.
+      arguments: the framework's own, as `import_masks` takes them; other arguments of the call,
+        such as `query` or `scale`, are accepted and ignored.
 
     Raises:
-      ValueError: an unknown framework. TypeError: an argument that neither has.
+      ValueError: an unknown framework. TypeError: an argument that the call does not have.
 
     >>> padding = np.array([[True, True, False], [True, True, True]])  # True = a token
     >>> for finding in lint_masks("torch", key_padding_mask=padding):
@@ -82,7 +82,7 @@ def _module(framework: str) -> Any:
 
 
 def _of_masks(framework: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that `import_masks` takes; TypeError for any that the framework has not."""
+    """The arguments that `import_masks` takes; TypeError for one that the framework lacks."""
     taken = signature(_module(framework).import_masks).parameters
     others = OTHERS[framework].split()
     for name in arguments:
@@ -140,7 +140,7 @@ def _is_causal(framework: str, arguments: Mapping[str, Any]) -> Iterator[Finding
 def _row_to_head(
     framework: str, arguments: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """Keras aligns (B, S) beside (B, N, T, S) to (N, T, S)."""
+    """Finds a (B, S) mask that Keras aligns to (N, T, S) because another mask is (B, N, T, S)."""
     mask = arguments.get("attention_mask")
     if framework != "keras" or mask is None or to_numpy(mask).ndim != 4:
         return
@@ -160,7 +160,7 @@ def _row_to_head(
 def _whole(
     framework: str, arguments: dict[str, Any], sizes: Mapping[str, int], known: set[str]
 ) -> Iterator[Finding]:
-    """Findings about all arguments together: refused, or rows with nothing left."""
+    """Findings about all arguments together: refused by `import_masks`, or fully masked rows."""
     importer = _module(framework).import_masks
     taken = signature(importer).parameters
     named = {SIZES[letter]: n for letter, n in sizes.items() if framework != "sdpa"}
@@ -201,7 +201,7 @@ def _whole(
 def _lengths(
     letter: str, axis: int, mask: Any, bias: Any, fields: Mapping[str, Any]
 ) -> Iterator[int]:
-    """Sizes of an axis that the arrays of a mask and a bias show."""
+    """The sizes of an axis in the arrays of a mask and a bias."""
     arrays = [bias, None if mask is None else mask.array]
     yield from (x.shape[axis] for x in arrays if x is not None and x.shape[axis] != 1)
     if fields.get(letter) is not None:

@@ -1,4 +1,4 @@
-"""The checks of the linter: what each looks at, and what it says."""
+"""The checks of the mask linter, each with its message."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,13 +11,13 @@ from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.dims import parse
 
 FLOAT16_LOWEST = -65504.0
-# Constants that stand for exclusion begin here; between the two the logits of a row of nothing
-# else survive their sum, so that it attends as if unmasked.
+# Additive values up to CONSTANT are meant to exclude. Values between CONSTANT and SWALLOWS are too
+# weak: logits of a fully masked row survive the sum, so that it attends as if unmasked.
 CONSTANT, SWALLOWS = -1e3, -1e8
 
 
 class Finding(NamedTuple):
-    """One suspicion: its name, the argument, what is wrong, and what to do."""
+    """One suspicious argument: the name of the problem, the argument, a description, and a fix."""
 
     name: str
     argument: str
@@ -29,9 +29,9 @@ class Finding(NamedTuple):
 
 
 class Given(NamedTuple):
-    """An argument, how its axes are read, and the pairs that the framework attends by it.
+    """An argument with the axes it is read by, and the pairs that it lets the framework attend.
 
-    `letters` are the axes of `keep`, `(B N)` split in two where N is known.
+    `letters` are the axes of `keep`; `(B N)` is split in two if N is known.
     """
 
     argument: MaskArg
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 def given(argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: Any) -> Given | None:
-    """None where no axes fit: `import_masks` says so itself.
+    """The argument read by its axes, or None if no axes fit: `import_masks` reports that itself.
 
     >>> given(MaskArg("mask", ("T S",)), np.ones((2, 3), bool), {}, None).sizes
     {'T': 2, 'S': 3}
@@ -66,7 +66,7 @@ def given(argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: An
 
 
 def blocked_by(added: NDArray) -> NDArray:
-    """Where values that are added to the logits stand for exclusion.
+    """True where an additive value is meant to exclude.
 
     >>> blocked_by(np.array([0.0, -1e4, -np.inf])).tolist(), blocked_by(np.array([-2e3, 1.0])).any()
     ([False, True, True], np.False_)
@@ -79,7 +79,7 @@ def blocked_by(added: NDArray) -> NDArray:
 
 
 def _constant(values: NDArray) -> float | None:
-    """c, where there are two finite values, 0 and a low constant c."""
+    """The constant c, if the finite values are exactly 0 and a low constant c."""
     finite = values[np.isfinite(values)]
     lowest = float(finite.min(initial=0))
     two = bool(np.all((finite == 0) | (finite == lowest)))
@@ -87,7 +87,7 @@ def _constant(values: NDArray) -> float | None:
 
 
 def _name_of(dtype: Any) -> str:
-    """Of a dtype of NumPy, JAX, torch or TensorFlow."""
+    """The name of a dtype of NumPy, JAX, torch or TensorFlow."""
     if type(dtype).__module__.split(".")[0] == "torch":
         return str(dtype).removeprefix("torch.")
     named = isinstance(getattr(dtype, "name", None), str)
@@ -95,13 +95,13 @@ def _name_of(dtype: Any) -> str:
 
 
 def _flat(keep: NDArray, tail: int) -> NDArray:
-    """All axes but the last `tail` as one."""
+    """Merges all axes but the last `tail` into one."""
     lead = keep.ndim - tail
     return keep.reshape(math.prod(keep.shape[:lead]), *keep.shape[lead:])
 
 
 def _pairs(given: Given) -> NDArray | None:
-    """Every (T, S) slice, where both axes are there and longer than 1."""
+    """Every (T, S) slice, if both axes are present and longer than 1."""
     if given.letters[-2:] != ("T", "S") or min(given.keep.shape[-2:]) < 2:
         return None
     slices = _flat(given.keep, 2)
@@ -109,7 +109,7 @@ def _pairs(given: Given) -> NDArray | None:
 
 
 def _rows(given: Given) -> NDArray | None:
-    """Padding of every batch row `(B, S)`, where that is all that the argument says."""
+    """The padding of every batch row `(B, S)`, if the argument holds nothing else."""
     if given.letters[-1] != "S" or not given.keep.size:
         return None
     keep = given.keep
@@ -123,18 +123,18 @@ def _rows(given: Given) -> NDArray | None:
 
 
 def _one_block(rows: NDArray) -> bool:
-    """Whether True is a prefix of every row, or a suffix of every row: tokens beside padding."""
+    """True if True is a prefix of every row or a suffix of every row, as tokens and padding."""
     steps = np.diff(rows.astype(int), axis=1)
     return bool((steps <= 0).all() or (steps >= 0).all())
 
 
 def _products(slices: NDArray) -> tuple[NDArray, NDArray]:
-    """Per slice, the rows and the columns in which anything is True."""
+    """For each slice, the rows and the columns that contain a True."""
     return np.asarray(slices.any(2)), np.asarray(slices.any(1))
 
 
 def _paddings(slices: NDArray) -> NDArray | None:
-    """Padding `(B, S)` of a batch of `(T, S)` slices that differ by it alone."""
+    """Padding `(B, S)` of a batch of `(T, S)` slices, if they differ only by it."""
     rows = np.asarray(slices.any(1))
     if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
         return None
@@ -144,13 +144,13 @@ def _paddings(slices: NDArray) -> NDArray | None:
 
 
 def _band(rows: NDArray) -> bool:
-    """Whether both edges move to the right from row to row, as in a causal mask or a window."""
+    """True if both edges move right from row to row, as in a causal mask or a window."""
     edges = [rows.argmax(1), rows.shape[1] - rows[:, ::-1].argmax(1)]
     return all((np.diff(edge) >= 0).all() for edge in edges)
 
 
 def _is_inverted_causal(slices: NDArray) -> bool:
-    """Whether what is hidden is a triangle, at either corner, cut by padding of tokens."""
+    """True if the hidden pairs form a causal triangle, at either corner, cropped by padding."""
     T, S = slices.shape[1:]
     hidden = ~slices
     rows, columns = _products(hidden)
@@ -160,7 +160,7 @@ def _is_inverted_causal(slices: NDArray) -> bool:
         shown = slices[:, ~past].all() and not past.all()
         if not shown or not (hidden == (past & cut)).all() or not _one_block(columns):
             continue
-        # A triangle shows in a slice of three positions at least, and padding alone has none.
+        # At least three positions are needed to see a triangle; padding alone contains none.
         if (hidden == past).all():
             return True
         if ((~past & cut).any((1, 2)) & (columns.sum(1) > 2)).any():
@@ -169,7 +169,7 @@ def _is_inverted_causal(slices: NDArray) -> bool:
 
 
 def _is_inverted_padding(hidden: NDArray, length: int) -> bool:
-    """Whether `(B, S)` hides all of the longest row, and every other is one block of tokens."""
+    """True if `(B, S)` hides all of the longest row, and one block of tokens in every other row."""
     return length > 1 and _one_block(hidden) and bool(hidden.all(1).any() and hidden.any(1).all())
 
 
@@ -269,7 +269,7 @@ def _head_order(given: Given) -> Finding | None:
     if (values == values[:, :1]).all() or not (other == other[:1]).all() or not of_batch:
         return None
     if B != N and (values == values[:1]).all():
-        return None  # masks of heads, the same for every batch row
+        return None  # a mask per head, equal for all batch rows
     return Finding(
         "head order",
         given.argument.name,
@@ -280,7 +280,7 @@ def _head_order(given: Given) -> Finding | None:
 
 
 def _wrong_axis(given: Given) -> Finding | None:
-    """A batch of paddings whose batch axis is read as another of the same size."""
+    """Finds a batch of paddings whose batch axis is read as another axis of the same size."""
     B = given.sizes.get("B")
     if B is None or B < 2 or not given.keep.size:
         return None

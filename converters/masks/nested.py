@@ -1,7 +1,7 @@
-"""Nested (ragged) tensors of torch: sequences of unequal lengths, in and out.
+"""Imports and exports nested (ragged) tensors of torch: sequences of unequal lengths.
 
-`torch.nn.MultiheadAttention` and `scaled_dot_product_attention` take them in place of masks:
-every row attends its own keys. Here they are padded with lengths, or packed with segments.
+`torch.nn.MultiheadAttention` and `scaled_dot_product_attention` take them instead of masks: every
+row attends its own keys. This module pads them with lengths, or packs them with segments.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jaxmha.extras import needed
 from jaxmha.semantics import one_of
 
 Axes: TypeAlias = Literal["B T D", "B T N H", "B N T H"]
-# Each row of a nested tensor, and the same with its length first.
+# Axes of each row of a nested tensor, and the same row with its length first.
 ROWS = {"B T D": ("T D", "T D"), "B T N H": ("T N H", "T N H"), "B N T H": ("N T H", "T N H")}
 
 
@@ -28,26 +28,25 @@ def import_nested(
     axes: Axes = "B T D",
     packed: bool = False,
 ) -> tuple[NDArray, NDArray, NDArray, Mask]:
-    """Arrays and the mask that stand for nested tensors.
+    """Converts nested tensors to dense arrays and the equivalent mask.
 
     Args:
       query, key, value: nested tensors of either layout (strided, jagged), or sequences of
         arrays; key defaults to query, value to key.
       axes: `B T D` as `nn.MultiheadAttention` takes them, `B N T H` as SDPA does.
-      packed: one row that holds all sequences, with segments; else rows padded with zeros, with
+      packed: True packs all sequences into one row with segments; False pads rows with zeros, with
         lengths.
 
-    For causal attention within each sequence add `Mask.causal()`; packed, only where key has the
-    lengths of query. Torch itself ignores `is_causal` beside nested tensors in its layer, and
-    refuses masks.
+      For causal attention within each sequence add `Mask.causal()`; if packed, only if key has the
+      lengths of query. For nested tensors, torch's own layer ignores `is_causal` and refuses masks.
 
     Returns:
-      query, key, value, `(B, T, ...)` or packed `(1, T, ...)`, heads after the length; and the
-      mask. Rows beyond a length are 0.
+      query, key, value as `(B, T, ...)` or packed `(1, T, ...)`, the head axis after the length;
+      and the mask. Entries beyond a length are 0.
 
     Raises:
-      ValueError: there are no rows, or a row has other axes or sizes than the first; key and value,
-        or query and key, do not have as many rows, or key and value not the same lengths.
+      ValueError: there are no rows; a row has other axes or sizes than the first; query, key and
+        value differ in their number of rows; or key and value differ in their lengths.
 
     >>> query, key, value, mask = import_nested([np.ones((2, 4)), np.ones((3, 4))])
     >>> query.shape, mask.query_lengths.tolist()
@@ -79,16 +78,16 @@ def import_nested(
 def export_nested(
     array: Any, lengths: Sequence[int], *, axes: Axes = "B T D", jagged: bool = False
 ) -> Any:
-    """A nested tensor of torch from an array `(B, T, ...)`, or packed `(1, sum of lengths, ...)`.
+    """Converts an array `(B, T, ...)`, or packed `(1, sum of lengths, ...)`, to a nested tensor.
 
     Args:
-      array: heads after the length, as `import_nested` returns them.
-      lengths: of each row.
+      array: the head axis after the length, as `import_nested` returns it.
+      lengths: the length of each row.
       axes: of the tensor.
-      jagged: torch.jagged in place of torch.strided.
+      jagged: True returns layout torch.jagged, False torch.strided.
 
     Raises:
-      ValueError: the array has neither a row for each length, nor all in one; there are no lengths.
+      ValueError: there are no lengths; the array has neither one row per length nor one for all.
 
     >>> import warnings
     >>> with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
@@ -115,7 +114,7 @@ def export_nested(
             f"packed (1, {sum(lengths)}, ...), got shape {array.shape}"
         )
     theirs, ours = ROWS[axes]
-    if jagged:  # whose ragged axis is the first, until it is turned
+    if jagged:  # torch needs the ragged axis first; it is transposed below
         tensor = torch.nested.nested_tensor([to_torch(row) for row in rows], layout=torch.jagged)
         return tensor if theirs == ours else tensor.transpose(1, 2)
     turned = [to_torch(rearrange(row, f"{ours} -> {theirs}")) for row in rows]
@@ -123,7 +122,7 @@ def export_nested(
 
 
 def _rows(name: str, tensor: Any, axes: Axes) -> list[NDArray]:
-    """The sequences, heads after the length; those without positions too."""
+    """The sequences, the head axis after the length; includes sequences of length 0."""
     theirs, ours = ROWS[axes]
     rows = [to_numpy(row) for row in (tensor.unbind() if hasattr(tensor, "unbind") else tensor)]
     if not rows:

@@ -1,8 +1,8 @@
-"""Masks of torch.nn.functional.scaled_dot_product_attention, in and out.
+"""Imports and exports masks of torch.nn.functional.scaled_dot_product_attention.
 
-True means attend, the opposite of torch.nn.MultiheadAttention. Queries there are `(B, N, T, H)`.
-`enable_gqa` needs nothing: query head n reads key/value head `n // (N // K)` there and here.
-A row with nothing left is 0: `jaxmha.Semantics.torch_sdpa()`.
+True means attend, the opposite of torch.nn.MultiheadAttention. Queries are `(B, N, T, H)`.
+`enable_gqa` needs no conversion: query head n reads key/value head `n // (N // K)` in torch and in
+jaxmha. A fully masked row is 0: `jaxmha.Semantics.torch_sdpa()`.
 """
 
 import math
@@ -30,20 +30,20 @@ def import_masks(
     num_heads: int | None = None,
     kernel: Literal["flash", "math"] = "flash",
 ) -> Masks:
-    """What the mask arguments of a call mean, for `jaxmha.dot_product_attention`.
+    """Imports the mask arguments of a call, for `jaxmha.dot_product_attention`.
 
     Args:
       attn_mask: Boolean (True = attend) or added to the logits; `(T, S)`, `(N, T, S)` or
         `(B, N, T, S)`, each axis of full size or 1.
       is_causal: query i attends keys j <= i (top-left).
-      num_heads: N, to check the shape by.
-      kernel: what torch computes it with. Its documentation forbids attn_mask beside
-        `is_causal`; `flash`, the default on CPU, applies both, and `math` refuses: with a mask
-        of 3 axes or one that wants a gradient, with dropout, with value heads of another width,
-        and where `sdpa_kernel` asks for it.
+      num_heads: N, to check the shape.
+      kernel: torch's backend. The documentation forbids attn_mask together with `is_causal`.
+        `flash`, the default on CPU, applies both; `math` refuses. Torch uses `math` for a mask with
+        3 axes or with a gradient, for dropout, for value heads of another width, and if
+        `sdpa_kernel` selects it.
 
     Returns:
-      `(mask, bias)`, each None where there is none; floats of only 0 and -inf are a mask.
+      `(mask, bias)`, each None if absent; floats of only 0 and -inf become a mask.
 
     Raises:
       ValueError: a shape does not fit, or the kernel refuses. TypeError: an integer mask.
@@ -80,16 +80,16 @@ def export_masks(
     key_length: int,
     batch_size: int | None = None,
 ) -> dict[str, Any]:
-    """The arguments `attn_mask` and `is_causal` that mean the same in every kernel.
+    """Exports a mask and a bias as `attn_mask` and `is_causal`, with one meaning in every kernel.
 
     Args:
       mask: a `Mask`, or a Boolean array broadcastable to `(B, N, T, S)`, True = attend.
       bias: added to the logits, the same shapes.
       num_heads, query_length, key_length: N, T, S.
-      batch_size: B; None: queries are `(N, T, H)`.
+      batch_size: B; None means that queries are `(N, T, H)`.
 
     Raises:
-      ValueError, TypeError: a mask or bias does not fit the sizes or is of another dtype.
+      ValueError, TypeError: a mask or bias does not fit the sizes or has a wrong dtype.
 
     >>> export_masks(Mask.causal(), num_heads=2, query_length=3, key_length=5)
     {'is_causal': True}

@@ -1,8 +1,8 @@
-"""Mask arguments as data.
+"""Mask arguments as tables.
 
-A framework's mask argument is a few facts: its name, the axes it may have, what True means, and
-what values of another dtype mean. Reading is one einops arrow to canonical axes, writing the same
-arrow turned round.
+An entry of the table gives the name of a framework's mask argument, the axes it may have, the
+meaning of True, and the meaning of values of another dtype. Reading is one einops arrow to
+canonical axes; writing is the same arrow reversed.
 """
 
 import re
@@ -19,7 +19,7 @@ from jaxmha.dims import bind, parse
 
 Masks = tuple[Mask | None, NDArray | None]
 
-# Axes of the fields of a `Mask` that an argument can be.
+# Fields of a `Mask` that an argument can become, with their axes.
 FIELDS = {
     "array": "B N T S",
     "query_padding": "B T",
@@ -33,14 +33,14 @@ class MaskArg(NamedTuple):
     """One argument of a framework.
 
     Attributes:
-      name: as the framework calls it.
-      axes: what it may have, the smallest first, no two of one rank; `#B` may be of size 1.
-      keep: whether True means attend.
-      field: of `Mask`, what it says.
-      other: what values that are not Boolean mean: `refused`, floats are `added` to the logits
-        (integers refused), or `nonzero` is True.
-      empty: what the framework answers a row to which this argument leaves nothing, by the path
-        through it ("" where all agree).
+      name: the framework's name for it.
+      axes: the allowed axes, the smallest first, each of another rank; `#B` may have size 1.
+      keep: True if True means attend.
+      field: the field of `Mask` that it becomes.
+      other: the meaning of values that are not Boolean: `refused`; floats are `added` to the logits
+        (integers are refused); or `nonzero` counts as True.
+      empty: the framework's output for a row that this argument masks fully, by code path ("" if
+        all paths agree).
     """
 
     name: str
@@ -52,12 +52,12 @@ class MaskArg(NamedTuple):
 
 
 def read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
-    """The argument as a mask, or as a bias `(#B, #N, #T, #S)` where its values are added.
+    """Imports the argument as a mask, or as a bias `(#B, #N, #T, #S)` if its values are added.
 
-    `sizes` are those known; those that the argument fixes are added to them.
+    `sizes` holds the known sizes; sizes that the argument determines are added to it.
 
     Raises:
-      ValueError: its shape is none of those allowed. TypeError: its dtype is not allowed.
+      ValueError: its shape is not allowed. TypeError: its dtype is not allowed.
 
     >>> sizes = {"N": 3}
     >>> mask, bias = read(MaskArg("blocked", ("(B N) T S",), keep=False), np.eye(2)[:1] > 0, sizes)
@@ -85,10 +85,10 @@ def read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
 
 
 def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArray:
-    """A canonical array, Boolean or additive, with the smallest axes that hold it.
+    """Exports a canonical array, Boolean or additive, with the smallest axes that can hold it.
 
     Raises:
-      ValueError: none of the axes of the argument does; names those it varies over.
+      ValueError: no axes of the argument can; the message names the axes along which it varies.
 
     >>> argument = MaskArg("blocked", ("T S", "(B N) T S"), keep=False)
     >>> write(argument, np.ones((1, 1, 1, 5), bool), {"B": 2, "N": 3, "T": 4, "S": 5}).shape
@@ -118,7 +118,7 @@ def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArra
 
 
 def canonical_bias(bias: Any, sizes: Mapping[str, int]) -> NDArray:
-    """A bias with four axes, each of full size or 1; nothing is rounded.
+    """Expands a bias to four axes, each of full size or 1; nothing is rounded.
 
     Raises:
       ValueError: its shape does not fit. TypeError: it is not floating.
@@ -135,7 +135,7 @@ def canonical_bias(bias: Any, sizes: Mapping[str, int]) -> NDArray:
 
 
 def exclusions(bias: NDArray) -> NDArray | None:
-    """A bias of only 0 and -inf adds nothing: as a mask, True = attend. None: it does add.
+    """Converts a bias of only 0 and -inf to a mask, True = attend; None if it adds other values.
 
     >>> exclusions(np.array([0.0, -np.inf]))
     array([ True, False])
@@ -156,7 +156,7 @@ def _axes(argument: MaskArg, shape: tuple[int, ...], sizes: dict[str, int]) -> s
 
 
 def _arrow(array: NDArray, source: str, target: str, sizes: Mapping[str, int]) -> NDArray:
-    """Rearranges; letters that only one side has are axes of size 1."""
+    """Rearranges axes; a letter on only one side of the arrow is an axis of size 1."""
     left, right = source.replace("#", ""), target.replace("#", "")
     have, want = ({a for group in parse(axes) for a in group} for axes in (left, right))
     left, right = _keep(left, want), _keep(right, have)

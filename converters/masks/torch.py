@@ -1,7 +1,7 @@
-"""Masks of torch.nn.MultiheadAttention and F.multi_head_attention_forward, in and out.
+"""Imports and exports masks of torch.nn.MultiheadAttention and F.multi_head_attention_forward.
 
-True means blocked. What `is_causal` does, and what a row with nothing left answers, depends on
-the path that torch takes: `jaxmha.Semantics.torch(path)` is the answer of each.
+True means blocked. The effect of `is_causal` and the output of a fully masked row depend on the
+code path that torch takes: `jaxmha.Semantics.torch(path)` describes each.
 """
 
 import math
@@ -47,28 +47,28 @@ def import_masks(
     add_zero_attn: bool = False,
     path: Path | None = None,
 ) -> Masks:
-    """What the mask arguments of a call mean, for `jaxmha.multi_head_attention`.
+    """Imports the mask arguments of a call, for `jaxmha.multi_head_attention`.
 
     Args:
       num_heads: N, needed to split the first axis of a 3-D attn_mask.
       attn_mask: `(T, S)` or `(B*N, T, S)`; Boolean (True = blocked) or added to the logits.
-      key_padding_mask: `(B, S)`, or `(S,)` for unbatched inputs; the same.
-      is_causal: torch's hint; on the path `sdpa` without a key_padding_mask it *replaces*
-        attn_mask by the top-left triangle, which also hides extra positions; else it does nothing.
-      need_weights: as in the call; decides between the paths `weights` and `sdpa`.
-      add_bias_kv: whether the module has `bias_k` and `bias_v`.
-      add_zero_attn: whether it has that flag.
-      path: `native` where torch takes its fast path in eval (`path_of` tells).
+      key_padding_mask: `(B, S)`, or `(S,)` for unbatched inputs; same values as attn_mask.
+      is_causal: torch's hint. On the path `sdpa` without a key_padding_mask it *replaces* attn_mask
+        by the top-left triangle, which also hides extra positions; otherwise it has no effect.
+      need_weights: as in the call; it selects the path `weights` or `sdpa`.
+      add_bias_kv: True if the module has `bias_k` and `bias_v`.
+      add_zero_attn: True if the module has that flag.
+      path: `native` if torch takes its fast path in eval mode (see `path_of`).
 
     Masks do not depend on `batch_first`, `average_attn_weights`, `use_separate_proj_weight`,
-    `static_k` and `static_v`. A mask that torch drops unread is checked all the same.
+    `static_k` and `static_v`. A mask that torch ignores is checked nevertheless.
 
     Returns:
-      `(mask, bias)`, each None where there is none. Padding stays padding, a triangle that the
-      hint announces is causal, and floats of only 0 and -inf are a mask.
+      `(mask, bias)`, each None if absent. Padding stays padding, a triangle announced by the hint
+      becomes causal, and floats of only 0 and -inf become a mask.
 
     Raises:
-      ValueError: a shape does not fit; or torch refuses `is_causal` without attn_mask; or does
+      ValueError: a shape does not fit; torch refuses `is_causal` without attn_mask; or torch does
         not take its native path with these arguments.
       TypeError: a mask is neither Boolean nor floating.
 
@@ -123,20 +123,21 @@ def export_masks(
     add_bias_kv: bool = False,
     add_zero_attn: bool = False,
 ) -> dict[str, Any]:
-    """The arguments `attn_mask`, `key_padding_mask` and `is_causal` that mean the same.
+    """Exports a mask and a bias as `attn_mask`, `key_padding_mask` and `is_causal`.
 
-    They mean it on every path. Key padding and key lengths become `key_padding_mask`, all else
-    `attn_mask`; where one has values to add both are floating, as torch asks.
+    The arguments have the same meaning on every path. Key padding and key lengths become
+    `key_padding_mask`, the rest `attn_mask`. If one of them adds values, both are floating, as
+    torch requires.
 
     Args:
       mask: a `Mask`, or a Boolean array broadcastable to `(B, N, T, S)`, True = attend.
       bias: added to the logits, the same shapes.
       num_heads, query_length, key_length: N, T, S.
-      batch_size: B; None: the inputs have no batch axis.
-      add_bias_kv, add_zero_attn: of the module; extra positions follow the S given ones.
+      batch_size: B; None means that the inputs have no batch axis.
+      add_bias_kv, add_zero_attn: of the module; its extra positions follow the S given ones.
 
     Raises:
-      ValueError: torch cannot express it; says why, and what comes nearest.
+      ValueError: torch cannot express the mask; the message says why, and names the closest option.
 
     >>> export_masks(Mask.causal(), num_heads=2, query_length=2, key_length=2)
     {'attn_mask': array([[False,  True], [False, False]]), 'is_causal': True}
@@ -218,10 +219,10 @@ def path_of(
     need_weights: bool = True,
     why: bool = False,
 ) -> Path | tuple[Path, str]:
-    """The path that a live `torch.nn.MultiheadAttention` takes with these tensors, as it is now.
+    """The code path that a live `torch.nn.MultiheadAttention` takes with these tensors.
 
-    It depends on the mode (`eval`), on whether gradients are recorded, and on the arguments. With
-    `why=True` the reason comes with it.
+    It depends on the mode (train or eval), on whether gradients are recorded, and on the arguments.
+    `why=True` also returns the reason.
 
     >>> import torch
     >>> module, x = torch.nn.MultiheadAttention(6, 2, batch_first=True), torch.ones(3, 5, 6)
@@ -244,7 +245,7 @@ def path_of(
 def _off_native(
     module: Any, query: Any, key: Any, value: Any, masks: Sequence[Any]
 ) -> Iterator[str]:
-    """Why a call does not take the fast path, in torch's own order of importance to a reader."""
+    """Reasons why a call does not take the fast path, those most useful to a reader first."""
     with needed("torch"):
         import torch
 
@@ -286,7 +287,7 @@ def static_heads(static: Any, num_heads: int) -> NDArray:
 
 
 def _read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
-    """As `read`; floats that only exclude are a mask."""
+    """As `read`, but floats that only exclude become a mask."""
     if value is None:
         return None, None
     mask, bias = read(argument, value, sizes)
@@ -299,7 +300,7 @@ def _read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
 
 
 def _as_causal(mask: Mask | None, T: int, S: int) -> Mask | None:
-    """The structure of a mask that is a triangle, at either corner."""
+    """Replaces a mask that is a triangle, at either corner, by a causal `Mask`."""
     for offset in (0, S - T):
         if mask is not None and np.all(mask.array == np.tri(T, S, offset, dtype=bool)):
             return Mask.causal(offset)
@@ -307,7 +308,7 @@ def _as_causal(mask: Mask | None, T: int, S: int) -> Mask | None:
 
 
 def _is_triangle(mask: Mask, T: int, S: int) -> bool:
-    """Whether it is the triangle over S positions, given as an array, and nothing else."""
+    """True if the mask is only an array, and that is the top-left triangle over S positions."""
     array = mask.array
     if array is None or not replace(mask, array=None).empty or array.shape[-2:] != (T, S):
         return False
@@ -319,14 +320,14 @@ def _additive(allowed: NDArray, dtype: Any) -> NDArray:
 
 
 def _sum(a: NDArray, b: NDArray) -> NDArray:
-    """As torch adds them: two finite constants may overflow to -inf."""
+    """The sum as torch computes it: two finite constants may overflow to -inf."""
     with np.errstate(over="ignore", invalid="ignore"):
         total: NDArray = a + b
     return total
 
 
 def _without_extras(name: str, array: Any, S: int, extra: int) -> Any:
-    """Of an array that ends in S plus the extra positions, the part over S."""
+    """Drops the extra key positions from a last axis of S plus extra positions."""
     if array is None or not extra or array.ndim == 0 or array.shape[-1] != S + extra:
         return array
     array = to_numpy(array)
