@@ -1,1 +1,1 @@
-"""Attention blocks, other layers, head counts and behaviour, found in tensors and next to them."""
+"""Finds attention blocks, other layers, head counts and behaviour of a checkpoint or model."""

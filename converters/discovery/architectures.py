@@ -1,11 +1,11 @@
 """Table of the parts that each model type of transformers 5.23 adds around its projections.
 
-Parts are those of `signs.PARTS`, made from the sources of every model and its default
-configuration, and checked by running them. Every type that a part does not list is known to lack it
-by default. Kept by hand; `model_types` is the generated table of where their blocks stand.
+`signs.PARTS` names the parts. The table was made from the sources and the default configuration of
+every model, and checked by running the models. A type that is missing from a part is known to lack
+it by default. This table is kept by hand; `model_types` is the generated table of block prefixes.
 """
 
-# Parts that the same weights can be converted without, and a caller can add.
+# Parts that a conversion can leave out, and that the caller can add around the converted layer.
 PARTS = {
     part: frozenset(types.split())
     for part, types in {
@@ -215,7 +215,7 @@ PARTS = {
         """,
     }.items()
 }
-# Functions of the projections that no other layout computes: refused.
+# Parts that make attention a function that no other layout computes: conversion is refused.
 FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {
@@ -232,7 +232,7 @@ FUNCTIONS = {
         """,
     }.items()
 }
-# Types with nothing around their projections, or without attention.
+# Types that add nothing around their projections, or have no attention.
 _PLAIN = """
     aimv2 aimv2_text_model aimv2_vision_model albert align align_text_model align_vision_model
     altclip altclip_text_model altclip_vision_model audio-spectrogram-transformer
@@ -289,7 +289,7 @@ KNOWN = PLAIN.union(*PARTS.values(), *FUNCTIONS.values())
 
 
 def parts(model_type: str) -> list[str]:
-    """The parts of a model type, but for those in `functions`.
+    """The parts of a model type, except those in `functions`.
 
     >>> parts("bloom"), parts("bert"), "bert" in KNOWN
     (['alibi'], [], True)
@@ -298,7 +298,7 @@ def parts(model_type: str) -> list[str]:
 
 
 def functions(model_type: str) -> list[str]:
-    """The parts that make a model type another function of its projections.
+    """The parts that change the function of the projections in a model type.
 
     >>> functions("dia")
     ['scale']

@@ -1,4 +1,4 @@
-"""Attention blocks in a flat dict of tensors: which layout, under which prefix, and why."""
+"""Finds attention blocks in a flat dict of tensors: layout, prefix, and the reason."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,37 +20,37 @@ def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 class Block(NamedTuple):
-    """One attention block: its layout and the place of every array."""
+    """One attention block: its layout, and the name of every array in the file."""
 
     prefix: str
     layout: Layout
     keys: dict[str, str]  # key of the layout -> name in the file
-    unknown: tuple[str, ...] = ()  # other names under the prefix that the layout does not know
-    place: tuple[Family, str] | None = None  # the family that has such blocks there, its pattern
-    also: tuple[str, ...] = ()  # other layouts with these keys, where no family decides
+    unknown: tuple[str, ...] = ()  # names under the prefix that the layout does not know
+    place: tuple[Family, str] | None = None  # the family with such blocks there, and its pattern
+    also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
 
     @property
     def family(self) -> tuple[str, str] | None:
-        """Name of the family of models that keeps such blocks at such a prefix, and its pattern."""
+        """Name and prefix pattern of the model family that has such blocks at this prefix."""
         return (self.place[0].name, self.place[1]) if self.place else None
 
     @property
     def refused(self) -> str:
-        """Why the family's blocks are not what the layout says; empty: they are."""
+        """Why this layout misreads the family's blocks; "" if it reads them correctly."""
         if self.place is None or not self.place[0].refused:
             return ""
         return f"{self.prefix} is of {self.place[0].name}: {self.place[0].refused}"
 
     @property
     def whole(self) -> bool:
-        """Whether every array under the prefix is of the layout, and no group lacks one."""
+        """True if the layout knows every array under the prefix and every group is complete."""
         lacking = {entry.group for entry in self.layout.entries if entry.key not in self.keys}
         there = {entry.group for entry in self.layout.entries if entry.key in self.keys}
         return not self.unknown and not lacking & there
 
     @property
     def why(self) -> str:
-        """Why the block has this layout: its keys, and its place where a family has that."""
+        """The reason for this layout: its keys, and its prefix if a family has such blocks."""
         place = f"and the place of {': '.join(self.family)}" if self.family else "alone"
         other = f"; they fit {', '.join(self.also)} as well" if self.also else ""
         return f"{len(self.keys)} keys {place}{other}"
@@ -66,8 +66,8 @@ class Block(NamedTuple):
         )
 
     def refuse(self) -> None:
-        """Raises ValueError for unknown keys, and for families that keep in their configuration
-        what the block computes."""
+        """Raises ValueError for unknown keys, and for families whose configuration decides the
+        function of the block."""
         if self.refused:
             raise ValueError(self.refused)
         if self.unknown:
@@ -78,15 +78,15 @@ class Block(NamedTuple):
 
 
 def named(name: str) -> Layout:
-    """The layout of that name. Raises ValueError with the known names."""
+    """The layout of this name. Raises ValueError that lists the known names."""
     return choose(LAYOUTS, [], name)
 
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
-    """Every attention block, in the order of the names.
+    """Every attention block, sorted by name.
 
     Raises:
-      ValueError: one prefix fits two layouts.
+      ValueError: two layouts fit the same prefix.
 
     >>> shapes = {"a.in_proj_weight": (18, 6), "a.out_proj.weight": (6, 6), "b": (3,)}
     >>> [(block.prefix, block.layout.name) for block in find(shapes)]
@@ -111,9 +111,9 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
 
 
 def _decide(candidates: Sequence[Block]) -> Block:
-    """One block of those at a prefix: by the place of a family, else the first with these keys.
+    """Chooses one block among those at a prefix: the one of a family, or else the first.
 
-    One that is whole goes before one that is not, and before one that has fewer keys.
+    A complete block precedes an incomplete one, and a block with more keys one with fewer.
     """
     candidates = [block for block in candidates if block.whole] or candidates
     names = [frozenset(block.keys.values()) for block in candidates]
@@ -137,11 +137,11 @@ def _decide(candidates: Sequence[Block]) -> Block:
 def damaged(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> list[str]:
-    """Why prefixes that have most arrays of a layout are no block, or an unreadable one."""
+    """Describes prefixes that have most arrays of a layout but form no readable block."""
     return list(damaged_at(shapes, found, layouts).values())
 
 
-# GroupViT assigns tokens to groups: one choice per token, no softmax over keys.
+# GroupViT assigns each token to one group; this is not a softmax over keys.
 _ASSIGNS = r"(^|[./])downsample[./]assign$"
 
 
@@ -154,7 +154,7 @@ def damaged_at(
     ends = _ends(name for name in shapes if name not in taken)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
-        if candidate in by_hand.BY_HAND:  # names that many layers have which are no attention
+        if candidate in by_hand.BY_HAND:  # these names are common in layers other than attention
             continue
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]
@@ -176,7 +176,7 @@ def damaged_at(
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """The array that does not fit the ones before it, with both shapes."""
+    """Describes the first array that does not fit the arrays before it, with both shapes."""
     sizes: dict[str, tuple[int, str]] = {}
     for entry in candidate.entries:
         if (shape := shapes.get(candidate.path(prefix, entry.key))) is None:
@@ -200,7 +200,7 @@ def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]])
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer.2 before layer.10."""
+    """A sort key that puts layer.2 before layer.10."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
@@ -208,10 +208,10 @@ def natural(name: str) -> list[tuple[int, str]]:
 def _unknown(
     layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[str, ...]:
-    """Names under a prefix that are neither of the layout nor known to stand beside it."""
+    """Names under a prefix that neither belong to the layout nor are known next to attention."""
     if not prefix:
         return ()
-    # What stands beside attention in one model stays there when its layout changes.
+    # Keys next to attention in one model stay next to it when the layout changes.
     beside = {key for other in LAYOUTS for key in other.beside}
     norms = {module for key in beside if (module := key.removesuffix(".weight")) != key}
     start = prefix + layout.separator
@@ -235,7 +235,7 @@ Ends = Mapping[tuple[str, str], Sequence[str]]
 
 
 def _ends(names: Iterable[str]) -> Ends:
-    """Separator and what follows it in a name -> what goes before; no separator: the whole name."""
+    """Maps (separator, end of a name) to the starts of names; whole names have no separator."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
         found.setdefault(("", name), []).append("")
@@ -245,13 +245,13 @@ def _ends(names: Iterable[str]) -> Ends:
 
 
 def _prefixes(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
-    """Where a key of the layout stands."""
+    """The prefixes at which a key of the layout occurs."""
     yield from ends.get(("", key), ())
     yield from ends.get((candidate.separator, key), ())
 
 
 def _variants(candidate: Layout) -> list[Layout]:
-    """Trees are also saved with dots."""
+    """The layout, and its variant with dots: trees are also saved with dots as separators."""
     if candidate.separator == ".":
         return [candidate]
     dotted = tuple(e._replace(key=e.key.replace("/", ".")) for e in candidate.entries)
@@ -259,7 +259,7 @@ def _variants(candidate: Layout) -> list[Layout]:
 
 
 def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether every required array is there with its rank, and stored sizes obey the ties."""
+    """True if every required array is present with its rank, and the sizes obey the ties."""
     sizes: dict[str, int] = {}
     for entry in candidate.entries:
         groups = parse(entry.axes)

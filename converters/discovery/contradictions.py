@@ -1,6 +1,7 @@
-"""Is a config.json of these tensors? Sizes and names that say it is another model's.
+"""Finds sizes and names in a config.json that contradict the tensors of a checkpoint.
 
-Nothing here says that a configuration is right: a stale one may agree in all sizes.
+A contradiction means that the config.json is another model's. Agreement proves nothing: a stale
+configuration may agree in all sizes.
 """
 
 import re
@@ -16,7 +17,7 @@ from jaxmha.converters.layout import transform
 from jaxmha.dims import parse
 
 Shapes = Mapping[str, Sequence[int]]
-# Keys that say the size, and what else may be that size in some part of the model.
+# Keys that hold the size, and patterns of keys that hold it for some part of the model.
 _WIDTH = ["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim", "n_embed"]
 _WIDE = r"hidden|embed|embd|d_model|dim|width|channels|project|proj_size|inner|d_latents|input"
 _HEAD = [
@@ -42,7 +43,7 @@ _LAYER_LIKE = r"layer|depth|block|stage"
 _STACK = r"(.*?\b(?:layers?|h|blocks?)\.)"
 _INNER = ["intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"]
 _INNER_LIKE = r"intermediate|inner|d_ff|ffn|mlp|ff_dim|expert|hidden|ffw"
-# Layers whose kernel is as wide as the inner layer of a feed-forward network.
+# Layers whose output is as wide as the inner layer of a feed-forward network.
 _FIRST = (
     r"(^|\.)(intermediate\.dense|mlp\.(fc1|gate_proj|up_proj|c_fc|dense_h_to_4h)|fc1|linear1|"
     r"DenseReluDense\.(wi|wi_0))$"
@@ -53,9 +54,9 @@ _WORDS = r"(^|\.)(word_embeddings|embed_tokens|wte|shared|embed_in|token_embeddi
 def find(
     content: Any, configured: Configured | None, blocks: Sequence[Block], shapes: Shapes
 ) -> list[str]:
-    """In words, what a configuration says and tensors contradict; the first of every kind.
+    """Contradictions between a configuration and tensors, in words; the first of every kind.
 
-    `configured` is what it says of head counts.
+    `configured` holds the head counts of the configuration.
     """
     if not isinstance(content, dict) or not blocks:
         return []
@@ -75,10 +76,10 @@ def find(
 def _of_block(
     content: dict[str, Any], configured: Configured | None, block: Block, shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """Contradictions of the sizes of one block, by the configuration of its part of the model."""
+    """Contradictions in the sizes of one block, by the configuration of its part of the model."""
     count = configured.part_of(block.prefix) if configured else None
     if configured and configured.counts and count is None:
-        return  # nothing is said of its part
+        return  # the configuration does not cover the block's part
     own = _at(content, count.way[:-1]) if count else content
     where = block.prefix or "(top)"
     arrays = {key: tuple(shapes[name]) for key, name in block.keys.items()}
@@ -89,9 +90,9 @@ def _of_block(
     try:
         sizes = transform.bind_shapes(block.layout, arrays, count and count.heads, block.prefix)
     except ValueError:
-        return  # no head count fits, and the conversion says why
+        return  # no head count fits; the conversion reports it
     keys = sizes.get("K", sizes.get("N"))
-    # A first layer may take other features than it gives.
+    # The input and output widths of a first layer may differ.
     for kind, letter, found, exact, like in (
         ("width", "features", [sizes.get("Dq"), sizes.get("Do")], _WIDTH, _WIDE),
         ("head_dim", "features in a head", [sizes.get("H")], _HEAD, _HEAD_LIKE),
@@ -103,7 +104,7 @@ def _of_block(
 
 
 def _query_rows(block: Block, arrays: Shapes) -> int | None:
-    """How many numbers a query has in all heads; None where heads have an axis of their own."""
+    """The width of the query over all heads; None if heads have an axis of their own."""
     for entry in block.layout.entries:
         if "query.kernel" in entry.leaves and entry.key in arrays:
             groups, shape = parse(entry.axes), arrays[entry.key]
@@ -117,7 +118,7 @@ def _query_rows(block: Block, arrays: Shapes) -> int | None:
 def _layers(
     content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """A number of layers that no stack of layers with attention has."""
+    """A number of layers that no stack of attention layers in the file has."""
     named = _said(content, _LAYERS)
     stacks: dict[str, int] = {}
     starts = {
@@ -133,7 +134,7 @@ def _layers(
 
 
 def _other_layers(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """A vocabulary, or an inner width of feed-forward networks, that no layer of the kind has."""
+    """A vocabulary size, or an inner feed-forward width, that no layer of this kind has."""
     vocabulary, inner = _sizes(content, r"vocab"), _sizes(content, _INNER_LIKE)
     widths = {content[key] for key in _WIDTH if type(content.get(key)) is int}
     books = _sizes(content, r"codebook")
@@ -163,7 +164,7 @@ def _other_layers(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str
 def _model_type(
     content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """A model type whose models have neither attention nor other layers under these names."""
+    """A model type whose models have neither attention nor other layers under the file's names."""
     model_type = content.get("model_type")
     theirs = {
         family
@@ -171,7 +172,7 @@ def _model_type(
         if isinstance(model_type, str) and model_type in types.split()
     }
     here = {block.family[0] for block in blocks if block.family}
-    # One type has other names in other versions of the library, and in what its newer ones write.
+    # Versions of transformers name one type differently, in memory and on disk.
     if not theirs or not here or {_plain(x) for x in here} & {_plain(x) for x in theirs}:
         return
     prefixes = [split(name)[0] for name in shapes]
@@ -187,7 +188,7 @@ def _model_type(
 
 
 def _plain(family: str) -> str:
-    """The name of a family without a version.
+    """The name of a family without its version.
 
     >>> _plain("ViT (transformers 5)"), _plain("BERT")
     ('ViT', 'BERT')
@@ -202,12 +203,12 @@ def _at(content: Any, way: Sequence[str]) -> dict[str, Any]:
 
 
 def _said(content: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, int] | None:
-    """The first of the keys that is there with a size."""
+    """The first of the keys that holds a size, and the size."""
     return next(((key, content[key]) for key in keys if type(content.get(key)) is int), None)
 
 
 def _sizes(content: Any, pattern: str) -> set[int]:
-    """Every whole number under a key of that pattern, in lists too."""
+    """Every integer under a key that matches the pattern, also inside lists."""
     found: set[int] = set()
     for key, value in _items(content):
         if re.search(pattern, key):

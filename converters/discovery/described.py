@@ -1,4 +1,4 @@
-"""Facts on a checkpoint that no tensor holds, from the configurations next to it."""
+"""Reads facts that no tensor holds from the configurations next to a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a checkpoint by its configurations.
+    """The facts that the configurations of a checkpoint give.
 
     Attributes:
-      heads: its head counts. epsilon: of its norms.
-      unlike: kinds of norms that compute something else (`configuration.offset_norms`).
-      unbiased: the kind of norms without a bias (`configuration.unbiased_norms`).
-      notes: why a configuration was set aside, or could not be read.
+      heads: the head counts. epsilon: the epsilons of norms.
+      unlike: kinds of norms that compute another function (`hf_config.offset_norms`).
+      unbiased: the kind of norms without a bias (`hf_config.unbiased_norms`).
+      notes: why a configuration was ignored, or could not be read.
     """
 
     heads: Configured | None = None
@@ -32,10 +32,10 @@ class Description:
 
 
 def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
-    """Of an open checkpoint and its blocks; configurations that contradict them are set aside.
+    """The description of an open checkpoint; ignores a configuration that contradicts the blocks.
 
-    `configuration` still refuses or carries over every setting that would change attention or a
-    norm: that is safe where the configuration is of another model, too.
+    `hf_config` still refuses or carries over each setting that would change attention or a norm,
+    which is safe even if the configuration belongs to another model.
     """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = head_count.in_config(file.path)
@@ -60,8 +60,10 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
 
 
 def _unread(path: Path) -> Iterator[str]:
-    """A note where there is a configuration that cannot be read; `configuration.refuse_behaviour`
-    refuses to convert by it."""
+    """Yields a note if a configuration is present and cannot be read.
+
+    `hf_config.refuse_behaviour` refuses to convert with such a configuration.
+    """
     try:
         hf_config.read(path)
     except (ValueError, RecursionError) as error:

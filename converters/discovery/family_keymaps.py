@@ -1,7 +1,7 @@
-"""What each family of models keeps beside its attention: key maps as data.
+"""Names of the layers other than attention, for each family of models.
 
-Kinds are those of `neighbours`; `{i}` stands for a number, a space separates alternatives, and any
-path may go before. Names that are not listed are judged by their shapes (see `modules`).
+Kinds are those of `layer_layouts`; `{i}` stands for a number, a space separates alternatives, and
+any path may precede them. Names missing here are judged by their shapes (see `other_layers`).
 """
 
 import re
@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 
 class KeyMap(NamedTuple):
-    """The neighbours of a family, which its attention blocks tell (`families`).
+    """The other layers of a family; attention blocks determine the family (`model_families`).
 
-    `kinds`: kind -> places. `epsilon`: where a config.json keeps what the norms add to the
-    variance. `bare`: parameters and buffers that belong to no layer, which keep their names.
+    `kinds`: kind -> name patterns. `epsilon`: key of config.json that holds the epsilon that the
+    norms add to the variance. `bare`: parameters and buffers outside any layer, which keep their
+    names.
     """
 
     family: str
@@ -140,7 +141,7 @@ KEYMAPS: tuple[KeyMap, ...] = (
 
 
 def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
-    """The kind that a family has at a place, and the place; None: none of these families says.
+    """The kind that a family has at a prefix, and the pattern; None if no family has one there.
 
     >>> kind_at("transformer.h.3.mlp.c_fc", ["GPT-2"])
     ('conv1d', 'GPT-2: h.{i}.mlp.c_fc')
@@ -156,12 +157,12 @@ def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _in_layer(path: str) -> bool:
-    """Whether a path leads through a layer or embeddings; a family's last norm stands outside."""
+    """True if a path is inside a layer or embeddings; the last norm of a family is outside."""
     return re.search(r"(^|\.)(\d+|embeddings|attn_\d+)\.", path.replace("/", ".")) is not None
 
 
 def is_bare(name: str, families: Iterable[str]) -> bool:
-    """Whether a family has a parameter or buffer of that name that belongs to no layer."""
+    """True if one of the families has a parameter or buffer of this name outside any layer."""
     return any(
         _ends(name, place)
         for keymap in KEYMAPS

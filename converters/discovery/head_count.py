@@ -1,4 +1,4 @@
-"""The head count of a block: read from a shape, given, or found beside the weights; never guessed."""
+"""Determines the head count of a block from shapes, arguments or configurations; never guesses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxmha.converters.discovery.hf_config import CONFIG
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
 from jaxmha.dims import bind, parse
 
-# Where configurations keep the head count, and of which part of the model.
+# Key of a configuration that holds the head count -> the part of the model it applies to.
 CONFIG_KEYS = {
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"), ()),
     "encoder_attention_heads": ("encoder",),
@@ -28,17 +28,17 @@ CONFIG_KEYS = {
     "t2u_decoder_attention_heads": ("t2u", "decoder"),
     "memory_attention_num_attention_heads": ("memory_attention",),
 }
-_SHOWN = 8  # values in a message
-# What a configuration is within another of, beside those that say it (`text_config`).
+_SHOWN = 8  # values listed in a message
+# Names of nested sub-configurations besides `*_config`.
 _PARTS = ("encoder", "decoder")
-# Parts that tensors call otherwise than configurations do.
+# Part of a configuration -> the names of that part in tensor names.
 _CALLED = {
     "text": "text|language",
     "vision": "vision|visual",
     "encoder": "(text_)?encoder",
     "decoder": "(text_)?decoder",
 }
-# Key of safetensors metadata that keeps a head count no shape holds; with `.PREFIX` that of a block.
+# Key of safetensors metadata for a head count that no shape holds; `.PREFIX` is added per block.
 METADATA = "jaxmha.num_heads"
 _SINGLY = (
     "write a plan and set num_heads for each module (jaxmha plan ... --num-heads N -o plan.toml, N one "
@@ -47,13 +47,14 @@ _SINGLY = (
 
 
 class UnusableConfigError(ValueError):
-    """The head count is needed, and the config.json beside the file does not give one."""
+    """The head count is required, and the config.json next to the file does not give one."""
 
 
 class Count(NamedTuple):
-    """A head count, where it stands, and the parts of the model that it is of, from outside in.
+    """A head count, the place it was read from, and the parts of the model it applies to.
 
-    `alone`: of these and of no others. `way`: the keys on the way to it.
+    `parts` runs from the outermost to the innermost. `alone`: the count applies to no other part.
+    `way`: the keys that lead to it in the configuration.
     """
 
     heads: int
@@ -64,9 +65,9 @@ class Count(NamedTuple):
 
 
 class Configured(NamedTuple):
-    """Head counts of a configuration; `wrong`: why none of them can be taken.
+    """Head counts of a configuration; `wrong` is the reason if none of them is usable.
 
-    `families`: of the models that its model_type names (`families.MODEL_TYPES`).
+    `families`: families that its model_type names (`model_types`).
     """
 
     path: Path
@@ -76,28 +77,28 @@ class Configured(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether parts of the model have different counts."""
+        """True if parts of the model have different counts."""
         return len({count.heads for count in self.counts}) > 1
 
     @property
     def in_parts(self) -> bool:
-        """Whether what is said is not said of the whole model: other parts may have other counts."""
+        """True if the counts cover only parts of the model, so that other parts may differ."""
         whole = len({count.parts for count in self.counts}) > 1 or not any(
             count.alone for count in self.counts
         )
         return self.several or not whole
 
     def of(self, prefix: str) -> tuple[int | None, str]:
-        """The count of a block and where it stands; None where there is none, and why.
+        """The count of a block and its source; or None and the reason.
 
-        Of several, that of the outermost part which the prefix names. The last component is the
-        block's own name: `encoder_attn` is in the decoder.
+        Among several counts, the outermost part named in the prefix decides. The last component is
+        the name of the block itself and is ignored: a block `encoder_attn` is part of the decoder.
         """
         count = self.count_of(prefix)
         return (None, count) if isinstance(count, str) else count[:2]
 
     def count_of(self, prefix: str) -> Count | str:
-        """As `of`, with the place; or why there is none."""
+        """As `of`, but returns the whole `Count`, or only the reason."""
         if self.wrong:
             return self.wrong
         path = re.split("[./]", prefix)[:-1]
@@ -114,7 +115,7 @@ class Configured(NamedTuple):
         return f"{self.path} has several head counts ({shown})"
 
     def part_of(self, prefix: str) -> Count | None:
-        """The head count for the part of the model that a prefix is in, or for all of it."""
+        """The head count for the part of the model with this prefix, or for the whole model."""
         path = re.split("[./]", prefix)[:-1]
         placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
         if placed:
@@ -129,13 +130,13 @@ def find(
     metadata: Mapping[str, str] | None = None,
     configured: Configured | None = None,
 ) -> tuple[int | None, str]:
-    """The head count of a block and where it is from: stored, asked for, or configured.
+    """The head count of a block, and its source: the file, the caller, or a configuration.
 
-    `configured` is what `in_config` says of the file, which is read once and not per block.
+    `configured` is the result of `in_config`, which the caller reads once for all blocks.
 
     Raises:
-      UnusableConfigError: only the configuration could say it, and does not.
-      ValueError: the one given contradicts the file.
+      UnusableConfigError: only the configuration could give the count, and it does not.
+      ValueError: the given count contradicts the file.
     """
     stored = in_shapes(block, shapes)
     if stored is not None and given in (None, stored):
@@ -148,7 +149,7 @@ def find(
         ),
         None,
     )
-    several: set[int] = set()  # what a configuration says that says it of parts of the model
+    several: set[int] = set()  # counts that a configuration gives for parts of the model
     in_parts = False
     if kept is None and configured is not None:
         kept, in_parts = configured.of(block.prefix), configured.in_parts
@@ -181,15 +182,20 @@ def find(
 
 
 def by_default(block: Block, given: int | None, configured: Configured | None = None) -> int | None:
-    """What to pass to `find` in a plan that is still to be edited: one count given is for the
-    blocks of which a configuration that says it of parts does not say theirs."""
+    """The count to pass to `find` for a draft plan.
+
+    The given count applies only to blocks that the configuration does not cover, if the
+    configuration describes parts of the model.
+    """
     told = configured is not None and configured.in_parts and configured.of(block.prefix)[0]
     return None if told else given
 
 
 def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
-    """Head counts by prefix as metadata: one for the file where the blocks agree and are all of
-    its blocks (`whole`), else one per block.
+    """Head counts by prefix as metadata.
+
+    If these are all blocks of the file (`whole`) and they agree, one entry holds the count for the
+    file; otherwise each block has an entry.
 
     >>> to_metadata({"a": 2, "b": 2}, whole=True)
     {'jaxmha.num_heads': '2'}
@@ -202,7 +208,7 @@ def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
 
 
 def in_config(path: Path) -> Configured | None:
-    """The head counts in the config.json beside a checkpoint; None: no such file or key."""
+    """The head counts in the config.json next to a checkpoint; None if there is no file or key."""
     config = path.parent / CONFIG
     try:
         content = hf_config.read(path)
@@ -232,7 +238,7 @@ def _count(way: Sequence[str], heads: int) -> Count:
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
-    """The head count where the layout's shapes hold it."""
+    """The head count, if a shape of the layout holds it."""
     sizes: dict[str, int] = {}
     for entry in block.layout.entries:
         if entry.key in block.keys and ("N",) in parse(entry.axes):
@@ -243,13 +249,16 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
 
 
 def _part(key: str) -> str:
-    """The part of a model that a nested configuration is of."""
+    """The part of a model that the key of a nested configuration names."""
     return key.removesuffix("_config").removesuffix("_cfg")
 
 
 def _place(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
-    """Where a path names the parts, in order; inner ones last, so that the least place is of the
-    outermost part, and then of most parts. Empty: it does not name them, or there are none."""
+    """Positions at which a path names the parts in order, then the length of the path.
+
+    The smallest tuple belongs to the outermost part, and among these to the one with most parts.
+    Empty if there are no parts, or if the path does not name all of them.
+    """
     places: list[int] = []
     for part in parts:
         start = places[-1] + 1 if places else 0

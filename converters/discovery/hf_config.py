@@ -1,4 +1,4 @@
-"""The config.json beside a checkpoint: what it says that no tensor holds."""
+"""Reads facts that no tensor holds from the config.json next to a checkpoint."""
 
 import math
 from collections.abc import Container, Iterable
@@ -12,10 +12,10 @@ from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.source import Source
 
 CONFIG = "config.json"
-_LIMITS = Limits(memory=8 << 20)  # some 30,000 entries; walking them takes 0.1 s
+_LIMITS = Limits(memory=8 << 20)  # about 30,000 entries; searching them takes 0.1 s
 _MOST_FOUND = 1000
 
-# What it says of attention, and the value that changes nothing.
+# Settings that change attention, and the value of each that changes nothing.
 BEHAVIOUR: dict[str, Any] = {
     "attention_multiplier": None,
     "query_pre_attn_scalar": None,
@@ -26,9 +26,9 @@ BEHAVIOUR: dict[str, Any] = {
     "use_qk_norm": False,
     "attn_temperature_tuning": False,
 }
-# Of these no setting of jaxmha does the same.
+# Settings that no option of jaxmha reproduces.
 _STEPS = ("clip_qkv", "use_qk_norm", "attn_temperature_tuning")
-# Models whose norms multiply by 1 + weight: those without a bias, or (`NORMS`) those with one too.
+# Model types whose norms multiply by 1 + weight: their RMSNorms, or in `OFFSET_NORMS` all norms.
 OFFSET_RMSNORMS = (
     "gemma gemma2 gemma3 gemma3_text minimax_m3_vl minimax_m3_vl_text muse_glimmer "
     "muse_glimmer_text muse_spark muse_spark_text qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text "
@@ -39,10 +39,10 @@ OFFSET_NORMS = "nemotron"
 
 
 def read(path: Path) -> Any:
-    """What the config.json beside a checkpoint holds; nothing where there is none.
+    """The content of the config.json next to a checkpoint; an empty dict if there is no file.
 
-    Raises ValueError or RecursionError where it cannot be read; a FIFO or device is not opened. A
-    link to nothing cannot be read either: a download that stopped leaves such links.
+    Raises ValueError or RecursionError if it cannot be read. A FIFO or device is not opened. A
+    broken symbolic link also raises: an interrupted download leaves such links.
     """
     try:
         source = Source(path.parent / CONFIG)
@@ -61,17 +61,17 @@ def read(path: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _parsed(path: Path, raw: bytes) -> Any:
-    """The content of a configuration; one command asks for it several times."""
+    """The parsed content of a configuration; cached, since one command reads it several times."""
     return json_text.load(raw, Budget(path, len(raw), _LIMITS))
 
 
 def search(content: Any, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """Every value under one of the keys, with the keys on the way to it.
+    """Every value under one of the keys, with the path of keys that leads to it.
 
     >>> list(search({"a": [{"n": 3}], "n": 5}, ["n"]))
     [(('a', 'n'), 3), (('n',), 5)]
     """
-    # The way to a value is a key and the way to what it stands in, which all keys there share.
+    # A path is a linked list (key, path of the parent), so that siblings share the path above them.
     todo: list[tuple[tuple[Any, ...], Any, bool]] = [((), content, False)]
     found = 0
     while todo:
@@ -97,12 +97,12 @@ def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def refuse_behaviour(path: Path) -> None:
-    """Raises ValueError where the config.json beside a checkpoint changes attention itself.
+    """Raises ValueError if the config.json next to a checkpoint changes the attention function.
 
-    Weights alone would be read as another function. One that cannot be read is refused too: nobody
-    would hear what it says.
+    The weights alone would be read as another function. An unreadable configuration is refused too,
+    since its settings would be ignored silently.
 
-    Raises BudgetExceeded where it is too large.
+    Raises BudgetExceeded if the file is too large.
     """
     try:
         content = read(path)
@@ -130,7 +130,7 @@ def refuse_behaviour(path: Path) -> None:
 
 
 def unreadable(path: Path, error: Exception) -> str:
-    """In words, why the config.json next to a checkpoint could not be read."""
+    """Describes why the config.json next to a checkpoint could not be read."""
     return f"{path.parent / CONFIG} cannot be read as JSON ({type(error).__name__}: {error})"
 
 
@@ -145,10 +145,10 @@ EPSILONS = [
 
 
 def epsilons(path: Path) -> dict[str, tuple[float, ...]]:
-    """The epsilons of norms in the config.json next to a checkpoint, by key; several values where
-    parts of the model have their own.
+    """The epsilons of norms in the config.json next to a checkpoint, by key.
 
-    Only positive numbers that a float holds; others are left out.
+    A key has several values if parts of the model have their own. Values other than positive finite
+    numbers are left out.
     """
     found: dict[str, dict[float, None]] = {}
     for way, value in search(readable(path), EPSILONS):
@@ -167,7 +167,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def offset_norms(path: Path) -> dict[str, str]:
-    """Kinds of norms that no norm of another framework computes, and why: kind -> reason."""
+    """Kinds of norms that no other framework's norm computes, with the reason: kind -> reason."""
     reason = "model_type {} of config.json: its norms multiply by 1 + weight, and others by weight"
     kinds: dict[str, str] = {}
     for _, value in search(readable(path), ["model_type"]):
@@ -186,10 +186,10 @@ def offset_norms(path: Path) -> dict[str, str]:
 
 
 def unbiased_norms(path: Path) -> str:
-    """The kind of the norms without a bias, where the config.json beside a checkpoint says it.
+    """The kind of the norms without a bias, if the config.json next to a checkpoint determines it.
 
-    "asked": it is of a model, and has no epsilon of any norm: Moonshine's are LayerNorms at places
-    where Llama has RMSNorms.
+    Returns "asked" for a model's configuration that has no epsilon of any norm: Moonshine has
+    LayerNorms under the names of Llama's RMSNorms. Returns "" if nothing is known.
     """
     content = readable(path)
     keys = {way[-1] for way, value in search(content, EPSILONS) if value is not None}
@@ -200,7 +200,7 @@ def unbiased_norms(path: Path) -> str:
 
 
 def readable(path: Path) -> Any:
-    """As `read`; nothing where it cannot be read, which `heads.in_config` says where it matters."""
+    """As `read`, but empty if the file is unreadable; `head_count.in_config` reports that."""
     try:
         return read(path)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The config.json inside a .keras archive: what it says of layers that no array holds."""
+"""Reads layer settings that no array holds from the config.json inside a .keras archive."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from jaxmha.converters.discovery import hf_config
 
 WHERE = "the archive's config.json"
-# Settings that sizes of an array repeat: class -> setting -> (array, axis).
+# Settings that equal the size of an array: class -> setting -> (array, axis).
 _SIZES: dict[str, dict[str, tuple[str, int]]] = {
     "Dense": {"units": ("vars/0", 1)},
     "Embedding": {"input_dim": ("vars/0", 0), "output_dim": ("vars/0", 1)},
@@ -23,7 +23,7 @@ _SIZES: dict[str, dict[str, tuple[str, int]]] = {
 
 
 def layers(content: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Class and settings of every layer by its name; names of several layers are left out."""
+    """Class and settings of every layer by its name; omits names that several layers share."""
     found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for _, value in hf_config.search(dict(content), ["layers"]):
         for one in value if isinstance(value, list) else []:
@@ -34,7 +34,7 @@ def layers(content: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]
 
 
 def epsilons(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
-    """Group of a layer in the file -> its epsilon."""
+    """Group of a layer in the file -> epsilon of the layer."""
     known = layers(content)
     settings = {group: known[name][1] for group, name in _once(names) if name in known}
     return {
@@ -47,7 +47,7 @@ def epsilons(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 def contradictions(
     content: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[str]:
-    """Settings that are not the sizes of the arrays, in words."""
+    """Describes settings that differ from the sizes of the arrays."""
     known = layers(content)
     for group, name in _once(names):
         kind, settings = known.get(name, ("", {}))

@@ -1,14 +1,14 @@
-"""The groups of Keras layers in a .weights.h5 file, of such files and of what was converted from one."""
+"""Groups of Keras layers in a .weights.h5 file, also for files converted from one."""
 
 import json
 from collections.abc import Mapping
 
-# Key of safetensors metadata: prefix of every layer -> its group in a .weights.h5 file, its name.
+# Key of safetensors metadata: prefix of a layer -> its group in a .weights.h5 file, and its name.
 METADATA = "jaxmha.keras.groups"
 
 
 def told(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Group and name of every layer by its prefix, as the metadata of a converted file has them."""
+    """Group and name of every layer by prefix, from the metadata of a converted file."""
     try:
         found = json.loads(metadata.get(METADATA, "{}"))
     except (ValueError, RecursionError):
@@ -21,5 +21,5 @@ def told(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def of(names: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Group and name of every layer by its prefix: a file of Keras has its groups as prefixes."""
+    """Group and name of every layer by prefix; in a file of Keras the prefixes are the groups."""
     return {group: (group, name) for group, name in names.items()} or told(metadata)

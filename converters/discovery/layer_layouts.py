@@ -1,7 +1,7 @@
-"""What stands beside attention: linear layers, norms, embeddings, patch convolutions, as tables.
+"""Layouts of the layers other than attention: linear, norm, embedding, patch convolution.
 
-The form is that of `layout`: every array is a key, its axes, and the leaf in it. Di, Do: input and
-output features; D: features of a norm; V: rows of an embedding; y, x: a convolution's window.
+They are tables as in `layout`: each array has a key, axes, and one leaf. Di, Do: input and output
+features; D: features of a norm; V: rows of an embedding; y, x: the window of a convolution.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
 
-# Every leaf of a neighbour and its axes.
+# Every leaf of these layers and its axes.
 CANONICAL = {
     "linear.kernel": "Di Do",
     "linear.bias": "Do",
@@ -23,18 +23,18 @@ CANONICAL = {
     "convolution.kernel": "y x Di Do",
     "convolution.bias": "Do",
 }
-_BIAS = "bias"  # the group of what may be absent
+_BIAS = "bias"  # group of entries that may be absent
 
 
 @dataclass(frozen=True, eq=False)
 class Convention:
-    """How one framework writes its neighbours.
+    """The layouts of other layers in one framework.
 
     Attributes:
-      name: of the convention; `layouts` are those of attention that stand in such files.
-      kinds: kind -> arrays; `INSTEAD` says how a kind that is absent is written.
-      epsilon: what the framework's own norms add to the variance, where nothing else is said.
-      group: of a .weights.h5 file only, kind -> the name that Keras gives the layer's group.
+      name: of the convention; `layouts` are the attention layouts found in the same files.
+      kinds: kind -> arrays; `INSTEAD` gives the replacement for a missing kind.
+      epsilon: value that the framework's own norms add to the variance by default.
+      group: only for .weights.h5 files: kind -> the name that Keras gives the layer's group.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Convention:
     group: Mapping[str, str] = field(default_factory=dict)
 
 
-# Conv1D of GPT-2 is a linear layer that keeps its kernel as `Di Do`.
+# GPT-2's Conv1D is a linear layer with a kernel of axes `Di Do`.
 INSTEAD = {"conv1d": "linear", "rmsnorm": "norm"}
 
 
@@ -157,7 +157,7 @@ CONVENTIONS = (TORCH, FLAX, KERAS, KERAS_FILE, HAIKU)
 
 
 def beside(layout: str) -> Convention | None:
-    """The convention of the files that an attention layout stands in; None: of no framework.
+    """The convention in whose files an attention layout occurs; None if it has no framework.
 
     >>> beside("bert").name, beside("flax").name, beside("matrices")
     ('torch', 'flax', None)
@@ -166,7 +166,7 @@ def beside(layout: str) -> Convention | None:
 
 
 def tells_norms(convention: Convention) -> bool:
-    """True if a file of the convention tells an RMSNorm from a LayerNorm without a bias.
+    """True if files of the convention distinguish an RMSNorm from a LayerNorm without a bias.
 
     >>> tells_norms(KERAS), tells_norms(FLAX)
     (True, False)
@@ -176,7 +176,7 @@ def tells_norms(convention: Convention) -> bool:
 
 
 def named(name: str) -> Convention:
-    """The convention of that name. Raises ValueError with the known names."""
+    """The convention of this name. Raises ValueError that lists the known names."""
     for convention in CONVENTIONS:
         if convention.name == name:
             return convention
@@ -185,7 +185,7 @@ def named(name: str) -> Convention:
 
 
 def unpack(entry: Entry, array: NDArray) -> NDArray:
-    """The leaf in an array: a view of it.
+    """The leaf in an array, as a view.
 
     >>> import numpy as np
     >>> unpack(TORCH.kinds["linear"][0], np.zeros((3, 5))).shape

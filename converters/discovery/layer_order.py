@@ -1,4 +1,4 @@
-"""The order of layers in a file, where Keras numbers them by it."""
+"""The order of layers in a file; Keras numbers layers by it."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -7,8 +7,10 @@ Key = list[tuple[int, int]]
 
 
 def of_source(names: Iterable[str]) -> Callable[[str], Key]:
-    """A key that sorts prefixes as the file has them: what stands beside each other by its first
-    appearance, and numbers as numbers, since headers may be alphabetical.
+    """A key function that sorts prefixes in the order of the file.
+
+    Names under one parent sort by first appearance. Numbers sort as numbers, because the header of
+    a file may be alphabetical.
 
     >>> key = of_source(["l.10.self.w", "l.10.cross.w", "l.2.self.w", "l.2.cross.w"])
     >>> sorted(["l.10.self", "l.10.cross", "l.2.cross", "l.2.self"], key=key)
@@ -32,5 +34,5 @@ def of_source(names: Iterable[str]) -> Callable[[str], Key]:
 
 
 def _tokens(name: str) -> tuple[str, ...]:
-    """Words, numbers and separators."""
+    """Splits a name into words, numbers and separators."""
     return tuple(re.findall(r"[./]|[0-9]+|[^0-9./]+", name))

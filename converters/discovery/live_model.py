@@ -1,9 +1,9 @@
-"""The tensors of a live model by the names that its framework saves them under."""
+"""Collects the tensors of a live model under the names by which its framework saves them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Attributes that hand-written attention keeps its number of heads in.
+# Attributes in which hand-written attention classes keep the head count.
 HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "num_attention_heads", "heads", "h")
 
 
@@ -12,8 +12,8 @@ class Live(NamedTuple):
 
     Attributes:
       state: name -> tensor of the framework, not copied.
-      layers: path -> layer, where it is known.
-      names: path -> name of the layer, of Keras alone.
+      layers: path -> layer, for known layers.
+      names: path -> name of the layer; only for Keras.
     """
 
     state: Mapping[str, Any]
@@ -33,7 +33,7 @@ def torch(module: Any) -> Live:
 
 
 def keras(model: Any) -> Live:
-    """The arrays that `save_weights` of a Keras model or layer would write, under the same names.
+    """The arrays that `save_weights` of a Keras model or layer would write, by the same names.
 
     >>> from keras import layers
     >>> layer = layers.Dense(2)
@@ -115,7 +115,7 @@ STATES: Mapping[str, Callable[..., Live]] = {"torch": torch, "keras": keras, "fl
 
 
 def under(whole: Live, layer: Any) -> set[str]:
-    """Names of the tensors of a layer of the model."""
+    """Names of the tensors that belong to a layer of the model."""
     paths = [path for path, one in whole.layers.items() if one is layer]
     return {
         name
@@ -125,8 +125,8 @@ def under(whole: Live, layer: Any) -> set[str]:
 
 
 def head_count(whole: Live, prefix: str) -> int | None:
-    """The number of heads that a hand-written layer keeps as an attribute, or a layer within it, or
-    the model's configuration.
+    """The head count from an attribute of a hand-written layer, its sublayers, or the model's
+    config.
 
     >>> from types import SimpleNamespace
     >>> head_count(Live({}, {"attn": SimpleNamespace(nhead=8)}), "attn")
@@ -144,9 +144,9 @@ def head_count(whole: Live, prefix: str) -> int | None:
 
 
 def by_hand(layer: Any, package: str, state: str, variables: Any = None) -> str:
-    """How to take the weights of a class written by hand; empty: nothing is known of its names.
+    """Advice how to import the weights of a hand-written class; "" if its names are unknown.
 
-    `state`: the expression that gives its flat dict of arrays.
+    `state` is the Python expression for its flat dict of arrays.
     """
     from jaxmha.converters.discovery.attention_blocks import find
     from jaxmha.converters.layout import linear

@@ -1,7 +1,7 @@
-"""Where each family of models keeps its attention blocks: key maps as data.
+"""Prefixes of the attention blocks of each family of models.
 
-Two layouts can have the same keys; the place of a block then says which one it is. `{i}` stands
-for a number, a space separates alternatives, and any path may go before.
+If two layouts have the same keys, the prefix of a block decides between them. `{i}` stands for a
+number, a space separates alternatives, and any path may precede them.
 """
 
 import re
@@ -12,10 +12,10 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class Family(NamedTuple):
-    """Models whose blocks stand under the same prefix, in one layout.
+    """Models whose blocks have the same prefix and layout.
 
-    `told_by` tells them from others at the same place, by the prefix and all shapes; `refused`
-    says why their blocks cannot be read by the layout, and what to do.
+    `told_by` distinguishes them from other families at the same prefix, by prefix and all shapes.
+    `refused` is the reason why the layout misreads their blocks, and what to do instead.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Family(NamedTuple):
 
 
 def _normalised_twice(prefix: str, shapes: Shapes) -> bool:
-    """Gemma 2 has a norm before and one after every sublayer, Llama one before."""
+    """True if each sublayer has a norm before and after it: Gemma 2; Llama has one before."""
     return f"{prefix.rpartition('.')[0]}.pre_feedforward_layernorm.weight" in shapes
 
 
 def _unevenly_packed(prefix: str, shapes: Shapes) -> bool:
-    """There are fewer keys and values than queries in the packed rows."""
+    """True if the packed rows hold fewer key and value heads than query heads."""
     rows, (_, queries) = (
         shapes[f"{prefix}.{name}.weight"][-2:] for name in ("query_key_value", "dense")
     )
@@ -97,7 +97,7 @@ def stands(names: Collection[str], prefix: str) -> bool:
 
 
 def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None:
-    """The family of a layout whose pattern the end of a prefix has, and the pattern.
+    """The family of a layout whose pattern matches the end of a prefix, and that pattern.
 
     >>> family, pattern = match("gpt2", "transformer.h.11.attn", {})
     >>> family.name, pattern

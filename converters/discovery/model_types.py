@@ -1,12 +1,11 @@
-"""The families of blocks of the models of transformers, by the model_type of their config.json.
+"""Table from the model_type of a config.json to the families of the model's attention blocks.
 
-Made by experiments/model_types.py from the default configuration of every type that transformers 5
-builds, with the names in memory and those on disk.
+experiments/model_types.py generates it from the default configuration of every type that
+transformers 5 builds, with the names in memory and on disk.
 
-`architectures` is the other table by model_type, and stays apart: this one is generated and says
-where the blocks of a model stand, that one is read from the sources of the models and says what
-they compute around the blocks. A new version of transformers makes this one again and changes none
-of that.
+`architectures` is a separate table by model_type. That table is written by hand from the sources of
+the models and lists the computations around the blocks; this one lists where the blocks are. A new
+version of transformers regenerates this table and leaves the other unchanged.
 """
 
 MODEL_TYPES: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""What no tensor says of a conversion, in words for its user."""
+"""Notes for the user on facts that no tensor holds, and on uncertain readings."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ NO_ATTENTION = "no block of attention was found: what is converted are the layer
 
 
 def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """The first names, and how many more there are.
+    """The first names, and the number of the others.
 
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -26,7 +26,7 @@ def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
 
 
 class Epsilons(NamedTuple):
-    """Epsilons of norms that were read: by key of a configuration, or by the layer's prefix."""
+    """Epsilons of norms from files: by key of a configuration, or by prefix of a layer."""
 
     by_key: Mapping[str, Sequence[float]] = MappingProxyType({})
     by_prefix: Mapping[str, float] = MappingProxyType({})
@@ -38,7 +38,7 @@ def epsilons(
     found: Sequence[Block],
     read: Epsilons,
 ) -> Iterator[str]:
-    """Notes on the epsilon of norms, if it was not read or is not the target's default."""
+    """Notes on the epsilon of norms, if it is unknown or differs from the target's default."""
     if convention is None:
         return
     families_there = {block.family[0] for block in found if block.family}
@@ -79,7 +79,7 @@ def epsilons(
 
 
 def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Which layer of the source, given with its group in a .weights.h5 file, comes first."""
+    """Notes which source layer is first in each group; pairs of source and .weights.h5 group."""
     groups: dict[str, list[str]] = {}
     for source, target in sorted(layers, key=lambda layer: natural(layer[1])):
         group = re.sub(r"_\d+$", "", target.rpartition("/")[2])
@@ -96,7 +96,7 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def of_groups(targets: Sequence[str]) -> str:
-    """Which models load a .weights.h5 file whose groups only the source's names decide."""
+    """Notes which models load a .weights.h5 file whose groups come only from the source's names."""
     like = "name a file that it saved (--like model.weights.h5)"
     shown = listed(targets, 3)
     if not all(targets):
@@ -116,7 +116,7 @@ def of_groups(targets: Sequence[str]) -> str:
 
 
 def told_by_name(layers: Sequence[Module]) -> Iterator[str]:
-    """Layers whose kind nothing but the name says."""
+    """Notes layers whose kind only the name determines."""
     if shown := [f"{x.prefix} ({x.kind})" for x in layers if x.confidence == "by name"]:
         yield (
             f"what only the name tells: {listed(shown)}; where that is wrong, write a plan and name "
@@ -125,7 +125,7 @@ def told_by_name(layers: Sequence[Module]) -> Iterator[str]:
 
 
 def of_features(layers: Sequence[Module]) -> Iterator[str]:
-    """Norms that nothing but their shapes calls norms of features."""
+    """Notes norms that only their shapes mark as norms over features."""
     if shown := [x.prefix for x in layers if x.why == OF_GROUPS]:
         yield (
             f"{len(shown)} x norm read as LayerNorm, whose tensors GroupNorm and InstanceNorm have as "
@@ -137,7 +137,7 @@ def of_features(layers: Sequence[Module]) -> Iterator[str]:
 def not_back(
     layers: Sequence[Module], becomes: Iterable[str], mistakable: Sequence[str], to: str
 ) -> Iterator[str]:
-    """Layers and names that the same conversion back would not give as they were."""
+    """Notes layers and names that a conversion back would change."""
     shown = [
         x.prefix for x, kind in zip(layers, becomes, strict=True) if kind != x.kind == "conv1d"
     ]
@@ -154,13 +154,13 @@ def not_back(
 
 
 def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str]:
-    """Norms that are left as they are: `why` is of every tensor, `unlike` of norms alone."""
+    """Notes norms that are copied unchanged: `why` covers every tensor, `unlike` only norms."""
     counts = Counter(reason for reason in why.values() if reason in set(unlike))
     for reason, count in counts.items():
         yield f"{count} x a tensor of a norm, carried over as it is: {reason}"
 
 
 def renamed(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Layers that get another path than they had: the name that their user gave them."""
+    """Notes layers whose path changes to the name that the user gave them."""
     if shown := [f"{source} -> {target}" for source, target in layers]:
         yield f"named as their user called them: {listed(shown)}"

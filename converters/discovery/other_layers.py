@@ -1,7 +1,7 @@
-"""Neighbours of attention in a flat dict of tensors: which kind, under which prefix, and why.
+"""Finds layers other than attention in a flat dict of tensors: kind, prefix, and the reason.
 
-A family's key map decides where there is one; then keys and shapes, where they leave one reading;
-then the name. What none of these decides is not understood, and never guessed.
+The key map of a family decides first; then keys and shapes, if they allow only one kind; then the
+name. A tensor that none of these decides is not understood; its kind is never guessed.
 """
 
 import re
@@ -15,7 +15,7 @@ from jaxmha.converters.discovery.layer_layouts import CONVENTIONS, KERAS_FILE, C
 from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
 
-# Names of layers without a bias, whose arrays could be a linear layer's or an embedding's.
+# Names of layers without a bias, whose arrays could belong to a linear layer or an embedding.
 _NAMES = (
     (
         "linear",
@@ -24,45 +24,45 @@ _NAMES = (
     ),
     ("embedding", r"emb|embed|embedding|embeddings|wte|wpe|embed_tokens|embedder"),
 )
-# Names of convolutions whose arrays look like an ordinary one's.
+# Names of special convolutions whose arrays look like those of an ordinary convolution.
 _OTHER_CONVOLUTIONS = (
     r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw|(^|[./])dw\d*($|[./])"
 )
-# Names of what has the arrays of a norm of features and is none.
+# Names of layers that have the arrays of a norm over features and are something else.
 _OTHER_NORMS = (
     r"group|instance|prelu|(^|_)(gn|act|activation|gate)_?\d*($|_)"
     r"|(^|_)(ls|gamma|lambda|alpha)_?\d*$"
     r"|layer_?scale|^scale_?\d*$|_scale$"
 )
-# Places of norms that are mostly gated: they take two inputs.
+# Prefixes of norms that are mostly gated, with two inputs.
 _GATED = r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)[./]([^./]*[./])?\w*norm$|[./]o_norm$"
-# Places of norms in stacks of convolutions, mostly of groups of channels (wav2vec 2's are).
+# Prefixes of norms in stacks of convolutions, mostly over groups of channels (wav2vec 2).
 _OF_CHANNELS = r"(^|[./_])conv_layers[./]\d+[./]\w*norm$|(^|[./])pixel_decoder[./]norms[./]\d+$"
-# Names by which Flax and Haiku call norms after their class.
+# Names that Flax and Haiku derive from the class of a norm.
 _BY_CLASS = {"norm": r"(LayerNorm|layer_norm)(_\d+)?", "rmsnorm": r"(RMSNorm|rms_norm)(_\d+)?"}
-ASKED = "asked"  # nothing says of which kind norms without a bias are, not even their place
+ASKED = "asked"  # neither names nor configuration decide the kind of norms without a bias
 UNSURE = (
     "a norm without a bias: it could be RMSNorm or LayerNorm(bias=False), which compute different "
     "functions; name the kind (norm or rmsnorm) in a plan"
 )
 
 
-# What the tensors of a norm with a bias leave open, unless its name tells a norm of features.
+# Alternatives that the tensors of a norm with a bias leave, unless the name excludes them.
 OF_GROUPS = "its keys and shapes (GroupNorm and InstanceNorm have the same)"
 _OF_FEATURES = r"layer_?norm|(^|_)ln(_|\d|$)"
 
 
 class Module(NamedTuple):
-    """One layer beside attention and the place of every array.
+    """One layer other than attention, and the name of every array in the file.
 
     Attributes:
-      kind, convention: as in `neighbours`.
+      kind, convention: as in `layer_layouts`.
       keys: key of the convention -> name in the file.
-      sizes: of every letter of the axes.
-      confidence: "certain": a known family has it there; "likely": keys and shapes, in the
-        framework of the attention near it, leave one reading; "by name": only the name decides;
-        "ambiguous": a norm without a bias, which may be either of two (`UNSURE`).
-      why: this in words.
+      sizes: the size of every letter of the axes.
+      confidence: "certain": a known family has the layer there; "likely": keys and shapes allow one
+        kind in the framework of the nearby attention; "by name": only the name decides;
+        "ambiguous": a norm without a bias, which may be either of two kinds (`UNSURE`).
+      why: the reason in words.
     """
 
     prefix: str
@@ -75,7 +75,7 @@ class Module(NamedTuple):
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """The entries that are there, by leaf."""
+        """The entries whose arrays are present, by leaf."""
         of_kind = self.convention.kinds[self.kind]
         return {entry.leaves[0]: entry for entry in of_kind if entry.key in self.keys}
 
@@ -86,12 +86,12 @@ def find(
     unlike: Mapping[str, str] = MappingProxyType({}),
     unbiased: str = "",
 ) -> tuple[list[Module], dict[str, str]]:
-    """Every neighbour, and what is left over: name -> why nothing is known of it.
+    """Every other layer, and the remaining tensors: name -> why it is not understood.
 
-    `info` gives shape and dtype of every tensor; those of `blocks` are left out. `unlike` names
-    kinds that compute something else in this model, with the reason (`configuration.offset_norms`);
-    `unbiased` is the kind of its norms without a bias, where that is said, or `ASKED`
-    (`configuration.unbiased_norms`).
+    `info` gives shape and dtype of every tensor; tensors of `blocks` are left out. `unlike` maps
+    kinds that compute another function in this model to the reason (`hf_config.offset_norms`).
+    `unbiased` is the kind of norms without a bias if known, or `ASKED`
+    (`hf_config.unbiased_norms`).
 
     >>> import numpy as np
     >>> found, others = find({"a.weight": np.zeros((3, 5)), "a.bias": np.zeros(3)}, [])
@@ -115,7 +115,7 @@ def find(
     others: dict[str, str] = {}
     for (prefix, separator), keys in groups.items():
         if separator and separators and separator not in separators:
-            # Carried over from a file of another framework, under its name there.
+            # The tensor kept its name when it was carried over from a file of another framework.
             others |= dict.fromkeys(keys.values(), _FOREIGN)
             continue
         module = _decide(prefix, keys, info, families, own, unbiased)
@@ -131,7 +131,7 @@ def find(
 
 
 def _parallel(prefixes: Iterable[str]) -> bool:
-    """Whether layers have Llama's first norm and not its second, as Cohere's, which are LayerNorms."""
+    """True if layers have Llama's first norm but not its second: Cohere, with LayerNorms."""
     there = set(prefixes)
     first = {p for p in there if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
     return any(p.replace("input_layernorm", "post_attention_layernorm") not in there for p in first)
@@ -141,7 +141,7 @@ _FOREIGN = "its name has another separator than those of the attention beside it
 
 
 def _computes(module: Module) -> str:
-    """The kind; a norm without a bias may be either of two, and counts as rmsnorm."""
+    """The kind; a norm without a bias may be of two kinds, and counts as rmsnorm."""
     biased = "norm.bias" in module.entries
     return "rmsnorm" if module.kind == "norm" and not biased else module.kind
 
@@ -166,7 +166,7 @@ def as_kind(
     info: Mapping[str, Any],
     why: str = "named",
 ) -> Module:
-    """The module of that kind. Raises ValueError where its arrays are not of it, with the axes."""
+    """A module of this kind. Raises ValueError, with the axes, if its arrays do not fit."""
     if kind not in convention.kinds:
         known = ", ".join(convention.kinds)
         raise ValueError(f"convention {convention.name} has no {kind}: it has {known}")
@@ -199,7 +199,7 @@ def _decide(
     own: Sequence[Convention],
     unbiased: str,
 ) -> Module | str:
-    """The module, or why there is none. `own`: the conventions that shapes are judged by."""
+    """The module, or why there is none. `own`: conventions that shapes are checked against."""
     candidates: dict[str, Module] = {}
     for convention in dict.fromkeys([*own, *CONVENTIONS]):
         for kind, entries in convention.kinds.items():
@@ -251,10 +251,10 @@ def _by_shape(
             return "a single number, which is no norm's"
         if re.search(_OTHER_NORMS, _called(prefix).lower()) or re.search(_OF_CHANNELS, prefix):
             return "a norm of groups or an activation by its name; else name the kind in a plan"
-    if kinds == {"norm", "rmsnorm"}:  # the same array
+    if kinds == {"norm", "rmsnorm"}:  # both have the same array
         return _unbiased(prefix, candidates, unbiased)
     if kinds == {"linear", "conv1d"} and "GPT-2" not in families:
-        # Square: only GPT-2 and its kin have Conv1D.
+        # A square kernel: only GPT-2 and related models have Conv1D.
         return candidates["linear"]._replace(
             confidence="likely", why="its keys and shapes (no GPT-2 is there, which has Conv1D)"
         )
@@ -268,7 +268,7 @@ def _by_shape(
         if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
             sizes = candidates[kind].sizes
             if kind == "embedding" and sizes["V"] == sizes["D"]:
-                break  # a kernel would be transposed unseen
+                break  # a kernel would be transposed unnoticed
             why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
             return candidates[kind]._replace(confidence="by name", why=why)
     return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
@@ -279,7 +279,7 @@ _SHAPES = "its keys and shapes"
 
 
 def _of_features(module: Module, of_images: Collection[str]) -> Module | str:
-    """A norm that its shapes alone tell: next to convolutions it is mostly one of groups."""
+    """A norm known only by its shapes; refused near convolutions, where GroupNorm is common."""
     parent, last = _parent(module.prefix)
     if module.kind != "norm" or re.search(_OF_FEATURES, last.lower()):
         return module
@@ -291,7 +291,7 @@ def _of_features(module: Module, of_images: Collection[str]) -> Module | str:
 def _with_convolutions(
     groups: Mapping[tuple[str, str], Mapping[str, str]], info: Mapping[str, Any]
 ) -> set[str]:
-    """The places that hold layers called convolutions, of kernels of three axes or more."""
+    """Prefixes that contain layers called `conv`, with kernels of three axes or more."""
     return {
         parent
         for (prefix, _), keys in groups.items()
@@ -306,19 +306,19 @@ def _parent(prefix: str) -> tuple[str, str]:
 
 
 def _called(prefix: str) -> str:
-    """The last name in a path, for `group_norms.0` that of the list."""
+    """The last name in a path that is not a number: `group_norms` for `group_norms.0`."""
     names = [name for name in re.split("[./]", prefix) if not name.isdigit()]
     return names[-1] if names else ""
 
 
 def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Module:
-    """A norm without a bias: of the kind that its name or the configuration tells."""
+    """A norm without a bias; the name or the configuration decides the kind."""
     last = re.split("[./]", prefix)[-1]
     named = [kind for kind, name in _BY_CLASS.items() if re.fullmatch(name, last)]
     if "rms" in last.lower():
         named = ["rmsnorm"]
     elif named and candidates["norm"].convention.name not in ("flax", "haiku"):
-        named = ["norm"] if last == "LayerNorm" else []  # Llama's are called layernorm, too
+        named = ["norm"] if last == "LayerNorm" else []  # Llama's RMSNorms are called layernorm too
     if named:
         return candidates[named[0]]._replace(confidence="likely", why=f"its name {last!r}")
     if told == "rmsnorm":
@@ -328,9 +328,9 @@ def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Modul
 
 
 def _convolution(module: Module) -> Module | str:
-    """The convolution, where it is an ordinary one.
+    """The module if it is an ordinary convolution, or the reason why that is unknown.
 
-    Only a bias of another size than the input tells which axis is the output.
+    Only a bias whose size differs from the input features shows which axis is the output.
     """
     name = module.prefix.lower()
     other = re.search(_OTHER_CONVOLUTIONS, name)
@@ -347,7 +347,7 @@ def _convolution(module: Module) -> Module | str:
 
 
 def _keras_group(prefix: str, candidates: Mapping[str, Module]) -> tuple[str, str] | None:
-    """In a .weights.h5 file the group is named after the layer's class."""
+    """The kind and group of a layer in a .weights.h5 file, where groups are named by class."""
     last = re.sub(r"_\d+$", "", prefix.rpartition("/")[2])
     for kind, group in KERAS_FILE.group.items():
         if last == group and any(m.convention is KERAS_FILE for m in candidates.values()):

@@ -1,8 +1,8 @@
-"""Keys and names that tell of more than attention around the projections of a model, as data."""
+"""Table of config keys and tensor names that reveal parts of a model around its projections."""
 
 from typing import Any, NamedTuple
 
-# Part -> what the model computes, and what to do instead.
+# Part -> a description of the computation, and what to do instead of converting it.
 PARTS = {
     "rotary": (
         "rotary positions (queries and keys are turned by angles)",
@@ -54,9 +54,10 @@ PARTS = {
 
 
 class Sign(NamedTuple):
-    """A key of a config.json that means a part, unless its value is one of `off`.
+    """A key of a config.json that implies a part, unless its value is in `off`.
 
-    `decides`: with a value of `off` the part is not there, whatever the model type has.
+    `decides`: a value in `off` shows that the part is absent, even if the model type usually has
+      it.
     """
 
     part: str
@@ -92,7 +93,7 @@ SIGNS = (
     Sign("multiplier", r"attention_(in|out)_multiplier", (1,)),
     Sign("clip", r"clip_qkv"),
 )  # fmt: skip
-# Keys whose value names the kind of layers or of positions, and the parts that words in it tell.
+# Keys whose value names kinds of layers or of positions, and word patterns in it -> part.
 WORDS = {
     r"layer_types|\w*attention_types?|attention_layers|attn_layers|attn_type|layer_block_types?": (
         ("window", r"sliding|local|chunk|window|swa"),
@@ -105,7 +106,7 @@ WORDS = {
         ("relative", r"rel"),
     ),
 }
-# Keys that could mean a part and are no meaning of ours; and those that are known to mean none.
+# Patterns of keys that could imply a part unknown to this table, and of keys known to imply none.
 SUSPECT = r"rope|rotary|alibi|window|soft_?cap|scal|norm|sink|gate|multiplier|sparse"
 ELSEWHERE = (
     r"norm\w*_(eps|epsilon|init|bias|momentum|mean|std|type|elementwise_affine)|(eps|std)$|embed|emb$"
@@ -124,11 +125,11 @@ ELSEWHERE = (
     r"|(gate|output_logit)_soft_cap|softmax_in_fp32"
     r"|position_embedding|hidden_act|n_window|num_windows|max_window_layers|use_scale|decoder_offset"
 )
-# Keys that transformers writes into every configuration.
+# Keys that transformers writes into every configuration, and keys that do not concern the model.
 OF_TRANSFORMERS = {"architectures", "transformers_version", "torch_dtype", "dtype"}
 NOT_OF_MODELS = {"id2label", "label2id", "quantization_config", "task_specific_params"}
 
-# Tensors outside the blocks, by name.
+# Names of tensors outside the blocks -> part.
 TENSORS = (
     ("rotary", r"^(?!.*sinusoid).*inv_freq$|rotary|(^|[._])rope|freqs_cis|(sin|cos)_cached"),
     ("alibi", r"alibi|(^|\.)slopes$"),
@@ -151,16 +152,16 @@ TENSORS = (
     ("gate", r"att\w*[./](.*[._])?(g_proj|gate\w*|gru_rel_pos\w*)([./]|$)|attn_gate$"),
 )
 
-# Names of tensors that one family of models alone has, and the types that these are of.
+# Tensor names that occur in only one family of models, and the model type of that family.
 OF_TYPE = (
     ("gptj", r"(^|[./])h[./]\d+[./]mlp[./]fc_in[./]"),
     ("pegasus_x", r"(^|[./])embed_global[./]|global_self_attn_layer_norm"),
     ("longformer", r"[./](query|key|value)_global[./]"),
 )
-# Layouts that are one class of a framework: all that it computes is known from its arguments.
+# Layouts of a single framework class, whose arguments determine everything that it computes.
 CLASSES = frozenset(
     ("torch", "torch-separate", "keras", "keras-gqa", "keras-file", "keras-gqa-file", "flax",
      "equinox", "haiku")
 )  # fmt: skip
-# Layouts whose blocks mostly stand in models that have more, where nothing says it.
+# Layouts whose models mostly have these parts, even if no configuration says so.
 IMPLIED = {"llama": "rotary positions", "gpt-neox": "rotary positions or ALiBi"}

@@ -1,4 +1,4 @@
-"""Parts that a model computes around its projections and that no conversion carries over.
+"""Finds parts that a model computes around its projections and that no conversion carries over.
 
 Sources: keys of config.json, tensors outside the blocks, the table of model types
 (`architectures`).
@@ -17,7 +17,7 @@ from jaxmha.converters.discovery.notes import listed
 
 
 class Said(NamedTuple):
-    """Where parts are said: part -> texts; parts that a key says are not there; keys not known."""
+    """Evidence from keys: part -> texts that show it; absent parts; unknown keys."""
 
     there: dict[str, list[str]]
     off: set[str]
@@ -27,15 +27,17 @@ class Said(NamedTuple):
 def notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> tuple[str, ...]:
     """The parts around the blocks of a checkpoint that are not converted, in words.
 
-    `names` are those of all tensors outside the blocks, `layouts` those of the blocks; `path` is
-    the file, next to which a config.json may stand.
+    `names` are all tensors outside the blocks, `layouts` the layouts of the blocks; `path` is the
+    file, and its folder may hold a config.json.
     """
     return tuple(printable(note) for note in _notes(path, names, layouts))
 
 
 def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
-    """Raises ValueError where a model computes another function of such projections; arguments as
-    of `notes`."""
+    """Raises ValueError if a model computes another function of its projections than its layouts.
+
+    Arguments as in `notes`.
+    """
     content = _content(path)
     said = _said(content)
     refused = {part: said.there[part] for part in ("form",) if part in said.there}
@@ -105,7 +107,7 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
 def _content(path: Path) -> Any:
     try:
         return hf_config.read(path)
-    except (ValueError, RecursionError):  # `described` says it
+    except (ValueError, RecursionError):  # `described` reports it
         return None
 
 
@@ -116,7 +118,7 @@ def _types(content: Any) -> Iterator[str]:
 
 
 def _said(content: Any) -> Said:
-    """Everything that the keys of a configuration say of parts."""
+    """Collects the evidence for parts in all keys of a configuration."""
     said = Said({}, set(), [])
     for way, settings in _settings(content):
         within = any(_sign(step) is _ROTARY for step in way)
@@ -138,7 +140,7 @@ def _said(content: Any) -> Said:
 
 
 _ROTARY = signs.SIGNS[0]
-_LONGEST_KEY = 100  # no setting is called so
+_LONGEST_KEY = 100  # no real setting has a longer name
 _SHORT = reprlib.Repr()
 _SHORT.maxdict = _SHORT.maxlist = 3
 
@@ -153,7 +155,7 @@ def _suspect(key: str) -> bool:
 
 
 def _by_words(table: Iterable[tuple[str, str]], value: Any, shown: str, said: Said) -> None:
-    """Adds what a key says whose value names the kind of layers or of positions."""
+    """Adds the evidence of a key whose value names kinds of layers or of positions."""
     words = " ".join(_words(value)).lower()
     for part, pattern in table:
         if re.search(pattern, words):
@@ -165,7 +167,7 @@ def _by_words(table: Iterable[tuple[str, str]], value: Any, shown: str, said: Sa
 def _by_sign(
     sign: signs.Sign, value: Any, shown: str, settings: Mapping[str, Any], said: Said
 ) -> None:
-    """Adds what a key says whose name alone tells the part."""
+    """Adds the evidence of a key whose name implies the part."""
     off = value in sign.off if sign.off else _empty(value)
     if off or value is None:
         if sign.decides:
@@ -175,7 +177,7 @@ def _by_sign(
 
 
 def _settings(content: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Every dictionary of a configuration that is of a model, with the keys on the way to it."""
+    """Every dictionary of a configuration that describes a model, with the keys that lead to it."""
     todo: list[tuple[tuple[str, ...], Any]] = [((), content)]
     while todo:
         way, value = todo.pop()
@@ -188,7 +190,7 @@ def _settings(content: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """The strings in a value; `attention_types` of GPT-Neo are lists in lists."""
+    """The strings in a value; `attention_types` of GPT-Neo nests lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -205,7 +207,7 @@ def _empty(value: Any) -> bool:
 
 
 def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
-    """The parts of the model types of a configuration, but for those that its keys switch off."""
+    """The parts of the model types in a configuration, without those that its keys switch off."""
     parts: dict[str, list[str]] = {}
     for model_type in dict.fromkeys(_types(content)):
         for part in has(model_type):
@@ -215,8 +217,11 @@ def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> d
 
 
 def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
-    """The parts of the model types that names of tensors tell: by the start that transformers gives
-    them, or by a name that one type alone has."""
+    """The parts of the model types that tensor names reveal.
+
+    A name reveals a type by the prefix that transformers gives it, or if only that type has the
+    name.
+    """
     parts: dict[str, list[str]] = {}
     told: dict[str, str] = {}
     for name in names:
@@ -232,7 +237,7 @@ def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict
 
 
 def _by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
-    """The parts that tensors outside the blocks show, each with the first and their number."""
+    """The parts that tensors outside the blocks reveal, with the first name and their number."""
     counts: dict[str, list[str]] = {}
     for name in names:
         for part, pattern in signs.TENSORS:

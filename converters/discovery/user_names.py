@@ -1,18 +1,18 @@
-"""Names of the layers of a Keras file: the path, or the name that the user gave."""
+"""Names of the layers of a Keras file: the path, or the name that the user gave the layer."""
 
 import re
 from collections.abc import Mapping
 
 SWAP = str.maketrans("./", "/.")
-# Keras numbers the layers of a container by their class, and keeps their names as attributes.
+# Keras numbers layers in a container by class, and keeps their names as attributes.
 _NUMBERED = re.compile(r"(?:.*/)?layers/[^/]+")
 
 
 def of_layer(prefix: str, names: Mapping[str, str]) -> str:
-    """The name of the innermost layer on the way that Keras only numbered, and what follows it.
+    """The user's name of the innermost layer that Keras only numbered, and the rest of the path.
 
-    Other components are attributes of the model, which name layers better than Keras' own counter
-    does (`attn/q_proj` is called `dense_8`).
+    Other components are attributes of the model, which are better names than Keras' own counter
+    (`attn/q_proj` is called `dense_8`).
 
     >>> names = {"layers/dense_1": "head", "layers/my_attention": "mine", "attn/q_proj": "dense_8"}
     >>> [of_layer(p, names) for p in ("layers/dense_1", "layers/my_attention/q", "attn/q_proj")]
@@ -23,7 +23,7 @@ def of_layer(prefix: str, names: Mapping[str, str]) -> str:
 
 
 def dotted(prefix: str, separator: str, names: Mapping[str, str]) -> str:
-    """The same as a path with dots, where dots and slashes are exchanged so that it comes back.
+    """The path with dots; dots and slashes are exchanged, so that the reverse gives the path back.
 
     >>> dotted("a/b.c", "/", {}), dotted("a.b", ".", {})
     ('a.b/c', 'a.b')
@@ -36,7 +36,7 @@ def dotted(prefix: str, separator: str, names: Mapping[str, str]) -> str:
 
 
 def target_by_name(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
-    """The prefix with the other separator; both are exchanged, so that it comes back the same.
+    """The prefix with the other separator; both are exchanged, so that the reverse is exact.
 
     >>> target_by_name("a.b", ".", "/", {})
     'a/b'
@@ -46,7 +46,7 @@ def target_by_name(prefix: str, separator: str, wanted: str, names: Mapping[str,
 
 
 def _named(prefix: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The name that stands for the start of a path, and the rest; ("", "") where none does."""
+    """The user's name for the start of a path, and the rest; ("", "") if there is none."""
     parts = prefix.split("/")
     for i in range(len(parts), 0, -1):
         start = "/".join(parts[:i])
