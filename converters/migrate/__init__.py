@@ -1,4 +1,4 @@
-"""Checkpoint files from one layout to another: inspect, plan, convert, write."""
+"""Converts checkpoint files from one layout to another: inspect, plan, convert, write."""
 
 from jaxmha.converters.migrate.conversion import Conversion
 from jaxmha.converters.migrate.inspection import FileInfo, inspect

@@ -1,4 +1,4 @@
-"""What a conversion did, as data."""
+"""The result of a conversion, as data."""
 
 import os
 from dataclasses import dataclass, fields
@@ -12,17 +12,17 @@ from jaxmha.converters.migrate.resolved import Resolved
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
-      blocks: (prefix in the source, layout there, prefix in the destination, layout there).
-      beside: (kind, prefix in the source, prefix in the destination) of the layers beside them.
-      carried: names of tensors that are neither, taken over as they are.
-      files: what was written. digests: tensor name -> digest, of what was read back.
-      losses: tensor name -> what the cast to `dtype` did to it, for every tensor that it changed.
-      heads: (prefix in the source, head count, where it is from) of every block.
-      unchecked: what no comparison of the two files can show, in words.
-      notes: what to know of single blocks, and of norms. plan: what was done, tensor by tensor.
+      blocks: (source prefix, source layout, destination prefix, destination layout) of each block.
+      beside: (kind, source prefix, destination prefix) of each other layer.
+      carried: names of all other tensors, which are copied unchanged.
+      files: the files written. digests: tensor name -> digest of the data read back.
+      losses: tensor name -> effect of the cast to `dtype`, for every tensor that it changed.
+      heads: (source prefix, head count, where it is from) of every block.
+      unchecked: facts that no comparison of the two files can show, in words.
+      notes: remarks on single blocks and on norms. plan: the plan that was carried out.
     """
 
     source: str
@@ -39,7 +39,7 @@ class Conversion:
     unchecked: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The fields as JSON-compatible data."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         del data["plan"]
         return data | {"losses": {name: loss._asdict() for name, loss in self.losses.items()}}
@@ -53,7 +53,7 @@ def of(
     written: checkpoint.Written,
     given: bool,
 ) -> Conversion:
-    """The conversion by a plan that was carried out; `given`: the plan was, and not made for it."""
+    """The result of carrying out a plan; `given` is True if the caller passed the plan."""
     kinds: dict[bool, list[Move]] = {True: [], False: []}
     for move in plan.moves:
         if move.kind != "other":

@@ -1,4 +1,4 @@
-"""A plan as its user meant it: what an edited module leaves out is completed."""
+"""Completes a plan after its user edited it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,11 @@ from jaxmha.converters.migrate.plans import Move, Plan
 
 
 def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
-    """The plan with every module that was given a kind, and nothing else, as one that was found.
+    """Fills in every module to which the user gave only a kind, as if it had been discovered.
 
-    A tensor that was carried over and is now a linear layer or an embedding gets the convention of
-    its file, loses the key at the end of `from` and `to`, and takes along what belongs to it.
+    A carried-over tensor that the user makes a linear layer or an embedding gets the convention of
+    its file, loses the key at the end of `from` and `to`, and takes the other tensors of the layer
+    along.
     """
     kinds = {kind for convention in CONVENTIONS for kind in convention.kinds}
     plan = replace(plan, moves=tuple(_reread(m, to, plan.moves) for m in plan.moves))
@@ -48,7 +49,7 @@ def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
 
 
 def _reread(move: Move, to: Layout, moves: Sequence[Move]) -> Move:
-    """A layer whose kind was changed, without the kind in the target that the old one had."""
+    """Drops the old target kind of a layer whose kind the user changed."""
     convention = layer_layouts.beside(to.name)
     if move.kind in ("attention", "other") or not move.becomes or convention is None:
         return move
@@ -61,7 +62,7 @@ def _reread(move: Move, to: Layout, moves: Sequence[Move]) -> Move:
 
 
 def _numbered(kind: str, convention: Convention, moves: Sequence[Move]) -> str:
-    """The next group of a kind in a .weights.h5 file; empty for other conventions."""
+    """The next free group of a kind in a .weights.h5 file; "" for other conventions."""
     group = convention.group.get(
         layer_layouts.INSTEAD.get(kind, kind) if kind == "conv1d" else kind
     )
@@ -73,7 +74,7 @@ def _numbered(kind: str, convention: Convention, moves: Sequence[Move]) -> str:
 
 
 def in_file(plan: Plan) -> Plan:
-    """A plan of a Keras layout for a .weights.h5 file: groups are numbered in the plan's order."""
+    """A plan for a .weights.h5 file, with Keras groups numbered in the order of the plan."""
     if plan.to not in keras.IN_FILE:
         return plan
     layout, attention = keras.IN_FILE[plan.to]
@@ -102,7 +103,7 @@ def _of(layout: str) -> Convention | None:
 def _whole(
     move: Move, moves: Sequence[Move], own: Sequence[Convention], info: Mapping[str, Any]
 ) -> Move:
-    """The layer of that kind which the tensors of a module, and others at its place, are."""
+    """The layer of the wanted kind that a module forms with other tensors of the same prefix."""
     prefix = other_layers.split(move.tensors[0])[0]
     beside = [
         name

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its attention blocks, the layers beside them, and the rest."""
+"""Lists the contents of a checkpoint: attention blocks, other layers, and the rest."""
 
 import os
 from collections import Counter
@@ -25,15 +25,15 @@ class BlockInfo:
     """One attention block of a file.
 
     Attributes:
-      prefix: where it stands; `name` is the user's name of it, where the format keeps one.
+      prefix: prefix of its names; `name` is the user's name for it, if the format keeps one.
       layout: name of its layout.
-      num_heads: None where it is not known; `num_heads_from` says where it is from.
-      shapes: key -> shape, of the keys that were found. dtype: of the query kernel.
-      family, pattern: models that keep such blocks at such a prefix; None: the keys alone decide.
-      also_fits: other layouts with the same keys, where no family decides.
-      confidence: "certain": a known family has it there, and its head count is in the tensors or
-        in a configuration that names the family; "likely": the keys are those of one layout;
-        "ambiguous": of several. why: all this in words.
+      num_heads: None if unknown; `num_heads_from` names its source.
+      shapes: key -> shape, for keys that were found. dtype: of the query kernel.
+      family, pattern: models that have such blocks at such a prefix; None if only the keys decide.
+      also_fits: other layouts with the same keys, if no family decides.
+      confidence: "certain": a known family has such blocks there, and tensors or a configuration
+        that names the family give the head count; "likely": only one layout has these keys;
+        "ambiguous": several have. why: the reason in words.
     """
 
     prefix: str
@@ -52,9 +52,9 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer beside attention: a linear layer, a norm, an embedding (`neighbours`).
+    """One layer other than attention: linear, norm, embedding etc. (`layer_layouts`).
 
-    Attributes are those of `modules.Module`, by name.
+    The attributes have the meaning of those of `other_layers.Module`.
     """
 
     kind: str
@@ -68,15 +68,16 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What is in a file: attention blocks, and everything else by kind.
+    """The contents of a file: attention blocks, and everything else by kind.
 
     Attributes:
-      other_tensors: shapes of all that is not attention.
-      layers: what of it is understood. not_understood: name -> why not; carried over or refused.
-      dtypes: how many tensors have each.
-      damaged: what looks like a block and lacks arrays; `convert` and `verify` refuse it.
-      notes: why a configuration next to the file was set aside, and the parts that the model
-        computes around its projections, which no conversion carries over.
+      other_tensors: shapes of all tensors outside attention.
+      layers: the layers recognised among them. not_understood: name of another tensor -> the
+        reason; a conversion carries these over or refuses them.
+      dtypes: dtype -> number of tensors.
+      damaged: prefixes that look like a block but lack arrays; `convert` and `verify` refuse these.
+      notes: why a configuration next to the file was ignored, and the parts that the model computes
+        around its projections, which no conversion carries over.
     """
 
     path: str
@@ -90,7 +91,7 @@ class FileInfo:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The fields as JSON-compatible data."""
         return asdict(self)
 
 
@@ -163,7 +164,7 @@ def _heads(
     given: int | None,
     configured: head_count.Configured | None,
 ) -> tuple[int | None, str]:
-    """The head count of a block where it fits the shapes, and where it is from or what is wrong."""
+    """The head count of a block and its source; or None and the problem, if it does not fit."""
     try:
         count, where = head_count.find(block, all_shapes, given, file.metadata, configured)
     except head_count.UnusableConfigError as error:

@@ -1,7 +1,7 @@
-"""The layer that every group of a .weights.h5 file holds: kept, or taken from another file.
+"""Assigns a group of a .weights.h5 file to each layer: kept from the source, or from a template.
 
-Keras pairs groups with layers of their class by the number at their end, in the order in which the
-model creates them; no name in another format says that order.
+Keras pairs groups with layers of the same class by the number at the end of the group, in the order
+in which the model creates its layers. Names in other formats do not give that order.
 """
 
 import json
@@ -27,8 +27,10 @@ NOT_KNOWN = (
 
 
 def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
-    """Group and name by the prefix in the source, from such a file itself or from the metadata;
-    empty unless all are known."""
+    """Group and name by source prefix, from a .weights.h5 source or from metadata.
+
+    Empty unless the groups of all layers are known.
+    """
     told = keras_groups.told(file.metadata)
     found: Groups = {}
     for move in moves:
@@ -44,13 +46,13 @@ def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
 
 
 def to_metadata(groups: Groups, moves: Iterable[Move]) -> dict[str, str]:
-    """The groups by the prefixes of the destination, as metadata."""
+    """The groups by destination prefix, as metadata."""
     there = {move.target: groups[move.source] for move in moves if move.source in groups}
     return {keras_groups.METADATA: json.dumps(there, separators=(",", ":"))} if there else {}
 
 
 def placed(moves: Sequence[Move], groups: Groups) -> tuple[Move, ...]:
-    """The moves to a .weights.h5 file, each to its own group."""
+    """The planned layers of a .weights.h5 file, each with its own group as the target."""
     return tuple(
         replace(move, target=groups[move.source][0], name=groups[move.source][1])
         if move.source in groups
@@ -60,12 +62,13 @@ def placed(moves: Sequence[Move], groups: Groups) -> tuple[Move, ...]:
 
 
 def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Move, ...]:
-    """The moves to the groups of a .weights.h5 file whose layers have the same names or paths.
+    """The planned layers with the groups of a template, matched by the names or paths of the
+    layers.
 
-    Keras' own counters are no names: they go on from model to model.
+    Keras' own counters are not names: they continue from model to model.
 
     Raises:
-      ValueError: a layer that has no counterpart, with the names on both sides.
+      ValueError: a layer has no counterpart; the message lists the names in both files.
     """
     groups: dict[str, list[str]] = {}
     for group in _layers(template):
@@ -80,7 +83,7 @@ def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Mov
             left[move.source] = called
     taken = {group for group, _ in found.values()}
     free = [group for several in groups.values() for group in several if group not in taken]
-    if len(left) == len(free) == 1:  # whatever the two are called
+    if len(left) == len(free) == 1:  # one of each left: no name is needed
         found |= {source: (free[0], template.names.get(free[0], "")) for source in left}
     elif left:
         called = next(iter(left.values()))
@@ -94,12 +97,12 @@ def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Mov
 
 
 def _called(group: str, names: Mapping[str, str]) -> str:
-    """The name that the user gave a layer, else its path; with dots, as other files have it."""
+    """The user's name of a layer, or its path, with dots as in other file formats."""
     return dotted(group, "/", names).replace("/", ".")
 
 
 def _layers(template: Tensors) -> Iterator[str]:
-    """The groups of layers that hold arrays: of attention blocks as a whole, and of the rest."""
+    """The groups of layers that hold arrays; an attention block counts as one layer."""
     found = attention_blocks.find({name: tuple(one.shape) for name, one in template.info.items()})
     taken = {name for block in found for name in block.keys.values()}
     yield from (block.prefix for block in found)
@@ -108,7 +111,7 @@ def _layers(template: Tensors) -> Iterator[str]:
 
 
 def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
-    """Raises ValueError unless the file has the same arrays, of the same shapes."""
+    """Raises ValueError if the file has other arrays or shapes than the template."""
     ours = {name: tuple(one.info.shape) for name, one in made.items()}
     theirs = {name: tuple(one.shape) for name, one in template.info.items()}
     for name in {**theirs, **ours}:
@@ -120,7 +123,7 @@ def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
 
 
 def order_is_evident(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
-    """True if all layers of one class have different shapes: none could be exchanged unseen."""
+    """True if all layers of a class differ in shape, so that no two can be exchanged unnoticed."""
     alike = Counter(
         (
             re.sub(r"_\d+$", "", move.target),

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are read where they are looked at, a slice at a time."""
+"""Lazy views of the tensors of a checkpoint, which are read slice by slice."""
 
 import math
 import mmap
@@ -11,12 +11,12 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import MalformedFile
 from jaxmha.converters.layout.arrays import NDArray
 
-SPAN = 16 << 20  # bytes of a mapped file that are held at once
-HELD = 64 << 20  # bytes of tensors that cannot be read in parts; of one alone, any number
+SPAN = 16 << 20  # bytes of a mapped file in memory at once
+HELD = 64 << 20  # bytes kept of tensors that cannot be read in parts; a single one may be larger
 
 
 class _Stand(NamedTuple):
-    """Addresses that a tensor has, and nothing in them."""
+    """The address range that stands for a tensor; the memory there is never read."""
 
     name: str
     start: int
@@ -25,11 +25,11 @@ class _Stand(NamedTuple):
 
 
 class Slices:
-    """Arrays to be looked at and never read, but by `read`.
+    """Views of tensors to index and transpose; only `read` accesses the data.
 
     Attributes:
-      views: by name. Where the file can be mapped they lie over it. Else only their addresses
-        count: views of them, transposed or cut, say which part of the tensor is meant.
+      views: name -> array. A mapped file gives views of the file. Otherwise a view has addresses
+        but no data; the addresses of a slice tell which part of the tensor it covers.
     """
 
     def __init__(self, file: checkpoint.Checkpoint, names: list[str]) -> None:
@@ -47,13 +47,13 @@ class Slices:
         if name not in self._whole:
             held = sum(array.nbytes for array in self._whole.values())
             if held + self._file.info[name].nbytes > HELD:
-                self._whole.clear()  # before the next is read
+                self._whole.clear()  # before the next one is read
             self._whole[name] = self._file[name]
         return np.asarray(self._whole[name][box])
 
     def _stand(self, name: str) -> NDArray:
         info = self._file.info[name]
-        # Memory that is never touched takes no room.
+        # Anonymous pages that are never accessed take no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         room = np.frombuffer(mmap.mmap(-1, max(info.nbytes, 1), flags=flags), np.uint8)
         array = room[: info.nbytes].view(info.dtype).reshape(info.shape)
@@ -62,7 +62,7 @@ class Slices:
         return array
 
     def is_mapped(self, part: NDArray) -> bool:
-        """Whether a view lies over the file."""
+        """True if a view covers mapped memory of the file."""
         return self._stand_of(part) is None
 
     def _stand_of(self, part: NDArray) -> _Stand | None:
@@ -70,14 +70,14 @@ class Slices:
         return next((x for x in self._stands if x.start <= at < x.stop), None)
 
     def read(self, part: NDArray) -> NDArray:
-        """A fresh array of what a view of `views` covers."""
-        if not isinstance(part, np.ndarray):  # a copy of what has never been read
+        """A fresh array with the data that a view of `views` covers."""
+        if not isinstance(part, np.ndarray):  # a copy of unread addresses
             raise TypeError(f"expected a view of an array, got {type(part).__name__}")
         stand = self._stand_of(part)
         if stand is not None:
             return _cut(self._part, stand, part)
         out = np.empty(part.shape, part.dtype)
-        bits = f"u{part.itemsize}"  # NumPy cannot copy strided arrays of every dtype
+        bits = f"u{part.itemsize}"  # NumPy cannot copy strided arrays of all dtypes
         _copy(*(x.view(bits) if x.itemsize in (1, 2, 4, 8) else x for x in (out, part)))
         if out.dtype == np.bool_ and out.view(np.uint8).max(initial=0) > 1:
             problem = "a Boolean tensor holds bytes other than 0 and 1"
@@ -86,13 +86,13 @@ class Slices:
 
 
 def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
-    """The box of the tensor that a view needs, and the same view of it."""
+    """Reads the bounding box of a view, and applies the strides of the view to the box."""
     if not part.size:
         return np.empty(part.shape, part.dtype)
     whole = [math.prod(stand.shape[k + 1 :]) * part.itemsize for k in range(len(stand.shape))]
     first = np.unravel_index((_address(part) - stand.start) // part.itemsize, stand.shape)
     counts = [1] * len(stand.shape)
-    along: list[tuple[int, int]] = []  # axis of the tensor, and its steps
+    along: list[tuple[int, int]] = []  # axis of the tensor, and the step along it
     for size, stride in zip(part.shape, part.strides, strict=True):
         if size == 1:
             along.append((0, 0))
@@ -101,7 +101,7 @@ def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
         along.append((axis, stride // whole[axis]))
         counts[axis] += (size - 1) * (stride // whole[axis])
     stop = [int(a) + n for a, n in zip(first, counts, strict=True)]
-    if any(n > size for n, size in zip(stop, stand.shape, strict=True)):  # across the end of a row
+    if any(n > size for n, size in zip(stop, stand.shape, strict=True)):  # crosses the end of a row
         box = read(stand.name, ()).reshape(-1)[(_address(part) - stand.start) // part.itemsize :]
         strides = list(part.strides)
     else:
@@ -112,7 +112,7 @@ def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
 
 
 def _copy(out: NDArray, part: NDArray) -> None:
-    """In stretches of the file, each of which is let go before the next."""
+    """Copies a mapped view in parts of at most SPAN bytes, and releases the pages of each part."""
     if not part.size or not part.ndim:
         out[...] = part
         return
@@ -129,7 +129,7 @@ def _copy(out: NDArray, part: NDArray) -> None:
 
 
 def _let_go(part: Any) -> None:
-    """Pages of the file under a view need not stay in this process's memory."""
+    """Releases the pages of the mapped file under a view."""
     while isinstance(part, np.ndarray | memoryview):
         part = part.base if isinstance(part, np.ndarray) else part.obj
     if isinstance(part, mmap.mmap):

@@ -1,4 +1,4 @@
-"""Tensors of a destination, each computed from the source when it is asked for."""
+"""Lazy tensors of the destination; each is computed from the source on demand."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refu
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
-_BESIDE = 64 << 20  # bytes that are held beside the largest array
+_BESIDE = 64 << 20  # bytes kept in addition to the largest array
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Arrays(Protocol):
 
 @runtime_checkable
 class Tensors(Arrays, Protocol):
-    """What a plan is made of: an open checkpoint, or a state in memory."""
+    """The source of a plan: an open checkpoint, or a state in memory."""
 
     info: Mapping[str, Any]
     metadata: Mapping[str, str]
@@ -42,11 +42,11 @@ class Tensors(Arrays, Protocol):
 
 
 class Made(NamedTuple):
-    """One tensor of the destination.
+    """One lazy tensor of the destination.
 
     Attributes:
-      info: shape and dtype. load: computes it.
-      sources: names of the tensors that it is made of. arrow: how, in the dimension key.
+      info: shape and dtype. load: computes the tensor.
+      sources: names of the source tensors. arrow: the einops arrow, in the dimension key.
     """
 
     info: TensorInfo
@@ -56,15 +56,16 @@ class Made(NamedTuple):
 
 
 def lazy(made: Mapping[str, Made]) -> Lazy:
-    """The tensors as `checkpoint.write` asks for them: one by one, their sizes known before."""
+    """The tensors as `checkpoint.write` needs them: sizes in advance, data one by one."""
     return Lazy({name: one.info for name, one in made.items()}, lambda name: made[name].load())
 
 
 class Parts:
-    """Arrays of a source, and leaves of packed ones as views of them.
+    """Arrays of a source, and the leaves of packed arrays as views.
 
-    Packed arrays are asked for leaf by leaf, with other arrays between. They are kept until the
-    last leaf was taken, while all that is held fits into the size of the largest array and some.
+    Callers request the leaves of a packed array one by one, with other arrays in between. The array
+    is kept until its last leaf is taken, as long as all kept arrays fit the size of the largest
+    array plus `_BESIDE` bytes.
     """
 
     def __init__(self, file: Tensors) -> None:
@@ -73,7 +74,7 @@ class Parts:
         self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
 
     def __getitem__(self, name: str) -> NDArray:
-        """A whole array, for which kept ones make room: those that wait longest go first."""
+        """A whole array; to make room for it, the kept arrays unused for longest are dropped."""
         wanted = self._file.info[name].nbytes
         while self._kept and wanted + self._held() > self._room:
             self._kept.popitem(last=False)
@@ -85,7 +86,7 @@ class Parts:
     def leaf(
         self, name: str, leaf: str, unpack: Callable[[NDArray], dict[str, NDArray]]
     ) -> NDArray:
-        """One leaf of the array of that name."""
+        """One leaf of the array `name`."""
         if leaf not in self._kept.get(name, {}):
             self._kept.pop(name, None)
             self._kept[name] = unpack(self[name])
@@ -100,7 +101,7 @@ class Parts:
 def meta(
     block: Block, info: Mapping[str, Any], num_heads: int | None
 ) -> tuple[MHAParams, Semantics, dict[str, int]]:
-    """What `block.read` would give, of shapes alone (its arrays take no memory); and the sizes.
+    """The result of `block.read` with placeholder arrays that take no memory, and the sizes.
 
     Raises ValueError as `block.read` does.
     """
@@ -132,10 +133,12 @@ def attention(
     num_heads: int | None,
     fold_scale: bool = False,
 ) -> tuple[dict[str, Made], MHAParams, str]:
-    """The tensors of a block in another layout, its leaves as shapes, and how its scale was folded
-    into the query.
+    """The lazy tensors of a block in another layout, its leaves as placeholders, and a note on
+    folding.
 
-    Raises ValueError where the block cannot be read, or the layout cannot hold it.
+    The note says how the scale was folded into the query.
+
+    Raises ValueError if the block cannot be read, or if the layout cannot hold it.
     """
     params, semantics, sizes = meta(block, info, num_heads)
     by, told = 1.0, ""
@@ -192,7 +195,7 @@ def _letters(params: MHAParams) -> dict[str, int]:
 def neighbour(
     module: Module, info: Mapping[str, Any], file: Arrays, to: Convention, kind: str, prefix: str
 ) -> dict[str, Made]:
-    """The tensors of a neighbour by another convention."""
+    """The lazy tensors of a layer other than attention, by another convention."""
     made = {}
     there = module.entries
     for entry in to.kinds[kind]:
@@ -217,7 +220,7 @@ def _neighbour(file: Arrays, name: str, source: Entry, target: Entry) -> NDArray
 
 
 def other(file: Arrays, info: Mapping[str, Any], name: str) -> Made:
-    """A tensor that is carried over as it is."""
+    """A tensor that is copied unchanged."""
     one = info[name]
     return Made(
         TensorInfo(tuple(one.shape), np.dtype(one.dtype)), lambda: np.asarray(file[name]), (name,)

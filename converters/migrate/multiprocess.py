@@ -1,4 +1,4 @@
-"""One conversion by several processes of this machine, a part of the shards each."""
+"""Runs one conversion in several local processes, each of which writes a part of the shards."""
 
 import contextlib
 import re
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def parsed(text: str) -> tuple[int, int]:
-    """The i-th of n parts, from 0.
+    """Parses `I/N`, the I-th of N parts, to a zero-based index and N.
 
     Raises:
-      ValueError: the text is none.
+      ValueError: the text has another form.
 
     >>> parsed("2/4")
     (1, 4)
@@ -29,13 +29,12 @@ def parsed(text: str) -> tuple[int, int]:
 def convert(
     count: int, source: Path, destination: Path, options: Mapping[str, Any]
 ) -> dict[int, int]:
-    """Runs `jaxmha convert --part` so many times at once, until all have ended; those that failed,
-    with their exit codes.
+    """Runs `count` processes of `jaxmha convert --part` and waits for all of them.
 
-    Whoever converts the whole afterwards keeps what is there and does the rest, or says what is
-    wrong.
+    Returns the index and exit code of each process that failed. A conversion of the whole
+    afterwards keeps the finished shards, writes the rest, or reports the problem.
     """
-    # -P: modules in the working folder, which may be a stranger's, are not imported.
+    # -P: do not import modules from the working directory, which may belong to someone else.
     command = [sys.executable, "-P", "-m", "jaxmha.converters", "convert"]
     command += [str(source), str(destination)]
     for name, value in options.items():
@@ -66,8 +65,10 @@ def convert(
 
 @contextlib.contextmanager
 def _ended_by_terminate(all_started: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-    """SIGTERM ends the process as an exception does, so that it takes its workers with it; before
-    all have started, when what it gives is called: none is lost between its start and its name.
+    """Makes SIGTERM raise SystemExit, so that the process ends its workers when it exits.
+
+    While workers are being started, the exception waits until the yielded function is called, so
+    that every started worker is known and can be ended.
     """
     asked = threading.Event()
 
@@ -81,7 +82,7 @@ def _ended_by_terminate(all_started: Callable[[], bool]) -> Iterator[Callable[[]
             check()
 
     if threading.current_thread() is not threading.main_thread():
-        yield check  # handlers are the main thread's
+        yield check  # only the main thread may set handlers
         return
     before = signal.signal(signal.SIGTERM, terminated)
     try:

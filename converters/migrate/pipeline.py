@@ -1,4 +1,4 @@
-"""Checkpoint files from one layout to another: find the attention blocks, convert, write."""
+"""Converts checkpoint files: finds attention blocks, plans, checks, writes."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -40,10 +40,10 @@ from jaxmha.converters.migrate.resolved import Resolved, resolve
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
-# Metadata that says what wrote a file, and is written anew or means nothing elsewhere.
+# Prefixes of metadata keys that are rewritten for the destination, or apply only to the source.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
 _UNBOUND = "the plan has no digest: nothing said that it was made for this source"
-DIGEST = "sha256"  # binds plans to sources: the same with and without xxhash
+DIGEST = "sha256"  # binds plans to sources; independent of whether xxhash is installed
 
 
 def plan(
@@ -58,9 +58,9 @@ def plan(
     in_file: bool = False,
     fold_scale: bool = False,
 ) -> tuple[Plan, Resolved]:
-    """What `convert` would do to every tensor of a checkpoint, bound to its contents' digest.
+    """Plans what `convert` would do to every tensor of a checkpoint; the plan holds its digest.
 
-    `in_file`: for a .weights.h5 file. Else as `convert`, and raises as it does.
+    `in_file`: True for a .weights.h5 destination. Other arguments and errors as for `convert`.
     """
     with checkpoint.open(source) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
@@ -117,7 +117,7 @@ def _make(
 def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     """The parts around the blocks of a plan that are not converted, in words.
 
-    Raises ValueError where the blocks are no attention of this form.
+    Raises ValueError if a part makes the blocks another function of their projections.
     """
     layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
     taken = _taken(plan)
@@ -146,40 +146,40 @@ def convert(
     digest: str | None = "fast",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes a checkpoint with its attention in another layout, and the layers beside it as that
-    layout's framework has them.
+    """Writes a checkpoint with attention in another layout, and other layers by its conventions.
 
-    What is not understood is carried over under its name, or refused; nothing is dropped. Tensors
-    are read and written one by one, so that memory holds the largest of them and some blocks. The
-    destination is put in place last and atomically: an error leaves no file, and an old one as it
-    was.
+    A tensor that is not understood is carried over under its name, or refused; nothing is dropped.
+    Tensors are read and written one by one, so memory holds the largest tensor and a few blocks.
+    The destination is put in place last, in one atomic step: after an error no file is left, and an
+    old file is unchanged.
 
     Args:
-      source: anything that `checkpoint.open` reads; never executed.
+      source: a path that `checkpoint.open` reads; its code is never executed.
       destination: its suffix names the format; NAME.safetensors.index.json writes shards.
       to: name of the layout, as in `jaxmha inspect --layouts`.
-      from_: takes only blocks of this layout; everything else is carried over.
-      num_heads: for layouts that do not store it; default: the config.json beside the source.
+      from_: converts only blocks of this layout and carries everything else over.
+      num_heads: for layouts without the head count; default: the config.json next to the source.
       dtype: casts every floating tensor; one of `DTYPES`.
-      others: "pass" carries over what is not understood, "refuse" raises for it.
-      attention_only: everything but attention is carried over.
-      plan: does exactly this instead of all the above, to the source that it is for.
-      fold_scale: where the layout has another scale than a block, such as T5's of 1, multiply the
-        queries so that they give the same; exact where that is by a power of two, else said.
-      like: for a .weights.h5 file: another that the Keras model itself saved. Layers go to the
-        groups of the layers of their names, in whatever order the model creates them.
-      force: overwrite an existing destination.
-      shard_size: bytes of tensors per shard, where the destination is an index.
-      resume: where shards are written: an interruption leaves the complete ones, and the same
-        conversion goes on from there.
-      part: `(i, n)`, with `resume`: only every n-th shard, as `checkpoint.write` has it.
-      digest: per tensor, kept in the file: "fast", "xxh3_128", "sha256" or None.
-      progress: called as progress(done, total) with bytes, written and read back.
+      others: "pass" carries over tensors that are not understood, "refuse" raises for them.
+      attention_only: converts attention and carries everything else over.
+      plan: carries out this plan, instead of all arguments above; it must be for this source.
+      fold_scale: if the target layout has another logit scale than a block, such as T5's 1,
+        multiplies the queries to compensate; exact if the factor is a power of two, otherwise
+        noted.
+      like: for a .weights.h5 destination: a file that the Keras model itself saved. Each layer goes
+        to the group of the layer with its name, whatever the order in which the model creates them.
+      force: overwrites an existing destination.
+      shard_size: bytes of tensors per shard, if the destination is an index.
+      resume: for shards: an interruption leaves the complete shards, and the same conversion
+        continues from there.
+      part: `(i, n)`, with `resume`: writes only every n-th shard (see `checkpoint.write`).
+      digest: stored per tensor in the file: "fast", "xxh3_128", "sha256" or None.
+      progress: called as progress(done, total) with the bytes written and read back.
 
     Raises:
       CheckpointError: a file cannot be read or written.
-      ValueError: no block, an unknown layout, a missing head count, a block that the layout
-        cannot hold, with the reason; or a plan that is not for this source.
+      ValueError: there is no block; the layout is unknown; a head count is missing; the layout
+        cannot hold a block (with the reason); or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     refuse_second_checkpoint(Path(source), Path(destination))
@@ -226,7 +226,7 @@ def convert(
 
 
 def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
-    """A plan that was given, checked, with what its edits left out."""
+    """Checks a plan that the caller gave, and completes its edited modules."""
     plan = edited.in_file(plan) if in_file else plan
     check_plan(plan, file, in_file)
     with naming(file.path):
@@ -238,9 +238,10 @@ def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
 def _resolved(
     plan: Plan, file: checkpoint.Checkpoint, in_file: bool, given: bool, like: bool, kept: bool
 ) -> Resolved:
-    """The plan against its source, with the notes on groups of Keras that are left to say.
+    """Checks a plan against its source, and adds or drops the notes on Keras groups.
 
-    `given`: the plan was. `like`, `kept`: its groups are from a file of Keras, or were kept.
+    `given`: the caller passed the plan. `like`: a template gave the groups. `kept`: they are the
+    source's own.
     """
     with naming(file.path):
         found = resolve(plan, file)
@@ -258,11 +259,11 @@ def _resolved(
 def _metadata(
     plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
 ) -> dict[str, str]:
-    """The metadata of the source, with the head counts and the groups of Keras of the destination."""
+    """The metadata of the source, with head counts and Keras groups for the destination."""
     whole = all(name in _taken(plan) for name in _attention_names(file))
     metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
     metadata |= keras_order.to_metadata(groups, plan.moves)
-    if whole:  # no block is carried over as it is
+    if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
     if not attention_blocks.named(plan.to).stores_num_heads:
         metadata |= head_count.to_metadata(found.counts, whole=whole)
@@ -270,7 +271,7 @@ def _metadata(
 
 
 def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
-    """What a format without metadata has no place for, in words."""
+    """Describes facts of the source for which a format without metadata has no place."""
     if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
         yield f"metadata not carried over, for which the format has no place: {listed(own)}"
     if not target.stores_num_heads:
@@ -290,9 +291,10 @@ def convert_state(
     attention_only: bool = False,
     fold_scale: bool = False,
 ) -> dict[str, NDArray]:
-    """A flat dict of arrays as `convert` would write it; for models in memory.
+    """Converts a flat dict of arrays as `convert` converts a file; for models in memory.
 
-    Raises ValueError as `convert` does, and TypeError for what is no dict, such as a live module.
+    Raises ValueError as `convert` does, and TypeError if `state` is not a dict, such as a live
+    module.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
@@ -318,7 +320,7 @@ def convert_state(
 
 
 class _Memory(dict[str, NDArray]):
-    """A state as a plan wants it."""
+    """A state in memory with the attributes of `Tensors`."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__({name: to_numpy(array) for name, array in state.items()})
@@ -337,7 +339,7 @@ def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
 
 
 def _what(plan: Plan) -> str:
-    """What a plan does, whatever it is called and however it was found."""
+    """The effect of a plan as text, without file names, notes and confidence."""
     return repr(replace(plan, source="", digest="", notes=(), moves=tuple(map(_bare, plan.moves))))
 
 

@@ -1,22 +1,22 @@
-"""Plans as TOML files, to be read and edited by people.
+"""Plans as TOML files that people can read and edit.
 
-[plan]                            # what the file is for
+[plan]                            # settings of the whole plan
 version = 1
 source = "model.safetensors"
 digest = "sha256:..."             # of the source's contents; another source is refused
-to = "flax"                       # layout of attention; neighbours as its framework has them
-others = "pass"                   # "refuse": stop where something is not understood
-fold_scale = true                 # where the layout has another scale, multiply the queries
-dtype = "bfloat16"                # cast every floating tensor; leave it out to cast none
-notes = ["..."]                   # what tensors do not say; told when it is carried out
+to = "flax"                       # layout of attention; other layers follow its framework
+others = "pass"                   # "refuse": raise for a tensor that is not understood
+fold_scale = true                 # multiply the queries if the layout has another logit scale
+dtype = "bfloat16"                # cast every floating tensor; without this line none
+notes = ["..."]                   # facts that no tensor holds; printed after the conversion
 
 [[module]]                        # one per layer; every tensor of the source is in one of them
 kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,
                                   # or other: one tensor, carried over under the name in `to`
-layout = "bert"                   # of attention; torch, keras, flax ... of its neighbours
+layout = "bert"                   # of attention; for other layers torch, keras, flax ...
 from = "encoder.layer.0.attention"
 to = "encoder/layer/0/attention"
-as = "attention"                  # the kind there, such as linear for a conv1d
+as = "attention"                  # the kind in the target, such as linear for a conv1d
 num_heads = 12                    # of attention
 name = "attention_0"              # of the layer, in .weights.h5 files
 tensors = ["encoder.layer.0.attention.self.query.weight", ...]
@@ -54,13 +54,13 @@ _KEYS = {
     "tensors": list,
 }
 _LARGEST = 64 << 20
-_MOST_DOTS = 8  # in a line, outside of strings: TOML's parser takes their square
+_MOST_DOTS = 8  # per line, outside of strings: TOML's parser takes quadratic time in them
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _FIELDS = {"from": "source", "to": "target", "as": "becomes"}
 
 
 def dumps(plan: Plan, made: Mapping[Move, Mapping[str, Made]] | None = None) -> str:
-    """The TOML of a plan, with what is made of every tensor as comments.
+    """Writes a plan as TOML; comments show what each tensor becomes.
 
     >>> text = dumps(Plan("flax", (Move("other", "", "a", "b", ("a",)),)))
     >>> loads(text) == Plan("flax", (Move("other", "", "a", "b", ("a",)),))
@@ -103,10 +103,10 @@ def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]
 
 
 def loads(text: str) -> Plan:
-    """The plan in a TOML text.
+    """Parses a plan from TOML.
 
     Raises:
-      ValueError: it is no TOML, or a key is missing, unknown, or of another type.
+      ValueError: the text is not TOML, or a key is missing, unknown, or of another type.
     """
     bare = _STRING.sub("", text)
     _demand(
@@ -115,7 +115,7 @@ def loads(text: str) -> Plan:
     )
     try:
         content = tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
+    except ValueError as error:  # TOMLDecodeError, or a number with too many digits
         raise ValueError(f"the plan is no TOML: {error}") from error
     except RecursionError:
         raise ValueError("the plan is nested too deeply") from None
@@ -131,7 +131,7 @@ def loads(text: str) -> Plan:
 
 
 def _settings(head: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan in its table [plan], checked."""
+    """The fields of a plan from its table [plan], checked."""
     found = head.get("version")
     _demand(
         type(found) is int and found == VERSION,
@@ -201,7 +201,7 @@ def _demand(fine: bool, message: str) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Plan:
-    """The plan in a file. Raises ValueError as `loads` does, with the path."""
+    """Reads a plan from a file. Raises ValueError as `loads` does, with the path."""
     try:
         source = Source(path)
         try:

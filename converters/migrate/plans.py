@@ -1,4 +1,4 @@
-"""What a conversion will do to every tensor: a plan, which is data until `resolved` checks it."""
+"""Plans of conversions: data that says what happens to every tensor; `resolved` checks them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,16 +32,18 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Move:
-    """One layer of the source, and what becomes of it.
+    """A planned layer: one layer of the source, and its destination.
 
     Attributes:
-      kind: "attention", a kind of `neighbours`, or "other": carried over as it is.
-      layout: of attention, or the convention of a neighbour; "" for others.
-      source, target: prefixes; the names themselves for others.
-      tensors: every name of the source that belongs to it.
+      kind: "attention", a kind of `layer_layouts`, or "other": copied unchanged.
+      layout: of attention, or the convention of another layer; "" for kind "other".
+      source, target: prefixes; for kind "other" the full names.
+      tensors: names of all source tensors that belong to it.
       becomes: the kind in the target.
-      num_heads: of attention; `heads_from` says where it is from. name: what a .weights.h5 file keeps as the layer's name.
-      confidence, why: of the reading; like `heads_from` not read back from a file.
+      num_heads: of attention; `heads_from` names its source. name: the layer's name in a
+        .weights.h5 file.
+      confidence, why: certainty of the reading, and the reason; like `heads_from` only in memory,
+        not in plan files.
     """
 
     kind: str
@@ -59,15 +61,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to every tensor of one source.
+    """The treatment of every tensor of one source.
 
     Attributes:
-      to: layout of attention in the destination; neighbours are written as its framework does.
-      others: "pass" carries over what is not understood, "refuse" raises for it.
-      dtype: every floating tensor is cast to it; None: as it is.
-      source, digest: the file the plan is for; its contents' SHA-256, "" where it was not asked for.
-      fold_scale: queries are multiplied so that the layout's own scale gives the same (`fold`).
-      notes: what the tensors do not say, such as the epsilon of norms.
+      to: layout of attention in the destination; other layers follow the conventions of its
+        framework.
+      others: "pass" carries over tensors that are not understood, "refuse" raises for them.
+      dtype: dtype to which every floating tensor is cast; None keeps dtypes.
+      source, digest: the file that the plan is for; SHA-256 of its contents, or "" if not computed.
+      fold_scale: True multiplies the queries if the target layout has another logit scale (`fold`).
+      notes: facts that no tensor holds, such as the epsilon of norms.
     """
 
     to: str
@@ -94,14 +97,15 @@ def make(
     unbiased: str = "",
     draft: bool = False,
 ) -> Plan:
-    """The plan for a source, with everything that is found in it.
+    """Makes the plan for a source, with all blocks and layers found in it.
 
-    `configured`, `epsilon`, `unlike` and `unbiased` are what the configuration says (`heads`, `configuration`).
-    `draft`: it is to be edited, so that `num_heads` is for blocks that nothing else tells it of.
+    The configuration gives `configured`, `epsilon`, `unlike` and `unbiased` (`head_count`,
+    `hf_config`). `draft`: the plan will be edited, so `num_heads` applies only to blocks whose head
+    count nothing else gives.
 
     Raises:
-      ValueError: a damaged block, a head count that is not known, or, with `others="refuse"`,
-        tensors that are not understood.
+      ValueError: a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
+        are not understood.
     """
     shapes = {name: tuple(one.shape) for name, one in file.info.items()}
     known = registry.LAYOUTS if from_ is None else [from_]
@@ -118,7 +122,7 @@ def make(
         layers = [layer for layer in layers if layer.confidence != "ambiguous"]
     if from_ is not None or attention_only or convention is None:
         layers = []
-    elif not in_file(to):  # which numbers its groups
+    elif not in_file(to):  # Keras numbers groups in such files
         planned = [_neighbour(x, to, convention, file.names, Counter()) for x in layers]
         targets = [(move.target, move.becomes) for move in planned]
         alike = read_back.like_attention(layers, targets, convention, file)
@@ -132,7 +136,7 @@ def make(
         raise ValueError(
             f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
         )
-    if in_file(to):  # which Keras numbers
+    if in_file(to):  # Keras numbers groups in such files
         place = layer_order.of_source(file.info)
         found = sorted(found, key=lambda block: place(block.prefix))
         layers = sorted(layers, key=lambda layer: place(layer.prefix))
@@ -174,7 +178,7 @@ def _attention(
     count: tuple[int | None, str],
     configured: head_count.Configured | None,
 ) -> Move:
-    """The move of the i-th block; `count` is its head count, and where that is from."""
+    """The plan of the i-th block; `count` is its head count, and the source of the count."""
     separator = block.layout.separator
     if group := in_file(to):
         target = f"layers/{group}{f'_{i}' * (i > 0)}"
@@ -198,7 +202,7 @@ def _attention(
 
 
 def _renamed(planned: Sequence[Move], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Path in the source and in the target of every layer that is called otherwise there."""
+    """Source and target path of every layer whose name changes."""
     for move in planned:
         if user_names.of_layer(move.source, names) != move.source:
             yield move.source, move.target
@@ -207,9 +211,9 @@ def _renamed(planned: Sequence[Move], names: Mapping[str, str]) -> Iterator[tupl
 def confidence(
     block: Block, heads_from: str = "", configured: head_count.Configured | None = None
 ) -> str:
-    """How sure the reading of a block is: its place decides, its keys, or neither.
+    """How certain a block's reading is: its prefix decides, only its keys do, or neither.
 
-    A head count that only a configuration has is certain where that names the block's family.
+    A head count from a configuration is certain only if the configuration names the block's family.
 
     >>> confidence(Block("h.0.attn", blocks.named("gpt2"), {}))
     'likely'
@@ -253,12 +257,12 @@ def _neighbour(
 
 
 def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
-    """The kind in the target: what its family has at that place, else the ordinary one."""
+    """The kind in the target: the one its family has at that prefix, or the usual one."""
     leaves = set(layer.entries)
     there = {family.name for family in model_families.FAMILIES if family.layout == to.name}
     named = family_keymaps.kind_at(prefix, there)
     wanted = [named[0]] if named else []
-    # GPT-2's own becomes Linear, and one that a plan names.
+    # A conv1d of a known family or of a plan becomes a Linear, unless the target is gpt2 as well.
     own = layer.why.startswith(("the place of", "named"))
     if layer.kind != "conv1d" or to.name == "gpt2" or not own:
         wanted.append(layer.kind)
@@ -270,5 +274,5 @@ def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -
 
 
 def in_file(to: Layout) -> str:
-    """The group of a .weights.h5 file that holds the layout; empty for other layouts."""
+    """The group that holds the layout in a .weights.h5 file; "" for other layouts."""
     return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")

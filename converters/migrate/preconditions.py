@@ -1,4 +1,4 @@
-"""Checks before anything is written: of plans, names, destinations and templates."""
+"""Checks of plans, names, destinations and templates before anything is written."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from jaxmha.converters.migrate.resolved import Resolved, resolve
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Messages begin with the file."""
+    """Prefixes error messages with the file name."""
     try:
         yield
     except CheckpointError:
@@ -33,7 +33,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def refuse_second_checkpoint(source: Path, destination: Path) -> None:
-    """Raises ValueError where a folder that is the source would hold two checkpoints afterwards."""
+    """Raises ValueError if the source is a folder that would then hold two checkpoints."""
     inside = destination.absolute().parent.resolve() == source.resolve()
     if inside and destination.name.endswith(shards_read.SUFFIX):
         raise ValueError(
@@ -43,7 +43,7 @@ def refuse_second_checkpoint(source: Path, destination: Path) -> None:
 
 
 def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
-    """Raises ValueError where a plan is for another source or another kind of destination."""
+    """Raises ValueError if a plan is for another source or another kind of destination."""
     if target_layout(attention_blocks.named(plan.to), in_file).name != plan.to:
         raise ValueError(
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
@@ -75,7 +75,7 @@ def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
 
 
 def check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
-    """Raises ValueError where a plan's head count is not that of the source's own description."""
+    """Raises ValueError if a plan's head count contradicts the source or its configuration."""
     there = shapes(file)
     configured = described.of(file, list(found.blocks.values())).heads
     for move, block in found.blocks.items():
@@ -87,7 +87,7 @@ def check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
 
 
 def target_layout(named: Layout, in_file: bool) -> Layout:
-    """The layout as the destination's format has it."""
+    """The variant of the layout for the format of the destination."""
     in_files = {name: layout for name, (layout, _) in keras.IN_FILE.items()} | by_hand.IN_FILE
     plain = {layout.name: name for name, layout in in_files.items()}
     if in_file and named.name in in_files:
@@ -109,7 +109,7 @@ def target_layout(named: Layout, in_file: bool) -> Layout:
 def taken_from(
     plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
 ) -> Plan:
-    """The plan with the groups of another .weights.h5 file."""
+    """The plan with its groups taken from another .weights.h5 file (`like`)."""
     if not in_file:
         raise ValueError("like= (--like) is for a destination named .weights.h5")
     with checkpoint.open(like) as template:

@@ -1,4 +1,4 @@
-"""Checks, before a destination is written, that it would be read back as the same layers."""
+"""Checks that a destination would be read back as the same layers, before it is written."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,10 +26,10 @@ def like_attention(
     convention: Convention,
     file: Tensors,
 ) -> dict[str, str]:
-    """Tensors of layers that would have names of attention in a convention, and why.
+    """Tensors of other layers that would look like attention in a convention, with the reason.
 
-    They are the projections of attention that no layout describes. `targets` are the prefix and the
-    kind of every layer there.
+    They are projections of attention in a form that no layout describes. `targets` are the target
+    prefix and kind of every layer.
     """
     there, owner = {}, {}
     for layer, (target, kind) in zip(layers, targets, strict=True):
@@ -52,7 +52,7 @@ def like_attention(
 def mistakable(
     info: Mapping[str, Any], names: Iterable[str], found: Sequence[Block], to: Layout
 ) -> list[str]:
-    """Names of no layer in the source that a file of a layout would have for one.
+    """Names outside any layer that a reader of the target layout would take for a layer.
 
     >>> import numpy as np
     >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], blocks.named("keras"))
@@ -85,9 +85,10 @@ def refuse(
     target: Layout,
     source: Mapping[str, Sequence[int]],
 ) -> None:
-    """Raises ValueError where a destination could not be read back as the same layers.
+    """Raises ValueError if a destination could not be read back as the same layers.
 
-    `prefixes` are those of its blocks, `source` the shapes of the source, whose damage is its own.
+    `prefixes` are the prefixes of its blocks. `source` are the shapes of the source: damage that it
+    already has is not reported.
     """
     shapes = {name: one.info.shape for name, one in made.items()}
     there = attention_blocks.find(shapes, [target])

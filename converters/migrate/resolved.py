@@ -1,4 +1,4 @@
-"""A plan checked against its source: every tensor of the destination, ready to be computed."""
+"""Checks a plan against its source, and makes every lazy tensor of the destination."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,10 +20,11 @@ from jaxmha.converters.migrate.plans import Move, Plan, in_file, kind_there
 
 
 class Resolved(NamedTuple):
-    """A plan, checked against its source: every tensor of the destination, ready to be computed.
+    """A checked plan with every lazy tensor of the destination.
 
-    `made` is by name, `by_move` the same by move; `blocks` are those of the source; `counts` are
-    head counts by prefix of the destination, `names` those of Keras layers.
+    `made` maps names to tensors, `by_move` planned layers to their tensors. `blocks` are the blocks
+    of the source. `counts` are head counts and `names` names of Keras layers, both by destination
+    prefix.
     """
 
     made: dict[str, Made]
@@ -35,11 +36,11 @@ class Resolved(NamedTuple):
 
 
 def resolve(plan: Plan, file: Tensors) -> Resolved:
-    """Every tensor of the destination, after every path of the plan has been checked.
+    """Checks every layer of a plan, and returns the tensors of the destination.
 
     Raises:
-      ValueError: a tensor of the source that is not there, is in no move or in two; arrays that
-        are not of their kind; a layout that cannot hold them; a name that is written twice.
+      ValueError: a source tensor is missing, in no planned layer or in two; arrays do not fit their
+        kind; a layout cannot hold them; or a name would be written twice.
     """
     to = attention_blocks.named(plan.to)
     convention = layer_layouts.beside(to.name)
@@ -90,7 +91,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
 
 
 def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
-    """A note where blocks that look alike have different head counts."""
+    """A note if blocks of equal shapes have different head counts."""
     alike: dict[Any, dict[str, int]] = {}
     for move, block in found.blocks.items():
         shapes = tuple(tuple(file.info[name].shape) for name in block.keys.values())
@@ -103,7 +104,7 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
 
 
 def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
-    """Every block of the layouts that a plan names, by layout, prefix and tensors."""
+    """Every block of the layouts in a plan, by layout, prefix and tensors."""
     shapes = {name: tuple(one.shape) for name, one in info.items()}
     layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
     return {
@@ -123,7 +124,7 @@ def _attention(
     fold_scale: bool,
     cast: bool,
 ) -> dict[str, Made]:
-    """The tensors of an attention block; its head count and notes go to `found`."""
+    """The tensors of an attention block; adds its head count and notes to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
     made, params, folded = lazy_tensors.attention(
@@ -147,7 +148,7 @@ def _attention(
 def _beside(
     move: Move, to: Layout, convention: Convention | None, file: Tensors, parts: lazy_tensors.Parts
 ) -> dict[str, Made]:
-    """The tensors of what is no attention."""
+    """The tensors of a layer or tensor other than attention."""
     if move.kind == "other":
         if len(move.tensors) != 1:
             raise ValueError(f"a module of kind other has one tensor, got {len(move.tensors)}")
@@ -166,7 +167,7 @@ def _beside(
 
 
 def module_of(move: Move, info: Mapping[str, Any]) -> Module:
-    """The neighbour of a move, from the shapes of the source."""
+    """The `Module` of a planned layer, from the shapes of the source."""
     convention = layer_layouts.named(move.layout)
     keys = {}
     for name in move.tensors:
