@@ -1,6 +1,6 @@
-"""Comparison of two sides: weights bit by bit, and outputs against float64.
+"""Compares two sources: weights bit by bit, and outputs against float64.
 
-A side is a path, a flat dict of arrays, parameters, or a live layer or model.
+A source is a path, a flat dict of arrays, parameters, or a live layer or model.
 """
 
 from jaxmha.converters.verify.comparison import (

@@ -1,11 +1,11 @@
-"""How much of the difference between two attention layers comes from what.
+"""Attributes the difference between the outputs of two attention layers to differing factors.
 
-The layers differ in factors: weights, heads, scale, what the mask means, what blocked pairs and
-empty rows get, the dtype of the softmax. A mixture that takes some factors from b and the others
-from a is a layer too, whose output is computed in float64. Changing one factor at a time from a to
-b moves the output; how far depends on which were changed before, so every order is averaged
-(Shapley values; Shapley 1953, "A value for n-person games"). What no factor moves is the order of
-floating-point operations, where a layer has a forward of its own.
+Factors are: weights, heads, scale, masks, values for masked pairs and fully masked rows, the dtype
+of the softmax. A mixture takes some factors from b and the others from a; its output is computed in
+float64. Changing one factor from a to b changes the output by an amount that depends on the factors
+changed before, so the amounts are averaged over all orders (Shapley values; Shapley 1953, "A value
+for n-person games"). For layers with their own forward, the order of floating-point operations
+explains what no factor does.
 """
 
 import math
@@ -29,25 +29,25 @@ from jaxmha.converters.verify.comparands import BlockSide
 from jaxmha.converters.verify.factors import Factor
 from jaxmha.converters.verify.weights import kept_otherwise
 
-# More factors than this are 2 ** MOST mixtures; then all weights become one.
+# Most factors: n factors need 2 ** n mixtures. If there are more, all weights become one factor.
 MOST = 8
-# What moves the output by less than this part of it does nothing: rounding of float64.
+# A factor that changes the output by less than this fraction has no effect: float64 rounding.
 NOTHING = 1e-13
-# An error of a layer within so many times the cost of stages stored in its dtype is of rounding.
+# Errors up to ROUNDING times the expected rounding error count as rounding.
 ROUNDING = 32.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one factor contributes.
+    """The contribution of one factor.
 
     Attributes:
-      name: of the factor, such as `mask polarity`; `rounding` and `unexplained` are what is left.
-      sentence: what differs, in words.
-      share: signed part of the difference; the shares sum to 1.
+      name: of the factor, such as `mask polarity`; `rounding` or `unexplained` for the remainder.
+      sentence: the difference in words.
+      share: signed fraction of the difference; the shares sum to 1.
       size: `share` times the total, in units of the output; the sizes sum to the total.
-      rms: how far the factor moves the output by itself, RMS. More than `size` where others undo it.
-      not_finite: elements of the output that it turns into NaN or infinity, less those it cures.
+      rms: RMS change of the output by this factor alone; above `size` if other factors undo it.
+      not_finite: number of output elements that it turns to NaN or infinity, minus those it cures.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The sentence, and on which side it leaves NaN."""
+        """The sentence, and the source in which the factor causes NaN."""
         if not self.not_finite:
             return self.sentence
         side = "b" if self.not_finite > 0 else "a"
@@ -73,22 +73,24 @@ class Part:
 class Attribution:
     """The difference between two layers, in parts that sum to it.
 
-    The difference is the vector `b - a` of all outputs, and a part is the mean, over all orders of
-    changing factors from a to b, of what its change adds to that vector. These vectors sum to
-    `b - a`. The size of a part is its length along `b - a`, over the square root of the number of
-    elements: so sizes have a sign and sum to the RMS of `b - a`.
+    The difference is the vector `b - a` of all outputs. The part of a factor is the mean change of
+    the output when this factor changes from a to b, over all orders of changing the factors; these
+    vectors sum to `b - a`. The size of a part is its projection onto `b - a`, divided by the square
+    root of the number of elements. Sizes are therefore signed, and sum to the RMS of `b - a`.
 
     Attributes:
       a, b: names of the layers.
-      total: RMS of `b - a` over the elements that are finite in every mixture; NaN: there are none.
+      total: RMS of `b - a` over the elements that are finite in every mixture; NaN if there are
+        none.
       relative: `total` over the RMS of the larger output.
       floor: RMS error of rounding a's output to its dtype.
-      compared: number of those elements; the others count in `not_finite` of each part.
+      compared: number of those elements; `not_finite` of each part counts the others.
       elements: number of all elements of the output.
       parts: the largest first.
-      idle: factors that differ, without effect on these inputs, alone or all together.
-      outside: of `attribute`: tensors outside the block that differ or were not compared, in words.
-      stored: of two sides that are not live: weights that differ without effect, in words.
+      idle: factors that differ but have no effect on these inputs, alone or together.
+      outside: from `attribute`: tensors outside the block that differ or were not compared, in
+        words.
+      stored: for sources without a live layer: weights that differ without effect, in words.
     """
 
     a: str
@@ -105,17 +107,17 @@ class Attribution:
 
     @property
     def same(self) -> bool:
-        """Nothing but rounding differs, inside the block, outside it and as the weights are kept."""
+        """True if only rounding differs: in the output, outside the block and in the weights."""
         return not (self.outside or self.stored or self.moves)
 
     @property
     def moves(self) -> bool:
-        """Something other than rounding moves the output."""
+        """True if a factor other than rounding changes the output."""
         return any(part.name != "rounding" for part in self.parts)
 
     @property
     def headline(self) -> str:
-        """The whole difference, and what it leaves out."""
+        """The total difference in words, and the elements that it leaves out."""
         where = "in one of the two, or in a mixture of them"
         if not self.compared:
             return f"nothing can be compared: every element is NaN or infinite {where}"
@@ -136,12 +138,12 @@ class Attribution:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The fields as JSON-compatible data."""
         return {"same": self.same, **asdict(self)}
 
 
 def percent(share: float) -> str:
-    """A share for readers.
+    """Formats a share as a percentage.
 
     >>> percent(0.934), percent(3e-7), percent(0.0)
     ('93 %', '3e-05 %', '0 %')
@@ -160,23 +162,24 @@ def attribute(
     num_heads: int | None = None,
     seed: int = 0,
 ) -> Attribution:
-    """Says how much of the difference between two layers' outputs comes from each factor.
+    """Attributes the difference between two layers' outputs to differing factors.
 
     Args:
       a, b: a live layer of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
-        `MHAParams` (alone or with `Semantics`), with one attention block each; or a `Layer`.
-      inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, all finite: in this order, or a mapping
-        of these names (key defaults to query, value to key), or one array for all three; None:
-        drawn.
+        or `MHAParams` (alone or with `Semantics`), each with one attention block; or a `Layer`.
+      inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, all finite: in this order, as a mapping
+        of these names (key defaults to query, value to key), or one array for all three; None draws
+        random inputs.
       mask: for both: a `Mask` or a Boolean array broadcastable to `B N T S`, True = attend.
-      masks_a, masks_b: instead of it, the arguments that a live layer is called with, as its
-        framework names them: `{"key_padding_mask": blocked}`, `{"attention_mask": there}`; for
-        others `{"mask": ..., "bias": ...}`.
-      num_heads: for sides that do not store it.
-      seed: of drawn inputs.
+      masks_a, masks_b: instead of `mask`: for a live layer the mask arguments of its framework,
+        `{"key_padding_mask": blocked}`, `{"attention_mask": there}`; for others
+        `{"mask": ..., "bias": ...}`.
+      num_heads: for sources without the head count.
+      seed: for random inputs.
 
     Raises:
-      TypeError, ValueError: a side cannot be read, holds several blocks, or nothing can be swapped.
+      TypeError, ValueError: a source cannot be read, has several blocks, or no factor can be
+        swapped.
 
     >>> import jax, jaxmha
     >>> params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
@@ -227,7 +230,7 @@ def attribute(
 
 
 def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:
-    """Adds what an unexplained rest looks like, where a live layer makes one of the usual mistakes."""
+    """Adds to an unexplained part the common mistake, if any, that a live layer seems to make."""
     if all(part.name != "unexplained" for part in found.parts):
         return found
     guesses = [
@@ -247,10 +250,10 @@ def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) 
 
 
 def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
-    """The same for two `Layer`s; `inputs` are those that gave their outputs.
+    """Attributes the difference between two `Layer`s; `inputs` are those of their outputs.
 
     Raises:
-      ValueError: widths differ, so that nothing can be compared.
+      ValueError: the widths differ, so that outputs cannot be compared.
     """
     x, y, found = factors.find(a, b, inputs)
     if len(found) > MOST:
@@ -273,8 +276,8 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
     nothing = NOTHING * scale
     undone = _rms((ends[1] - ends[0])[compared]) <= nothing
     parts, idle = [], []
-    # The difference less all parts, and not the errors against both ends: parts then sum to the
-    # total to the last bit, however small it is.
+    # Subtract the parts from the difference, not from the errors against both exact outputs: parts
+    # then sum to the total to the last bit, however small it is.
     left = difference[compared]
     for factor, vector, count in zip(found, vectors, not_finite, strict=True):
         part = _part(factor, vector[compared], difference[compared], total, count)
@@ -285,7 +288,7 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
         else:
             idle.append(factor.sentence + "; what else differs undoes it" * (not small))
     if a.output is not None or b.output is not None:
-        # Where the exact output is not finite, what the layer answers tells nothing.
+        # Elements whose exact output is not finite show nothing about the layer.
         bad = [
             float((np.isfinite(right) & ~np.isfinite(out)).sum())
             for right, out in zip(ends, (first, last), strict=True)
@@ -316,7 +319,7 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
 def _shapley(
     x: factors.Values, y: factors.Values, found: Sequence[Factor], inputs: Inputs
 ) -> tuple[list[NDArray], list[float], tuple[NDArray, NDArray]]:
-    """Each factor's vector and count of elements that are not finite; and the exact outputs."""
+    """The vector and the count of non-finite elements of each factor, and both exact outputs."""
     n = len(found)
     vectors: list[Any] = [0.0] * n
     counts = [0.0] * n
@@ -332,9 +335,10 @@ def _shapley(
         size = chosen.bit_count()
         for i in range(n):
             inside = chosen >> i & 1
-            before = size - inside  # factors changed before this one
+            before = size - inside  # number of factors changed before this one
             weight = math.factorial(before) * math.factorial(n - before - 1) / math.factorial(n)
-            # Weights sum to 0, so that a can be taken off first: small differences keep their digits.
+            # The weights sum to 0, so a's output can be subtracted first: this keeps small
+            # differences.
             vectors[i] = vectors[i] + (weight if inside else -weight) * (out - first)
             counts[i] += (weight if inside else -weight) * broken
     return vectors, counts, (first, last)
@@ -352,13 +356,13 @@ def _part(
 def _rest(
     layers: Sequence[Layer], exact: Sequence[NDArray], outputs: Sequence[NDArray], inputs: Inputs
 ) -> Factor:
-    """What is left: rounding, if both layers are as near to what they say as their dtype allows."""
+    """The remainder: rounding, if each layer is as near its exact output as its dtype allows."""
     wrong = []
     for which, layer, right, out in zip("ab", layers, exact, outputs, strict=True):
         if layer.output is None:
             continue
         finite = np.isfinite(right) & np.isfinite(out)
-        # Of NaN in weights a framework's softmax may make finite numbers, of finite weights not.
+        # A framework may turn NaN weights into finite outputs, but not the reverse.
         odd = (np.isfinite(out) != np.isfinite(right)) & (
             np.isfinite(right) | (not comparison.not_finite(layer.params))
         )
@@ -385,12 +389,12 @@ def _rest(
 
 
 def _cost(layer: Layer, inputs: Inputs) -> float:
-    """What storing every stage in the dtype of the weights costs, in rounding floors."""
+    """The error of rounding every stage to the dtype of the weights, in rounding floors."""
     return forward_check.cost(layer.params, layer.semantics, inputs, None)
 
 
 def _weights_at_once(found: list[Factor]) -> list[Factor]:
-    """The factors of weights as one, so that there are few enough."""
+    """Merges the factors of weights into one, so that few enough factors remain."""
     weights = [f for f in found if any("kernel" in v or v.endswith(".bias") for v in f.values)]
     values = tuple(dict.fromkeys(v for f in weights for v in f.values))
     one = Factor("weights", "; ".join(f.sentence for f in weights), values)

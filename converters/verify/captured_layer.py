@@ -1,4 +1,4 @@
-"""One attention layer as it computes: weights, behaviour, what its mask means, what it answered."""
+"""One attention layer as it was called: weights, behaviour, mask and output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ from jaxmha.extras import needed
 from jaxmha.params import check
 
 Inputs = tuple[NDArray, NDArray, NDArray]
-# The path that a framework took, what its masks mean, and its output.
+# Code path of the framework, meaning of the masks, output.
 Called = tuple[str, Masks, Any]
-# A bias of 0 and of one number below this blocks.
+# An additive mask of 0 and one number below this blocks at that number.
 BLOCKS = -100.0
 
 
 class Blocked(NamedTuple):
-    """How a pair that may not attend is kept out.
+    """How the layer excludes a masked pair.
 
     Attributes:
-      constant: what its logit becomes; -inf: it is excluded.
-      added: the constant is added to the logit instead. Then a row with nothing left is what the
-        sums make of it: in float32 -1e9 leaves nothing of small logits, in float64 nearly all.
+      constant: the logit of a masked pair; -inf excludes it exactly.
+      added: True adds the constant to the logit. A fully masked row then depends on the sums: -1e9
+        erases small logits in float32, and keeps nearly all of them in float64.
     """
 
     constant: float = -np.inf
@@ -45,16 +45,17 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer, one call's masks, and its answer where it has a forward of its own.
+    """A layer, the masks of one call, and its output if it has its own forward.
 
     Attributes:
-      params, semantics: weights and behaviour. `semantics.fully_masked` is the answer of a row with
-        nothing left, but where a constant is added; a `softmax_dtype` that is narrower than the
-        weights', or than float32, is reproduced.
+      params, semantics: weights and behaviour. `semantics.fully_masked` is the output for a fully
+        masked row, unless a constant is added. A `softmax_dtype` narrower than the weights or than
+        float32 is reproduced.
       mask: a `Mask`, a Boolean array broadcastable to `B N T S` (True = attend), or None.
-      bias: added to the logits. One of 0 and a number below -100 alone is a mask with that constant.
-      blocked: how the mask keeps out.
-      output: `B T Do`, what the layer itself answers; None: what its parameters say, exactly.
+      bias: added to the logits. A bias of only 0 and one number below -100 is a mask with that
+        constant.
+      blocked: how masked pairs are excluded.
+      output: `B T Do`, the layer's own output; None means the exact output for its parameters.
       name: for messages.
 
     >>> import jax, jaxmha
@@ -73,12 +74,12 @@ class Layer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of its weights, or of its output where that is narrower."""
+        """The dtype of the weights, or of the output if that is narrower."""
         own = np.asarray(self.params.query.kernel).dtype
         return own if self.output is None else min(self.output.dtype, own, key=significand)
 
     def conditions(self, sizes: Mapping[str, int]) -> "tuple[Mask, NDArray | None, Blocked]":
-        """Mask, bias and constant, checked against B, N, T, S, an additive mask read as a mask.
+        """Mask, bias and constant, checked against B, N, T, S; an additive mask becomes a mask.
 
         Raises:
           ValueError, TypeError: a shape or dtype does not fit.
@@ -94,10 +95,12 @@ class Layer:
 
 
 def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
-    """Query, key and value as arrays, checked against a layer; one array stands for all three.
+    """Query, key and value as arrays, checked against a layer; a single array is used for all
+    three.
 
     Raises:
-      ValueError: there are not three, or one has other axes, no rows, or NaN or infinity in it.
+      ValueError: there are not three arrays, or one has other axes, no rows, or non-finite
+        elements.
     """
     if isinstance(inputs, Mapping):
         if "query" not in inputs or inputs.keys() - {"query", "key", "value"}:
@@ -133,13 +136,13 @@ def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
 def of_block(
     block: BlockSide, inputs: Inputs, mask: Any = None, name: str = "", bias: Any = None
 ) -> Layer:
-    """A block of a file, a state or a model on inputs and a canonical mask.
+    """A block of a file, a state or a model, applied to inputs and a canonical mask.
 
-    A live layer is run on them by its own forward, in inference, and answers rows with nothing
-    left by the path that it takes; parameters have no forward, and are computed exactly.
+    A live layer runs its own forward in inference mode; its code path determines the output of
+    fully masked rows. Parameters have no forward and are computed exactly.
 
     Raises:
-      ValueError: a bias for a live layer.
+      ValueError: a bias was given for a live layer.
     """
     named = name or block.name or block.layout
     layer = Layer(block.params, block.semantics, mask, bias, name=named)
@@ -150,16 +153,16 @@ def of_block(
     (B, T), S = inputs[0].shape[:2], inputs[1].shape[1]
     sizes = {"B": B, "N": check(block.params)["N"], "T": T, "S": S}
     array = None if mask is None else array_of(checked(as_mask(mask), sizes), T, S)
-    if array is not None:  # padding stays `(B, 1, 1, S)`, which torch takes as another argument
+    if array is not None:  # torch takes padding `(B, 1, 1, S)` as another argument
         array = np.ascontiguousarray(np.broadcast_to(array, (B, *array.shape[1:3], S)))
     output = to_numpy(block.forward(*_own_dtype(block, inputs), array))
-    widths = check(block.params)  # Keras' `forward` asks for scores where its fused path cannot run
+    widths = check(block.params)  # Keras returns scores if its fused path cannot run
     path = _path(block, scores=widths["h"] != widths["H"])
     return _as(block, path, mask, None, output, named)
 
 
 def _own_dtype(block: BlockSide, inputs: Inputs) -> Inputs:
-    """Inputs in the dtype of torch's weights, which takes no other; one array stays one."""
+    """Casts inputs to the dtype of torch's weights, which torch requires; one array stays one."""
     if block.kind != "torch":
         return inputs
     dtype = np.asarray(block.params.query.kernel).dtype
@@ -169,23 +172,23 @@ def _own_dtype(block: BlockSide, inputs: Inputs) -> Inputs:
 
 
 def significand(dtype: Any) -> int:
-    """Bits of it that a floating dtype stores."""
+    """Bits of the significand that a floating dtype stores."""
     return int(ml_dtypes.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
 def _path(block: BlockSide, *, scores: bool = False) -> str:
-    """The path of a live layer in inference, as the presets of `Semantics` name it."""
+    """The code path of a live layer in inference, as named by the presets of `Semantics`."""
     dropout = block.semantics.dropout_rate > 0
     if block.kind == "torch":
         return "sdpa"
     if block.kind == "keras":
         return "scores" if scores or dropout else "fused"
-    # linen, and nnx with dropout even where it is off, have one of their own.
+    # linen, and nnx with dropout (even if inactive), compute the weights explicitly.
     return "fused" if block.kind == "nnx" and not dropout else "weights"
 
 
 def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
-    """The layer with the behaviour of a path of its framework."""
+    """The layer with the behaviour of one code path of its framework."""
     presets: dict[str, Any] = {"torch": Semantics.torch, "keras": Semantics.keras}
     dtype = np.asarray(block.params.query.kernel).dtype
     like = presets.get(block.kind, Semantics.flax)(path, dtype=dtype)
@@ -201,13 +204,13 @@ def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name
 
 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:
-    """A live layer of torch, Keras or flax in a call with mask arguments of its own framework.
+    """A live layer of torch, Keras or flax, called with mask arguments of its own framework.
 
-    Inputs that are one array stay one: torch then takes another path in eval.
+    If the inputs are one array, they stay one: torch in eval mode then takes another path.
 
     Raises:
-      TypeError: it is no such layer. ValueError: the arguments do not fit, or mean what has no
-        counterpart here.
+      TypeError: not such a layer. ValueError: the arguments do not fit, or jaxmha cannot express
+        their meaning.
     """
     found = comparands.read(module).blocks
     if len(found) != 1 or not found[0].live:

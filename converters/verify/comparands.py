@@ -1,4 +1,4 @@
-"""What can be compared: attention blocks of files, states, parameters and live models."""
+"""Reads the sources of a comparison: files, states, parameters and live models."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -31,16 +31,16 @@ Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
 
 class BlockSide(NamedTuple):
-    """One attention block of a side.
+    """One attention block of a source.
 
     Attributes:
       name: prefix in the file, path in the model; "" for a single layer.
       layout: the layout's name, or the class of a live layer.
       params, semantics: as imported.
-      forward: runs it: the live layer itself, or jaxmha on the parameters.
-      live: whether a live layer runs.
-      kind: of a live layer: "torch", "keras", "linen" or "nnx", whatever its class is called.
-      path: where it stands, where `name` is what its user calls it.
+      forward: computes the block: by the live layer itself, or by jaxmha from the parameters.
+      live: True if a live layer computes it.
+      kind: framework of a live layer: "torch", "keras", "linen" or "nnx", also for subclasses.
+      path: prefix or path of the block if `name` is a name that the user gave.
     """
 
     name: str
@@ -54,9 +54,9 @@ class BlockSide(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a comparison: its attention blocks, and where all its tensors are.
+    """One source of a comparison: its attention blocks, and the location of all its tensors.
 
-    `notes`: what was not read or not run, in words.
+    `notes`: parts that were not read or not run, in words.
     """
 
     blocks: list[BlockSide]
@@ -72,8 +72,8 @@ def read(side: Any, num_heads: int | None = None) -> Side:
     `Semantics`), a live layer or model, or a linen pair `(module, variables)`.
 
     Raises:
-      TypeError: it is none of these.
-      ValueError: no attention block in it, or one that cannot be read.
+      TypeError: the source is none of these.
+      ValueError: it has no attention block, or one that cannot be read.
     """
     if isinstance(side, str | os.PathLike):
         path = Path(side)
@@ -101,9 +101,9 @@ def _read_state(
     num_heads: int | None = None,
     file: checkpoint.Checkpoint | None = None,
 ) -> Side:
-    """The blocks of a flat dict of arrays, stacked layers one by one as `block[i]`.
+    """The blocks of a flat dict of arrays; stacked layers become one block each, `block[i]`.
 
-    The head count of a file may stand in a config.json next to it.
+    A config.json next to the file may hold the head count.
     """
     path, configured = None, None
     names: Mapping[str, str] = {}
@@ -134,14 +134,14 @@ def _read_state(
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of a flat dict; tensors without a shape that NumPy can tell have none."""
+    """Shapes of a flat dict; an object whose shape NumPy cannot read gets shape ()."""
     return {name: np.shape(array) for name, array in state.items()}
 
 
 def layers(
     name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
 ) -> Iterator[BlockSide]:
-    """The block; or, where it has leading axes, every layer in it."""
+    """The block; or, if it has leading axes, each layer in it."""
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]
     check(params, len(lead))
@@ -155,7 +155,7 @@ def layers(
 
 
 def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> BlockSide:
-    """A side that runs jaxmha on parameters of a single layer."""
+    """A block that runs jaxmha on the parameters of a single layer."""
 
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
@@ -172,9 +172,9 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
 
 @contextmanager
 def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
-    """float64 needs x64; highest precision, so that float32 is float32 everywhere.
+    """Enables x64 for float64, and full float32 precision of matrix products on every device.
 
-    Live layers promote dtypes and ranks by themselves, which users' tests may forbid.
+    It also allows promotion of dtypes and ranks, which live layers rely on and a test may forbid.
     """
     with (
         jax.enable_x64(dtype == np.float64),
@@ -186,7 +186,7 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
 
 
 def _read_live(side: Any, num_heads: int | None) -> Side:
-    """The attention layers of a live model, those written by hand, and its other tensors."""
+    """The attention layers of a live model, also hand-written ones, and its other tensors."""
     module = side[0] if isinstance(side, tuple) and side else side
     packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
     package = next((p for p in packages if p in FRAMEWORKS), None)
@@ -214,7 +214,7 @@ def _read_live(side: Any, num_heads: int | None) -> Side:
 def _by_hand(
     state: Mapping[str, Any], whole: live_model.Live, num_heads: int | None
 ) -> tuple[list[BlockSide], list[Block], tuple[str, ...]]:
-    """Attention of classes written by hand, by the weights alone: how to call it is not known."""
+    """Attention of hand-written classes, only by weights: their call signature is unknown."""
     there = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
     written: list[BlockSide] = []
     notes = []
@@ -242,7 +242,7 @@ def _by_hand(
 
 def _live_block(name: str, layer: Any, package: str) -> BlockSide:
     framework = FRAMEWORKS[package]
-    # A comparison is for layers that do something else, too.
+    # A comparison also covers layers with another forward, which `from_module` refuses.
     read = getattr(framework, "weights_of", framework.from_module)
     params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
     if (lead := np.shape(params.query.kernel)[:-3]) != ():

@@ -1,7 +1,7 @@
-"""Are two sides the same attention? Weights bit by bit, and outputs against float64.
+"""Compares two sources of attention: weights bit by bit, and outputs against float64.
 
-A forward comparison cannot see everything (a key bias cancels in the softmax), and equal weights
-do not prove that a layer applies its mask: both are always compared.
+Outputs alone do not show every difference (a key bias cancels in the softmax), and equal weights
+do not prove that a layer applies its mask. Both are therefore always compared.
 """
 
 import math
@@ -29,7 +29,7 @@ from jaxmha.converters.verify.other_tensors import Left
 from jaxmha.converters.verify.weights import Difference, differences_of
 from jaxmha.params import check, leaves
 
-# What of two errors counts as alike, for those who compare reports.
+# Ratio up to which two errors count as alike, exported for readers of reports.
 RATIO = forward_check.RATIO
 
 
@@ -38,15 +38,15 @@ class BlockReport:
     """The comparison of one pair of blocks.
 
     Attributes:
-      a, b: names of the block on either side ("" for a single layer), with `layouts`.
+      a, b: names of the block in each source ("" for a single layer), with `layouts`.
       num_heads: N.
-      differences: of weights; empty: identical, 0 ULP.
+      differences: of weights; empty if identical (0 ULP).
       behaviour: fields of `Semantics` that differ.
-      errors: mask -> RMS error of either side's forward against the float64 oracle on that
-        side's weights, in units of the rounding floor of the output.
-      departs: the first stage at which the two sides part, or None.
-      explanation: the single mistake that makes one side of the other, where there is one.
-      same: weights (but for biases of zeros) and behaviour are identical, and no side's error stands out.
+      errors: mask -> RMS error of each source's forward against the float64 oracle on its own
+        weights, in units of the rounding floor of the output.
+      departs: the first stage at which the two differ, or None.
+      explanation: the single known error that turns one into the other, if there is one.
+      same: weights (except biases of zeros) and behaviour are identical, and both errors are alike.
     """
 
     a: str
@@ -87,12 +87,12 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two sides; true exactly when they are the same.
+    """The comparison of two sources; true exactly if they are the same.
 
     Attributes:
-      blocks: of attention. only_a, only_b: names of blocks that have no counterpart.
-      outside: tensors outside attention that differ, by their name in the first side, and how.
-      not_compared: tensors that have no counterpart, or are none of numbers.
+      blocks: pairs of attention blocks. only_a, only_b: names of blocks without a counterpart.
+      outside: tensors outside attention that differ: name in the first source -> how.
+      not_compared: tensors that have no counterpart, or are not numeric.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -104,13 +104,13 @@ class Report:
 
     @property
     def different(self) -> bool:
-        """Something that was compared differs, or a block of attention is on one side alone."""
+        """True if a compared tensor differs, or an attention block is in one source only."""
         alike = not self.only_a and not self.only_b and not self.outside
         return not (alike and all(block.same for block in self.blocks))
 
     @property
     def same(self) -> bool:
-        """Every tensor of either side has been compared, and every one is the same."""
+        """True if every tensor of both sources was compared and found the same."""
         return not self.different and not self.not_compared
 
     def __bool__(self) -> bool:
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """In words: "the same", "different", or how much was not compared."""
+        """The result in words: "the same", "different", or how much was not compared."""
         return verdict(self.same, self.different, len(self.not_compared))
 
     def __str__(self) -> str:
@@ -133,25 +133,25 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The fields as JSON-compatible data."""
         return {"same": self.same, "different": self.different, **asdict(self)}
 
 
 def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> Report:
-    """Compares every tensor of two sides: attention blocks, and all that is outside them.
+    """Compares every tensor of two sources: attention blocks, and all tensors outside them.
 
-    A side is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
-    torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired
-    by name, or in order where names differ and their number agrees; other layers by name. Tensors
-    of one side alone are in `not_compared`, and then the report is falsy.
+    A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
+    torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired by
+    name, or by order if names differ and the numbers of blocks agree; other layers are paired by
+    name. Tensors of only one source are in `not_compared`, and make the report falsy.
 
     Args:
-      a, b: the sides.
-      num_heads: for sides that do not store it; what one side knows serves the other.
+      a, b: the sources.
+      num_heads: for sources without the head count; a count known from one source serves the other.
       seed: of the random inputs of the forward comparison.
 
     Raises:
-      TypeError, ValueError: a side cannot be read.
+      TypeError, ValueError: a source cannot be read.
 
     >>> import torch
     >>> layer = torch.nn.MultiheadAttention(6, 2)
@@ -181,7 +181,7 @@ def verdict(same: bool, different: bool, left: int) -> str:
 
 
 def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> None:
-    """For tests: raises AssertionError with the findings unless `compare` finds both the same."""
+    """For tests: raises AssertionError with the report unless both sources are the same."""
     report = compare(a, b, num_heads=num_heads, seed=seed)
     if not report:
         raise AssertionError(f"the two sides are not the same\n{report}")
@@ -191,13 +191,13 @@ _UNSEEN = "the output does not show it"
 
 
 def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
-    """Compares two blocks: weights, behaviour, forward, and the first stage that departs."""
+    """Compares two blocks: weights, behaviour, forward, and the first stage that differs."""
     differences = tuple(differences_of(a.params, b.params))
     held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
     if comparable := _sizes(a) == _sizes(b):
-        with np.errstate(invalid="ignore"):  # NaN is said in words, and infinity - infinity is NaN
+        with np.errstate(invalid="ignore"):  # NaN is reported in words; inf - inf is NaN
             errors = forward_check.errors(a, b, seed)
     counted = [difference for difference in differences if not difference.harmless]
     alike = forward_check.alike(a, b, seed, errors) if errors and not counted else True
@@ -230,13 +230,13 @@ def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
 
 
 def not_finite(params: MHAParams) -> list[str]:
-    """Leaves that hold NaN or infinity."""
+    """Names of the leaves that contain NaN or infinity."""
     arrays = leaves(params).items()
     return [name for name, leaf in arrays if not np.isfinite(to_numpy(leaf)).all()]
 
 
 def _behaviour(a: BlockSide, b: BlockSide) -> Iterator[str]:
-    """Fields of the semantics in which two sides differ."""
+    """Describes the fields of the semantics that differ."""
     for name in ("scale", "logits_soft_cap", "add_zero_attn", "qk_norm", "qk_norm_epsilon"):
         x, y = (getattr(side.semantics, name) for side in (a, b))
         if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
@@ -249,8 +249,7 @@ def _scale(side: BlockSide) -> float:
 
 
 def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
-    """One side divides the logits by the square root of H, and the other does not, or its queries
-    make up for it."""
+    """Describes a scale of 1 / sqrt(H) that one block lacks, or folds into its query weights."""
     low, high = sorted((_scale(a), _scale(b)))
     if departs is not None and departs.endswith(_UNSEEN):
         folded = not math.isclose(low, high, rel_tol=1e-12)
@@ -260,9 +259,9 @@ def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
 
 
 def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
-    """The first stage at which the float64 oracle on either side's weights gives other values.
+    """The first stage at which the float64 oracle on the weights of the two blocks differs.
 
-    None: the difference leaves every stage as it is, up to float64 rounding.
+    None: no stage differs by more than float64 rounding.
     """
     inputs, mask = forward_check.inputs(a, seed), forward_check.masks()["padding"]
     stages = [oracle.run(side.params, side.semantics, *inputs, mask=mask) for side in (a, b)]
@@ -287,7 +286,7 @@ def _sizes(side: BlockSide) -> dict[str, int]:
 
 
 def read_both(a: Any, b: Any, num_heads: int | None) -> tuple[comparands.Side, comparands.Side]:
-    """Reads both sides; the head count that only one of them stores serves the other."""
+    """Reads both sources; a head count known from only one of them serves the other."""
     return keras_pairs.by_group(*_read_both(a, b, num_heads))
 
 
@@ -319,7 +318,7 @@ def _common_heads(found: Sequence[BlockSide]) -> int | None:
 def pair(
     a: Sequence[BlockSide], b: Sequence[BlockSide]
 ) -> tuple[list[tuple[BlockSide, BlockSide]], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """By name or else by path, whatever the separator; else in order, where the numbers agree."""
+    """Pairs blocks by name or path, whatever the separator; or by order, if the numbers agree."""
     sets = [_by(x, "name") for x in (a, b)], [_by(x, "path") for x in (a, b)]
     by_name = next((x for x in sets if _pairs(x, (a, b))), sets[0])
     common = [name for name in by_name[0] if name in by_name[1]]
@@ -343,6 +342,6 @@ def _by(side: Sequence[BlockSide], what: str) -> dict[str, BlockSide]:
 
 
 def _pairs(found: Sequence[Mapping[str, BlockSide]], both: Sequence[Sequence[BlockSide]]) -> bool:
-    """True if names are unique on either side, and one is on both."""
+    """True if names are unique within each source, and at least one is in both."""
     unique = all(len(names) == len(side) for names, side in zip(found, both, strict=True))
     return unique and bool(found[0].keys() & found[1].keys())

@@ -1,8 +1,8 @@
-"""Single mistakes of a conversion that every shape check lets through, and how they are told.
+"""Diagnoses known conversion errors that every shape check lets through.
 
-Square matrices look alike whichever way they are read, so a wrong conversion loads without an
-error. Each mistake is a rewriting of the right leaves; where it turns one side's weights into the
-other's, bit by bit, it is the explanation.
+Square matrices fit whichever way they are read, so a wrong conversion loads without an error. Each
+known error is a rewriting of the correct leaves. If it turns the weights of one source into those
+of the other, bit by bit, it is the explanation.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ Leaves = Mapping[str, NDArray]
 
 
 class Mistake(NamedTuple):
-    """A mistake in single leaves and its remedy; `explains` compares a leaf of either side."""
+    """A conversion error within single leaves, and its remedy; `explains` compares two leaves."""
 
     name: str
     remedy: str
@@ -27,7 +27,7 @@ class Mistake(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A mistake that moves values between leaves; `rewrite` gives what it may make of all."""
+    """A conversion error that moves values between leaves; `rewrite` yields possible results."""
 
     name: str
     remedy: str
@@ -35,9 +35,9 @@ class Exchange(NamedTuple):
 
 
 def explain(a: MHAParams, b: MHAParams) -> str | None:
-    """The single mistake that turns the first side's weights into the second's; None: none does.
+    """The single conversion error that turns the weights of a into those of b; None if none does.
 
-    Which side is the right one cannot be seen from the weights.
+    The weights do not show which of the two is correct.
 
     >>> from jaxmha import Projection
     >>> q, k, v = (Projection(np.random.default_rng(i).normal(size=(6, 2, 3))) for i in range(3))
@@ -60,7 +60,7 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
 
 
 class Explained(NamedTuple):
-    """Leaves that one mistake explains, and its remedy; None: they differ otherwise."""
+    """Leaves that one conversion error explains, and its remedy; None if none explains them."""
 
     name: str
     remedy: str | None
@@ -68,9 +68,10 @@ class Explained(NamedTuple):
 
 
 def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
-    """All leaves that differ, by the mistakes that explain them: several may be made at once.
+    """Groups all leaves that differ by the error that explains them; several errors may occur at
+    once.
 
-    Leaves that none explains come by role, their biases together.
+    Unexplained leaves are grouped by role, with all biases together.
 
     >>> x = {"query.kernel": np.ones((6, 2, 3)), "out.bias": np.ones(6)}
     >>> y = {"query.kernel": np.zeros((6, 2, 3))}
@@ -101,12 +102,12 @@ def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
 
 
 def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
-    """Whether a leaf is a bias of zeros on either side, or of zeros and absent: nothing changes."""
+    """True if the leaf is a bias of zeros in both, or zeros in one and absent in the other."""
     return name.endswith(".bias") and all(side is None or not side.any() for side in (x, y))
 
 
 def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
-    """Both sides as they are, then each rounded to the dtype of the other, where it has one."""
+    """Both as they are, then each rounded to the dtype of the other, if the other has only one."""
     yield x, y
     kinds = [{leaf.dtype for leaf in side.values()} for side in (x, y)]
     if kinds[0] != kinds[1]:
@@ -122,7 +123,7 @@ def _rounded(side: Leaves, dtype: np.dtype[Any]) -> Leaves:
 
 
 def _leaves_hit(mistake: Mistake, x: Leaves, y: Leaves) -> list[str]:
-    """The leaves that differ, where the mistake explains every one of them; else none."""
+    """The leaves that differ, if the error explains every one of them; otherwise empty."""
     hit = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
     absent = np.zeros(0)
     explained = (mistake.explains(n, x.get(n, absent), y.get(n, absent)) for n in hit)
@@ -132,7 +133,7 @@ def _leaves_hit(mistake: Mistake, x: Leaves, y: Leaves) -> list[str]:
 def _rewriting(
     rewrite: Callable[[str, NDArray], Iterator[NDArray]],
 ) -> Callable[[str, NDArray, NDArray], bool]:
-    """Explains a pair of leaves where it makes one of them from the other."""
+    """A test that the rewriting turns one leaf of a pair into the other."""
 
     def explains(name: str, x: NDArray, y: NDArray) -> bool:
         return any(
@@ -154,7 +155,7 @@ def _same(x: NDArray, y: NDArray) -> bool:
 
 
 def _heads_last(name: str, array: NDArray) -> NDArray | None:
-    """A leaf as (rest, heads, head size), None where it has no heads."""
+    """A leaf as (rest, heads, head size); None if it has no heads."""
     if name == "out.bias" or name not in _ROLES:
         return None
     if name == "out.kernel":
@@ -237,7 +238,7 @@ def _packing(wrote: str, read: str) -> Callable[[Leaves], Iterator[dict[str, NDA
 
 
 def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]:
-    """The kernels or biases of query, key and value packed in one order and read in another."""
+    """The kernels or biases of query, key and value, packed in one order and read in another."""
     names = [f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x]
     if len(names) < 3 or len({x[name].shape for name in names}) > 1:
         return {}
@@ -253,7 +254,7 @@ def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]
 
 
 def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
-    """Every other way of splitting the merged axes: heads by the head size, or any other count."""
+    """Every other split of the merged axes; `swap` selects a head count equal to the head size."""
     sizes: dict[str, int] = {}
     for name, array in x.items():
         sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))

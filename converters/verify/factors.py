@@ -1,7 +1,7 @@
-"""What differs between two layers, factor by factor, and what a mixture of both computes.
+"""Finds the factors in which two layers differ, and computes mixtures of both layers.
 
-A layer becomes a flat dict of values, so that a factor is the names of some of them: taking these
-from b and the rest from a is the layer in which that factor alone is changed.
+A layer becomes a flat dict of values, and a factor is a set of names in it. Taking these values
+from b and the others from a gives the layer in which only that factor is changed.
 """
 
 import math
@@ -22,7 +22,7 @@ from jaxmha.params import CANONICAL, check, from_leaves, leaves
 
 Values = dict[str, Any]
 
-# The parts of a mask that are compared for themselves, and the fields of `Mask` in each.
+# Parts of a mask that are compared separately -> the fields of `Mask` in each part.
 MASKS = {
     "mask.causal": ("causal_offset",),
     "mask.window": ("window_size",),
@@ -39,7 +39,7 @@ _MERGED = {
 
 
 class Factor(NamedTuple):
-    """One thing that differs: its name, a sentence, and the values in which it lies."""
+    """One difference: its name, a sentence, and the names of the values that hold it."""
 
     name: str
     sentence: str
@@ -47,7 +47,7 @@ class Factor(NamedTuple):
 
 
 def values_of(layer: Layer, inputs: Inputs) -> Values:
-    """Everything that the layer's output depends on, by name; weights in float64, heads merged."""
+    """Everything that determines the layer's output, by name; weights in float64, heads merged."""
     sizes = check(layer.params)
     query, key, _ = inputs
     T, S = query.shape[1], key.shape[1]
@@ -82,11 +82,11 @@ def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Facto
     """The values of both layers, and every factor in which they differ.
 
     Raises:
-      ValueError: inputs or outputs of the two have other widths, so that nothing can be swapped.
+      ValueError: the widths of inputs or outputs differ, so that no factor can be swapped.
     """
     check_widths(a.params, b.params)
     sizes = check(a.params), check(b.params)
-    if sizes[0]["K"] != sizes[1]["K"]:  # the same function without groups
+    if sizes[0]["K"] != sizes[1]["K"]:  # repeating heads gives an equal function without groups
         a, b = (replace(x, params=_ungrouped(x.params)) for x in (a, b))
     x, y = values_of(a, inputs), values_of(b, inputs)
     found = [*_weights(a, b, x, y), *_masks(x, y), *_behaviour(a, b, x, y)]
@@ -94,7 +94,7 @@ def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Facto
 
 
 def check_widths(a: MHAParams, b: MHAParams) -> None:
-    """Raises ValueError where two layers take or give arrays of other widths."""
+    """Raises ValueError if inputs or outputs of the two layers differ in width."""
     sizes = check(a), check(b)
     for letter in ("Dq", "Dk", "Dv"):
         if sizes[0][letter] != sizes[1][letter]:
@@ -108,7 +108,7 @@ def check_widths(a: MHAParams, b: MHAParams) -> None:
 
 
 def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
-    """What a layer of these values answers, `B T Do`, in float64 but for what is declared narrower."""
+    """The output `B T Do` of a layer with these values, in float64 except for declared dtypes."""
     N, K = values["heads"]
     arrays: dict[str, Any] = {}
     for name in CANONICAL:
@@ -133,7 +133,7 @@ def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
 
 
 def _softmax(logits: NDArray, allowed: NDArray, values: Mapping[str, Any]) -> NDArray:
-    """Probabilities with the constants and roundings that the values declare."""
+    """Probabilities, with the masking constants and rounding that the values declare."""
     narrow, total, bias = values["softmax"], values["sum"], values["bias"]
     logits = _rounded(logits, narrow)
     if bias is not None:
@@ -199,7 +199,7 @@ def _ungrouped(params: MHAParams) -> MHAParams:
 
 
 def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
-    """Heads and weights; all of them at once where sizes leave nothing to swap one by one."""
+    """Factors of heads and weights; a single factor if sizes forbid swapping them one by one."""
     names = [n for n in CANONICAL if n in x or n in y]
     shapes = [{n: v[n].shape for n in names if n in v} for v in (x, y)]
     common = [n for n in names if n in x and n in y and "norm" not in n]
@@ -227,7 +227,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     if rounded:
         kinds = f"{a.dtype} in a, {b.dtype} in b"
         found.append(Factor("rounded weights", f"the same weights, {kinds}", tuple(rounded)))
-    # A mistake shows in the split in which it was made.
+    # A conversion error may show only when heads are split as in the layer where it was made.
     readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
     for part in min(readings, key=lambda parts: sum(part.remedy is None for part in parts)):
         of = ", ".join(part.leaves)
@@ -237,7 +237,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
 
 
 def _is_rounding(one: NDArray, other: NDArray, a: np.dtype[Any], b: np.dtype[Any]) -> bool:
-    """Whether one is the other, rounded to its dtype."""
+    """True if one array equals the other rounded to its dtype."""
     if not _differs(one, other):
         return False
     return np.array_equal(_rounded(one, b), other) or np.array_equal(one, _rounded(other, a))
@@ -251,7 +251,7 @@ def _explained(
 
 
 def _masks(x: Values, y: Values) -> list[Factor]:
-    """Part by part where both sides have the same ones; what only one side has, against the rest."""
+    """Mask factors: part by part if both layers have the part, the others joined into one array."""
     apart = [[n for n in MASKS if v[n] is not None and w[n] is None] for v, w in ((x, y), (y, x))]
     if all(apart):
         for v, names in zip((x, y), apart, strict=True):

@@ -1,7 +1,8 @@
-"""Does a side compute what its weights say? Its outputs against the float64 oracle.
+"""Checks that a layer computes the output that its weights imply, against the float64 oracle.
 
-Half precision costs more than the rounding of the output: a layer stores every intermediate in
-its dtype. The oracle with rounded stages says how much, and no error of that size is an accusation.
+In half precision the error exceeds the rounding of the output, because a layer stores every
+intermediate in its dtype. The oracle with rounded stages measures this cost, and errors of that
+size are accepted.
 """
 
 import math
@@ -18,30 +19,30 @@ from jaxmha.converters.verify.comparands import BlockSide
 from jaxmha.converters.verify.oracle import Stages
 from jaxmha.params import check, leaves
 
-# Sizes of the inputs of the forward comparison: different primes; ragged lengths of S.
+# Sizes of the inputs of the forward comparison: different primes, with ragged lengths of S.
 B, T, S = 5, 19, 23
 LENGTHS = (23, 17, 11, 5, 1)
-# Below this many rounding floors two errors count as alike, whatever their ratio.
+# Two errors below SMALL rounding floors count as alike, whatever their ratio.
 SMALL = 4.0
 RATIO = 2.0
-# Errors that add up to this many floors are not of rounding: something else is computed.
+# Errors that sum to this many floors are not rounding: the layers compute different functions.
 OTHER = 1e5
-# Errors within this many times the cost of rounded stages are of rounding: rows in which two
-# logits nearly tie go either way, so that correct layers reach 4 times.
+# Errors up to COSTS times the cost of rounded stages count as rounding: in rows where two logits
+# nearly tie the result can go either way, so correct layers reach 4 times the cost.
 COSTS = 6.0
-# A mistake explains an output that it comes this many times closer to than the side's own reading
-# does, and to within this part of the output.
+# A known error explains an output if its prediction is at least CLOSER times closer to the output
+# than the correct one, and within CLOSE times the RMS of the predicted output.
 CLOSER = 10.0
 CLOSE = 0.1
 
 
 def errors(a: BlockSide, b: BlockSide, seed: int) -> dict[str, tuple[float, float]]:
-    """Mask -> RMS errors of both sides in rounding floors of the output."""
+    """Mask -> RMS errors of both blocks, in rounding floors of the output."""
     return {name: (error(a, seed, mask), error(b, seed, mask)) for name, mask in masks().items()}
 
 
 def alike(a: BlockSide, b: BlockSide, seed: int, found: dict[str, tuple[float, float]]) -> bool:
-    """All errors are those of rounding, and neither side's stand out; NaN never is."""
+    """True if all errors are those of rounding and similar in both; False for NaN."""
     given = inputs(a, seed)
     costs = [cost(a.params, a.semantics, given, mask) for mask in masks().values()]
     half = dtype_of(a).itemsize == 2
@@ -58,7 +59,7 @@ def _alike(a: float, b: float, cost: float, half: bool) -> bool:
 
 
 def error(side: BlockSide, seed: int, mask: NDArray | None) -> float:
-    """RMS error of a side against the oracle on its weights, in rounding floors of the output."""
+    """RMS error of a block against the oracle on its weights, in rounding floors of the output."""
     given = inputs(side, seed)
     exact = oracle.run(side.params, side.semantics, *given, mask=mask).output
     out = np.asarray(side.forward(*given, mask), np.float64)
@@ -71,8 +72,10 @@ def cost(
     given: tuple[NDArray, NDArray, NDArray],
     mask: NDArray | None,
 ) -> float:
-    """The error of the oracle where every stage is stored in the weights' dtype, in rounding floors
-    of the output; 0: it overflows."""
+    """The error of the oracle with every stage rounded to the weights' dtype, in rounding floors.
+
+    0 if the rounded stages overflow.
+    """
     exact = oracle.run(params, semantics, *given, mask=mask)
     dtype = np.asarray(params.query.kernel).dtype
     with np.errstate(over="ignore", invalid="ignore"):
@@ -83,7 +86,7 @@ def cost(
 def _stored(
     params: MHAParams, semantics: Semantics, exact: Stages, dtype: np.dtype[Any]
 ) -> NDArray:
-    """The output from the exact heads, every stage from there on rounded to a dtype."""
+    """The output from the exact heads, with every later stage rounded to a dtype."""
 
     def rounded(x: NDArray) -> NDArray:
         return x.astype(dtype).astype(np.float64)
@@ -109,10 +112,10 @@ def _stored(
 
 
 def explain_forward(side: BlockSide, seed: int) -> str | None:
-    """What a live layer does other than its weights say, where one of the usual mistakes is it.
+    """The common mistake that explains the output of a live layer better than its weights do.
 
-    Rows in which a reading leaves nothing to attend to are left out: frameworks answer them each
-    in its own way.
+    Rows that a mistake masks fully are left out, because frameworks differ in their output for such
+    rows.
     """
     given, mask = inputs(side, seed), masks()["padding"]
     assert mask is not None
@@ -130,7 +133,7 @@ def explain_forward(side: BlockSide, seed: int) -> str | None:
 def _readings(
     side: BlockSide, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
 ) -> Iterator[tuple[str, NDArray | None, NDArray]]:
-    """Every usual mistake: its name, the mask it makes of the right one, and the exact output."""
+    """Every common mistake: its name, the mask that it leads to, and the exact output with it."""
 
     def run(q: NDArray, k: NDArray, v: NDArray, mask: NDArray | None, **changed: Any) -> NDArray:
         semantics = replace(side.semantics, **changed)
@@ -160,7 +163,7 @@ def masks() -> dict[str, NDArray | None]:
 
 
 def inputs(side: BlockSide, seed: int) -> tuple[NDArray, NDArray, NDArray]:
-    """Random query, key and value of the side's widths and dtype."""
+    """Random query, key and value with the widths and dtype of the block."""
     rng, sizes = np.random.default_rng(seed), check(side.params)
     query, key, value = (
         rng.normal(size=(B, length, sizes[width])).astype(dtype_of(side))
@@ -170,7 +173,7 @@ def inputs(side: BlockSide, seed: int) -> tuple[NDArray, NDArray, NDArray]:
 
 
 def dtype_of(side: BlockSide) -> np.dtype[Any]:
-    """The dtype of its weights."""
+    """The dtype of the block's weights."""
     return np.asarray(side.params.query.kernel).dtype
 
 

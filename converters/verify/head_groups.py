@@ -1,4 +1,4 @@
-"""Outputs of attention blocks in files, a few heads at a time: heads know nothing of each other."""
+"""Compares outputs of blocks in files, a few heads at a time, since heads are independent."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,20 +10,20 @@ from jaxmha.converters.verify.comparands import BlockSide
 from jaxmha.converters.verify.streaming import Stored, Views
 from jaxmha.params import CANONICAL, from_leaves
 
-MOST = 16 << 20  # bytes of parameters that run at once; one head always does
+MOST = 16 << 20  # bytes of parameters in memory at once; one head is always allowed
 Errors = dict[str, tuple[float, float]]  # by mask
 Index = tuple[int, ...]
-Box = dict[str, slice]  # which part of an axis, by its letter
+Box = dict[str, slice]  # letter of an axis -> slice of it
 
 
 class Outputs(NamedTuple):
-    """What running both sides showed.
+    """The result of running both blocks.
 
     Attributes:
       differences: of behaviour and outputs, in words.
-      errors: mask -> RMS error of either side against float64 in rounding floors of the output;
-        the largest of all groups of heads.
-      notes: what could not be run.
+      errors: mask -> RMS error of each block against float64 in rounding floors of the output; the
+        largest over all groups of heads.
+      notes: parts that could not be run.
     """
 
     differences: list[str]
@@ -50,7 +50,7 @@ def compare(a: Stored, b: Stored, name: str) -> Outputs:
 
 
 def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[str]]:
-    """Differences and errors of one layer, and its leaves that are not finite."""
+    """Differences and errors of one layer, and the names of its non-finite leaves."""
     differences: dict[str, None] = {}
     bad: dict[str, None] = {}
     errors: Errors = {}
@@ -69,7 +69,7 @@ def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[st
 
 
 def group(views: Views, index: Index, box: Box) -> BlockSide:
-    """Some heads of one layer."""
+    """A block with some heads of one layer."""
     arrays = {}
     for leaf in views.leaves:
         cut = (box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())
@@ -78,7 +78,7 @@ def group(views: Views, index: Index, box: Box) -> BlockSide:
 
 
 def boxes(views: Views, index: Index) -> Iterator[Box]:
-    """Equal parts of the N heads, with the key heads that they look at."""
+    """Equal groups of the N query heads, with the key/value heads that they read."""
     N, K = (views.leaves[f"{side}.kernel"].shape[-2] for side in ("query", "key"))
     size = sum(view[index].nbytes for view in views.leaves.values())
     counts = (n for n in range(1, N + 1) if not N % n and (not K % n or not n % K))

@@ -1,7 +1,7 @@
-"""Comparison of two sides of Keras by the groups that it loads weights by, not by layers' names.
+"""Pairs layers of two Keras sources by their groups, by which Keras loads weights, not by name.
 
-Keras writes every layer into a group that is numbered by class, and loads by group: a file in which
-two names have exchanged their groups fills the layers of a model the other way round.
+Keras writes every layer into a group that is numbered by class, and loads by group. If two names
+exchanged their groups in a file, its weights load into each other's layers.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,10 @@ from jaxmha.converters.verify.other_tensors import Source
 
 
 def by_group(a: Side, b: Side) -> tuple[Side, Side]:
-    """Two sides, with the layers of one group as counterparts where names tell
-    others; a note of the first says so.
+    """Two sources whose layers are paired by group, if names would pair them otherwise.
 
-    Both stay as they are where neither is a file of Keras, and where groups are not known, not the
-    same, or those of the names.
+    A note of the first source reports this. Both are returned unchanged if neither is a Keras file,
+    or if their groups are unknown, differ, or agree with the names.
     """
     if not (a.source.names or b.source.names):
         return a, b
@@ -40,7 +39,7 @@ def by_group(a: Side, b: Side) -> tuple[Side, Side]:
 
 
 def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
-    """The groups of layers that hold arrays; those within attention belong to its own group."""
+    """Groups of layers that hold arrays; layers inside an attention block belong to its group."""
     groups: Mapping[str, tuple[str, str]] = source.groups
     own = {block.prefix for block in source.found}
     taken = {other_layers.split(name)[0] for name in source.taken}
@@ -51,7 +50,7 @@ def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
 
 
 def _placed(side: Side, groups: Mapping[str, tuple[str, str]]) -> Side:
-    """The side with its layers named by their groups."""
+    """The source with its layers named by their groups."""
     places = {prefix: dotted(group, "/", {}) for prefix, (group, _) in groups.items()}
     blocks = [
         block._replace(name=groups[block.path][0], path=groups[block.path][0])

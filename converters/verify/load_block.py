@@ -1,4 +1,4 @@
-"""One attention block of a checkpoint; nothing else of the file is read."""
+"""Reads one attention block of a checkpoint, and no other tensor."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SHOWN = 10  # names listed before "and more"
 
 
 class OneBlock(NamedTuple):
-    """A block with its name (a stacked layer is `prefix[i]`), and how many others there are."""
+    """A block with its name (`prefix[i]` for a stacked layer), and the number of other blocks."""
 
     name: str
     params: MHAParams
@@ -22,11 +22,11 @@ class OneBlock(NamedTuple):
 
 
 def read(path: Path, name: str | None = None, num_heads: int | None = None) -> OneBlock:
-    """The block of that name (or prefix), by default the first.
+    """The block of this name or prefix, by default the first.
 
     Raises:
       CheckpointError: the file cannot be read.
-      ValueError: there is none of that name, with those there are; or it cannot be read.
+      ValueError: no block has this name (the message lists the names), or it cannot be read.
     """
     with checkpoint.open(path) as file:
         hf_config.refuse_behaviour(file.path)
@@ -36,7 +36,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
             raise ValueError(f"{path}: no attention block found")
         called = {block.prefix: file.names.get(block.prefix, block.prefix) for block in found}
         known = {alias: b for b in found for alias in (b.prefix, called[b.prefix])}
-        stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: a layer of a stack
+        stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: layer i of a stack
         whole = name is None or name in known
         if not whole and not (bracket and stack in known):
             names = ", ".join(called[block.prefix] or "(top)" for block in found[:SHOWN])

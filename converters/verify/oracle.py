@@ -1,4 +1,4 @@
-"""Multi-head attention in float64 NumPy, stage by stage: what every error is measured against."""
+"""Multi-head attention in float64 NumPy, stage by stage: the reference for every error."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.params import leaves
 
-# Logits `B N T S` and which pairs may attend, the same shape -> probabilities.
+# (logits `B N T S`, allowed pairs of the same shape) -> probabilities.
 Softmax = Callable[[NDArray, NDArray], NDArray]
 
 
 class Stages(NamedTuple):
-    """Every intermediate of a layer, in the order in which it is computed.
+    """Every intermediate of a layer, in the order of computation.
 
-    query `B T N H`, key `B S K H`, value `B S K h` (S with extra positions), logits and
+    query `B T N H`, key `B S K H`, value `B S K h` (S includes extra positions), logits and
     probabilities `B N T S`, context `B T N h`, output `B T Do`.
     """
 
@@ -31,7 +31,7 @@ class Stages(NamedTuple):
 
 
 def exclude(logits: NDArray, allowed: NDArray) -> NDArray:
-    """The softmax over what may attend; a row with nothing left is zero.
+    """Softmax over the allowed keys; a fully masked row is zero.
 
     >>> exclude(np.zeros((2, 2)), np.array([[True, False], [False, False]]))
     array([[1., 0.],
@@ -57,8 +57,8 @@ def run(
 ) -> Stages:
     """Computes the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
-    `mask` is Boolean, broadcastable to `B N T S`, True = attend. A row with nothing left is zero,
-    or what `softmax` makes of it, which sees extra positions as well.
+    `mask` is Boolean, broadcastable to `B N T S`, True = attend. A fully masked row is zero, unless
+    `softmax` defines it otherwise; `softmax` also sees the extra positions.
 
     >>> from jaxmha import Projection
     >>> params = MHAParams(*[Projection(np.ones((6, 2, 3)))] * 3)
@@ -99,7 +99,7 @@ def run(
 
 
 def rounding_floor(exact: NDArray, dtype: np.dtype) -> float:
-    """RMS error of rounding exact values to a dtype: half a spacing, evenly spread.
+    """RMS error of rounding exact values to a dtype, uniformly distributed over half a spacing.
 
     >>> floor = rounding_floor(np.array([1.0, 1.5]), np.dtype(np.float32))
     >>> bool(np.isclose(floor, 2**-23 / 12**0.5))

@@ -1,7 +1,7 @@
-"""Comparison of all tensors outside attention, layer by layer: linear layers, norms, embeddings and
-convolutions by the conventions of their frameworks, everything else by its name.
+"""Compares all tensors outside attention, layer by layer.
 
-One tensor of either side is in memory at a time.
+Linear layers, norms, embeddings and convolutions are read by the conventions of their frameworks,
+and all other tensors by name. Memory holds one tensor of each source at a time.
 """
 
 import os
@@ -21,20 +21,20 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import Entry
 from jaxmha.converters.verify.weights import rounding
 
-_ROWS = 4 << 20  # bytes of a tensor that are compared at once
+_ROWS = 4 << 20  # bytes of a tensor compared at once
 
 Load = Callable[[str], Any]
 
 
 class Source(NamedTuple):
-    """The tensors of one side.
+    """The tensors of one source.
 
     Attributes:
       source: a path, or a flat dict of arrays.
-      info: name -> what has a shape and a dtype, attention included.
+      info: name -> object with shape and dtype, including attention.
       found: its attention blocks. taken: names of their tensors.
-      names: of Keras layers, by prefix. groups: group in a .weights.h5 file and name, by prefix.
-      places: prefix -> the path that a layer is compared under, where it is not its own.
+      names: prefix -> name of a Keras layer. groups: prefix -> (group in a .weights.h5 file, name).
+      places: prefix -> path under which a layer is compared, if it is not its own.
     """
 
     source: Any
@@ -51,7 +51,7 @@ EMPTY = Source({}, {})
 
 @dataclass(frozen=True)
 class Left:
-    """A tensor that was not compared: its name, on which side ("first", "second"), and why."""
+    """A tensor that was not compared: its name, its source ("first", "second"), and the reason."""
 
     name: str
     side: str
@@ -63,9 +63,9 @@ class Left:
 
 class Outside(NamedTuple):
     """Attributes:
-    differing: name in the first side -> how the tensor differs.
-    left: what could not be compared.
-    notes: what to know of tensors that count as the same.
+    differing: name in the first source -> how the tensor differs.
+    left: tensors that could not be compared.
+    notes: remarks on tensors that count as the same.
     """
 
     differing: dict[str, str]
@@ -77,24 +77,24 @@ NOTHING = Outside({}, (), ())
 
 
 class _Group(NamedTuple):
-    """The tensors of one layer: key -> name; and the layer, where it is understood."""
+    """The tensors of one layer: key -> name; and its `Module` if the layer is recognised."""
 
     names: dict[str, str]
     module: Module | None
 
 
 class _Pair(NamedTuple):
-    """Two tensors that hold one leaf, each with its arrow where it has one."""
+    """Two tensors that hold the same leaf, each with its layout entry if there is one."""
 
     names: tuple[str, str]
     entries: tuple[Entry, Entry] | None
-    transposed: bool  # whether one may be the other's transpose
+    transposed: bool  # True if one may be the other's transpose
 
 
 def compare(a: Source, b: Source) -> Outside:
-    """Compares everything outside attention.
+    """Compares all tensors outside attention.
 
-    Layers are paired by their paths, whatever the separator; their arrays by what they hold.
+    Layers are paired by path, whatever the separator; their arrays are paired by leaf.
     """
     groups = _groups(a), _groups(b)
     conv1d = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
@@ -104,7 +104,7 @@ def compare(a: Source, b: Source) -> Outside:
     for place in (place for place in groups[0] if place in groups[1]):
         x, y = groups[0][place], groups[1][place]
         read = _as_one_kind(x, y, a, b)
-        # Conv1D of GPT-2 keeps kernels as a linear layer of others does not.
+        # GPT-2's Conv1D stores the transpose of an ordinary linear kernel.
         may_turn = conv1d[0] != conv1d[1] and not _both_certain(x, y)
         if read is None:
             common = [key for key in x.names if key in y.names]
@@ -177,7 +177,7 @@ def _compared(
 
 
 def _groups(side: Source) -> dict[str, _Group]:
-    """Path with dots -> the layer there."""
+    """Path with dots -> the layer at that path."""
     info = {
         name: one
         for name, one in side.info.items()
@@ -203,10 +203,10 @@ def _groups(side: Source) -> dict[str, _Group]:
 
 
 def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Module] | None:
-    """Both layers as one kind; None: they are compared by their keys."""
+    """Both layers read as one kind; None if only their keys can be compared."""
     if x.module and y.module and _alike(x.module, y.module):
         both = {x.module.kind, y.module.kind}
-        # A framework has either Linear or Conv1D in one place: the other is a transpose.
+        # One framework has either Linear or Conv1D at a path, so the other kind means a transpose.
         of_gpt2 = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
         alike = x.module.convention == y.module.convention and of_gpt2[0] == of_gpt2[1]
         if len(both) == 2 and "conv1d" in both and alike:
@@ -248,19 +248,19 @@ def _opened(source: Any) -> Iterator[Load]:
 
 
 def _dense(load: Load, name: str) -> NDArray | None:
-    """The tensor; None where it is no dense array of numbers."""
+    """The tensor; None if it is not a dense array of numbers."""
     value = load(name)
     if isinstance(value, np.ndarray):
         return None if value.dtype == object else value
     try:
         array = to_numpy(value)
-    except (TypeError, ValueError, RuntimeError):  # a sparse tensor among them
+    except (TypeError, ValueError, RuntimeError):  # sparse tensors, among others
         return None
     return None if array.dtype == object else array
 
 
 def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> str:
-    """How two tensors differ, in words; empty: every bit is the same."""
+    """Describes how two tensors differ; empty if every bit is the same."""
     if entries is not None:
         x, y = (layer_layouts.unpack(e, z) for e, z in zip(entries, (x, y), strict=True))
     if x.dtype != y.dtype or x.shape != y.shape:
@@ -272,11 +272,11 @@ def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> 
 
 
 def _differing(x: NDArray, y: NDArray) -> int:
-    """Elements whose bits differ; NaN of other bits among them."""
+    """Number of elements whose bits differ, including NaN with different bits."""
     if x.ndim and x.nbytes > _ROWS and len(x) > 1:
         step = max(1, _ROWS * len(x) // x.nbytes)
         return sum(_differing(x[i : i + step], y[i : i + step]) for i in range(0, len(x), step))
-    if x.itemsize in (1, 2, 4, 8):  # a view, whatever the strides
+    if x.itemsize in (1, 2, 4, 8):  # a bit view works for all strides
         bits = f"u{x.itemsize}"
         return int(np.count_nonzero(x.view(bits) != y.view(bits)))
     parts = (np.ascontiguousarray(z).reshape(-1, 1).view(np.uint64) for z in (x, y))

@@ -1,4 +1,4 @@
-"""Did a conversion keep everything? Every tensor bit by bit, every block's output, one report."""
+"""Checks a finished conversion: every tensor bit by bit, and the output of every block."""
 
 import os
 import platform
@@ -25,13 +25,13 @@ _PACKAGES = ("jaxmha", "jax", "numpy", "einops", "ml_dtypes", "h5py")
 
 @dataclass(frozen=True)
 class MoveReport:
-    """What became of one layer.
+    """The result for one planned layer.
 
     Attributes:
-      kind, source, target: as in `plan.Move`.
+      kind, source, target: as in `plans.Move`.
       tensors: name in the destination -> names in the source.
-      differences: in words; empty: every bit is the same.
-      errors: of attention, mask -> RMS error of the forward against float64, before and after, in
+      differences: in words; empty if every bit is the same.
+      errors: for attention, mask -> RMS error of the forward against float64, before and after, in
         rounding floors of the output.
     """
 
@@ -45,10 +45,10 @@ class MoveReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A conversion, checked by reading both files again; true exactly when nothing differs.
+    """A conversion, checked by reading both files again; true exactly if nothing differs.
 
-    `source` and `target` name path, format, number of tensors and digest of the contents;
-    `digests` those of every tensor of the target; `losses` what a cast did to each.
+    `source` and `target` hold path, format, number of tensors and digest of the contents. `digests`
+    holds the digest of every tensor of the target, `losses` the effect of a cast on each.
     """
 
     same: bool
@@ -68,7 +68,7 @@ class ConversionReport:
         return self.same
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The fields as JSON-compatible data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -94,14 +94,14 @@ def check(
 ) -> ConversionReport:
     """Compares a converted file with its source by the plan that was carried out.
 
-    The destination is read on its own, as anyone would read it. Where the plan has a dtype, the
+    The destination is read without the plan, as any reader would. If the plan has a dtype, the
     source is cast to it first.
 
     Args:
       source, destination, done: the files and the plan.
-      forward: False: weights alone, without running any block.
-      progress: wraps the moves, to show how far the work is.
-      notes, losses: what to put into the report.
+      forward: False compares only weights and runs no block.
+      progress: wraps the planned layers, to report progress.
+      notes, losses: added to the report.
 
     Raises:
       CheckpointError, ValueError: a file cannot be read.
@@ -163,9 +163,9 @@ def _compare(
     pair: tuple[Block | None, Block | None],
     forward: bool,
 ) -> Outputs:
-    """One layer: weights, and the outputs of attention whose weights are the same.
+    """Compares one layer: weights, and for attention with equal weights also outputs.
 
-    `pair`: the block of the source, of attention, and of the destination, where one is there.
+    `pair`: the attention block in the source, and in the destination if present.
     """
     here = [name for name in made if name in new.whole]
     block, target = pair
@@ -183,7 +183,7 @@ def _compare(
             head_count.find(target, own, count, new.whole.metadata)
         else:
             a, b = _beside(move, made, done, old, new)
-    except ValueError as error:  # of the destination: the plan has been resolved for the source
+    except ValueError as error:  # error of the destination: the source resolved already
         streaming.differences(streaming.unread(old, move.tensors), streaming.unread(new, made))
         return Outputs([str(error)], {}, [])
     a = a._replace(dtype=done.dtype)
@@ -196,7 +196,7 @@ def _compare(
 def _beside(
     move: Move, made: tuple[str, ...], done: Plan, old: File, new: File
 ) -> tuple[Stored, Stored]:
-    """What is no attention, each side read by its own convention."""
+    """The two versions of a layer other than attention, each read by its own convention."""
     if move.kind == "other":
         return streaming.whole(old, move.tensors[0]), streaming.whole(new, made[0])
     convention = layer_layouts.beside(done.to)

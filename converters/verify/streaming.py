@@ -1,4 +1,4 @@
-"""Layers as they lie in files, compared leaf by leaf with one tensor in memory at a time."""
+"""Streaming comparison of layers in files, leaf by leaf, with one tensor in memory at a time."""
 
 import math
 import os
@@ -29,15 +29,15 @@ from jaxmha.params import leaves
 
 _AT_ONCE = 4 << 20  # bytes
 
-# The leaves that lie in a tensor: views of it, where NumPy has them.
+# Maps a tensor to its leaves, as views where NumPy can make them.
 Unpack = Callable[[NDArray], Mapping[str, NDArray]]
 
 
 class File(NamedTuple):
-    """A checkpoint, opened for whole tensors and mapped for parts of them.
+    """A checkpoint, open for whole tensors and mapped for parts of them.
 
     Attributes:
-      digests: of the tensors that were read, by name.
+      digests: name -> digest of each tensor read so far.
     """
 
     whole: checkpoint.Checkpoint
@@ -47,7 +47,7 @@ class File(NamedTuple):
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[File]:
-    """Raises as `checkpoint.open` does."""
+    """Opens a checkpoint as a `File`; raises as `checkpoint.open` does."""
     with checkpoint.open(path) as whole, checkpoint.open(path, mmap=True) as mapped:
         yield File(whole, mapped, {})
 
@@ -56,10 +56,10 @@ class Stored(NamedTuple):
     """One layer in a file.
 
     Attributes:
-      tensors: name -> the leaves in it.
-      dtype: what floating leaves are cast to before they are compared.
+      tensors: name -> function that returns its leaves.
+      dtype: dtype to which floating leaves are cast before the comparison.
       semantics: of attention.
-      factors: what leaves are multiplied by before they are cast (`fold`).
+      factors: leaf -> factor that multiplies it before the cast (`fold`).
     """
 
     file: File
@@ -76,10 +76,10 @@ def attention(
     names: Iterable[str],
     scaled_for: Layout | None = None,
 ) -> tuple[Stored, int]:
-    """An attention block, and how many heads it has.
+    """An attention block, and its head count.
 
-    Of `names`, tensors that are none of the block's own have no leaves. `scaled_for`: the layout
-    for whose scale the queries of the block are multiplied.
+    Tensors in `names` outside the block have no leaves. `scaled_for`: the layout for whose logit
+    scale the queries of the block are multiplied.
     """
     params, semantics, sizes = lazy_tensors.meta(block, file.whole.info, num_heads)
     by = 1.0
@@ -103,7 +103,7 @@ def _unpack(
 
 
 def neighbour(file: File, module: Module) -> Stored:
-    """A layer beside attention."""
+    """A layer other than attention."""
     entries = module.entries.items()
     tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
     return Stored(file, dict[str, Unpack](tensors))
@@ -114,12 +114,12 @@ def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:
 
 
 def whole(file: File, name: str) -> Stored:
-    """A tensor that is carried over as it is."""
+    """A tensor that was copied unchanged."""
     return Stored(file, {name: lambda array: {"": array}})
 
 
 def unread(file: File, names: Iterable[str]) -> Stored:
-    """Tensors whose leaves are not known."""
+    """Tensors whose leaves are unknown."""
     return Stored(file, dict.fromkeys(names, _nothing))
 
 
@@ -128,10 +128,10 @@ def _nothing(_: NDArray) -> Mapping[str, NDArray]:
 
 
 class Views:
-    """The leaves of a layer, of which nothing is read until a part of them is.
+    """The leaves of a layer as lazy views; data is read part by part.
 
     Attributes:
-      leaves: views of the file, to be looked at alone.
+      leaves: views of the file, for shapes and slicing only.
     """
 
     def __init__(self, side: Stored) -> None:
@@ -141,7 +141,7 @@ class Views:
             self.leaves |= unpack(self._slices.views[name])
 
     def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
-        """A part of a leaf, cast."""
+        """Reads a part of a leaf and casts it."""
         array = self._slices.read(self.leaves[leaf][(*index, ...)])
         return cast(fold.times(array, self.side.factors.get(leaf, 1.0), leaf), self.side.dtype)
 
@@ -153,7 +153,7 @@ class _Seen(NamedTuple):
 
 
 def differences(a: Stored, b: Stored) -> list[str]:
-    """Leaves that are not the same, bit by bit, in words. Notes the digest of every tensor."""
+    """Describes leaves that are not bit-identical. Records the digest of every tensor."""
     ours, theirs = _seen(a), _seen(b)
     found = []
     for leaf in {**ours, **theirs}:
@@ -189,7 +189,7 @@ def _leaves_seen(side: Stored, name: str) -> dict[str, _Seen]:
 
 
 def _differing(a: Views, b: Views, leaf: str, index: tuple[int | slice, ...]) -> int:
-    """Elements of a leaf that are not the same, bit by bit, read piece by piece."""
+    """Number of elements of a leaf that are not bit-identical; reads it piece by piece."""
     view = a.leaves[leaf][(*index, ...)]
     if view.nbytes <= _AT_ONCE or not view.ndim:
         bits = (x.read(leaf, index).reshape(-1, 1).view(np.uint8) for x in (a, b))
@@ -200,7 +200,7 @@ def _differing(a: Views, b: Views, leaf: str, index: tuple[int | slice, ...]) ->
 
 
 def digest(array: NDArray, dtype: str | None = None) -> str:
-    """As `checkpoint.digest`, of the array in another dtype."""
+    """`checkpoint.digest` of the array after a cast to another dtype."""
     state = hasher(DIGEST, "")
     for block in blocks_of(array):
         state.update(to_bytes(cast(block, dtype)).data)
@@ -208,7 +208,7 @@ def digest(array: NDArray, dtype: str | None = None) -> str:
 
 
 def cast(array: NDArray, dtype: str | None) -> NDArray:
-    """A floating array in another dtype."""
+    """Casts a floating array to another dtype; returns other arrays unchanged."""
     if dtype is None or not jax.numpy.issubdtype(array.dtype, np.floating):
         return array
     return array.astype(jax.numpy.dtype(dtype))

@@ -1,4 +1,4 @@
-"""How the weights of two blocks are kept otherwise, leaf by leaf and bit by bit."""
+"""Bitwise differences between the weights of two blocks, leaf by leaf."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ SAME_VALUES = "the same values"
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a leaf differs: absent on one side, or its first differing element.
+    """A differing leaf: absent in one block, or with its first differing element.
 
-    `harmless`: a bias of zeros, which is written otherwise or not at all on the other side.
+    `harmless`: a bias of zeros that the other block stores differently or not at all.
     """
 
     leaf: str
@@ -74,17 +74,17 @@ def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
 
 
 def kept_otherwise(a: MHAParams, b: MHAParams, moves: bool) -> tuple[str, ...]:
-    """In words, the weights that are not kept alike, but for biases of zeros.
+    """Describes the weights that differ in storage, except biases of zeros.
 
-    `moves`: the output differs, and other words say which values do that. Then only another dtype
-    of the same values is left to say.
+    `moves`: True if the output differs. Then only a different dtype of equal values is reported,
+    because the factors already name the values that change the output.
     """
     unequal = [one for one in differences_of(a, b) if not one.harmless]
     return tuple(str(one) for one in unequal if not moves or one.what.endswith(SAME_VALUES))
 
 
 def rounding(x: NDArray, y: NDArray) -> str:
-    """How values of one shape and two dtypes are those of the other; empty: they are others.
+    """How values in two dtypes are roundings of each other; empty if they are different values.
 
     >>> rounding(np.ones(2, np.float32), np.ones(2)), rounding(np.ones(2, np.float32), np.ones(2) / 3)
     ('the same values', '')
