@@ -1,4 +1,4 @@
-"""Checkpoints larger than one machine: every process reads, and writes, what its devices hold."""
+"""Loads and saves checkpoints larger than one machine."""
 
 from jaxmha.converters.sharded.distributed import load_sharded, save_sharded
 

@@ -1,4 +1,4 @@
-"""Checkpoints larger than one machine: every process reads, and writes, what its devices hold."""
+"""Checkpoints larger than one machine: each process reads and writes the parts of its devices."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +16,8 @@ from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.extras import needed
 
 Specs = Callable[[Any], Any] | Any
-PIECE = 32 << 20  # bytes that go to a device at once
-SHOWN = 8  # names in a message
+PIECE = 32 << 20  # bytes transferred to a device at once
+SHOWN = 8  # names listed in a message
 
 
 def load_sharded(
@@ -29,26 +29,26 @@ def load_sharded(
     num_heads: int | None = None,
     prefix: str = "",
 ) -> Any:
-    """Arrays spread over a mesh, straight from a checkpoint.
+    """Loads a checkpoint directly as arrays sharded over a mesh.
 
-    Each process reads the parts that its own devices hold, each part once; layouts are converted
-    by views of the file, which read nothing. Of .npz files that are compressed, and of big-endian
-    ones, a tensor is read whole; of orbax folders and chunked HDF5, whole chunks. Digests are of
-    whole tensors, and are not checked.
+    Each process reads the parts of its own devices, each part once. Layouts are converted by views
+    of the file, which read nothing. Exceptions: tensors of compressed .npz files and of big-endian
+    files are read whole, and orbax folders and chunked HDF5 in whole chunks. Digests cover whole
+    tensors and are not checked.
 
     Args:
       path: a checkpoint that `checkpoint.open` reads.
-      mesh: of the arrays.
-      specs: where they lie. With a layout, `MHAParams` of PartitionSpecs; without, a dict from
-        names to PartitionSpecs (a name without one is on every device). Or a function that makes
-        either from the arrays, of which shapes and dtypes may be asked:
+      mesh: the mesh of the arrays.
+      specs: the partition specs. With a layout, `MHAParams` of PartitionSpecs; without, a dict from
+        names to PartitionSpecs (names without a spec are replicated). Or a function that makes
+        either from the arrays, and may read their shapes and dtypes:
         `functools.partial(jaxmha.sharding.specs, mesh=mesh, tensor="tensor")`.
-      layout: a name of `jaxmha.converters.layouts()`: attention of one layer is converted.
+      layout: a name of `jaxmha.converters.layouts()`: converts the attention of one layer.
       num_heads: as in `import_params` of that framework.
       prefix: of the keys.
 
     Returns:
-      With a layout `(MHAParams, Semantics)`, else a dict of arrays by name.
+      With a layout `(MHAParams, Semantics)`, without one a dict of arrays by name.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -81,19 +81,21 @@ def load_sharded(
 
 
 def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
-    """Arrays of all processes as one folder of orbax: each process writes what its devices hold.
+    """Saves arrays of all processes as one orbax folder; each process writes its devices' parts.
 
-    Every process calls it with the same names and path, which all of them can reach. The folder
-    is there, complete, once every process has written; what an interrupted call left is removed
-    by the next one to the same path.
+    Every process calls it with the same names and the same path, which all processes can reach. The
+    folder appears, complete, after every process has written. The next call with the same path
+    removes the leftovers of an interrupted call.
 
     Args:
-      path: of the folder, which must not exist: keep one per step.
-      arrays: of JAX or NumPy, by name as `load_sharded` gives them; "/" makes a tree of names.
+      path: the folder, which must not exist; use one per step.
+      arrays: JAX or NumPy arrays by name, as `load_sharded` returns them; "/" makes a tree of
+        names.
 
     Raises:
-      ValueError: the path exists, there is nothing to save or in an array, or names make no tree.
-      TypeError: not an array, or a dtype that JAX would round (float64 without x64 enabled).
+      ValueError: the path exists, there are no arrays, an array is empty, or names form no tree.
+      TypeError: an entry is not an array, or has a dtype that JAX would round (float64 without
+        x64).
       ImportError: orbax is not installed: `pip install 'jaxmha[orbax]'`.
 
     >>> import tempfile
@@ -119,7 +121,7 @@ def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> Non
 
 
 def _refuse_unsaved(arrays: Mapping[str, Any]) -> None:
-    """What orbax would not save, or `load_sharded` not load, is named before anything is written."""
+    """Raises, before anything is written, if orbax cannot save an array or JAX would round it."""
     if not arrays:
         raise ValueError("there are no arrays to save")
     for name, array in arrays.items():
@@ -145,7 +147,7 @@ def _refuse_rounded(name: str, dtype: Any, otherwise: str) -> None:
 
 
 def _starts(names: Iterable[str]) -> str:
-    """The first keys of names, to choose a prefix from."""
+    """Describes the first keys of the names, so that the user can choose a prefix."""
     starts = sorted({name.replace("/", ".").split(".")[0] for name in names})
     more = f" and {len(starts) - SHOWN} more" if len(starts) > SHOWN else ""
     return f"they start with {', '.join(starts[:SHOWN])}{more}" if starts else "there are none"
@@ -175,7 +177,7 @@ def _placed_params(mesh: Mesh, params: MHAParams, specs: Specs, slices: Slices) 
 
 
 def _place(name: str, view: NDArray, mesh: Mesh, spec: Any) -> NamedSharding:
-    """Where an array lies; nothing has been read when it cannot lie there."""
+    """The sharding of an array; raises, before anything is read, if the spec does not fit."""
     _refuse_rounded(name, view.dtype, "convert the checkpoint")
     empty: Any = PartitionSpec
     spec = empty() if spec is None else spec
@@ -195,13 +197,13 @@ def _place(name: str, view: NDArray, mesh: Mesh, spec: Any) -> NamedSharding:
 
 
 def _spread(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Array:
-    """The array of a view; every part is read once, however many devices hold it."""
+    """The sharded array of a view; each part is read once, however many devices hold it."""
     read: dict[tuple[Any, ...], jax.Array] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(view.shape).items():
         place = tuple((axis.start, axis.stop) for axis in index or ())
         if place not in read:
-            part: Any = (*(index or ()), ...)  # a view where there are no axes, too
+            part: Any = (*(index or ()), ...)  # the ellipsis makes it a view for scalars as well
             read[place] = _on(device, view[part], slices)
         arrays.append(jax.device_put(read[place], device))
     make: Any = jax.make_array_from_single_device_arrays
@@ -210,7 +212,7 @@ def _spread(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Array
 
 
 def _on(device: Any, view: NDArray, slices: Slices) -> jax.Array:
-    """A part on a device; a large one goes there piece by piece, and is never whole beside it."""
+    """Puts a part on a device; a large part in pieces, without a second whole copy."""
     if view.nbytes <= PIECE or not slices.is_mapped(view):
         alone: jax.Array = jax.device_put(slices.read(view), device)
         return alone
