@@ -1,8 +1,7 @@
-"""Weights and masks in and out of other frameworks: one module per framework, the same verbs.
+"""Imports and exports weights and masks of other frameworks: one module per framework, one API.
 
-`import_params`, `export_params`: flat dicts of arrays. `from_module`, `to_module`: live layers.
-Importing a module of this package loads no framework; its functions that take or make live
-objects do.
+`import_params` and `export_params` work on flat dicts of arrays, `from_module` and `to_module` on
+live layers. Importing a module of this package loads no framework; functions load it on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def layouts() -> "dict[str, Layout]":
-    """Every known layout by name: its entries, and what it cannot hold.
+    """Every known layout by name, with its entries and limits.
 
     >>> layouts()["torch"].entries[0].axes
     '(qkv N H) Dq'
@@ -29,10 +28,11 @@ def layouts() -> "dict[str, Layout]":
 
 
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":
-    """What two attention layers' difference comes from: `jaxmha.converters.verify.attribution.attribute`.
+    """Attributes the difference between two attention layers to differing factors.
 
-    `inputs`: query `B T Dq`, key `B S Dk`, value `B S Dv` in this order, a mapping of these names
-    (key defaults to query, value to key), or one array for all three; None: drawn.
+    See `jaxmha.converters.verify.attribution.attribute`. `inputs` are query `B T Dq`, key `B S Dk`,
+    value `B S Dv` in this order, a mapping of these names (key defaults to query, value to key), or
+    one array for all three; None draws random inputs.
 
     >>> import jax, jaxmha
     >>> params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
@@ -45,7 +45,7 @@ def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attributio
 
 
 def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
-    """What is suspicious about a framework's mask arguments: `jaxmha.converters.masks.lint`.
+    """Lints a framework's mask arguments: `jaxmha.converters.masks.lint`.
 
     >>> import numpy as np
     >>> print(*lint_masks("torch", attn_mask=np.tri(3, dtype=bool)), sep="\\n")  # doctest: +ELLIPSIS
@@ -60,7 +60,7 @@ def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
 def describe(
     params: "MHAParams | None" = None, semantics: "Semantics | None" = None, **sizes: Any
 ) -> "DataFlow":
-    """What attention computes, node by node: `jaxmha.introspect.graph_nodes.describe`.
+    """The nodes of attention with shapes and costs: `jaxmha.introspect.graph_nodes.describe`.
 
     >>> describe(num_heads=8, features=512, query_len=10)["weights"].shape
     (1, 8, 10, 10)
@@ -74,7 +74,7 @@ def describe(
 def plot_attention(
     weights: Any, tokens: Any = None, key_tokens: Any = None, **how: Any
 ) -> "Figure":
-    """Every head as a heat map: `jaxmha.introspect.heatmaps.plot_attention`.
+    """A heat map of every head: `jaxmha.introspect.heatmaps.plot_attention`.
 
     >>> import numpy as np
     >>> figure = plot_attention(np.full((4, 3, 3), 1 / 3), ["a", "b", "c"])

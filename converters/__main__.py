@@ -1,4 +1,4 @@
-"""`python -m jaxmha.converters`: the command line."""
+"""Runs the command line as `python -m jaxmha.converters`."""
 
 from jaxmha.cli.__main__ import main
 

@@ -1,6 +1,6 @@
-"""equinox.nn.MultiheadAttention, in and out; keys are its attribute paths.
+"""Imports and exports equinox.nn.MultiheadAttention; keys are its attribute paths.
 
-Called as (query, key, value) without a batch axis. In its masks True means attend.
+The layer is called as (query, key, value) without a batch axis. True in its masks means attend.
 """
 
 from jaxmha.converters.layout.api import verbs

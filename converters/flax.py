@@ -1,6 +1,6 @@
-"""Flax: linen.MultiHeadDotProductAttention and nnx.MultiHeadAttention, in and out.
+"""Imports and exports Flax linen.MultiHeadDotProductAttention and nnx.MultiHeadAttention.
 
-Called as (query, key, value). In its masks True means attend.
+The layers are called as (query, key, value). True in their masks means attend.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,14 +39,14 @@ import_masks, export_masks = _masks.import_masks, _masks.export_masks
 
 
 def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantics]:
-    """Parameters and behaviour of a live layer; nothing is shared.
+    """Parameters and behaviour of a live layer, as copies.
 
     `variables` is the tree of a linen module (`{"params": ...}`); an nnx module holds its own.
 
     Raises:
-      TypeError: it is neither layer.
-      ValueError: a linen module without variables, weights that contradict `num_heads`, or an
-        `attention_fn` of the user's own.
+      TypeError: the module is neither layer.
+      ValueError: a linen module without variables, weights that contradict `num_heads`, or a
+        custom `attention_fn`.
     """
     with needed("flax"):
         from flax import linen, nnx
@@ -99,11 +99,11 @@ def to_module(
     """A live layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
     `kind="linen"` the pair `(linen.MultiHeadDotProductAttention, {"params": ...})`.
 
-    Dropout is deterministic until the caller says otherwise. `like`: a layer of flax whose compute
+    Dropout is deterministic unless the caller changes that. `like`: a flax layer whose compute
     dtype, precision and mode are kept.
 
     Raises:
-      ValueError: the layer cannot hold the parameters or the behaviour, with the reason.
+      ValueError: the layer cannot hold the parameters or the behaviour; the message says why.
     """
     import jax
     import jax.numpy as jnp
@@ -132,7 +132,7 @@ def to_module(
     if kind == "linen":
         return linen.MultiHeadDotProductAttention(**settings), {"params": unflatten_dict(state)}
     kv_heads = None if sizes["K"] == sizes["N"] else sizes["K"]
-    fresh = jax.random.key(0, impl="rbg")  # what it draws is replaced, and compiled in no time
+    fresh = jax.random.key(0, impl="rbg")  # compiles fast; the weights are replaced below
     module = nnx.MultiHeadAttention(
         in_features=sizes["Dq"],
         in_kv_features=sizes["Dk"],
@@ -150,7 +150,7 @@ def to_module(
 def _settings(
     params: MHAParams, semantics: Semantics, sizes: Mapping[str, int], like: Any
 ) -> dict[str, Any]:
-    """Constructor arguments of both classes of flax."""
+    """Constructor arguments that both classes of flax share."""
     settings = {
         "num_heads": sizes["N"],
         "qkv_features": sizes["N"] * sizes["H"],
@@ -181,7 +181,7 @@ def _exact(key: str, array: NDArray) -> Any:
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every nnx.MultiHeadAttention in a model with its path; a linen pair of one is it, ""."""
+    """Path and layer of every nnx.MultiHeadAttention in a model; a linen pair has path ""."""
     with needed("flax"):
         from flax import linen, nnx
 
@@ -199,7 +199,7 @@ def forward(
 ) -> NDArray:
     """Runs a live layer (nnx, or a linen pair) on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`.
 
-    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend. No dropout.
+    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend. Dropout is off.
     """
     if isinstance(module, tuple):
         layer, variables = module

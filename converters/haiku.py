@@ -1,6 +1,6 @@
-"""haiku.MultiHeadAttention, in and out; keys are its module paths joined with `/`.
+"""Imports and exports haiku.MultiHeadAttention; keys are its module paths joined with `/`.
 
-Called as (query, key, value). In its masks True means attend.
+The layer is called as (query, key, value). True in its masks means attend.
 """
 
 from jaxmha.converters.layout.api import verbs

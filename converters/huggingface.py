@@ -1,6 +1,6 @@
-"""Attention blocks of published checkpoints: Hugging Face transformers and timm, in and out.
+"""Imports and exports attention blocks of Hugging Face transformers and timm checkpoints.
 
-The head count is in the checkpoint's config.json (`num_attention_heads`, `n_head`, `num_heads`).
+The checkpoint's config.json holds the head count (`num_attention_heads`, `n_head`, `num_heads`).
 """
 
 from jaxmha.converters.layout.api import verbs

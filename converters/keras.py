@@ -1,7 +1,7 @@
-"""keras.layers.MultiHeadAttention, in and out. Keras is called as (query, value, key).
+"""Imports and exports keras.layers.MultiHeadAttention and GroupQueryAttention.
 
-In its masks True means attend. Weights are known by their variable path (`query/kernel`), or by
-their place in a `.weights.h5` file (`query_dense/vars/0`).
+Keras layers are called as (query, value, key). True in their masks means attend. Keys of weights
+are variable paths (`query/kernel`), or paths in a `.weights.h5` file (`query_dense/vars/0`).
 """
 
 from dataclasses import replace
@@ -52,14 +52,14 @@ implicit_masks = _masks.implicit_masks
 
 def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
     """Parameters and behaviour of a built `keras.layers.MultiHeadAttention` or
-    `GroupQueryAttention`; nothing is shared.
+    `GroupQueryAttention`, as copies.
 
     Raises:
-      TypeError: it is not one.
-      ValueError: it is not built, or uses what has no counterpart here (gate, several attention
-        axes, sliding_window), named.
+      TypeError: the layer is neither.
+      ValueError: it is not built, or uses a feature that jaxmha lacks (gate, several attention
+        axes, sliding_window); the message names it.
 
-    An `output_shape` of several axes is one axis here, their product: reshape the output to it.
+    An `output_shape` of several axes becomes one axis, their product: reshape the output to it.
     """
     if not isinstance(layer, attention_classes()):
         by_hand = live_model.by_hand(
@@ -117,11 +117,11 @@ def to_module(
     heads or `kind="gqa"` a `GroupQueryAttention`; loaded strictly.
 
     `like`: a layer whose other settings are kept: initialisers, regularisers, constraints, seed,
-    dtype policy and an `output_shape` of several axes, where the weights fit it.
+    dtype policy, and an `output_shape` of several axes if the weights fit it.
 
     Raises:
-      ValueError: Keras' layer cannot hold the parameters or the behaviour, with the reason; or
-        its backend would change the dtype.
+      ValueError: Keras' layer cannot hold the parameters or the behaviour (the message says why),
+        or its backend would change the dtype.
     """
     with needed("keras"):
         import keras
@@ -162,7 +162,7 @@ def to_module(
     return layer
 
 
-# Settings that come from weights and behaviour, and are never taken from `like`.
+# Settings that follow from weights and behaviour, and are never copied from `like`.
 _SAID = frozenset(
     [
         "num_heads",
@@ -182,7 +182,7 @@ _SAID = frozenset(
 
 
 def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
-    """The settings that `to_module` keeps of another layer."""
+    """The settings that `to_module` copies from another layer."""
     if not isinstance(like, attention_classes()):
         raise TypeError(
             "like must be a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
@@ -192,7 +192,7 @@ def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
     shape = config.pop("output_shape", None)
     if not grouped and shape is not None and np.prod(shape) == Do:
         config["output_shape"] = shape
-    built = type(like).from_config(like.get_config()).get_config()  # settings as objects again
+    built = type(like).from_config(like.get_config()).get_config()  # with settings as objects
     config.pop("build_config", None)
     config["dtype"] = like.dtype_policy
     return {k: v for k, v in config.items() if k in built or k == "dtype"}
@@ -209,6 +209,6 @@ def forward(
         mask = mask[:, 0]
     options = {"attention_mask": mask, "training": False}
     wide = getattr(layer, "value_dim", None) != getattr(layer, "key_dim", None)
-    if wide:  # without scores Keras on JAX cannot run this
+    if wide:  # Keras on JAX needs the path that returns scores
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))

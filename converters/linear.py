@@ -1,4 +1,4 @@
-"""Attention written with plain linear layers: torch Linear, Keras Dense, or bare matrices."""
+"""Imports and exports attention of linear layers: torch Linear, Keras Dense, or matrices."""
 
 from jaxmha.converters.layout.api import verbs
 from jaxmha.converters.layout.linear import ANNOTATED, DENSE, LAYOUTS, LINEAR, LLAMA, MATRICES

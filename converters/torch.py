@@ -1,8 +1,8 @@
-"""torch.nn.MultiheadAttention, in and out.
+"""Imports and exports torch.nn.MultiheadAttention.
 
-Called as (query, key, value), by default with the length first: `(T, B, Dq)`, where jaxmha always
-has `(B, T, Dq)`. In its Boolean masks True means blocked. A state dict does not hold `num_heads`,
-`add_zero_attn`, `dropout` and `batch_first`; a live module has them.
+The layer is called as (query, key, value), by default with the length first: `(T, B, Dq)`, while
+jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state dict does not hold
+`num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a live module does.
 """
 
 from collections.abc import Iterator
@@ -48,11 +48,11 @@ class _Pair(NamedTuple):
 
 
 class Imported(_Pair):
-    """`(params, semantics)` of a live module, and how that is called.
+    """`(params, semantics)` of a live module, and the order of its axes.
 
     Attributes:
-      batch_first: False, torch's default: the module takes and returns `(T, B, Dq)`. Nothing in
-        `params` says so, and jaxmha takes `(B, T, Dq)`: swap the first two axes of such arrays.
+      batch_first: False (torch's default) if the module takes and returns `(T, B, Dq)`. `params` do
+        not show this, and jaxmha takes `(B, T, Dq)`: swap the first two axes of such arrays.
     """
 
     batch_first: bool
@@ -67,15 +67,15 @@ class Imported(_Pair):
 
 
 def from_module(module: Any, variables: None = None) -> Imported:
-    """Parameters and behaviour of a live `torch.nn.MultiheadAttention`; nothing is shared.
+    """Parameters and behaviour of a live `torch.nn.MultiheadAttention`, as copies.
 
-    jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, which is torch's default, takes
-    `(T, B, Dq)`, and both accept the other's arrays: swap the first two axes of what such a module
-    was given. `batch_first` of what is returned says which one it is.
+    jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, torch's default, takes `(T, B,
+    Dq)`, and each accepts arrays meant for the other without an error: swap the first two axes of
+    the inputs of such a module. `batch_first` of the result tells which order the module has.
 
     Raises:
-      TypeError: it is not one.
-      ValueError: it computes more than its parameters say: a forward of its own, or hooks.
+      TypeError: the module is of another class.
+      ValueError: its parameters do not determine its output: it has its own forward, or hooks.
 
     >>> import torch
     >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
@@ -114,7 +114,7 @@ def from_module(module: Any, variables: None = None) -> Imported:
 
 
 def weights_of(module: Any) -> Imported:
-    """What the parameters of a layer say, whatever its forward does with them."""
+    """Parameters and behaviour of a layer, even if it has its own forward or hooks."""
     params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
     semantics = replace(
         semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
@@ -130,17 +130,17 @@ def to_module(
     like: Any = None,
     batch_first: bool | None = None,
 ) -> Any:
-    """A `torch.nn.MultiheadAttention` in eval mode, loaded strictly.
+    """A `torch.nn.MultiheadAttention` in eval mode with these weights, loaded strictly.
 
-    It takes `(B, T, Dq)`, as jaxmha does and torch does not by default; with `batch_first=False` it
-    takes `(T, B, Dq)`: `to_module(*found, batch_first=found.batch_first)` is called as the module
-    that `found = from_module(module)` is from.
+    By default it takes `(B, T, Dq)`, as jaxmha does and torch by default does not. With
+    `batch_first=False` it takes `(T, B, Dq)`. To keep the order of a module, pass
+    `to_module(*found, batch_first=found.batch_first)` with `found = from_module(module)`.
 
-    `like`: a `torch.nn.MultiheadAttention` whose mode is kept, and whose `batch_first` if none is
-    given.
+    `like`: a `torch.nn.MultiheadAttention` whose mode is kept, and whose `batch_first` is the
+      default.
 
     Raises:
-      ValueError: torch's layer cannot hold the parameters or the behaviour, with the reason.
+      ValueError: torch's layer cannot hold the parameters or the behaviour; the message says why.
     """
     with needed("torch"):
         import torch
@@ -170,7 +170,7 @@ def to_module(
 
 
 def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every `torch.nn.MultiheadAttention` in a model with its path; "" for the model itself."""
+    """Path and layer of every `torch.nn.MultiheadAttention` in a model; "" for the model itself."""
     with needed("torch"):
         import torch
 

@@ -1,4 +1,4 @@
-"""`jaxmha.checkpoint`, under the name that converters had for it."""
+"""Alias of `jaxmha.checkpoint`, kept for existing imports."""
 
 from jaxmha.checkpoint import *
 from jaxmha.checkpoint import __all__ as __all__
