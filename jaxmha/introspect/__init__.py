@@ -1,1 +1,1 @@
-"""What attention computes, node by node, and what its heads attend to, in tables and drawings."""
+"""Tables and drawings of the nodes of attention and of the weights of its heads."""

@@ -1,8 +1,8 @@
-"""What frameworks do otherwise at each node of attention, as data.
+"""How frameworks differ from jaxmha at each node of attention, as tables.
 
-Polarities, answers to empty rows, softmax dtypes and stored arrays come from the tables that the
-converters go by; the rest stands here. Measured on CPU with torch 2.13, keras 3.15 on JAX and
-TensorFlow, flax 0.12 and jax 0.10.
+Mask polarity, outputs for fully masked rows, softmax dtypes and parameter arrays come from the
+tables of the converters; the other facts are in this module. They were measured on CPU with torch
+2.13, keras 3.15 on JAX and TensorFlow, flax 0.12 and jax 0.10.
 """
 
 import math
@@ -25,19 +25,19 @@ from jaxmha.semantics import PATHS, one_of
 
 
 class Difference(NamedTuple):
-    """What a framework does otherwise than jaxmha."""
+    """How one framework differs from jaxmha."""
 
     framework: str
     what: str
 
 
 class Framework(NamedTuple):
-    """What the converters know of a framework.
+    """Tables of the converters for one framework.
 
     Attributes:
-      layouts: that its layers store, the usual one first; none: a function of projected heads.
+      layouts: of its layers, the usual one first; empty for a function of projected heads.
       masks: the arguments that exclude pairs.
-      paths: the ways through it, a key of `jaxmha.semantics.PATHS`.
+      paths: its code paths, as a key of `jaxmha.semantics.PATHS`.
     """
 
     layouts: tuple[Layout, ...]
@@ -63,9 +63,9 @@ FRAMEWORKS: dict[str, Framework] = {
     "jax": Framework((), jax_masks.ARGUMENTS[1:2], "jax"),
 }
 _NONE = dict.fromkeys(FRAMEWORKS, "has no such option")
-_SCORES = "with dropout or scores"  # keras' other path
+_SCORES = "with dropout or scores"  # Keras' other path
 
-# Node -> framework -> what it does. Keras on JAX stands under keras, on TensorFlow under tensorflow.
+# Node -> framework -> difference. keras is Keras on JAX, tensorflow is Keras on TensorFlow.
 FACTS: dict[str, dict[str, str]] = {
     "query": {
         "torch": "(T, B, Dq) unless batch_first=True; the wrong layout raises nothing",
@@ -153,7 +153,7 @@ _OTHER = {
     "added": "floats are added",
     "refused": "other dtypes are refused",
 }
-# How users choose the path.
+# Framework -> code path -> how users select it.
 _PATHS = {
     "torch": {"weights": "need_weights=True", "sdpa": "need_weights=False", "native": "fast path"},
     "keras": {"fused": "fused", "scores": _SCORES},
@@ -172,7 +172,7 @@ _RETURNED = {
 
 
 def differences(node: str, framework: str | None = None) -> tuple[Difference, ...]:
-    """What one framework, or each, does otherwise at a node.
+    """The differences of one framework, or of all, at a node.
 
     Raises:
       ValueError: an unknown framework.
@@ -198,7 +198,7 @@ def _polarity(argument: MaskArg) -> str:
 
 
 def _softmax(framework: str) -> list[str]:
-    """Dtype and answer to empty rows, by path."""
+    """Softmax dtype and output for fully masked rows, by code path."""
     known = PATHS[FRAMEWORKS[framework].paths]
     shown = _PATHS["keras" if framework == "tensorflow" else framework]
     dtypes = {"input": "in the input dtype", "float32": "in float32 always", None: ""}
@@ -216,10 +216,10 @@ Arrays = dict[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 def stored(
     framework: str | None, params: MHAParams, semantics: Semantics, sizes: Mapping[str, int]
 ) -> tuple[Arrays, str | None]:
-    """For every leaf of the parameters the arrays (name, axes, shape) that a framework keeps it in,
-    and why it has no layer that holds all this.
+    """Maps each leaf of the parameters to the framework's arrays (name, axes, shape).
 
-    Where it has none, and for None, they are the leaves themselves.
+    Also returns the reason if no layer of the framework can hold the parameters. In that case, and
+    for framework None, the arrays are the leaves themselves.
 
     Raises:
       ValueError: an unknown framework.

@@ -1,4 +1,4 @@
-"""Multi-head attention as a graph of nodes: what each computes, its shape, and what it costs."""
+"""Multi-head attention as a graph of nodes, each with its formula, shape and cost."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Kind = Literal["input", "product", "elementwise", "softmax", "joined"]
 
 
 class Stored(NamedTuple):
-    """An array of parameters: the name it is stored under, its axes and its shape."""
+    """A parameter array: its name in the framework, its axes and its shape."""
 
     name: str
     axes: str
@@ -22,23 +22,23 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """One step of attention, as if it were a program of its own.
+    """One step of attention, as if it were a separate program.
 
     Attributes:
-      name: what its result is called.
-      kind: `input`; `product` of matrices; `elementwise`; `softmax`; `joined` (copied together).
+      name: name of its result.
+      kind: `input`; `product` of matrices; `elementwise`; `softmax`; `joined` (concatenated).
       formula: in the names of other nodes and of parameters.
       axes: of the result, in the letters of the dimension key; `S+1` has an extra position.
-      shape: the same in numbers.
+      shape: of the result.
       dtype: of the result.
       inputs: the nodes that it reads.
-      parameters: the arrays that it reads beside them, as the framework stores them.
-      cost: the operations, as a formula: an addition, multiplication, division, comparison or
-        exponential is 1; selecting and copying are 0.
-      flops: the same in numbers.
+      parameters: the parameter arrays that it reads, as the framework stores them.
+      cost: number of operations, as a formula. An addition, multiplication, division, comparison or
+        exponential counts 1; selecting and copying count 0.
+      flops: value of `cost`.
       bytes_read: of inputs and parameters, each once.
       bytes_written: of the result.
-      differences: what frameworks do otherwise.
+      differences: how frameworks differ at this node.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """Read and written together."""
+        """Bytes read and written."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -68,16 +68,17 @@ class Node:
 
 @dataclass(frozen=True)
 class DataFlow:
-    """What `describe` found; `print` shows it as a table, a notebook as a drawing.
+    """The result of `describe`: `print` shows a table, a notebook a drawing.
 
     Attributes:
       sizes: by letter of the dimension key.
       dtype: of heads and output.
-      framework: the one whose arrays and differences are named; None: jaxmha's arrays, and the
-        differences of all.
-      refused: why the framework has no layer of this configuration; None: it has.
-      nodes: in the order in which they are computed.
-      pairs: of query and key that causality leaves, in every head and batch row; None: all.
+      framework: the framework whose arrays and differences are listed; None lists jaxmha's arrays,
+        and the differences of all frameworks.
+      refused: the reason why no layer of the framework has this configuration, or None.
+      nodes: in the order of computation.
+      pairs: number of query-key pairs that causality allows, per head and batch row; None means
+        all.
     """
 
     sizes: Mapping[str, int]
@@ -95,19 +96,19 @@ class DataFlow:
 
     @property
     def flops(self) -> int:
-        """Of all nodes."""
+        """Operations of all nodes."""
         return sum(node.flops for node in self.nodes)
 
     @property
     def bytes(self) -> int:
-        """Read and written by all nodes, each a program of its own."""
+        """Bytes read and written by all nodes, as if each were a separate program."""
         return sum(node.bytes for node in self.nodes)
 
     @property
     def bytes_fused(self) -> int:
-        """The same where everything over pairs of query and key stays on the chip.
+        """Bytes if all arrays with both axes T and S stay on the chip.
 
-        That is what fused attention saves: it reads heads (and a mask), and writes the context.
+        This is the traffic of fused attention: it reads heads (and a mask), and writes the context.
         """
         over_pairs = {n.name for n in self.nodes if n.kind != "input" and n.axes.startswith("B N")}
         inside = over_pairs | {"scaled_query"}
@@ -119,7 +120,7 @@ class DataFlow:
         return sum(n.bytes for n in outside) + read + context.bytes_written
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The fields as JSON-compatible data."""
         nodes = []
         for node in self.nodes:
             row = asdict(node)
@@ -142,7 +143,7 @@ class DataFlow:
         return "\n".join(lines)
 
     def svg(self) -> str:
-        """The graph as a drawing that reads well on light and dark."""
+        """The graph as an SVG that is legible on light and dark backgrounds."""
         from jaxmha.introspect.graph_svg import draw
 
         return draw(self)

@@ -1,4 +1,4 @@
-"""The nodes of multi-head attention, from parameters and behaviour."""
+"""Builds the nodes of multi-head attention from parameters and behaviour."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,23 +32,23 @@ def describe(
     framework: str | None = None,
     **sizes: Any,
 ) -> DataFlow:
-    """Every node of a layer of multi-head attention. Nothing is computed.
+    """Lists every node of a multi-head attention layer, without computing any.
 
     Args:
-      params: its parameters, or `jax.ShapeDtypeStruct`s in their places; None: those that
-        `jaxmha.init_params` would draw.
-      semantics: how it behaves; dropout is taken to act.
+      params: its parameters, or `jax.ShapeDtypeStruct`s instead of arrays; None takes the shapes
+        that `jaxmha.init_params` would create.
+      semantics: its behaviour; dropout counts as active.
       query_len: T.
       kv_len: S, default T.
       batch: B.
-      dtype: of the inputs, and of parameters that are not given; default that of `params`, or
+      dtype: of the inputs, and of parameters if `params` is None; default the dtype of `params`, or
         float32.
       is_causal: query i attends keys j <= i.
-      mask: shape of a Boolean mask beside, broadcastable to `(B, N, T, S)`.
-      framework: `torch`, `keras`, `tensorflow`, `flax-linen`, `flax-nnx`, `jax`: parameters are
-        listed as it stores them, and only its differences; None: all differences.
-      sizes: where `params` are not given: `num_heads`, `features` and what else
-        `jaxmha.init_params` takes (`num_kv_heads`, `head_dim`, `use_bias`, ...).
+      mask: shape of an additional Boolean mask, broadcastable to `(B, N, T, S)`.
+      framework: `torch`, `keras`, `tensorflow`, `flax-linen`, `flax-nnx`, `jax`: lists parameters
+        as this framework stores them, and only its differences; None lists all differences.
+      sizes: if `params` is None: `num_heads`, `features` and other arguments of
+        `jaxmha.init_params` (`num_kv_heads`, `head_dim`, `use_bias`, ...).
 
     Raises:
       ValueError: a size does not fit.
@@ -85,7 +85,7 @@ def describe(
 
 
 def _shapes(dtype: np.dtype[Any], sizes: Mapping[str, Any]) -> MHAParams:
-    """Shapes of fresh parameters, checked as `init_params` does."""
+    """Shapes of initial parameters, checked as `init_params` does."""
     if missing := {"num_heads", "features"} - sizes.keys():
         raise TypeError(f"give params, or {' and '.join(sorted(missing, reverse=True))}")
     draw: Any = partial(init_params, **{**sizes, "dtype": dtype})
@@ -95,12 +95,12 @@ def _shapes(dtype: np.dtype[Any], sizes: Mapping[str, Any]) -> MHAParams:
 
 
 def _placeholder(x: Any) -> NDArray:
-    """An array of the shape and dtype that takes no memory."""
+    """An array of the same shape and dtype that takes no memory."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 
 class _Graph:
-    """Nodes by name; adding one counts what it costs."""
+    """Nodes by name; `add` computes the cost of each."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Graph:
         parameters: Iterable[str] = (),
         cost: str = "0",
     ) -> str:
-        """Returns the name. `parameters` are leaves of MHAParams."""
+        """Adds a node and returns its name. `parameters` are leaves of MHAParams."""
         inputs, parameters = tuple(inputs), tuple(parameters)
         shape = tuple(extent(axis, self.sizes) for axis in axes.split())
         read = sum(self.nodes[other].size for other in inputs)
@@ -156,7 +156,7 @@ def _build(
     is_causal: bool,
     mask: Sequence[int] | None,
 ) -> None:
-    """Adds every node, in the order in which `jaxmha` computes them."""
+    """Adds every node, in the order of computation in `jaxmha`."""
     there = leaves(params)
     graph.parameter_bytes = {
         leaf: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for leaf, x in there.items()
@@ -292,7 +292,7 @@ def _build(
 
 
 def _of_mask(mask: Sequence[int], graph: _Graph) -> str:
-    """Axes of a mask of that shape: letters, and 1 where it is shared."""
+    """Axes of a mask of this shape: letters, or 1 for a broadcast axis."""
     extra = graph.nodes["logits"].axes.split()[-1]
     letters = ["B", "N", "T", "S" if mask and mask[-1] == graph.sizes["S"] else extra]
     sizes = {**graph.sizes, extra: extent(extra, graph.sizes)}
@@ -314,7 +314,7 @@ def extent(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def evaluate(cost: str, sizes: Mapping[str, int]) -> int:
-    """A sum of products of sizes.
+    """Evaluates a sum of products of sizes.
 
     >>> evaluate("2 B T - 3 B", {"B": 2, "T": 5})
     14

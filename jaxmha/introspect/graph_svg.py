@@ -1,4 +1,4 @@
-"""The graph of `dataflow` as a drawing: three columns for query, key and value, time downwards."""
+"""Draws a `DataFlow` as SVG: columns for query, key and value, with time running downwards."""
 
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
@@ -15,7 +15,7 @@ WIDTH, HEIGHT, GAP, ROW, EDGE = (
     122.0,
     14.0,
 )  # pixels: box, between boxes, from row to row
-COLOURS = {  # tab10: told apart by colour-blind readers on light and on dark
+COLOURS = {  # tab10: distinct for colour-blind readers, on light and dark
     "input": "#7f7f7f",
     "product": "#1f77b4",
     "elementwise": "#2ca02c",
@@ -29,33 +29,33 @@ LEGEND = {
     "softmax": "softmax",
     "joined": "copied together",
 }
-TITLE, TEXT = 14, 12  # pixels of type: 9 points at least
+TITLE, TEXT = 14, 12  # font size in pixels: at least 9 points
 
 
 class Place(NamedTuple):
-    """Upper left corner of a box."""
+    """The upper left corner of a box."""
 
     x: float
     y: float
 
     @property
     def middle(self) -> float:
-        """Where edges leave and enter."""
+        """The x coordinate where edges start and end."""
         return self.x + WIDTH / 2
 
 
 def places(flow: "DataFlow") -> dict[str, Place]:
-    """Where every box stands.
+    """The position of every box.
 
-    A node is below all that it reads; what only the queries, the keys or the values make stays in
-    their column, what pairs make in the first.
+    A node is below all nodes that it reads. Nodes of only query, key or value stay in their column;
+    nodes of query-key pairs are in the first.
     """
     grid: dict[str, tuple[int, int]] = {}
     for node in flow.nodes:
         if node.kind == "input":
             column = {"query": 0, "key": 1, "value": 2}.get(node.name, 1)
             row = 0
-            if node.name == "mask":  # beside the node that reads it
+            if node.name == "mask":  # next to the node that reads it
                 row = max(r for r, _ in grid.values()) + 1
             grid[node.name] = row, column
             continue
@@ -75,7 +75,7 @@ def places(flow: "DataFlow") -> dict[str, Place]:
 
 
 def short(number: int) -> str:
-    """Three digits and a unit.
+    """Formats a number with three digits and a unit.
 
     >>> short(5_242_880), short(999), short(10)
     ('5.24 M', '999', '10')
@@ -89,7 +89,7 @@ def short(number: int) -> str:
 
 
 def memory(number: int) -> str:
-    """The same in powers of 1024.
+    """Formats bytes in powers of 1024.
 
     >>> memory(5_242_880)
     '5 MiB'
@@ -103,7 +103,7 @@ def memory(number: int) -> str:
 
 
 def draw(flow: "DataFlow") -> str:
-    """The SVG."""
+    """The drawing as SVG text."""
     where = places(flow)
     width = 2 * EDGE + 3 * WIDTH + 2 * GAP
     height = max(place.y for place in where.values()) + HEIGHT + 44
@@ -172,21 +172,21 @@ def _box(node: "Node", place: Place, flops: int) -> str:
 
 
 def _hover(node: "Node") -> str:
-    """What a pointer on the box shows: stored arrays and differences."""
+    """The tooltip of a box: parameter arrays and differences."""
     lines = [f"{one.name}: {one.axes} = {one.shape}" for one in node.parameters]
     lines += [f"{one.framework}: {one.what}" for one in node.differences]
     return "\n".join([f"{node.name}: {node.cost} = {node.flops:,} FLOPs", *lines])
 
 
 def _edge(start: Place, end: Place, sideways: bool) -> str:
-    """Straight down in a column, else down into the gap between rows and across."""
+    """An edge: straight down within a column, or down to the gap between rows and then across."""
     if sideways:
         y = start.y + HEIGHT / 2
         path = f"M{start.x:g} {y:g}H{end.x + WIDTH:g}"
     elif start.x == end.x:
         path = f"M{start.middle:g} {start.y + HEIGHT:g}V{end.y:g}"
     else:
-        # Beside the middle, so that edges from both sides are told apart.
+        # End off the middle, so that edges from the left and from the right stay distinct.
         to = end.middle + (WIDTH / 4 if start.x > end.x else -WIDTH / 4)
         turn = end.y - (ROW - HEIGHT) / 2
         path = f"M{start.middle:g} {start.y + HEIGHT:g}V{turn:g}H{to:g}V{end.y:g}"
@@ -205,7 +205,7 @@ def _text(
     end: bool = False,
     limit: float | None = None,
 ) -> str:
-    """One line; what is wider than the limit is pressed together, never cut."""
+    """One line of text; text wider than the limit is compressed, never cut."""
     wide = limit is not None and 0.56 * size * len(text) > limit
     more = f' textLength="{limit:g}" lengthAdjust="spacingAndGlyphs"' if wide else ""
     more += ' font-weight="bold"' * bold + ' text-anchor="end"' * end

@@ -1,4 +1,4 @@
-"""What every head attends to, in numbers."""
+"""Statistics of the positions that every head attends."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,22 +7,22 @@ import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
-# How far above 1 rows may sum that were rounded to half precision.
+# Rows of weights may sum to 1 + ROUNDED, because they may have been rounded to half precision.
 ROUNDED = 0.02
 
 
 class HeadStatistics(NamedTuple):
-    """Means over the queries of one head; shares are of the attention, from 0 to 1.
+    """Means over the queries of one head; shares are fractions of the attention weight.
 
     Attributes:
-      entropy: of a query's weights in nats: 0 is one key, log S is all keys alike.
+      entropy: entropy of a query's weights in nats: 0 for a single key, log S for uniform weights.
       itself: the share of the query's own position.
-      previous: of the position before, over the queries that have one.
-      next: of the position after, likewise.
-      first: of the first key.
-      named: of the keys whose token was named.
-      same: of other positions with the query's own token, over the queries that have one; None:
-        no token comes twice, or there are no tokens.
+      previous: the share of the position before, over the queries that have one.
+      next: the share of the position after, likewise.
+      first: the share of the first key.
+      named: the share of keys whose token is in `named`.
+      same: the share of other positions with the query's own token, over the queries that have one;
+        None if no token occurs twice, or if there are no tokens.
     """
 
     entropy: float
@@ -41,7 +41,7 @@ def head_statistics(
     *,
     named: Sequence[str] = (),
 ) -> list[HeadStatistics]:
-    """Statistics of each head of `(N, T, S)` weights, whose rows are taken to sum to 1.
+    """Statistics of each head of `(N, T, S)` weights; the rows are assumed to sum to 1.
 
     Args:
       weights: `(N, T, S)`.
@@ -49,10 +49,10 @@ def head_statistics(
       key_tokens: of the keys, S strings; default `tokens` where T is S.
       named: tokens such as `[CLS]` and `[SEP]`.
 
-    Positions before, after and itself are those of self-attention: None where T is not S.
+    The shares of positions before, after and itself need self-attention: None unless T equals S.
 
     Raises:
-      ValueError: a shape or a number of tokens does not fit, or tokens are needed.
+      ValueError: a shape or a number of tokens does not fit, or tokens are missing.
 
     >>> import numpy as np
     >>> (head,) = head_statistics(np.eye(3)[None, [0, 0, 1]], ["a", "b", "a"])
@@ -93,10 +93,10 @@ def head_statistics(
 
 
 def as_weights(weights: Any, batch: int | None = None) -> NDArray:
-    """Weights as `(N, T, S)`; of `(B, N, T, S)` the batch row that is named.
+    """Weights as `(N, T, S)`; for `(B, N, T, S)` the batch row with index `batch`.
 
     Raises:
-      ValueError: another shape, a batch row that is not there, or numbers that are no weights.
+      ValueError: another shape, a batch row out of range, or values that are not weights.
     """
     array = to_numpy(weights)
     if array.dtype.kind not in "fiub" and "float" not in array.dtype.name:
@@ -136,7 +136,7 @@ def as_weights(weights: Any, batch: int | None = None) -> NDArray:
 
 
 def check_tokens(name: str, tokens: Sequence[str] | None, size: int, letter: str) -> None:
-    """Raises ValueError where there are more or fewer tokens than positions."""
+    """Raises ValueError if the number of tokens differs from the number of positions."""
     if tokens is not None and len(tokens) != size:
         raise ValueError(
             f"{name}: expected {letter}={size} strings, one for each position, got {len(tokens)}"

@@ -1,4 +1,4 @@
-"""Attention as heat maps: one small picture per head, one colour scale for all."""
+"""Heat maps of attention weights: one panel per head, with a shared colour scale."""
 
 import io
 import math
@@ -14,11 +14,11 @@ from jaxmha.introspect.svg import INK, adaptive
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = "cividis"  # even steps of lightness, and the same to colour-blind readers
-FONT = 8.0  # points; no text is smaller
-LINE = FONT * 1.25 / 72  # inches that a label needs across its direction
-SMALLEST, LARGEST = 1.3, 5.0  # inches of the side of a map
-SHOWN = 24  # characters of a token
+COLOURS = "cividis"  # perceptually uniform, also for colour-blind readers
+FONT = 8.0  # points: the smallest font size
+LINE = FONT * 1.25 / 72  # inches that a label takes across its text
+SMALLEST, LARGEST = 1.3, 5.0  # inches: side of a map
+SHOWN = 24  # characters of a token shown
 
 
 def plot_attention(
@@ -32,26 +32,26 @@ def plot_attention(
     title: str = "",
     columns: int | None = None,
 ) -> "Figure":
-    """A heat map of every head: rows are queries, columns keys. Needs matplotlib.
+    """Draws a heat map of every head: rows are queries, columns are keys. Needs matplotlib.
 
     Args:
       weights: `(N, T, S)`; `(T, S)`, one head or a mean over heads; or `(B, N, T, S)` with `batch`.
-        NaN (a row with nothing left, by some policies) is hatched.
-      tokens: labels of the queries, T of them; default their numbers.
-      key_tokens: labels of the keys, S of them; default `tokens` where T is S.
-      heads: which to draw, in this order; default all.
-      batch: the row of the batch.
-      titles: one for each head drawn; default its number.
-      title: of the whole.
-      columns: maps side by side; default as square as it gets.
+        NaN (a fully masked row, under some policies) is hatched.
+        tokens: T labels of the queries; default their numbers.
+        key_tokens: S labels of the keys; default `tokens` if T equals S.
+        heads: indices of the heads to draw, in this order; default all.
+        batch: index of the batch row.
+        titles: one for each head drawn; default its number.
+        title: of the whole figure.
+        columns: number of maps in a row; default as square as possible.
 
     Returns:
-      A `matplotlib.figure.Figure` with one axes per head and one with the scale of the colours,
-      which is shared: 0 to the largest weight drawn. `picture` makes bytes of it.
+      A `matplotlib.figure.Figure` with one axes per head and one for the colour scale, which is
+      shared: 0 to the largest weight drawn. `picture` converts it to bytes.
 
     Raises:
       ImportError: matplotlib is missing.
-      ValueError: a shape, a head, or a number of labels does not fit; names the axes expected.
+      ValueError: a shape, a head, or a number of labels does not fit; names the expected axes.
 
     >>> import numpy as np
     >>> figure = plot_attention(np.eye(3)[None], ["a", "b", "c"])
@@ -123,7 +123,7 @@ def plot_attention(
 
 
 def picture(figure: "Figure", suffix: str) -> bytes:
-    """A figure as `.svg`, which takes the colours of light and dark pages, `.png` or `.pdf`.
+    """Renders a figure as `.svg` (which adapts to light and dark pages), `.png` or `.pdf`.
 
     Raises:
       ValueError: another suffix.
@@ -167,12 +167,12 @@ def _settings() -> dict[str, Any]:
 
 
 def _columns(count: int, height: float, width: float) -> int:
-    """As wide as high, all maps together; at most four."""
+    """Number of columns that makes the figure about square; at most four."""
     return max(1, min(4, round(math.sqrt(count * height / width))))
 
 
 def _sides(T: int, S: int) -> tuple[float, float]:
-    """Height and width in inches: every label gets its line, unless the map gets too large."""
+    """Height and width of a map in inches: one line per label, unless the map gets too large."""
     step = min(max(LINE, SMALLEST / max(T, S)), LARGEST / max(T, S))
     return T * step, S * step
 
@@ -183,14 +183,14 @@ def _margin(labels: Sequence[str] | None, size: int) -> float:
 
 
 def _shown(token: str) -> str:
-    """One line; `$` is no formula."""
+    """The token on one line, with `$` escaped because matplotlib reads it as a formula."""
     text = " ".join(token.split()) or repr(token)
     text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
     return text.replace("$", r"\$")
 
 
 def _label(axis: Any, labels: Sequence[str] | None, size: int, inches: float) -> None:
-    """Every label, or every k-th where they would overlap."""
+    """Adds every label, or every k-th if they would overlap."""
     step = math.ceil(size * LINE / inches - 1e-9)
     places = range(0, size, step)
     axis.set_ticks(places, [str(i) if labels is None else _shown(labels[i]) for i in places])

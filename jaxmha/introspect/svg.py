@@ -1,16 +1,16 @@
-"""SVG that reads well on light and dark pages."""
+"""SVG that is legible on light and dark pages."""
 
 import re
 
-# Text and axes take the colour of the page; as a picture of its own, that of the reader's system.
+# Text and axes take the colour of the page; a standalone image follows the system's colour scheme.
 STYLE = (
     "<style>:root{color:#1f2328}@media (prefers-color-scheme:dark){:root{color:#d1d7e0}}</style>"
 )
-INK = "#010203"  # drawn by nothing else
+INK = "#010203"  # replaced below; no drawing uses this colour otherwise
 
 
 def adaptive(svg: str) -> str:
-    """A drawing whose `INK` becomes the colour of the text around it.
+    """Replaces `INK` in a drawing by the colour of the surrounding text.
 
     >>> adaptive('<svg width="1"><path fill="#010203"/></svg>').endswith(
     ...     '</style><path fill="currentColor"/></svg>'
