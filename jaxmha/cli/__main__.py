@@ -1,4 +1,4 @@
-"""Entry of the command line; says what to install where its libraries are missing."""
+"""Entry point of the command line; if a library is missing, it prints what to install."""
 
 import os
 import signal
@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 
 
 def _terminated(*_: Any) -> NoReturn:
-    """SIGTERM ends the process as an exception does, so that no temporary file stays."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not end the cleaning up
+    """Makes SIGTERM raise SystemExit, so that temporary files are removed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
     sys.exit(128 + signal.SIGTERM)
 
 
 def main() -> None:
     """Runs `jaxmha`."""
     signal.signal(signal.SIGTERM, _terminated)
-    # A closed pipe ends the process quietly, as it does other Unix tools.
+    # End silently if the reader closes the pipe, as other Unix tools do.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         from jaxmha.cli.app import app

@@ -1,6 +1,6 @@
-"""The command line: a thin skin on `inspection`, `migrate`, `report` and `verify`.
+"""The Typer application; commands call `inspection`, `pipeline`, `report` and `comparison`.
 
-Exit codes: 0 fine, 1 the two sides differ or a part was not compared, 2 bad input.
+Exit codes: 0 success; 1 the files differ, or were not fully compared; 2 bad input.
 """
 
 from collections import Counter
@@ -112,7 +112,7 @@ def inspect(
 
 
 def _print_layers(info: inspection.FileInfo) -> None:
-    """The layers beside attention by kind, and what is not understood."""
+    """Prints the other layers by kind, and the tensors that are not understood."""
     groups = Counter((x.kind, x.convention, x.dtype, x.confidence) for x in info.layers)
     if groups:
         table = Table(title="beside attention", title_justify="left")

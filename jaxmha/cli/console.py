@@ -1,4 +1,4 @@
-"""What every command shares: where it prints, its options, and how it fails."""
+"""Consoles, options and error handling that all commands share."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from jaxmha.converters.layout.base import guess, known
 from jaxmha.converters.migrate import pipeline
 
 Item = TypeVar("Item")
-SHOWN = 10  # names that are listed before "and more"
+SHOWN = 10  # names listed before "and more"
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -47,7 +47,7 @@ NumHeads = Annotated[
 
 
 def layout_name(value: str | None) -> str | None:
-    """For options: the name of a layout; a guess at the one that was meant where it is none."""
+    """Callback of options: checks the name of a layout, and suggests one if it is unknown."""
     names = [layout.name for layout in registry.LAYOUTS]
     if value is not None and value not in names:
         raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
@@ -58,15 +58,15 @@ DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type
 
 
 def escape(text: str, keep: str = "") -> str:
-    """Names from files steer neither rich nor the terminal."""
+    """Escapes names from files, so that they control neither rich nor the terminal."""
     return markup.escape(printable(text, keep))
 
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """Whatever goes wrong ends in one message and exit code 2, never in a traceback.
+    """Turns every exception into one message and exit code 2, without a traceback.
 
-    With JAXMHA_DEBUG=1 in the environment the traceback goes before the message.
+    JAXMHA_DEBUG=1 in the environment prints the traceback before the message.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def one_message() -> Iterator[None]:
 
 
 def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
-    """Raises ValueError unless `put_text` could write this file, to be known before long work."""
+    """Raises ValueError unless `put_text` could write this file; call it before long work."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no such folder")
     if table.by_suffix(path) is not None:
@@ -93,19 +93,19 @@ def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
 
 
 def put_text(path: Path, text: str, force: bool, apart: Sequence[Path]) -> None:
-    """Writes a text file in one step, never onto the checkpoints that it is about."""
+    """Writes a text file in one step; refuses to overwrite the checkpoints that it describes."""
     for note in atomic.replace_by(path, text.encode(), force=force, sources=apart):
         err.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
 
 
 def print_json(data: Any) -> None:
-    """Data as JSON on stdout."""
+    """Prints data as JSON on stdout."""
     json.dump(finite(data), sys.stdout, indent=2, allow_nan=False)
     print()
 
 
 def finite(data: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replaces NaN and infinity by null, because JSON has neither."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -114,16 +114,16 @@ def finite(data: Any) -> Any:
 
 
 def items(what: str, quiet: bool) -> Callable[[Sequence[Item]], Iterable[Item]]:
-    """A bar over a sequence; nothing where nobody watches."""
+    """A progress bar over a sequence; silent if stderr is not a terminal."""
     silent = quiet or not err.is_terminal
     return lambda work: track(work, what, console=err, transient=True, disable=silent)
 
 
 @contextmanager
 def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes done and in total, with their rate; nothing where nobody watches.
+    """A progress bar of bytes with their rate; silent if stderr is not a terminal.
 
-    Bytes that are counted in several passes, such as written and read back, are shown once.
+    Bytes that are counted in several passes, such as writing and reading back, are shown once.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -139,7 +139,7 @@ def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int,
 
 
 def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:
-    """Tensors outside attention that differ, and those that were not compared."""
+    """Prints tensors outside attention that differ, and those that were not compared."""
     lines = [
         (f"[red]differs, outside attention:[/red] {escape(n)}: {escape(how)}")
         for n, how in differing.items()
@@ -149,7 +149,7 @@ def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:
 
 
 def print_some(lines: Sequence[str]) -> None:
-    """The first lines, and how many more there are."""
+    """Prints the first lines, and the number of the others."""
     for line in lines[:SHOWN]:
         out.print(line, soft_wrap=True, highlight=False)
     if (more := len(lines) - SHOWN) > 0:
@@ -157,6 +157,6 @@ def print_some(lines: Sequence[str]) -> None:
 
 
 def print_verdict(same: bool, verdict: str) -> None:
-    """The last line of a comparison."""
+    """Prints the last line of a comparison."""
     colour = "green" if same else "red"
     out.print(f"[{colour}]{escape(verdict)}[/{colour}]", highlight=False)

@@ -346,7 +346,7 @@ def convert(
 
 
 def _refuse_contradictions(to: str | None, by_plan: Path | None, others: bool) -> None:
-    """Raises ValueError unless a layout is named, or a plan and nothing that a plan says."""
+    """Raises ValueError unless either a layout is named, or a plan without options that it sets."""
     if (to is None) == (by_plan is None):
         raise ValueError("name a layout with --to, or a plan with --plan: one of them, not both")
     if by_plan is not None and others:
@@ -354,7 +354,10 @@ def _refuse_contradictions(to: str | None, by_plan: Path | None, others: bool) -
 
 
 def _of_shards(destination: Path, size: int | None, processes: int) -> Path:
-    """The index where shards are asked for. Raises ValueError where several processes have none."""
+    """The path of the index if shards are written.
+
+    Raises ValueError if several processes would write a single file.
+    """
     if size is not None and destination.suffix in (".safetensors", ".bin"):
         destination = destination.with_name(f"{destination.name}.index.json")
     if processes > 1 and not destination.name.endswith(".index.json"):
@@ -368,7 +371,7 @@ def _of_shards(destination: Path, size: int | None, processes: int) -> Path:
 def _parts(
     processes: int, source: Path, destination: Path, options: Mapping[str, Any], quiet: bool
 ) -> Mapping[int, int]:
-    """Lets several processes write a part each; the parts that failed, with their exit codes."""
+    """Runs several processes that write a part each; returns failed parts and their exit codes."""
     if processes == 1:
         return {}
     if not quiet:

@@ -1,4 +1,4 @@
-"""The output of `jaxmha convert`."""
+"""Prints the result of `jaxmha convert`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def print_conversion(
 
 
 def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
-    """The tensors that casting changed most."""
+    """Prints the tensors that the cast changed most."""
     lossy = {name: loss for name, loss in losses.items() if not loss.exact}
     if losses and not lossy:
         out.print("the cast lost nothing", highlight=False)

@@ -1,4 +1,4 @@
-"""`jaxmha describe`: every node of attention, of a layer given by sizes or by a checkpoint."""
+"""`jaxmha describe`: the nodes of an attention layer given by sizes or by a checkpoint."""
 
 import dataclasses
 from enum import Enum
@@ -158,7 +158,7 @@ def _print(flow: DataFlow, title: str) -> None:
     letters = ", ".join(f"{letter}={size}" for letter, size in flow.sizes.items())
     out.print(escape(f"{title} in {flow.dtype}: {letters}"), highlight=False, soft_wrap=True)
     if flow.refused:
-        why = flow.refused.split("; got params")[0]  # sizes are in the line above
+        why = flow.refused.split("; got params")[0]  # the line above shows the sizes
         shown = f"[yellow]{flow.framework} has no such layer:[/yellow] {escape(why)}"
         out.print(shown, highlight=False, soft_wrap=True)
     table = Table()

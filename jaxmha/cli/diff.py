@@ -1,4 +1,4 @@
-"""`jaxmha diff`: what the difference between two checkpoints' attention comes from."""
+"""`jaxmha diff`: attributes the difference between two checkpoints' attention to its causes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -47,7 +47,7 @@ MASKS = {
 MaskName = Enum("MaskName", {name: name for name in MASKS}, type=str)  # type: ignore[misc]
 PRESETS = {f"{name}:{path}" for name, paths in PATHS.items() for path in paths}
 INPUTS = {"query", "key", "value", "mask", "mask_a", "mask_b"}
-WIDTH = 10  # of the bar of the whole difference
+WIDTH = 10  # characters of the bar for the whole difference
 
 
 def diff(
@@ -148,7 +148,7 @@ def _print(
 
 
 def show(name: str, found: Attribution) -> None:
-    """A table of the parts, with bars; a part that works against the difference is red."""
+    """Prints a table of the parts with bars; a part that reduces the difference is red."""
     title = f"{escape(name or '(top)')}: {found.headline}"
     if found.compared:
         title += f", {found.floor:.2g} is rounding"

@@ -1,4 +1,4 @@
-"""`jaxmha explain`: which implementation a call of attention gets, here or on another machine."""
+"""`jaxmha explain`: the implementation that a call would use, here or on another machine."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""`jaxmha plot`: heads as heat maps, from stored weights or from a block of a checkpoint."""
+"""`jaxmha plot`: heat maps of heads, from an array of weights or from a checkpoint's block."""
 
 from dataclasses import replace as changed
 from pathlib import Path
@@ -96,7 +96,7 @@ def plot(
 
 
 def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
-    """One row for each head."""
+    """A table with one row per head."""
     made = Table(caption="means over queries; entropy in nats; shares of the attention in %")
     made.add_column("head")
     columns = ("entropy", "itself", "previous", "next", "first key", " ".join(named), "same token")
@@ -113,7 +113,7 @@ def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
 
 
 def _stored(path: Path, name: str | None) -> NDArray:
-    """The array of that name, or the only one that may be weights."""
+    """The array of this name, or the only array that may hold weights."""
     with checkpoint.open(path) as file:
         fitting = [key for key, info in file.info.items() if len(info.shape) in (2, 3, 4)]
         if name is not None and name not in file:
@@ -130,7 +130,7 @@ def _stored(path: Path, name: str | None) -> NDArray:
 def _computed(
     path: Path, name: str | None, num_heads: int | None, inputs: Path, causal: bool
 ) -> tuple[str, NDArray]:
-    """Name of the block and its weights of the inputs."""
+    """The name of the block, and its weights for the inputs."""
     with checkpoint.open(inputs) as file:
         unknown = [key for key in file if key not in INPUTS]
         if unknown or "query" not in file:
