@@ -230,7 +230,7 @@ def attribute(
 
 
 def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:
-    """Adds to an unexplained part the common mistake, if any, that a live layer seems to make."""
+    """Adds to an unexplained part the known error, if any, that a live layer seems to have."""
     if all(part.name != "unexplained" for part in found.parts):
         return found
     guesses = [

@@ -112,9 +112,9 @@ def _stored(
 
 
 def explain_forward(side: BlockSide, seed: int) -> str | None:
-    """The common mistake that explains the output of a live layer better than its weights do.
+    """The known error, if any, that explains the output of a live layer better than its weights do.
 
-    Rows that a mistake masks fully are left out, because frameworks differ in their output for such
+    Rows that an error masks fully are left out, because frameworks differ in their output for such
     rows.
     """
     given, mask = inputs(side, seed), masks()["padding"]
@@ -133,7 +133,7 @@ def explain_forward(side: BlockSide, seed: int) -> str | None:
 def _readings(
     side: BlockSide, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
 ) -> Iterator[tuple[str, NDArray | None, NDArray]]:
-    """Every common mistake: its name, the mask that it leads to, and the exact output with it."""
+    """Every known error of a forward: its name, its mask, and the exact output with it."""
 
     def run(q: NDArray, k: NDArray, v: NDArray, mask: NDArray | None, **changed: Any) -> NDArray:
         semantics = replace(side.semantics, **changed)
