@@ -84,7 +84,7 @@ def flax(module: Any, variables: Any = None) -> Live:
     """The state of an nnx module without random states, or the variables of a linen module.
 
     Args:
-      module: nnx or linen.
+      module: an nnx or linen module.
       variables: of a linen module: the dict that `init` returns, or its `params`.
 
     >>> from flax import nnx

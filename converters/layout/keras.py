@@ -1,4 +1,4 @@
-"""Parameter layouts of Keras MultiHeadAttention and GroupedQueryAttention: variable paths, and keys of files."""
+"""Parameter layouts of Keras MultiHeadAttention and GroupedQueryAttention, live and in files."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Parameter layouts of attention written with plain linear layers: torch Linear, Keras Dense, or bare matrices."""
+"""Layouts of attention made of linear layers: torch Linear, Keras Dense, or bare matrices."""
 
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.by_hand import BY_HAND, DENSE_FILE, TIES

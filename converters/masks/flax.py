@@ -49,7 +49,7 @@ def import_masks(
       mask: of `MultiHeadDotProductAttention`, `nnx.MultiHeadAttention` or the functions
         `dot_product_attention`: broadcastable to `(B, N, T, S)` from the left; nonzero attends.
         `make_attention_mask`, `make_causal_mask` and `combine_masks` return such masks.
-      bias: of the functions, added to the logits; -inf excludes.
+      bias: only for the functions; added to the logits, -inf excludes.
       is_causal: of nnx; query i attends keys j <= i.
       decode: must be False, because a cache has its own masks.
       num_heads: N, checked against the shapes if given.
@@ -98,7 +98,7 @@ def export_masks(
       bias: broadcastable to BNTS, added to the logits.
       query_length: T.
       key_length: S.
-      kind: linen has no `is_causal`.
+      kind: the class that is called; linen has no `is_causal`.
       function: True for the function `dot_product_attention`, which has `bias`; layers have none.
 
     Raises:

@@ -35,7 +35,7 @@ def import_masks(*, mask: Any, style: Style, num_heads: int | None = None) -> Ma
     """Imports the mask of a hand-written layer.
 
     Args:
-      mask: `(B, T, S)`, any axis 1, or `(N, S)`.
+      mask: `(B, T, S)`, where any axis may have size 1, or `(N, S)`.
       style: `"filled"`: the layer sets logits to -1e9 where the mask is False or 0. `"added"`: it
         adds the mask times -1e9 to the logits, so that 1 blocks.
       num_heads: N, checked against the shape if given.

@@ -83,7 +83,7 @@ def export_nested(
     Args:
       array: the head axis after the length, as `import_nested` returns it.
       lengths: the length of each row.
-      axes: of the tensor.
+      axes: axes of the tensor.
       jagged: True returns layout torch.jagged, False torch.strided.
 
     Raises:

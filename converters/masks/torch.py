@@ -131,7 +131,7 @@ def export_masks(
 
     Args:
       mask: a `Mask`, or a Boolean array broadcastable to `(B, N, T, S)`, True = attend.
-      bias: added to the logits, the same shapes.
+      bias: added to the logits; same shapes as the mask.
       num_heads, query_length, key_length: N, T, S.
       batch_size: B; None means that the inputs have no batch axis.
       add_bias_kv, add_zero_attn: of the module; its extra positions follow the S given ones.

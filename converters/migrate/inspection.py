@@ -100,7 +100,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
 
     Raises:
       CheckpointError: the file cannot be read.
-      ValueError: its blocks are ambiguous, or the head count given does not fit them.
+      ValueError: two layouts fit a block, or the given head count does not fit.
     """
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)

@@ -8,7 +8,7 @@ to = "flax"                       # layout of attention; other layers follow its
 others = "pass"                   # "refuse": raise for a tensor that is not understood
 fold_scale = true                 # multiply the queries if the layout has another logit scale
 dtype = "bfloat16"                # cast every floating tensor; without this line none
-notes = ["..."]                   # facts that no tensor holds; printed after the conversion
+notes = ["..."]                   # facts that no tensor holds; printed when the plan is run
 
 [[module]]                        # one per layer; every tensor of the source is in one of them
 kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,

@@ -45,7 +45,7 @@ def load_sharded(
         `functools.partial(jaxmha.sharding.specs, mesh=mesh, tensor="tensor")`.
       layout: a name of `jaxmha.converters.layouts()`: converts the attention of one layer.
       num_heads: as in `import_params` of that framework.
-      prefix: of the keys.
+      prefix: prefix of the keys to convert.
 
     Returns:
       With a layout `(MHAParams, Semantics)`, without one a dict of arrays by name.

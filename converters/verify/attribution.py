@@ -85,8 +85,8 @@ class Attribution:
       relative: `total` over the RMS of the larger output.
       floor: RMS error of rounding a's output to its dtype.
       compared: number of those elements; `not_finite` of each part counts the others.
-      elements: number of all elements of the output.
-      parts: the largest first.
+      elements: number of elements of the output.
+      parts: contributions of the factors, the largest first.
       idle: factors that differ but have no effect on these inputs, alone or together.
       outside: from `attribute`: tensors outside the block that differ or were not compared, in
         words.
@@ -175,7 +175,7 @@ def attribute(
         `{"key_padding_mask": blocked}`, `{"attention_mask": there}`; for others
         `{"mask": ..., "bias": ...}`.
       num_heads: for sources without the head count.
-      seed: for random inputs.
+      seed: seed of random inputs.
 
     Raises:
       TypeError, ValueError: a source cannot be read, has several blocks, or no factor can be

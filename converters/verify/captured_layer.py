@@ -56,7 +56,7 @@ class Layer:
         constant.
       blocked: how masked pairs are excluded.
       output: `B T Do`, the layer's own output; None means the exact output for its parameters.
-      name: for messages.
+      name: name of the layer in messages.
 
     >>> import jax, jaxmha
     >>> params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)

@@ -39,7 +39,7 @@ class BlockReport:
 
     Attributes:
       a, b: names of the block in each source ("" for a single layer), with `layouts`.
-      num_heads: N.
+      num_heads: head count N.
       differences: of weights; empty if identical (0 ULP).
       behaviour: fields of `Semantics` that differ.
       errors: mask -> RMS error of each source's forward against the float64 oracle on its own
@@ -148,7 +148,7 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     Args:
       a, b: the sources.
       num_heads: for sources without the head count; a count known from one source serves the other.
-      seed: of the random inputs of the forward comparison.
+      seed: seed of the random inputs for the forward comparison.
 
     Raises:
       TypeError, ValueError: a source cannot be read.

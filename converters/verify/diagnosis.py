@@ -254,7 +254,7 @@ def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]
 
 
 def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
-    """Every other split of the merged axes; `swap` selects a head count equal to the head size."""
+    """Other splits of the merged axes: into H heads if `swap`, otherwise into any other number."""
     sizes: dict[str, int] = {}
     for name, array in x.items():
         sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))

@@ -20,7 +20,7 @@ class Outputs(NamedTuple):
     """The result of running both blocks.
 
     Attributes:
-      differences: of behaviour and outputs, in words.
+      differences: differences of behaviour and outputs, in words.
       errors: mask -> RMS error of each block against float64 in rounding floors of the output; the
         largest over all groups of heads.
       notes: parts that could not be run.
@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 def compare(a: Stored, b: Stored, name: str) -> Outputs:
-    """Runs two blocks with the same leaves, every layer of stacked ones."""
+    """Runs two blocks with the same leaves; of stacked blocks, every layer."""
     found = Outputs([], {}, [])
     x, y = Views(a), Views(b)
     lead = x.leaves["query.kernel"].shape[:-3]

@@ -30,7 +30,7 @@ class MoveReport:
     Attributes:
       kind, source, target: as in `plans.Move`.
       tensors: name in the destination -> names in the source.
-      differences: in words; empty if every bit is the same.
+      differences: what differs, in words; empty if every bit is the same.
       errors: for attention, mask -> RMS error of the forward against float64, before and after, in
         rounding floors of the output.
     """

@@ -385,7 +385,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _bytes(text: str) -> int:
-    """A size such as 5GB.
+    """Parses a size in bytes, such as 5GB.
 
     >>> _bytes("5GB"), _bytes("1.5 MiB"), _bytes("700")
     (5000000000, 1572864, 700)

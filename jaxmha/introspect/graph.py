@@ -71,7 +71,7 @@ class DataFlow:
     """The result of `describe`: `print` shows a table, a notebook a drawing.
 
     Attributes:
-      sizes: by letter of the dimension key.
+      sizes: letter of the dimension key -> size.
       dtype: of heads and output.
       framework: the framework whose arrays and differences are listed; None lists jaxmha's arrays,
         and the differences of all frameworks.

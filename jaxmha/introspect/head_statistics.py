@@ -45,8 +45,8 @@ def head_statistics(
 
     Args:
       weights: `(N, T, S)`.
-      tokens: of the queries, T strings.
-      key_tokens: of the keys, S strings; default `tokens` where T is S.
+      tokens: T tokens of the queries.
+      key_tokens: S tokens of the keys; default `tokens` if T equals S.
       named: tokens such as `[CLS]` and `[SEP]`.
 
     The shares of positions before, after and itself need self-attention: None unless T equals S.
