@@ -1,4 +1,4 @@
-"""Determines the head count of a block from shapes, arguments or configurations; never guesses."""
+"""Determines the head count of a block from shapes, metadata, arguments or configurations."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -115,7 +115,7 @@ class Configured(NamedTuple):
         return f"{self.path} has several head counts ({shown})"
 
     def part_of(self, prefix: str) -> Count | None:
-        """The head count for the part of the model with this prefix, or for the whole model."""
+        """The head count for the part of the model that contains a prefix, or for all of it."""
         path = re.split("[./]", prefix)[:-1]
         placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
         if placed:

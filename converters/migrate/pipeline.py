@@ -154,7 +154,7 @@ def convert(
     old file is unchanged.
 
     Args:
-      source: a path that `checkpoint.open` reads; its code is never executed.
+      source: a path that `checkpoint.open` reads; nothing in it is executed.
       destination: its suffix names the format; NAME.safetensors.index.json writes shards.
       to: name of the layout, as in `jaxmha inspect --layouts`.
       from_: converts only blocks of this layout and carries everything else over.

@@ -122,7 +122,7 @@ def make(
         layers = [layer for layer in layers if layer.confidence != "ambiguous"]
     if from_ is not None or attention_only or convention is None:
         layers = []
-    elif not in_file(to):  # Keras numbers groups in such files
+    elif not in_file(to):  # groups of a .weights.h5 file have no such names
         planned = [_neighbour(x, to, convention, file.names, Counter()) for x in layers]
         targets = [(move.target, move.becomes) for move in planned]
         alike = read_back.like_attention(layers, targets, convention, file)
@@ -136,7 +136,7 @@ def make(
         raise ValueError(
             f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
         )
-    if in_file(to):  # Keras numbers groups in such files
+    if in_file(to):  # Keras numbers the groups
         place = layer_order.of_source(file.info)
         found = sorted(found, key=lambda block: place(block.prefix))
         layers = sorted(layers, key=lambda layer: place(layer.prefix))

@@ -31,7 +31,7 @@ OTHER = 1e5
 # nearly tie the result can go either way, so correct layers reach 4 times the cost.
 COSTS = 6.0
 # A known error explains an output if its prediction is at least CLOSER times closer to the output
-# than the correct one, and within CLOSE times the RMS of the predicted output.
+# than the output that the weights imply, and within CLOSE times the RMS of the prediction.
 CLOSER = 10.0
 CLOSE = 0.1
 
