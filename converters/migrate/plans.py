@@ -215,7 +215,7 @@ def confidence(
 
     A head count from a configuration is certain only if the configuration names the block's family.
 
-    >>> confidence(Block("h.0.attn", blocks.named("gpt2"), {}))
+    >>> confidence(Block("h.0.attn", attention_blocks.named("gpt2"), {}))
     'likely'
     """
     if block.family:

@@ -55,7 +55,7 @@ def mistakable(
     """Names outside any layer that a reader of the target layout would take for a layer.
 
     >>> import numpy as np
-    >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], blocks.named("keras"))
+    >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], attention_blocks.named("keras"))
     ['n/gamma']
     """
     convention = layer_layouts.beside(to.name)

@@ -57,7 +57,7 @@ def cut(
 ) -> tuple[int, int]:
     """Rows of a band of rows, and how many heads are worked on at a time.
 
-    >>> cut(blocks.plan(1, 8, 1, 2048, 2048, skips=True), 4)
+    >>> cut(tiling.plan(1, 8, 1, 2048, 2048, skips=True), 4)
     (256, 1)
     """
     count = max(min(-(-plan.T // rows), most) for rows, most in OF_ROWS)
@@ -123,7 +123,7 @@ def of_rows(
 def widths(plan: Plan, platform: str = "cpu") -> list[int]:
     """Keys of the bands of keys, the narrowest first; of one there are all.
 
-    >>> widths(blocks.plan(4, 8, 1, 1024, 1024, skips=True))
+    >>> widths(tiling.plan(4, 8, 1, 1024, 1024, skips=True))
     [256, 512, 768, 1024]
     """
     least = min(plan.keys, LEAST.get(platform, LEAST_ELSEWHERE))
