@@ -1,7 +1,7 @@
-"""Bands of rows or of keys that hold nearly only what a condition leaves.
+"""Splits causal rows or padded keys into bands, so that few masked scores are computed.
 
-All keys of a band are one block: few large kernels take less time than many small ones that leave
-out more.
+The keys of a band form one tile: a few large kernels are faster than many small ones that skip
+more.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,26 @@ from jaxmha.implementations.tiled.block_mask import NOTHING, Pairs
 from jaxmha.implementations.tiled.dropout import placed
 from jaxmha.implementations.tiled.tiling import Plan
 
-# More bands of keys compute less that is masked, and take longer to compile.
+# Maximum number of key bands: more bands compute fewer masked scores, and compile longer.
 MOST = 4
-# Keys of one, about.
+# Approximate minimum number of keys per band.
 LEAST: dict[str, int] = {"cpu": 256}
 LEAST_ELSEWHERE = 2048
-# Bands of rows: about how many rows are one band, and how many bands there are then at most; what
-# gives most of them.
+# Row bands: (approximate rows per band, maximum number of bands); the entry that gives the most
+# bands applies.
 OF_ROWS = ((128, 4), (256, 8))
-# From so many rows, up to so many; of fewer, all heads together are one kernel, and of more, blocks
-# leave out as much and take less time to compile.
+# Smallest and largest T with row bands. With fewer rows one kernel computes all heads together;
+# with more, tiles skip as much and compile faster.
 ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
-# Where 1 * -inf is -inf in a product: elsewhere factors may be split into parts, which gives NaN.
+# Platforms where 1 * -inf is -inf in a matmul; others may split operands into parts, which gives NaN.
 MASKED_BY_PRODUCT = ("cpu",)
 Answer = tuple[jax.Array, jax.Array | None]
 
 
 def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows", "keys"] | None:
-    """Bands of rows where an offset that is known decides alone which pairs there are, of keys
-    where that is which keys are there; None: neither, or blocks that leave out more take no longer.
+    """`rows` if a static causal offset is the only condition, `keys` if key padding is.
+
+    None: neither, or tiles that skip more are as fast.
     """
     if bias is not None or rules.window != (None, None):
         return None
@@ -46,7 +47,7 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
 
 
 def rows_leave_out(plan: Plan, above: int, platform: str = "cpu") -> bool:
-    """Whether bands of rows are worth it: rows see at least a quarter less, on average, than the last one does."""
+    """Whether row bands pay: the average row attends at least a quarter fewer keys than the last."""
     least, most = ROWS.get(platform, (0, 0))
     seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
     return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])
@@ -55,7 +56,7 @@ def rows_leave_out(plan: Plan, above: int, platform: str = "cpu") -> bool:
 def cut(
     plan: Plan, itemsize: int, *, platform: str = "cpu", target: int | None = None
 ) -> tuple[int, int]:
-    """Rows of a band of rows, and how many heads are worked on at a time.
+    """Rows of a row band, and the number of key/value heads computed at a time.
 
     >>> cut(tiling.plan(1, 8, 1, 2048, 2048, skips=True), 4)
     (256, 1)
@@ -68,7 +69,7 @@ def cut(
 
 
 def least_rows(plan: Plan, size: int, S: int, itemsize: int) -> int:
-    """Of the blocks of a band with S keys: it is one, if that is not very large."""
+    """`least_rows` of a band with S keys: the band is a single tile unless that is very large."""
     return min(plan.G * size, tiling.MOST_OF_LEAST // (itemsize * S))
 
 
@@ -81,12 +82,12 @@ def of_rows(
     value: jax.Array,
     words: jax.Array | None,
 ) -> Answer:
-    """Each band with the keys up to its last row, of a few heads at a time.
+    """Computes each row band with the keys up to its last row's diagonal, a few heads at a time.
 
     Args:
-      run: computes `run(rules, query, key, value, words)` of a band.
-      plan: of the whole.
-      rules, query, key, value, words: as `blocked.core` has them.
+      run: `run(rules, query, key, value, words)` computes one band.
+      plan: tiling of the whole request.
+      rules, query, key, value, words: as in `attention.core`.
     """
     B, K, G, T = plan.B, plan.K, plan.G, plan.T
     itemsize = query.dtype.itemsize
@@ -121,14 +122,14 @@ def of_rows(
 
 
 def widths(plan: Plan, platform: str = "cpu") -> list[int]:
-    """Keys of the bands of keys, the narrowest first; of one there are all.
+    """Widths of the key bands in increasing order; the last band holds all keys.
 
     >>> widths(tiling.plan(4, 8, 1, 1024, 1024, skips=True))
     [256, 512, 768, 1024]
     """
     least = min(plan.keys, LEAST.get(platform, LEAST_ELSEWHERE))
     count = min(MOST, -(-plan.S // least))
-    count = count if count > 2 else 1  # two leave out less than they cost
+    count = count if count > 2 else 1  # two bands save less than they cost
     return [-(-plan.S * (i + 1) // count) for i in range(count)]
 
 
@@ -142,15 +143,16 @@ def of_keys(
     there: jax.Array,
     words: jax.Array | None,
 ) -> Answer:
-    """Every batch row with the narrowest of a few bands that holds all keys that are there.
+    """Computes each batch row with the narrowest key band that holds all its valid keys.
 
-    Args: as `of_rows` has them; `there`: keys, `b S`.
+    Args: as in `of_rows`; `there`: valid keys, `b S`.
     """
     (B, N, T, _), S = query.shape, plan.S
     rules = rules._replace(whole=rules.whole or (N, T))
     masked = rules.platform in MASKED_BY_PRODUCT
     if masked:
-        # One more feature, 1 for queries: a product adds the mask where XLA would leave its kernel.
+        # An extra feature, 1 in queries and 0 or -inf in keys, masks within the matmul: a separate
+        # mask would make XLA leave its fused kernel.
         low = jnp.where(there, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
         query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
         key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)

@@ -1,7 +1,6 @@
-"""Which pairs a block may attend, without any array over all T x S pairs.
+"""Mask tiles from structured conditions, without any T x S array.
 
-Conditions stay structure: lengths, offsets and segment ids are compared with positions inside a
-block, dense arrays are sliced.
+Lengths, offsets and segment ids are compared with the positions of a tile; dense arrays are sliced.
 """
 
 from typing import Any, NamedTuple
@@ -19,16 +18,16 @@ from jaxmha.mask import Mask
 
 
 class Pairs(NamedTuple):
-    """The conditions of a request, by axes; a batch axis `b` may be 1. None: no condition.
+    """The mask conditions of a request; a batch axis `b` may be 1. None: no condition.
 
     Attributes:
-      above: `b`, traced causal offsets; or a Python int.
-      below: `b`, traced left bounds.
-      window: left and right bound, static.
-      rows: `b T`, rows that are there.
-      keys: `b S`, keys that are there.
+      above: `b`, traced causal offsets, or a static Python int: `j <= i + above`.
+      window: static left and right bounds: `i - left <= j <= i + right`.
+      rows: `b T`, valid query positions.
+      keys: `b S`, valid key positions.
       segments: ids `b T` and `b S`.
-      array: `b n t s`, each axis full or 1.
+      array: dense mask `b n t s`, each axis full or 1.
+      below: `b`, traced left bounds: `j >= i - below`.
     """
 
     above: jax.Array | int | None
@@ -44,7 +43,7 @@ NOTHING = Pairs(None, (None, None), None, None, None, None)
 
 
 def of_mask(mask: Mask, T: int, S: int) -> Pairs:
-    """Collects the conditions; lengths become conditions on rows and keys alone."""
+    """Converts a `Mask` to conditions; lengths and padding become valid rows and keys."""
     there: list[jax.Array | None] = []
     for lengths, padding, size in (
         (mask.query_lengths, mask.query_padding, T),
@@ -71,7 +70,7 @@ def of_mask(mask: Mask, T: int, S: int) -> Pairs:
 def live_positions(
     mask: Mask, bias: jax.Array | None, B: int, N: int, T: int, S: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Queries `b T` and keys `b S` that some pair of some head uses; None: all of them."""
+    """Queries `b T` and keys `b S` with an allowed pair in some head; None: all of them."""
     rows, keys = live_heads(mask, bias, B, N, T, S)
     return tuple(None if x is None else x.any(1) for x in (rows, keys))  # type: ignore[return-value]
 
@@ -79,7 +78,10 @@ def live_positions(
 def live_heads(
     mask: Mask, bias: jax.Array | None, B: int, N: int, T: int, S: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Queries `b n T` and keys `b n S` that some pair uses, of any sizes; None: all of them."""
+    """Queries `b n T` and keys `b n S` with an allowed pair; None: all of them.
+
+    Sizes may be 0 or symbolic.
+    """
     if all(isinstance(size, int) and size for size in (B, T, S)):
         return live(of_mask(mask, T, S), bias, B, N, T, S)
     found = allowed_pairs(mask, bias, T, S)
@@ -89,7 +91,7 @@ def live_heads(
 def live(
     pairs: Pairs, bias: jax.Array | None, B: int, N: int, T: int, S: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Rows `b n T` and keys `b n S` with at least one allowed pair; None: all of them."""
+    """Queries `b n T` and keys `b n S` with an allowed pair, for positive sizes; None: all."""
     if bias is None and pairs == NOTHING:
         return None, None
     if bias is None and pairs.segments is None and pairs.array is None:
@@ -100,9 +102,9 @@ def live(
 
 
 def _live_intervals(pairs: Pairs, T: int, S: int) -> tuple[Any, Any]:
-    """Without ids and arrays a row sees an interval of the keys that are there, and vice versa.
+    """Attended rows and keys without segment ids and dense arrays, by interval arithmetic.
 
-    What is static stays NumPy.
+    Each row attends the valid keys of an interval, and vice versa. Static conditions stay NumPy.
     """
     below, above = pairs.window
     i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
@@ -126,12 +128,12 @@ def _live_intervals(pairs: Pairs, T: int, S: int) -> tuple[Any, Any]:
 
 
 def _unless_all(there: Any) -> jax.Array | None:
-    """None where it is known that all are there."""
+    """None for a static array without any False entry."""
     return None if isinstance(there, np.ndarray) and there.all() else jnp.asarray(there)
 
 
 def _any_between(there: jax.Array | None, start: Any, stop: Any, size: int) -> Any:
-    """Whether any position from `start` to `stop` is there."""
+    """Whether any position in `[start, stop)` is valid; `there`: the valid ones, None: all."""
     start, stop = start.clip(0, size), stop.clip(0, size)
     if there is None:
         return stop > start
@@ -143,7 +145,7 @@ def _any_between(there: jax.Array | None, start: Any, stop: Any, size: int) -> A
 
 
 def _live_blocks(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """One block of rows at a time, all heads together."""
+    """Attended rows and keys of any conditions: one query tile at a time, with all heads and keys."""
     pairs, bias = pad(pairs, bias, plan)
     B, N, rows = plan.B, plan.K * plan.G, plan.rows
 
@@ -165,7 +167,7 @@ def _live_blocks(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[jax.
 
 
 class Place(NamedTuple):
-    """Where a block is: starts (traced or not) and static sizes of its four axes."""
+    """Position of a tile: starts (static or traced) and static sizes along B, N, T and S."""
 
     b: jax.Array | int
     batches: int
@@ -178,7 +180,7 @@ class Place(NamedTuple):
 
 
 def block_of(array: jax.Array, place: Place) -> jax.Array:
-    """The block of an array `b n t s`; axes of size 1 stay so."""
+    """Slices the tile at `place` out of `b n t s`; axes of size 1 stay 1."""
     starts = (place.b, place.n, place.t, place.s)
     sizes = (place.batches, place.heads, place.rows, place.keys)
     first = [0 if n == 1 else start for n, start in zip(array.shape, starts, strict=True)]
@@ -187,12 +189,12 @@ def block_of(array: jax.Array, place: Place) -> jax.Array:
 
 
 def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array | None:
-    """Pairs of a block that every condition allows, broadcastable to its axes; None: all.
+    """Mask tile: the pairs that every condition allows, broadcastable to the tile; None: all.
 
     Args:
-      pairs: the conditions, filled up by `pad`.
-      place: the block.
-      rows_too: also the condition on rows alone, which makes a row of the answer False.
+      pairs: the conditions, padded by `pad`.
+      place: the tile.
+      rows_too: also apply the condition on rows alone, which masks whole rows.
     """
     i, j = (
         jnp.asarray(start, np.int32) + jnp.arange(size, dtype=np.int32)
@@ -231,10 +233,10 @@ def allowed(pairs: Pairs, place: Place, *, rows_too: bool = True) -> jax.Array |
 def mask_or_bias(
     pairs: Pairs, bias: jax.Array | None, place: Place, G: int, dtype: np.dtype[Any]
 ) -> jax.Array | None:
-    """Which pairs of a block are allowed or, with a bias, what is added, -inf where they are not.
+    """Boolean mask tile or, with a bias, the additive bias tile (-inf where masked); None: neither.
 
-    `cells rows keys`; cells or rows are of size 1 where they agree. Rows of a cell are those of all
-    G query heads.
+    Shape `cells rows keys`; the axes of cells and rows have size 1 where they broadcast. A cell has
+    the rows of all G query heads of its group.
     """
     given = found = allowed(pairs, place, rows_too=bias is not None)
     if bias is not None:
@@ -257,7 +259,7 @@ def mask_or_bias(
 
 
 def pad(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[Pairs, jax.Array | None]:
-    """Fills the axes T and S up to multiples of the rows and keys of a block."""
+    """Pads T and S of the conditions and the bias to whole tiles; padded keys are not valid."""
     missing = {"T": plan.blocks * plan.rows - plan.T, "S": plan.chunks * plan.keys - plan.S}
 
     def fill(x: Any, **axes: int) -> Any:

@@ -1,4 +1,4 @@
-"""The entries that dropout keeps, block by block: those of `jaxmha.dropout.keep`."""
+"""Keep-masks of dropout, tile by tile, equal to those of `jaxmha.dropout.keep`."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ from jaxmha.implementations.base import Part
 from jaxmha.implementations.tiled.block_mask import Place
 from jaxmha.implementations.tiled.tiling import Plan
 
-WORDS = 2  # of a threefry key
+WORDS = 2  # seed words of a threefry key
 
 
 def words_of(key: Array | None, part: Part | None) -> jax.Array | None:
-    """The words of a threefry key and the first place of a request on B, N, T and S."""
+    """The seed: words of a threefry key and, for a part of a larger request, its first position on
+    B, N, T and S."""
     if key is None:
         return None
     words = jax.random.key_data(dropout.threefry(key))
@@ -25,7 +26,7 @@ def words_of(key: Array | None, part: Part | None) -> jax.Array | None:
 
 
 def placed(words: jax.Array, *starts: Any) -> jax.Array:
-    """The words of a key, and these places more than it has."""
+    """The seed with its first positions on B, N, T and S moved on by `starts`."""
     more = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in starts])
     before = words[WORDS:] if words.size > WORDS else jnp.zeros(4, jnp.uint32)
     return jnp.concatenate([words[:WORDS], before + more])
@@ -39,16 +40,17 @@ def kept(
     words: jax.Array | None,
     place: Place,
 ) -> jax.Array | None:
-    """Weights of a block that are kept, `cells rows keys`.
+    """Keep-mask of a tile, `cells rows keys`; None without dropout.
 
-    `whole`: N and T, where this is a part of something larger; `words` as `words_of` has them.
+    `whole`: N and T of the larger request that the arrays are a part of; `words`: the seed, as
+    `words_of` returns it.
     """
     if words is None:
         return None
     key = jax.random.wrap_key_data(words[:WORDS], impl="threefry2x32")
     starts = (place.b, place.n, place.t, place.s)
     sizes = (place.batches, place.heads, place.rows, place.keys)
-    # Places of the entries of a block on each axis; a shared axis has one place.
+    # Positions of the tile on each axis; an axis that shares a draw has a single position.
     first = words[WORDS:] if words.size > WORDS else (0, 0, 0, 0)
     at = [
         jnp.zeros(1, jnp.uint32)

@@ -1,6 +1,6 @@
-"""Arrays cut as a plan says, loops over the parts, and the way back.
+"""Splits arrays into tiles, loops over the tiles, and joins them again.
 
-An axis of one part does not exist: between layouts that differ in such an axis XLA would copy.
+An axis with a single tile is dropped: XLA would copy between layouts that differ in such an axis.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxmha.implementations.tiled.tiling import Plan
 
 
 def chunks(plan: Plan, x: jax.Array) -> jax.Array:
-    """`B K S d` as `[steps] [chunks] [cells] keys d`, filled up where S ends."""
+    """`B K S d` as KV tiles `[steps] [chunks] [cells] keys d`; S is zero-padded to whole tiles."""
     x = _filled(x, plan.chunks * plan.keys - plan.S, 0.0)
     d = x.shape[-1]
     x = _swapped(x.reshape(plan.steps, plan.cells, plan.chunks, plan.keys * d))
@@ -29,7 +29,7 @@ def unchunked(plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def tiles(plan: Plan, x: jax.Array, fill: float = 0.0) -> jax.Array:
-    """`B N T d` as `[steps] [blocks] [cells] G*rows d`, filled up where T ends."""
+    """`B N T d` as query tiles `[steps] [blocks] [cells] G*rows d`; T is padded with `fill`."""
     x = _filled(x, plan.blocks * plan.rows - plan.T, fill)
     d = x.shape[-1]
     x = _swapped(x.reshape(plan.steps, plan.cells * plan.G, plan.blocks, plan.rows * d))
@@ -45,22 +45,22 @@ def rows(plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def part(plan: Plan, x: jax.Array, j: jax.Array | int) -> jax.Array:
-    """Chunk `j` of `[chunks] ...`."""
+    """KV tile `j` of `[chunks] ...`."""
     return x if plan.chunks == 1 else x[j]
 
 
 def add(plan: Plan, x: jax.Array, j: jax.Array | int, more: jax.Array) -> jax.Array:
-    """`x`, with more in chunk `j`."""
+    """`x` with `more` added to KV tile `j`."""
     return x + more if plan.chunks == 1 else x.at[j].add(more)
 
 
 def cells(plan: Plan, x: jax.Array | None) -> jax.Array | None:
-    """`cells ...`, where 1 stands for all of them, as `[cells] ...`."""
+    """Drops the leading axis of cells where the plan has a single cell, as the tiles do."""
     return x[0] if x is not None and plan.cells == 1 else x
 
 
 def each(f: Callable[[Any, Any], Any], count: int, xs: Any, *, unroll: bool = False) -> Any:
-    """`f(i, part)` of every part of `[count] ...`; unroll: without a loop."""
+    """`f(i, tile)` for every tile of `[count] ...`, stacked; `unroll` unrolls the loop."""
     if count == 1:
         return f(0, xs)
     _, found = jax.lax.scan(
@@ -73,7 +73,7 @@ def each(f: Callable[[Any, Any], Any], count: int, xs: Any, *, unroll: bool = Fa
 
 
 def refine(f: Callable[..., Any], count: int, x: Any, carry: Any, others: Any) -> tuple[Any, Any]:
-    """`x[i], carry = f(i, x[i], carry, others[i])` of every part of `[count] ...`, in place."""
+    """`x[i], carry = f(i, x[i], carry, others[i])` for every tile of `[count] ...`, in place."""
     if count == 1:
         found: tuple[Any, Any] = f(0, x, carry, others)
         return found
@@ -99,6 +99,6 @@ def _filled(x: jax.Array, missing: int, fill: float) -> jax.Array:
 
 
 def _swapped(x: jax.Array) -> jax.Array:
-    """Axes 1 and 2 exchanged; a reshape where one is 1, which is never a copy."""
+    """Swaps axes 1 and 2; where one has size 1 a reshape suffices, which never copies."""
     a, b = x.shape[1:3]
     return x.reshape(x.shape[0], b, a, *x.shape[3:]) if 1 in (a, b) else jnp.swapaxes(x, 1, 2)

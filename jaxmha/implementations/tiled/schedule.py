@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of rows has to look at, and where it need not look at conditions."""
+"""Tile schedule: which KV tiles each query tile visits, and which of them need no masking."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ from jaxmha.implementations.tiled.tiling import Plan
 
 
 class Reach(NamedTuple):
-    """For every batch group `g` (or 1) and block of rows.
+    """The schedule of every batch group `g` (or 1) and query tile.
 
     Attributes:
-      order: `g blocks chunks`; chunks of which every pair is allowed, then those with some pairs,
-        then those without any, which are left out where that is known.
-      clear: `g blocks`, how many there are of the first kind.
-      needed: `g blocks`, how many of the first and second kind.
+      order: `g blocks chunks`; unmasked KV tiles first (every pair allowed), then partially masked
+        ones, then fully masked ones, which are dropped where the schedule is static.
+      clear: `g blocks`, number of unmasked tiles.
+      needed: `g blocks`, number of unmasked and partially masked tiles.
     """
 
     order: Any
@@ -27,12 +27,15 @@ class Reach(NamedTuple):
 
 
 def table(conditions: Pairs, plan: Plan) -> Reach | None:
-    """From conditions filled up by `pairs.pad`; static where they are. None: all is clear."""
+    """The schedule of conditions padded by `block_mask.pad`; NumPy where they are static.
+
+    None: every tile is unmasked.
+    """
     some, every = _some_and_every(conditions, plan)
     if isinstance(every, np.ndarray) and every.all():
         return None
     every = some & every
-    if every.shape[0] > 1:  # batch rows of one block go together
+    if every.shape[0] > 1:  # batch rows of one tile share a schedule
         some, every = (
             x.reshape(-1, plan.batches if len(x) > 1 else 1, *x.shape[1:]) for x in (some, every)
         )
@@ -42,7 +45,7 @@ def table(conditions: Pairs, plan: Plan) -> Reach | None:
         most = max((kind < 2).sum(-1).max(), 1)
         order: Any = np.argsort(kind, axis=-1, kind="stable")[..., :most]
     else:
-        # XLA takes seconds to sort, while it compiles, what turns out to be a constant.
+        # The barrier keeps XLA from sorting a constant at compile time, which takes seconds.
         unknown: Any = jax.lax.optimization_barrier
         kind = unknown(kind)
         order = jnp.argsort(kind, axis=-1, stable=True)
@@ -51,8 +54,8 @@ def table(conditions: Pairs, plan: Plan) -> Reach | None:
 
 
 def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
-    """Whether blocks have allowed pairs (never False by mistake), and only allowed pairs (never
-    True by mistake): `b blocks chunks`."""
+    """Conservative flags per tile, `b blocks chunks`: some pair is allowed (may over-report), and
+    every pair is allowed (may under-report)."""
     blocks, chunks = plan.blocks, plan.chunks
     i = np.arange(blocks).reshape(1, blocks, 1) * plan.rows
     j = np.arange(chunks).reshape(1, 1, chunks) * plan.keys
@@ -89,8 +92,8 @@ def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
         row_blocks, rows = (blocks, plan.rows) if t > 1 else (1, 1)
         key_blocks, columns = (chunks, plan.keys) if s > 1 else (1, 1)
 
-        # One block of rows after another: XLA is slow at sums over two axes apart, and would make
-        # the mask once more for each shape it is seen in.
+        # One query tile at a time: XLA reduces slowly over two axes that are not adjacent, and
+        # would recompute the mask for each shape that it is reshaped to.
         def of_keys(i: jax.Array) -> tuple[jax.Array, jax.Array]:
             part = jax.lax.dynamic_slice_in_dim(array, i * rows, rows, 2)
             return part.any(2), part.all(2)
@@ -111,7 +114,10 @@ def visit_all(
     visit: Callable[[Any, bool, Any], Any],
     carry: Any,
 ) -> Any:
-    """`carry = visit(j, clear, carry)` for every block of keys that block `i` of rows needs."""
+    """`carry = visit(j, clear, carry)` for every KV tile `j` that query tile `i` needs.
+
+    `clear`: the tile needs no masking.
+    """
     if plan.chunks == 1:
         return visit(0, reached is None, carry)
     if reached is None:
@@ -119,7 +125,7 @@ def visit_all(
         return jax.lax.fori_loop(first, last, lambda j, carry: visit(j, True, carry), carry)
     g = step // plan.groups if len(reached.order) > 1 else 0
     order, clear, needed = (jnp.asarray(x)[g, i] for x in reached)
-    # A loop that never runs would still be compiled.
+    # Loops known to be empty are left out: XLA would compile them all the same.
     static = isinstance(reached.clear, np.ndarray)
     if not static or reached.clear.any():
         carry = jax.lax.fori_loop(0, clear, lambda k, carry: visit(order[k], True, carry), carry)

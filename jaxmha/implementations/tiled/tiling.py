@@ -1,57 +1,59 @@
-"""How scores are cut into blocks: static sizes from shapes, and nothing computed.
+"""Tile sizes of the scores, chosen from static shapes.
 
-A block is `cells` key/value heads times `rows` query positions (of every query head of the
-group) times `keys` key positions.
+A tile is `cells` key/value heads times `rows` query positions (of every query head of the group)
+times `keys` key positions.
 """
 
 from dataclasses import dataclass, replace
 
-# Bytes of scores that are worked on at once, by platform: about what second-level caches hold, by
-# measurement; elsewhere enough to keep the device busy.
+# Bytes of scores per tile, by platform: about the size of second-level caches, by measurement;
+# elsewhere enough to keep the device busy.
 TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
-# Of one head with all its keys, and nothing but a softmax between the products: XLA makes one kernel
-# of them, and fewer kernels start less often.
+# The same for one head with all its keys and only a softmax between the matmuls: XLA fuses them into
+# one kernel, and fewer kernels have fewer starts.
 TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
-# Heads with scores of at most so many bytes are worked on together, up to so many: XLA makes one
-# kernel of them, which keeps to one head at a time itself. Of few keys and with nothing but a
-# softmax between the products, a head may have so many times as many bytes.
+# Heads with at most SMALL_HEAD bytes of scores share a tile of up to TARGET_OF_SMALL_HEADS bytes: XLA
+# fuses it into one kernel, which itself computes one head at a time. With up to FEW_KEYS keys and
+# only a softmax between the matmuls, a small head may have FEW_KEYS_TIMES as many bytes.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
 FEW_KEYS, FEW_KEYS_TIMES = 256, 4
 TARGET_OF_SMALL_HEADS: dict[str, int] = {"cpu": 2**24}
-# Fewer rows than this leave matrix products without reuse, whatever the cache. Where nothing but a
-# softmax comes between them, so many rows, up to so many bytes, are worth more than a cache.
+# Minimum query rows per tile: with fewer, matmuls reuse no operand even if the tile fits in cache.
+# Where only a softmax comes between the matmuls, the minimum is larger (forward, gradient; up to
+# MOST_OF_LEAST bytes): reuse is then worth more than the cache.
 LEAST_ROWS = 64
 LEAST_OF_KERNEL, LEAST_OF_GRADIENT, MOST_OF_LEAST = 1024, 512, 2**24
-# Rows and keys of a block where some blocks need not be computed: small enough to leave out much,
-# large enough to be products of matrices. A window of at most so many small blocks leaves out more
-# with them; they have at least so many rows of every query head of a group, and of a sequence there
-# are at most so many, since what is left out is known of every two blocks.
+# Rows and keys of a tile where whole tiles may be skipped: small enough to skip much, large enough
+# for efficient matmuls. A window of at most BLOCKS_OF_WINDOW narrow tiles uses them, because they
+# skip more; a narrow tile has at least LEAST_OF_GROUP rows of every query head of a group, and a
+# sequence at most MOST_BLOCKS tiles, because the schedule stores flags for every pair of query and
+# KV tile.
 SIDE: dict[str, int] = {"cpu": 512}
 SIDE_OF_WINDOW: dict[str, int] = {"cpu": 64}
 BLOCKS_OF_WINDOW, LEAST_OF_GROUP, MOST_BLOCKS = 4, 16, 1024
 SIDE_ELSEWHERE = 2048
-# Bytes of scores of whole heads, or of blocks of many, at once: fewer kernels. In the gradient twice
-# as many where keys are few.
+# Bytes of scores of a tile that holds several heads: fewer kernels. Twice as many in the gradient
+# where keys are few.
 TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
 TARGET_OF_FEW_KEYS: dict[str, int] = {"cpu": 2**23}
-# Few steps of one kernel each, of few bytes in all, are no loop: XLA works on some side by side.
+# Few steps of one kernel each, of few bytes in total, are unrolled: XLA runs some of them in parallel.
 FEW_STEPS = 8
 BYTES_OF_FEW_STEPS: dict[str, int] = {"cpu": 2**24}
-# Nor are few blocks of rows with keys left out.
+# Few query tiles are unrolled too where keys are tiled.
 FEW_BLOCKS: dict[str, int] = {"cpu": 4}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut of one request.
+    """The tiling of one request.
 
     Attributes:
       B, K, G, T, S: sizes, as in the dimension key; G = N // K.
-      batches, heads: batch rows and key/value heads of one block.
-      rows: query positions of one block; T is filled up to a multiple.
-      keys: key positions of one block; S is filled up to a multiple.
-      unroll: whether there is no loop over steps or, where keys are cut too, over blocks of rows.
+      batches, heads: batch rows and key/value heads per tile.
+      rows: query positions per tile; T is padded to a multiple.
+      keys: key positions per tile; S is padded to a multiple.
+      unroll: unrolls the loop over steps or, where keys are tiled too, over query tiles.
     """
 
     B: int
@@ -67,27 +69,27 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Blocks of rows."""
+        """Number of query tiles."""
         return -(-self.T // self.rows)
 
     @property
     def chunks(self) -> int:
-        """Blocks of keys."""
+        """Number of KV tiles."""
         return -(-self.S // self.keys)
 
     @property
     def cells(self) -> int:
-        """Key/value heads of one block, over its batch rows."""
+        """Key/value heads per tile, over its batch rows."""
         return self.batches * self.heads
 
     @property
     def groups(self) -> int:
-        """Steps that one batch row takes."""
+        """Number of steps per batch row."""
         return self.K // self.heads
 
     @property
     def steps(self) -> int:
-        """Groups of cells, worked on one after another."""
+        """Number of groups of cells, computed one after another."""
         return self.B * self.K // self.cells
 
 
@@ -108,21 +110,20 @@ def plan(
     least_rows: int | None = None,
     side: int | None = None,
 ) -> Plan:
-    """Cuts scores so that a block takes at most `target` bytes, or `least_rows` rows.
+    """Chooses a tiling in which a tile takes at most `target` bytes, or `least_rows` rows.
 
     Args:
       B, K, G, T, S: sizes, all at least 1.
-      skips: whether conditions may leave whole blocks out; then a block has at most about `side`
-        rows and keys, else all keys.
-      plain: whether nothing comes between the products but a softmax; with all keys in it, such a
-        block is cut less.
-      gradient: whether the blocks are those of the gradient.
-      window: how many keys a row may look at, where a window says so.
+      skips: whether conditions may mask whole tiles; then a tile has at most about `side` rows and
+        keys, else all keys.
+      plain: whether only a softmax comes between the matmuls; tiles with all keys are then larger.
+      gradient: whether the tiles are those of the backward pass.
+      window: number of keys that a row may attend, where a window limits it.
       itemsize: bytes of a score.
-      platform: chooses target and side where none is given.
-      target: bytes of a block.
-      least_rows: of a block, also where that takes more bytes.
-      side: rows, over all query heads of a group, and keys of a block.
+      platform: selects target and side where they are not given.
+      target: bytes of scores per tile.
+      least_rows: minimum rows per tile, even if they take more bytes.
+      side: rows, over all query heads of a group, and keys of a tile.
 
     >>> plan(1, 8, 1, 4096, 4096, plain=True).rows, plan(1, 8, 1, 4096, 4096, skips=True).keys
     (1024, 512)
@@ -156,7 +157,7 @@ def plan(
     rows = _even(T, rows)
     cells = max(of_heads // (row * rows), 1) if rows == T or keys < S else 1
     heads = divisor(K, cells)
-    # Batch rows of one block would share what is left out.
+    # Batch rows of one tile would share a schedule.
     batches = divisor(B, cells // K) if heads == K and keys == S else 1
     made = Plan(B, K, G, T, S, batches, heads, rows, keys)
     if keys < S:
@@ -168,7 +169,7 @@ def plan(
 
 
 def _even(size: int, most: int) -> int:
-    """The size of parts that are as few as `most` allows, and alike."""
+    """Size of equal parts of at most `most`, as few as possible."""
     parts = -(-size // most)
     return -(-size // parts)
 
