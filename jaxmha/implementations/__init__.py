@@ -1,9 +1,8 @@
-"""Ways to compute attention: one file each, every one obeying the same contract.
+"""Registry of the attention implementations, and the choice among them.
 
-The choice is static: it follows from platform, dtype, shapes and the structure of the mask. On the
-machine that JAX runs on, a kernel is tried out before it is chosen for the first time. What is
-emitted is right on every platform: where a program turns out to be lowered for another one, it
-holds the first implementation that is plain XLA.
+The choice is static: it follows from platform, dtype, shapes and the structure of the mask. A
+kernel is probed on this machine before it is chosen for the first time. Programs are portable:
+lowered for another platform, they contain the first implementation in plain XLA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,26 +42,26 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "ring": ring,
     "allgather": all_gather,
 }
-# Names of jax.nn, whose calls stay as they are; "cudnn" is one of ours.
+# Aliases for the names of jax.nn, so that its calls work unchanged; "cudnn" needs none.
 OF_JAX: dict[str, str] = {"xla": "reference"}
-# Those that know of positions on other devices; first where there are such.
+# Context-parallel implementations; they come first where positions are sharded.
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
-# Those that are no plain XLA, and the platform that JAX has to lower them for.
+# Implementations outside plain XLA, and the platform that JAX must lower them for.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
-# In order of preference, by platform; "" is every other. splash is fast by all accounts, but was
-# never measured here: it runs where it is named.
+# Order of preference by platform; "" is every other platform. splash has a good reputation but was
+# never measured here: it runs only by name.
 ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "tokamax", "blocked", "reference"),
     "cpu": ("few_queries", "blocked", "reference"),
     "": ("blocked", "reference"),
 }
-# Biases and dense masks: tokamax streams them, cuDNN wants them whole (timings shipped with
-# tokamax 0.0.17: 1.4 to 3.9 times as fast forward).
+# The order for biases and dense masks: tokamax streams them, cuDNN needs them materialised (timings
+# shipped with tokamax 0.0.17: 1.4 to 3.9 times as fast forward).
 DENSE: dict[str, tuple[str, ...]] = {"cuda": ("tokamax", "cudnn", "blocked", "reference")}
 
 
 class UnsupportedError(ValueError):
-    """No candidate supports a request; `reasons` by name."""
+    """No candidate supports a request; `reasons` gives the cause by name."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -71,10 +70,10 @@ class UnsupportedError(ValueError):
 
 
 class Question(tuple[str, ...]):
-    """Names of implementations (none: those of the platform) that are asked about and not run.
+    """A query for support instead of a run: names of implementations (none: those of the platform).
 
-    `answer` holds every candidate and why it cannot compute the request; None: it can. Two are
-    never the same, so that no cache answers.
+    `attend` fills `answer` with every candidate and the reason why it cannot compute the request
+    (None: it can). No two questions are equal, so that no cache of jit returns an old one.
     """
 
     answer: list[tuple[str, str | None]]
@@ -95,7 +94,7 @@ def candidates(
     implementation: str | Sequence[str] | None = None,
     request: Request | None = None,
 ) -> tuple[str, ...]:
-    """Names in order of preference, as asked for or as the platform has them.
+    """Names in order of preference: the given ones, else those of the platform.
 
     Raises:
       ValueError: an unknown name.
@@ -116,9 +115,10 @@ def candidates(
 
 
 def unsupported(request: Request, name: str, *, traced: bool = True) -> str | None:
-    """Why an implementation cannot compute a request here and now; None: it can.
+    """The reason why an implementation cannot compute a request here and now; None: it can.
 
-    `traced`: also why this machine could not trace it for the platform that is named.
+    `traced`: also reject kernels that this machine cannot trace for the platform named by
+    `lowering_for`.
     """
     implementation = IMPLEMENTATIONS[name]
     axes = sharding.current()
@@ -149,7 +149,7 @@ def select(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def attend(request: Request, implementation: str | Sequence[str] | None = None) -> Result:
-    """Runs the request by the implementation selected."""
+    """Runs the request with the selected implementation."""
     if isinstance(implementation, Question):
         names = candidates(implementation, request)
         implementation.answer[:] = [(n, unsupported(request, n, traced=False)) for n in names]
@@ -170,12 +170,12 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def _run(request: Request, name: str, portable: str | None) -> Result:
-    """One of two implementations: a kernel, or where it does not lower, the portable one."""
+    """Runs a kernel on its platform, and the portable implementation elsewhere."""
     if name not in KERNELS or portable is None:
         result: Result = IMPLEMENTATIONS[name].attend(request)
         return result
 
-    # Where a program runs is known when it is lowered, later than here.
+    # The platform is known only at lowering, after this trace, so both branches are traced.
     def by(name: str, *arrays: Any) -> Result:
         query, key, value, bias, mask, dropout_key = arrays
         these = request._replace(
@@ -198,7 +198,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Says what to do where a gradient of our own meets forward-mode differentiation."""
+    """Explains the TypeError of forward-mode differentiation through a custom gradient."""
     try:
         yield
     except TypeError as error:

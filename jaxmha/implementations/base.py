@@ -1,4 +1,4 @@
-"""What every implementation is asked, and what it answers."""
+"""The contract of every implementation: `Request` in, `Result` out."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from jaxmha.semantics import ReturnWeights, Semantics
 
 
 class Part(NamedTuple):
-    """Where a request lies in a larger one: its draws of dropout are those of its place there.
+    """The position of a request within a larger one, so that dropout draws the same entries.
 
     Attributes:
-      b, n: the first batch row and query head, traced or not.
-      N, T: sizes of the whole.
+      b, n: the first batch row and query head, static or traced.
+      N, T: sizes of the larger request.
     """
 
     b: Any
@@ -28,17 +28,17 @@ class Part(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One call of attention with shapes, dtypes and arguments checked.
+    """One call of attention, its shapes, dtypes and arguments checked.
 
     Attributes:
       query: `B T N H`. key: `B S K H`. value: `B S K h`. All of one floating dtype.
       bias: broadcastable to `B N T S`, four axes; -inf excludes.
-      mask: what may attend, `simplified`; arrays in it have a batch axis.
+      mask: the allowed pairs, `simplified`; its arrays have a batch axis.
       semantics: scale, soft cap, policy, dtypes, dropout.
       dropout_key: None: no dropout.
       return_weights: False, "before_dropout" or "after_dropout".
       return_lse: whether the caller reads lse.
-      part: where it lies in a larger request; None: it is one of its own.
+      part: position within a larger request; None: this is the whole.
     """
 
     query: jax.Array
@@ -54,9 +54,9 @@ class Request(NamedTuple):
 
 
 class Result(NamedTuple):
-    """out `B T N h`; weights `B N T S` where asked for; lse `B N T`, -inf on empty rows.
+    """out `B T N h`; weights `B N T S` if requested; lse `B N T`, -inf on fully masked rows.
 
-    lse may be None where it was not asked for.
+    lse may be None if it was not requested.
     """
 
     out: jax.Array
@@ -79,8 +79,8 @@ def allowed_pairs(mask: Mask, bias: Array | None, T: int, S: int) -> jax.Array |
 
 
 def simplified(mask: Mask) -> Mask:
-    """A dense array that is the same for all heads and queries, or all heads and keys, as padding:
-    conditions on keys or on rows alone take no room, and leave out what nothing looks at.
+    """Rewrites a dense mask over keys alone, or queries alone, as padding: it needs O(S) memory,
+    and implementations can skip whole tiles.
 
     >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
     (2, 7)

@@ -1,4 +1,4 @@
-"""What rows with nothing to attend answer, by policy."""
+"""The output of fully masked rows, by policy."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jaxmha.implementations.base import Request, accumulation_dtype
 
 
 def answer(request: Request, out: jax.Array, empty: jax.Array) -> jax.Array:
-    """`out`, `B T N h`, with the answer of the policy where a row is `empty`, `B T N`.
+    """Replaces fully masked rows (`empty`, `B T N`) of `out`, `B T N h`, as the policy says.
 
-    Rows beyond a query length are 0 whatever the policy.
+    Rows beyond a query length are 0 under every policy.
     """
     policy, (T, N) = request.semantics.fully_masked, out.shape[1:3]
     if policy == "zero":
@@ -25,5 +25,5 @@ def answer(request: Request, out: jax.Array, empty: jax.Array) -> jax.Array:
         values = request.value.astype(accumulation_dtype(request.value.dtype))
         mean = jnp.repeat(values.mean(1, keepdims=True), N // values.shape[2], 2)
         return jnp.where(empty[..., None], mean.astype(out.dtype), out)
-    # Last, so that no gradient meets a NaN.
+    # Last, so that no gradient passes through a NaN.
     return jnp.where(empty[..., None], jnp.nan, out) if policy == "nan" else out

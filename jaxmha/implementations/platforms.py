@@ -1,4 +1,4 @@
-"""What a call is lowered for: where JAX runs it, unless something else is named."""
+"""The platform that a call is lowered for: JAX's default device, unless another is named."""
 
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ class Platform(NamedTuple):
     """A kind of device.
 
     Attributes:
-      name: as JAX lowers for it: `cpu`, `cuda`, `rocm` or `tpu`.
-      device: what it is called.
+      name: JAX's lowering platform: `cpu`, `cuda`, `rocm` or `tpu`.
+      device: name of the device.
       capability: CUDA compute capability; None on other platforms.
-      live: whether it is the one that JAX runs on here, so that kernels can be tried out.
+      live: whether JAX runs on it here, so that kernels can be probed.
     """
 
     name: str
@@ -26,8 +26,8 @@ def _cuda(device: str, major: int, minor: int) -> Platform:
     return Platform("cuda", device, (major, minor))
 
 
-# Devices that can be named without being there. Source of the capabilities: NVIDIA's list of
-# CUDA GPUs. A GPU without a name is taken for one of the Hopper generation.
+# Devices that may be named without being present. Source of the capabilities: NVIDIA's list of CUDA
+# GPUs. `gpu` and `cuda` are taken to be of the Hopper generation.
 KNOWN: dict[str, Platform] = {
     "cpu": Platform("cpu", "cpu"),
     "tpu": Platform("tpu", "tpu"),
@@ -44,7 +44,7 @@ KNOWN: dict[str, Platform] = {
     "b200": _cuda("b200", 10, 0),
 }
 
-# Part of the keys of JAX's caches: another platform is another program.
+# A user context is part of JAX's cache keys: another platform compiles another program.
 _CHOSEN: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
@@ -52,7 +52,7 @@ def named(name: str) -> Platform:
     """A platform or device by name, in any case.
 
     Raises:
-      ValueError: nobody has heard of it.
+      ValueError: the name is unknown.
 
     >>> named("H200").capability
     (9, 0)
@@ -64,10 +64,10 @@ def named(name: str) -> Platform:
 
 
 def lowering_for(name: str) -> AbstractContextManager[None]:
-    """Chooses implementations as on that platform, whatever this machine has.
+    """Chooses implementations as on the named platform, independent of this machine.
 
-    For `jax.export` and `lower(lowering_platforms=...)`. Without it, programs lowered for another
-    platform than JAX's default backend hold the implementation that runs everywhere.
+    For `jax.export` and `lower(lowering_platforms=...)`. Without it, programs lowered for a
+    platform other than JAX's default backend contain the portable implementation.
 
     >>> with lowering_for("h200"):
     ...     current().capability

@@ -1,4 +1,4 @@
-"""Whether a kernel works on the machine that is there: compiled, run and compared, once."""
+"""Probes a kernel on this machine, once: compiles it, runs it and compares the results."""
 
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxmha.implementations.base import Request, Result
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
-# Largest difference from float32 in units of the largest value; half precisions have 2 ** -8.
+# Largest error against float32, relative to the largest value; bfloat16 rounds to 2 ** -8.
 ALLOWED = 0.03
 
 
@@ -23,14 +23,14 @@ _ONE_AT_A_TIME = Lock()
 
 
 def failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """Why a kernel does not work here, in any of all processes, or None; warns once."""
+    """The reason why a kernel does not work in this or another process, or None; warns once."""
     with _ONE_AT_A_TIME:
         return _failure(name, attend, dtype, dense)
 
 
 @cache
 def _failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """It runs in a thread of its own: whatever the caller traces, or has set, is not there."""
+    """Probes in a separate thread, where the caller's trace and config contexts do not apply."""
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(_agreed, attend, dtype, dense).result()
     if found is not None:
@@ -44,7 +44,7 @@ def _failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: 
 
 
 def _agreed(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """All processes run the same program, so they have to choose alike."""
+    """All processes run the same program, so they must agree on the choice."""
     found = _tried(attend, dtype, dense)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -79,7 +79,8 @@ def _tried(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str 
 
 
 def _problem(dtype: str, dense: bool) -> tuple[Request, Any]:
-    """Causal, with grouped heads and lengths; two batch rows of 128 positions."""
+    """A causal request with grouped heads and lengths (two batch rows of 128 positions), and an
+    output cotangent."""
     rng = np.random.default_rng(0)
     B, T, N, K, H = 2, 128, 2, 1, 64
 
@@ -93,7 +94,7 @@ def _problem(dtype: str, dense: bool) -> tuple[Request, Any]:
 
 
 def _expected(request: Request, slope: Any) -> tuple[Any, ...]:
-    """Output and gradients in NumPy, written out."""
+    """Output and gradients, written out in NumPy."""
     heads = (np.asarray(x, np.float32) for x in (*request[:3], slope))
     query, key, value, slope = (np.moveaxis(x, 2, 1) for x in heads)
     scale = query.shape[3] ** -0.5

@@ -1,4 +1,4 @@
-"""Attention with every score materialised: the definition of correct.
+"""Attention that materialises every score: the definition of correct.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; grouped queries:
 Ainslie et al., "GQA" (2023).
@@ -23,11 +23,11 @@ def supports(request: Request) -> str | None:
 
 
 class Products(NamedTuple):
-    """The two products of attention, with the precision last.
+    """The two matmuls of attention; the last argument is the precision.
 
     Attributes:
-      logits: of queries `B T N H` and keys `B S K H`: `B N T S`.
-      out: of weights `B N T S` and values `B S K h`: `B T N h`.
+      logits: queries `B T N H` and keys `B S K H` to `B N T S`.
+      out: weights `B N T S` and values `B S K h` to `B T N h`.
     """
 
     logits: Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -35,7 +35,7 @@ class Products(NamedTuple):
 
 
 def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
-    """Query heads of a group are rows of one product."""
+    """The query heads of a group are rows of one matmul."""
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     rows = jnp.moveaxis(query.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, N // K * T, H)
     logits = matmul(rows, jnp.transpose(key, (0, 2, 3, 1)), precision=precision)
@@ -57,7 +57,8 @@ def attend(
 ) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs.
 
-    `all_finite`: nothing that no pair uses can spoil anything, so it is multiplied by 0.
+    `all_finite`: all operands are finite, so unattended keys and values need no zeroing: their
+    weight of 0 suffices.
     """
     semantics = request.semantics
     (B, T, N, H), S = request.query.shape, request.value.shape[1]
@@ -79,7 +80,7 @@ def attend(
         logits = jnp.where(allowed, logits, -jnp.inf)
     logits = logits.astype(np.dtype(semantics.softmax_dtype or accumulate))
 
-    # An empty row has maximum -inf and sum 0; both are replaced, so that nothing becomes NaN.
+    # A fully masked row has row max -inf and row sum 0; both are replaced to avoid NaN.
     highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     exps = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest).astype(logits.dtype))
     exps, highest = exps.astype(accumulate), highest.astype(accumulate)
@@ -88,7 +89,7 @@ def attend(
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, highest + jnp.log(total))[..., 0]
     weights = exps / total
-    if request.mask.query_lengths is not None:  # rows beyond are 0 whatever the policy
+    if request.mask.query_lengths is not None:  # rows beyond a length are 0 under every policy
         there = Mask(query_lengths=request.mask.query_lengths).to_array(T, 1)
         empty &= there
     if semantics.fully_masked == "mean" and S:
@@ -102,7 +103,7 @@ def attend(
         )
         kept = jnp.where(draws, weights / (1 - rate), 0.0)
     out = products.out(kept, value, precision)
-    if semantics.fully_masked == "nan":  # last, so that no gradient meets a NaN
+    if semantics.fully_masked == "nan":  # last, so that no gradient passes through a NaN
         out = jnp.where(jnp.swapaxes(empty, 1, 2), jnp.nan, out)
         weights, kept = (jnp.where(empty, jnp.nan, w) for w in (weights, kept))
     shown = {False: None, "before_dropout": weights, "after_dropout": kept}[request.return_weights]
@@ -114,7 +115,8 @@ def attend(
 def _drop_dead(
     query: jax.Array, key: jax.Array, value: jax.Array, allowed: jax.Array, fully_masked: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Zeroes rows that no pair uses: 0 * NaN would reach outputs and gradients."""
+    """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
+    gradients."""
     (_, T, N, _), (_, S, K, _) = query.shape, key.shape
     b, n = allowed.shape[:2]
     groups = allowed.reshape(b, *((K, N // K) if n == N else (1, 1)), T, S)

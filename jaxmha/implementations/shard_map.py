@@ -1,5 +1,8 @@
-"""Attention of every device's own batch rows and heads: nothing travels, and kernels are called
-on one device's arrays, which no partitioner replicates."""
+"""Attention of each device over its own batch rows and heads by `jax.shard_map`.
+
+No communication is needed, and a kernel sees the arrays of one device, so that no partitioner
+replicates them.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -17,12 +20,12 @@ Tree = TypeVar("Tree")
 
 
 class Split(NamedTuple):
-    """How B, N and K of a request lie on a mesh: entries of a PartitionSpec.
+    """How B, N and K of a request are sharded over a mesh: entries of a PartitionSpec.
 
     Attributes:
-      axes: of the mesh.
-      b, n, k: mesh axes of batch rows, query heads and key/value heads; empty: whole.
-      B, N: sizes.
+      axes: the mesh and its axes in use.
+      b, n, k: mesh axes of batch rows, query heads and key/value heads; empty: replicated.
+      B, N: global sizes.
     """
 
     axes: Axes
@@ -33,7 +36,7 @@ class Split(NamedTuple):
     N: int
 
     def spec(self, shape: tuple[int, ...], letters: str) -> PartitionSpec:
-        """Of an array whose axes are `letters` of bnk, `c` (positions), or another."""
+        """The spec of an array with axes `letters`: b, n, k, `c` (positions); others replicated."""
         places = {"b": self.b, "n": self.n, "k": self.k}
         if self.axes.context is not None:
             places["c"] = (self.axes.context,)
@@ -45,13 +48,13 @@ class Split(NamedTuple):
         )
 
     def own_heads(self, x: jax.Array, axis: int) -> jax.Array:
-        """Of key/value heads that every device has, those that its query heads read."""
+        """Selects the key/value heads that this device's query heads read, if K is replicated."""
         if self.k == self.n:
             return x
         N = self.N // self.axes.size(self.n)
         K, G = x.shape[axis], self.N // x.shape[axis]
         first = jax.lax.axis_index(self.n) * N
-        if G % N == 0:  # all of them read one
+        if G % N == 0:  # all query heads of the device read one key/value head
             return jax.lax.dynamic_slice_in_dim(x, first // G, 1, axis)
         if N % G == 0:
             return jax.lax.dynamic_slice_in_dim(x, first // G, N // G, axis)
@@ -82,7 +85,7 @@ class Split(NamedTuple):
 
 
 def split(B: int, N: int, K: int) -> Split | None:
-    """What of B, N and K lies on axes of a mesh that divide it; None: no mesh is in use."""
+    """The sharding of B, N and K over mesh axes that divide them; None: no mesh is in use."""
     axes = sharding.current()
     if axes is None:
         return None
@@ -94,8 +97,11 @@ def split(B: int, N: int, K: int) -> Split | None:
 
 
 def alike(arrays: Tree) -> Tree:
-    """Arrays, each of which differs between devices as soon as one does: what a loop carries does,
-    and gradients of what all devices share are summed once, over devices, outside."""
+    """Casts all arrays to the union of their varying mesh axes.
+
+    Loop carries must vary over the same axes, and gradients of replicated inputs are then summed
+    over devices once, outside.
+    """
     leaves, tree = jax.tree.flatten(arrays)
     varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in leaves]
     names = frozenset().union(*varying)
@@ -110,9 +116,9 @@ def alike(arrays: Tree) -> Tree:
 def project(
     run: Callable[..., Any], projections: tuple[Any, ...], inputs: tuple[Any, ...], others: Any
 ) -> Any:
-    """`run(projections, inputs, others)` of every device's own heads: query's, key's and value's.
+    """`run(projections, inputs, others)` on each device's own heads of query, key and value.
 
-    Slopes of an input are summed over its projections first and then, once, over devices.
+    The gradient of an input is summed over its projections first, then over devices once.
     """
     N, K = (x.kernel.shape[1] for x in projections[:2])
     found = split(0, N, K)
@@ -143,7 +149,7 @@ def project(
 
 
 def attend(request: Request, run: Callable[[Request], Result]) -> Result:
-    """`run` of every device's own part of the request."""
+    """`run` on each device's own part of the request."""
     (B, T, N, _), K = request.query.shape, request.key.shape[2]
     if not all(isinstance(size, int) for size in (B, N, K)):
         return run(request)

@@ -1,8 +1,8 @@
-"""Attention of few queries over many keys, as in decoding: keys and values are read where they lie.
+"""Attention of few queries over many keys, as in decoding, without a copy of keys and values.
 
-Products head by head would first copy keys and values into another order, which costs more than
-the products. Here one product of matrices takes all heads together: each query is filled up with
-zeros for the other heads, and of each output the own head is taken.
+Matmuls per head would first transpose keys and values, which costs more than the matmuls. Here one
+matmul computes all heads: each query is zero-padded over the other heads, and the output of its own
+head is selected.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request, Result
 from jaxmha.matmul import matmul
 
-# Rows of a product up to which reading the keys takes longer than multiplying them K times as
-# often as needed, by measurement; and keys from which on that is worth a program of its own.
+# Crossover points, by measurement: up to MOST_ROWS rows (T*N) the matmul is memory-bound even with
+# K times the necessary FLOPs, and from LEAST_KEYS keys on the gain is worth a separate program.
 MOST_ROWS = 32
 LEAST_KEYS = 64
 
@@ -62,14 +62,15 @@ def _attend(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
 
 @_attend.defjvp
 def _slopes(whole: Callable[[list[Any]], Request], primals: Any, tangents: Any) -> Any:
-    """Slopes of products of all heads together would reach the other heads, 0 * NaN, and those of
-    keys head by head are a copy of all of them anyway, and no slower."""
+    """Differentiates `reference` instead: gradients of the matmul over all heads would leak NaN
+    into other heads (0 * NaN), and per-head key gradients copy all keys anyway, at the same speed.
+    """
     return jax.jvp(lambda arrays: reference.attend(whole(arrays)), primals, tangents)
 
 
 def _masked(request: Request) -> Result:
-    """Zeroing what nothing attends is a copy of all keys and values. Where none of them is NaN or
-    infinite it is not needed, and what is shows in the products, which are small."""
+    """Skips zeroing of unattended keys and values, which copies them all. It is only needed if some
+    are NaN or infinite, which shows in the (small) logits and outputs."""
     finite = []
 
     def logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
@@ -90,8 +91,8 @@ def _masked(request: Request) -> Result:
 
 
 def _apart(request: Request) -> Result:
-    """All heads together, or head by head where a key that is not finite reaches other heads: zeros
-    times it make their lse NaN."""
+    """One matmul for all heads; head by head if a non-finite key leaked into other heads, which
+    shows as a NaN in their lse (0 * inf)."""
     result = reference.attend(request, ALL_HEADS)
     if request.key.shape[2] == 1:
         return result
@@ -106,7 +107,7 @@ def _apart(request: Request) -> Result:
 
 @jax.custom_batching.custom_vmap
 def _all(x: jax.Array) -> jax.Array:
-    """One answer for all of a batch, else both sides of a branch would run."""
+    """`x.all()`, also over vmapped axes: with a batched predicate, `cond` runs both branches."""
     return x.all()
 
 
@@ -123,14 +124,14 @@ def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
     )  # B K H N T
     columns = columns.reshape(B, K * H, N * T)
     logits = matmul(key.reshape(B, S, K * H), columns, precision=precision)
-    # XLA would merge product and transpose into a product that is several times slower.
+    # The barrier keeps XLA from fusing matmul and transpose, which is several times slower.
     logits = jax.lax.optimization_barrier(logits)  # type: ignore[no-untyped-call]
     return jnp.swapaxes(logits, 1, 2).reshape(B, N, T, S)
 
 
 def _logits_of_each(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
-    """One key head after another: programs hold room for a copy of all of them also where they take
-    the other side of a branch."""
+    """One key head at a time: a program allocates memory for both branches, and a transposed copy
+    of all keys would be in it even where the other branch runs."""
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
 
     def head(k: jax.Array) -> jax.Array:

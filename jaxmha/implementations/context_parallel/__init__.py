@@ -1,1 +1,1 @@
-"""Queries, keys and values split by position over many devices."""
+"""Context parallelism: queries, keys and values sharded over devices by position."""

@@ -1,6 +1,6 @@
-"""Positions on many devices; every device gathers all keys and values for its queries.
+"""Context parallelism by all-gather: each device gathers all keys and values for its queries.
 
-One collective each way, and memory of O(S) per device for one layer at a time: the gradient
+One collective each way, and O(S) memory per device for one layer at a time: the backward pass
 gathers again. Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
 """
 
@@ -22,7 +22,7 @@ from jaxmha.implementations.tiled.tile import Softmax
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """None, or the reason why not."""
     reason = common.declined(request)
     if reason is not None:
         return reason
@@ -49,7 +49,7 @@ def _local(
     traced: Pairs,
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of one device's queries `B N t H`, from keys and values of all."""
+    """Output and lse of one device's queries `B N t H` over the keys and values of all devices."""
     found = _of_parts(attention.core, static, query, key, value, bias, traced, words)
     return found[0], found[1]
 
@@ -64,7 +64,7 @@ def _of_parts(
     traced: Pairs,
     words: Any,
 ) -> tuple[jax.Array, ...]:
-    """`compute` of every part of the queries of one device."""
+    """`compute` on each part of one device's queries, with the gathered keys and values."""
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
 
@@ -106,7 +106,7 @@ def _starts(static: Static) -> jax.Array:
 
 
 def _each(function: Any, parts: Any) -> Any:
-    """Of every part, one after another; one alone needs no loop."""
+    """`function` of each part, one after another; a single part needs no loop."""
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         found = function(jax.tree.map(lambda x: x[0], parts))
         return jax.tree.map(lambda x: x[None], found)
@@ -114,7 +114,7 @@ def _each(function: Any, parts: Any) -> Any:
 
 
 def _gather(static: Static, x: jax.Array, dtype: Any) -> jax.Array:
-    """Keys or values of all devices, by true position."""
+    """All-gathers keys or values, in the order of true positions."""
     x = jax.lax.all_gather(x, static.axis, axis=2, tiled=True)
     if static.zigzag:
         x = jnp.take(x, np.argsort(sharding.zigzag_order(static.S, static.devices)), axis=2)
@@ -122,7 +122,7 @@ def _gather(static: Static, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _scatter(static: Static, x: jax.Array) -> jax.Array:
-    """What all devices say of keys or values, summed, to those that hold them."""
+    """Reduce-scatters gradients of keys or values to the devices that hold these positions."""
     if static.zigzag:
         x = jnp.take(x, sharding.zigzag_order(static.S, static.devices), axis=2)
     scatter: Any = jax.lax.psum_scatter

@@ -1,5 +1,5 @@
-"""What attention across devices needs to know: which positions lie where, and what of two parts
-may attend."""
+"""Shared parts of context parallelism: the positions of each device, and the conditions between a
+part of the queries and a part of the keys."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +20,13 @@ from jaxmha.implementations.tiled.tiling import Plan
 
 
 class Static(NamedTuple):
-    """What is static of one call.
+    """Static configuration of one call.
 
     Attributes:
-      rules: of `blocked`, of the whole.
-      axis: of the mesh. devices: along it.
-      zigzag: whether every device holds an early and a late part of the positions.
-      T, S: sizes of the whole.
+      rules: config of the tiled implementation for the whole request.
+      axis: the mesh axis of positions. devices: its size.
+      zigzag: whether each device holds an early and a late part of the positions.
+      T, S: global sizes.
     """
 
     rules: Rules
@@ -38,11 +38,11 @@ class Static(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Stretches of positions that a device holds."""
+        """Number of contiguous parts of positions that a device holds."""
         return 2 if self.zigzag else 1
 
     def starts(self, device: Any, size: int) -> list[Any]:
-        """The first position of every part of a device; `size` is T or S."""
+        """The first position of each part of a device; `size` is T or S."""
         if not self.zigzag:
             return [device * (size // self.devices)]
         part = size // (2 * self.devices)
@@ -50,7 +50,7 @@ class Static(NamedTuple):
 
 
 def declined(request: Request) -> str | None:
-    """Why positions cannot lie on many devices; None: they can."""
+    """The reason why positions cannot be sharded over devices; None: they can."""
     axes = sharding.current()
     if axes is None or axes.context is None:
         return (
@@ -79,13 +79,13 @@ def spread(
     traced: Pairs,
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`blocked.core` on many devices: `local` answers for the queries of one device.
+    """`attention.core` on many devices: `local` computes output and lse of one device's queries.
 
-    Conditions on keys are small, so every device holds them whole; only keys and values travel.
+    Conditions on keys are small and therefore replicated; only keys and values are communicated.
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
-    key, value = key.astype(dtype), value.astype(dtype)  # nothing is lost: they came in it
+    key, value = key.astype(dtype), value.astype(dtype)  # exact: it is their original dtype
     found = shard_map.split(B, N, K)
     assert found is not None
     assert found.axes.context is not None
@@ -126,7 +126,7 @@ def spread(
 
 
 class Corner(NamedTuple):
-    """Queries from position `t` and keys from position `s`: what `blocked.core` takes of them."""
+    """Arguments of `attention.core` for a part of the queries and a part of the keys."""
 
     plan: Plan
     rules: Rules
@@ -134,7 +134,7 @@ class Corner(NamedTuple):
     words: jax.Array | None
 
 
-# Of blocks: what they take does not fall as devices are added.
+# Tile sizes by platform: the memory of a tile does not fall as devices are added.
 SIZES: dict[str, dict[str, int]] = {"cpu": {"side": 256, "target": 2**21}}
 
 
@@ -147,8 +147,8 @@ def corner(
     t: Any,
     s: Any,
 ) -> Corner:
-    """Conditions between a part of the queries `b n t H` and a part of the keys `b k s H`, of which
-    only shapes are asked."""
+    """Tiling and conditions between queries `b n t H` from position `t` and keys `b k s H` from
+    position `s`; only the shapes of both are used."""
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)
@@ -178,7 +178,7 @@ def corner(
 
 
 def bounds(static: Static, traced: Pairs) -> tuple[int | None, Any]:
-    """`i - below <= j <= i + above`, None: no bound; `above` may be traced, one per batch row."""
+    """Bounds `i - below <= j <= i + above`; None: no bound. `above` may be traced, `B`."""
     below, right = static.rules.window
     given = static.rules.above if traced.above is None else traced.above
     both = [x for x in (right, given) if x is not None]
@@ -189,7 +189,7 @@ def bounds(static: Static, traced: Pairs) -> tuple[int | None, Any]:
 
 
 def meets(below: Any, above: Any, t: Any, T: int, s: Any, S: int) -> Any:
-    """Whether bounds leave any pair of T queries from position t and S keys from s."""
+    """Whether the bounds allow any pair of T queries from position t and S keys from position s."""
     found: Any = True
     if above is not None:
         highest = above if isinstance(above, int) else jnp.max(above)
@@ -213,5 +213,5 @@ def join_parts(x: jax.Array) -> jax.Array:
 
 
 def attend(request: Request, local: Callable[..., Any]) -> Any:
-    """The request by `local`, everything else as `blocked` has it."""
+    """Computes the request with `local` in place of `attention.core`."""
     return attention.attend(request, partial(spread, local, np.dtype(request.query.dtype)))

@@ -1,1 +1,1 @@
-"""Fused kernels of others, behind one adapter."""
+"""Third-party fused kernels behind one adapter."""

@@ -1,7 +1,7 @@
-"""What all fused kernels need around them, so that they obey the contract.
+"""Adapter between the contract and fused kernels.
 
-A kernel answers a plain problem: rows that see at least one key, finite operands, sizes it likes.
-Here requests become such problems, and answers become what the contract says.
+A kernel computes a plain problem: each row attends at least one key, operands are finite, and sizes
+suit the kernel. The adapter turns requests into such problems, and kernel outputs into results.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,14 +20,15 @@ from jaxmha.mask import Mask
 
 
 class Parts(NamedTuple):
-    """A request as kernels see it: what nothing may attend, and who attends nothing, is zero.
+    """A request as kernels take it: unattended keys and values and fully masked queries are zero.
 
     Attributes:
       query: `B T N H`. key: `B S K H`. value: `B S K h`.
       bias: `b n t s` or None.
-      conditions: `rows` hold already; `keys` are what padding (and, beside it, lengths) leaves.
+      conditions: `rows` is None, since the adapter applies it; `keys` are the valid keys, lengths
+        included, where the mask has key padding, else None.
       query_lengths, key_lengths: `B`, within 0 and T, S; None: all.
-      left: `j >= i - left`; above: `j <= i + above`; None: no bound, or none that binds.
+      left: `j >= i - left`; above: `j <= i + above`; None: no bound, or one that masks nothing.
       scale: of the logits.
     """
 
@@ -44,7 +45,7 @@ class Parts(NamedTuple):
 
 
 def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """What no fused kernel does, or this one does not for its dtypes; None: nothing of it."""
+    """Why no fused kernel, or not this one with its dtypes, takes a request; None: no objection."""
     semantics, dtype = request.semantics, request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -63,15 +64,14 @@ def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | N
 
 
 def is_dense(request: Request) -> bool:
-    """Whether there is a bias, or a mask that is not made of conditions on rows and on keys."""
+    """Whether there is a bias, or a dense mask that padding of rows or keys cannot express."""
     return request.bias is not None or request.mask.array is not None
 
 
 def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array | None]]) -> Result:
-    """The request by a kernel: `run` answers `B T N h` and, where it is read, lse `B N T`.
+    """Computes the request with a kernel: `run` returns `B T N h` and, if it is read, lse `B N T`.
 
-    What `run` answers in rows without keys does not matter, as long as it is a number wherever a
-    gradient passes.
+    `run` may return any value in fully masked rows, but no NaN where a gradient passes.
     """
     semantics = request.semantics
     (B, T, N, H), (_, S, K, _) = request.query.shape, request.value.shape
@@ -111,7 +111,7 @@ def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array |
 
 
 def diagonals(mask: Mask, T: int, S: int) -> tuple[int | None, int | None]:
-    """Static bounds `i - left <= j <= i + above`, None where they bind nothing."""
+    """Static bounds `i - left <= j <= i + above`; None where a bound masks nothing."""
     left, above = mask.window_size or (None, None)
     if isinstance(mask.causal_offset, int):
         above = mask.causal_offset if above is None else min(above, mask.causal_offset)
@@ -129,7 +129,7 @@ def _lengths(lengths: Any, B: int, most: int) -> jax.Array | None:
 
 
 def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Array:
-    """Zeros after (or before) what is there, up to `size`."""
+    """Zero-pads an axis at its end (or front) to `size`."""
     missing = size - x.shape[axis]
     if not missing:
         return x
@@ -139,15 +139,16 @@ def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Arra
 
 
 class Kernel(NamedTuple):
-    """A kernel with everything static bound; hashable.
+    """A kernel with its static configuration; hashable.
 
     Attributes:
-      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; it
-        takes keys for values.
-      out_and_lse: the same, `-> (out, lse)`. Its gradient drops that of lse, or there is none.
+      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; the
+        keys must be valid values too.
+      out_and_lse: the same, `-> (out, lse)`. Its gradient ignores the cotangent of lse, or it has
+        none.
       pulls: whether `out_and_lse` has a gradient.
       scale: of the logits.
-      settings: what makes two kernels different programs.
+      settings: everything that makes two kernels different programs.
     """
 
     out: Callable[..., jax.Array]
@@ -167,7 +168,7 @@ def call(
     *,
     lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Output and, where it is read, lse with its gradient."""
+    """Output and, if `lse` is set, a differentiable lse."""
     if lse:
         return out_and_lse(kernel, query, key, value, bias, others)
     return kernel.out(kernel.settings, query, key, value, bias, others), None
@@ -182,7 +183,7 @@ def out_and_lse(
     bias: jax.Array | None,
     others: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of a kernel that gives lse without its gradient."""
+    """Output and differentiable lse of a kernel whose own lse has no gradient."""
     return kernel.out_and_lse(kernel.settings, query, key, value, bias, others)
 
 
@@ -199,11 +200,11 @@ def _forward(kernel: Kernel, query: Any, key: Any, value: Any, bias: Any, others
 
 
 def _backward(kernel: Kernel, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    """The slope of lse by the same kernel, with keys in place of values.
+    """Computes the gradient of lse with the same kernel, with keys in place of values.
 
-    d lse_i / d query_i is `scale` times what row i of attention makes of the keys, and
-    d lse_i / d key_j is `scale` times the weight times query_i: what the gradient of values makes
-    of the queries.
+    d lse_i / d query_i is `scale` times row i of attention over the keys as values, and
+    d lse_i / d key_j is `scale` times weight (i, j) times query_i: the gradient of the values with
+    the queries as output cotangent.
     """
     pull, (query, key, _, bias), others = saved
     slope, slope_lse = slopes

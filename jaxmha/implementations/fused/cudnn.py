@@ -1,7 +1,7 @@
 """cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX.
 
-Source: `jax.nn.dot_product_attention(implementation="cudnn")`, and for the log-sum-exp in float32
-the private function below it, whose call is the same in JAX 0.10 to 0.12.
+Source: `jax.nn.dot_product_attention(implementation="cudnn")` and, for the log-sum-exp in float32,
+the private function that it calls, whose signature is the same in JAX 0.10 to 0.12.
 """
 
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from jaxmha.implementations.fused.adapter import Kernel, Parts, fill
 
 # Backward passes with a bias are wrong or missing at other sizes (NaN at 64 modulo 128).
 BIAS_MULTIPLE = 128
-# cuDNN loses -inf in a bias: what is excluded is far below what a bias may hold.
+# cuDNN loses -inf in a bias: masked pairs get a value far below every bias entry instead.
 EXCLUDED, LOWEST = -(2.0**41), -(2.0**40)
-# Two factors of what an excluded key adds to a logit; both fit float16.
+# A masked key adds scale * BARRIER * -BARRIER to a logit; each factor fits float16.
 BARRIER = 2.0**15
 
 
 class Settings(NamedTuple):
-    """What is static of one call."""
+    """Static configuration of one call."""
 
     scale: float
     causal: bool
@@ -69,7 +69,7 @@ def supports(request: Request) -> str | None:
 
 
 def traceable() -> str | None:
-    """Why JAX cannot trace a call of cuDNN on this machine, or None."""
+    """The reason why JAX cannot trace a call of cuDNN on this machine, or None."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     try:
@@ -85,14 +85,14 @@ def attend(request: Request) -> Result:
 
 
 def _run(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Rows are moved until causality is top-left."""
+    """Shifts the rows of queries, so that the causal mask is aligned top-left (`above` is 0)."""
     above, left = parts.above, parts.left
     if not above:
         return _top_left(parts, lse=lse)
     query, lengths = parts.query, parts.query_lengths
     (B, T, N, _), h = query.shape, parts.value.shape[3]
     left = None if left is None else left + above
-    if T + above <= 0 or (left is not None and left < 0):  # every row is empty
+    if T + above <= 0 or (left is not None and left < 0):  # every row is fully masked
         return jnp.zeros((B, T, N, h), query.dtype), jnp.zeros((B, N, T), np.float32)
     bias = parts.bias
     conditions = parts.conditions
@@ -123,12 +123,12 @@ def _run(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
-    """`above` is 0 or None; from here on no row within its length may be without keys."""
+    """The kernel call for `above` 0 or None; each row within its length must attend some key."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = parts
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
     bias, there = _added(parts), None if _dense(parts) else parts.conditions.keys
     causal = above is not None
-    if causal and S > T:  # later keys are nobody's
+    if causal and S > T:  # causality masks keys from T on for every query
         key, value = key[:, :T], value[:, :T]
         bias = None if bias is None else bias[..., :T]
         there = None if there is None else there[:, :T]
@@ -140,7 +140,7 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
         there = jnp.broadcast_to(there, (B, S))
         if causal:
             query, key = _barrier(query, key, there, scale)
-        else:  # order does not matter: keys that are there come first
+        else:  # without causality the order is free: valid keys come first, so a length suffices
             order = jnp.argsort(~there, axis=1, stable=True)[..., None, None]
             key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
             key_lengths = there.sum(1, dtype=np.int32)
@@ -150,8 +150,8 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
             bias, ((0, 0), (0, 0), (0, rows - T), (0, columns - S)), constant_values=EXCLUDED
         )
     else:
-        # JAX refuses gradients at odd sizes, cuDNN those of one key, and windows for more queries
-        # than keys.
+        # JAX rejects gradients at odd sizes; cuDNN rejects gradients with a single key, and windows
+        # with more queries than keys.
         rows, columns = T + T % 2, S + S % 2
         if left is not None:
             columns = max(columns, rows)
@@ -165,7 +165,7 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
         key_lengths = jnp.full(B, S, np.int32) if key_lengths is None else key_lengths
         key_lengths = jnp.maximum(key_lengths, 1)
         query_lengths = jnp.full(B, T, np.int32) if query_lengths is None else query_lengths
-        if left is not None:  # later rows see none of the keys
+        if left is not None:  # later rows attend no valid key
             query_lengths = jnp.minimum(query_lengths, key_lengths + left)
         lengths = query_lengths, key_lengths
     width = -(-max(query.shape[3], h) // 8) * 8
@@ -176,7 +176,7 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _barrier(query: Any, key: Any, there: Any, scale: float) -> tuple[Any, Any]:
-    """One more feature, that takes the logits of keys that are not there out of reach."""
+    """Appends a feature that pushes the logits of padded keys far below all others."""
     ones = jnp.full((*query.shape[:3], 1), BARRIER if scale > 0 else -BARRIER, query.dtype)
     heights = jnp.where(there, 0, -BARRIER).astype(key.dtype)[..., None, None]
     heights = jnp.broadcast_to(heights, (*key.shape[:3], 1))
@@ -188,7 +188,7 @@ def _dense(parts: Parts) -> bool:
 
 
 def _added(parts: Parts) -> jax.Array | None:
-    """The bias `b n T S`, far down where pairs are excluded; cuDNN broadcasts only b and n."""
+    """The bias `b n T S` with EXCLUDED in masked pairs; cuDNN broadcasts only b and n."""
     if not _dense(parts):
         return None
     (_, T, _, _), (_, S, _, _) = parts.query.shape, parts.key.shape
@@ -196,7 +196,7 @@ def _added(parts: Parts) -> jax.Array | None:
     added = jnp.zeros((1, 1, 1, 1), parts.query.dtype)
     if parts.bias is not None:
         added = parts.bias.astype(np.float32)
-        held = added - jax.lax.stop_gradient(added) + LOWEST  # its value LOWEST, its slope 1
+        held = added - jax.lax.stop_gradient(added) + LOWEST  # value LOWEST, gradient 1
         finite = added != -jnp.inf
         added = jnp.where(added < LOWEST, jnp.where(finite, held, EXCLUDED), added)
         added = added.astype(parts.query.dtype)

@@ -1,6 +1,6 @@
-"""Splash attention: TPU, the Pallas kernel that comes with JAX.
+"""Splash attention: the TPU kernel in Pallas that comes with JAX.
 
-Checked by lowering and in interpret mode only, so it runs where it is asked for by name. Source:
+Checked by lowering and in interpret mode only, so it runs only by name. Source:
 `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
@@ -19,12 +19,12 @@ from jaxmha.mask import Mask
 
 DTYPES: tuple[str, ...] = ("bfloat16",)
 LANES, BLOCK = 128, 512
-# Without a TPU the kernel runs step by step in plain JAX: for tests.
+# Interprets the kernel in plain JAX, without a TPU: for tests.
 INTERPRET = False
 
 
 class Settings(NamedTuple):
-    """What is static of one call."""
+    """Static configuration of one call."""
 
     left: int | None
     above: int | None
@@ -53,7 +53,7 @@ def supports(request: Request) -> str | None:
 
 
 def traceable() -> str | None:
-    """None: it is traced anywhere."""
+    """None: every machine can trace it."""
     return None
 
 
@@ -65,7 +65,7 @@ def attend(request: Request) -> Result:
 
 
 def _ids(mask: Mask, T: int, S: int) -> tuple[Any, Any] | None:
-    """Segments renumbered by their place among those of the queries, so that -1 is free."""
+    """Segment ids renumbered by rank among the queries' ids; -1 marks keys without any query."""
     if mask.query_segments is None:
         return None
     queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
@@ -100,7 +100,7 @@ def _run(
     query = fill(query, 1, rows)
     key, value = fill(parts.key, 1, columns), fill(parts.value, 1, columns)
     settings = Settings(parts.left, parts.above, soft_cap, INTERPRET)
-    # The scale is in the queries already: what the gradient passes through again.
+    # The queries are scaled already, and the gradient passes through that product: the scale is 1.
     kernel = Kernel(_out, _out_and_lse, False, 1.0, settings)
     out, found = adapter.call(kernel, query, key, value, None, ids, lse=lse)
     return out[:, :T], None if found is None else found[:, :, :T]

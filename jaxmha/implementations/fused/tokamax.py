@@ -1,7 +1,7 @@
 """tokamax's Mosaic and Triton kernels: NVIDIA GPUs, where the package is installed.
 
-Biases and masks are streamed and need not be whole; value heads may have another size. Source:
-`tokamax.dot_product_attention` 0.0.17, whose public function returns no log-sum-exp.
+They stream biases and masks, which need not be materialised, and value heads may differ in size.
+Source: `tokamax.dot_product_attention` 0.0.17, whose public function returns no log-sum-exp.
 """
 
 from importlib.util import find_spec
@@ -16,9 +16,9 @@ from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
 from jaxmha.implementations.fused.adapter import Parts
 
-# The first that takes the call.
+# In order of preference; tokamax takes the first that supports the call.
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
-# Far below what a bias may hold; its own -inf would make NaN of rows without keys.
+# Replaces -inf in a bias, far below other entries: -inf gives NaN in fully masked rows.
 EXCLUDED = -(2.0**41)
 
 
@@ -47,7 +47,7 @@ def supports(request: Request) -> str | None:
 
 
 def traceable() -> str | None:
-    """Why tokamax cannot be traced on this machine, or None."""
+    """The reason why this machine cannot trace tokamax, or None."""
     if jax.default_backend() != "gpu":
         return "tokamax asks the GPU of this machine while it traces, and there is none"
     return None

@@ -27,7 +27,7 @@ OF_ROWS = ((128, 4), (256, 8))
 # Smallest and largest T with row bands. With fewer rows one kernel computes all heads together;
 # with more, tiles skip as much and compile faster.
 ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
-# Platforms where 1 * -inf is -inf in a matmul; others may split operands into parts, which gives NaN.
+# Platforms where 1 * -inf is -inf in a matmul; elsewhere split operands may give NaN.
 MASKED_BY_PRODUCT = ("cpu",)
 Answer = tuple[jax.Array, jax.Array | None]
 
@@ -47,7 +47,7 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
 
 
 def rows_leave_out(plan: Plan, above: int, platform: str = "cpu") -> bool:
-    """Whether row bands pay: the average row attends at least a quarter fewer keys than the last."""
+    """Whether row bands pay: rows attend on average at least a quarter fewer keys than the last."""
     least, most = ROWS.get(platform, (0, 0))
     seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
     return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])

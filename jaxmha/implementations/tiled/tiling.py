@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 # elsewhere enough to keep the device busy.
 TARGET: dict[str, int] = {"cpu": 2**21}
 TARGET_ELSEWHERE = 2**26
-# The same for one head with all its keys and only a softmax between the matmuls: XLA fuses them into
-# one kernel, and fewer kernels have fewer starts.
+# The same for one head with all its keys and only a softmax between the matmuls: XLA fuses them
+# into one kernel, and fewer kernels have fewer starts.
 TARGET_OF_KERNEL: dict[str, int] = {"cpu": 2**23}
-# Heads with at most SMALL_HEAD bytes of scores share a tile of up to TARGET_OF_SMALL_HEADS bytes: XLA
-# fuses it into one kernel, which itself computes one head at a time. With up to FEW_KEYS keys and
-# only a softmax between the matmuls, a small head may have FEW_KEYS_TIMES as many bytes.
+# Heads with at most SMALL_HEAD bytes of scores share a tile of up to TARGET_OF_SMALL_HEADS bytes:
+# XLA fuses it into one kernel, which itself computes one head at a time. With up to FEW_KEYS keys
+# and only a softmax between the matmuls, a small head may have FEW_KEYS_TIMES as many bytes.
 SMALL_HEAD: dict[str, int] = {"cpu": 2**18}
 FEW_KEYS, FEW_KEYS_TIMES = 256, 4
 TARGET_OF_SMALL_HEADS: dict[str, int] = {"cpu": 2**24}
@@ -37,7 +37,7 @@ SIDE_ELSEWHERE = 2048
 # where keys are few.
 TARGET_OF_HEADS: dict[str, int] = {"cpu": 2**22}
 TARGET_OF_FEW_KEYS: dict[str, int] = {"cpu": 2**23}
-# Few steps of one kernel each, of few bytes in total, are unrolled: XLA runs some of them in parallel.
+# Few steps of one kernel each, of few bytes in total, are unrolled: XLA runs some in parallel.
 FEW_STEPS = 8
 BYTES_OF_FEW_STEPS: dict[str, int] = {"cpu": 2**24}
 # Few query tiles are unrolled too where keys are tiled.
