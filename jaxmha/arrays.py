@@ -1,4 +1,4 @@
-"""Array types of the public signatures, and checks that refuse other types."""
+"""Array types of the public signatures, and checks that reject other types."""
 
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-# Not NDArray: from NumPy 2.5 on that is an alias that jaxtyping cannot look into.
+# Not NDArray: since NumPy 2.5 it is an alias that jaxtyping cannot resolve.
 Array: TypeAlias = jax.Array | np.ndarray[tuple[Any, ...], np.dtype[Any]]
 
 __all__ = [
@@ -21,12 +21,12 @@ __all__ = [
     "none_foreign",
 ]
 
-# Frameworks whose tensors have shapes and dtypes too, and how theirs become arrays.
+# Frameworks whose tensors have shapes and dtypes too, and the call that converts them to arrays.
 FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".numpy()"}
 
 
 def are_arrays(**arguments: Any) -> None:
-    """Raises TypeError for an argument other than None that is no array of NumPy or JAX."""
+    """Raises TypeError for an argument that is neither None nor an array of NumPy or JAX."""
     for name, value in arguments.items():
         if value is None or _is_fine(value):
             continue
@@ -42,14 +42,14 @@ def _is_fine(leaf: Any) -> bool:
 
 
 def in_jax(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX has arrays of it. Integers may be of foreign byte order: they are narrowed."""
+    """Whether JAX has a dtype. Integers may have foreign byte order, since they are narrowed."""
     widest = 16 if dtype.kind == "c" else 8  # NumPy's long double is wider
     ordinary = dtype.kind in "biufc" and dtype.itemsize <= widest
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
 
 
 def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    """A dtype argument; TypeError that names it for anything else, None included."""
+    """A dtype argument as NumPy's dtype; TypeError that names it for anything else, even None."""
     found: np.dtype[Any] | None = None
     with suppress(TypeError):
         found = None if dtype is None else np.dtype(dtype)
@@ -59,19 +59,19 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
 
 
 def made_array(name: str, value: Any) -> str:
-    """For the end of a message: how a list becomes an array."""
+    """The end of an error message: how to convert a list to an array."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
 
 
 def is_rounded(dtype: Any) -> bool:
-    """Whether JAX, without x64, makes arrays of another dtype of it, without a word."""
+    """Whether JAX silently converts the dtype to another, as it does to 64 bits without x64."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def none_foreign(name: str, tree: Any) -> None:
-    """Raises TypeError for a leaf that is a tensor of another framework, which is not imported, or
-    a NumPy array of a dtype that JAX lacks."""
-    if all(map(_is_fine, jax.tree.leaves(tree))):  # paths take longer than everything else
+    """Raises TypeError for a leaf that is a tensor of another framework (without importing it) or a
+    NumPy array of a dtype that JAX lacks."""
+    if all(map(_is_fine, jax.tree.leaves(tree))):  # paths cost more than all other checks
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if _is_fine(leaf):

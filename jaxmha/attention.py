@@ -20,7 +20,7 @@ from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `dot_product_attention` by which its type does not change."""
+    """Arguments of `dot_product_attention` that do not change its return type."""
 
     scale: float | Float[Array, ""] | None
     is_causal: bool
@@ -134,9 +134,9 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Softmax-weighted values: `softmax(scale * query @ key + bias) @ value`, per head.
 
-    The arguments of `jax.nn.dot_product_attention` with their names, order and layout, and more;
-    [the differences](../guide/jax_nn.md) are listed. Here rows with nothing left to attend have one
-    declared output, and keys that nothing may attend influence nothing, whatever they hold.
+    It takes the arguments of `jax.nn.dot_product_attention` in the same order and layout, and more;
+    see [the differences](../guide/jax_nn.md). Fully masked rows have one declared output, and
+    unattended keys influence nothing, even if they hold NaN.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -145,14 +145,14 @@ def dot_product_attention(
       bias: added to the logits, broadcastable to `(B, N, T, S)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(B, N, T, S)`, True = attend; or a `Mask`.
       scale: factor of the logits, default `H ** -0.5`. An array of shape (), such as a learned
-        temperature, may be traced and has a gradient; half precision is then multiplied in float32.
+        temperature, may be traced and has a gradient; half precision is then computed in float32.
       is_causal: query i attends keys j <= i (aligned top-left; `Mask.causal(offset)` otherwise).
       query_seq_lengths: `(B,)`; rows beyond are 0.
       key_value_seq_lengths: `(B,)`; keys beyond are excluded.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       segment_ids: `(B, T)` for both, or a pair `(B, T)`, `(B, S)`; only equal ids attend.
       logits_soft_cap: c: scaled logits x become `c * tanh(x / c)`, before the bias.
-      fully_masked: answer of a row with nothing left: `zero`, `nan` or `mean` of the values.
+      fully_masked: output of a fully masked row: `zero`, `nan` or `mean` of the values.
       softmax_dtype: default at least float32; float64 stays float64.
       precision: of the two matrix products; None: as `Semantics.precision`.
       dropout_rate: of the weights; acts only with a `dropout_key`.
@@ -161,11 +161,11 @@ def dot_product_attention(
       return_weights: also return the weights `(B, N, T, S)`: `"before_dropout"` (= True) or
         `"after_dropout"`.
       return_lse: also return the log-sum-exp of the logits `(B, N, T)` in float32 (float64 for
-        float64 inputs), -inf on empty rows. It has a gradient.
-      return_residual: also return it as `jax.nn` does: `(B, T, N)`, in the dtype of out, without a
-        gradient, and on empty rows -2.38e38 (-inf in float16, float64, and where a bias alone
-        excludes).
-      implementation: a name, or names in order of preference; None: the first that supports it.
+        float64 inputs), -inf on fully masked rows. It has a gradient.
+      return_residual: also return the log-sum-exp as `jax.nn` does: `(B, T, N)`, in the dtype of
+        out, without a gradient, and -2.38e38 on fully masked rows (-inf in float16, float64, and
+        where a bias alone excludes).
+      implementation: name, or names in order of preference; None: the first that supports the call.
 
     Returns:
       `out[, weights][, lse][, residual]`; out is `(B, T, N, h)` in the promoted dtype of the
@@ -226,7 +226,7 @@ def dot_product_attention(
 
 
 class Returned(NamedTuple):
-    """Requested results after the output: fields named as the arguments of the function."""
+    """Results requested in addition to the output; fields are named as the `return_` arguments."""
 
     weights: ReturnWeights
     lse: bool
@@ -236,7 +236,7 @@ class Returned(NamedTuple):
 def _keywords(
     is_causal: bool, query_lengths: Any, key_value_lengths: Any, window: Any, segment_ids: Any
 ) -> Mask:
-    """The keyword arguments that say who attends, as one mask."""
+    """Combines the keyword arguments that restrict attention to one mask."""
     several = isinstance(segment_ids, tuple | list)
     ids = tuple(segment_ids) if several else (segment_ids, segment_ids)
     if len(ids) != 2:
@@ -334,10 +334,10 @@ def _dot_product_attention(
 def _residual(
     lse: Any, bias: jax.Array | None, mask: Mask, sizes: dict[str, int], dtype: np.dtype[Any]
 ) -> jax.Array:
-    """lse as `jax.nn` returns it, where a mask puts a number of float32 in place of logits."""
+    """lse as `jax.nn` returns it: there a mask replaces logits by a finite float32 constant."""
     if not mask.empty:
         masked: Any = lse == -jnp.inf
-        if bias is not None:  # keys that it excludes are -inf in jax.nn too
+        if bias is not None:  # keys that a bias excludes are -inf in jax.nn too
             some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)
             masked &= sharding.in_order(some, 2)
         lse = jnp.where(masked, -0.7 * float(np.finfo(np.float32).max), lse)
@@ -357,7 +357,7 @@ def attend(
     *,
     return_lse: bool = False,
 ) -> Result:
-    """Attention on checked arrays with one batch axis, by the implementation selected."""
+    """Attention on checked arrays with one batch axis, computed by the selected implementation."""
     N, K = query.shape[2], key.shape[2]
     if K == 0 or N % K:
         raise ValueError(
@@ -393,7 +393,7 @@ def as_mask(mask: Any) -> Mask:
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """As a static argument of jit; what is hashable stays what it is, and is looked up later."""
+    """Converts a list of names to a tuple, so that it can be a static argument of jit."""
     if isinstance(implementation, str | implementations.Question):
         return implementation
     return tuple(implementation) if isinstance(implementation, Iterable) else implementation

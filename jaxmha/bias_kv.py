@@ -18,10 +18,10 @@ from jaxmha.semantics import Semantics
 
 
 def count(params: MHAParams, semantics: Semantics) -> int:
-    """How many there are.
+    """Number of extra positions.
 
     Raises:
-      ValueError: there are some, and positions are in zig-zag order, where they have no place.
+      ValueError: there are some and positions are in zig-zag order, which cannot include them.
     """
     found = (params.bias_k is not None) + semantics.add_zero_attn
     axes = sharding.current()
@@ -35,7 +35,7 @@ def count(params: MHAParams, semantics: Semantics) -> int:
 
 
 def append(heads: jax.Array, learned: Array | None, semantics: Semantics) -> jax.Array:
-    """Adds the learned position (`bias_k` or `bias_v`) and the zero one to `B S K H` heads."""
+    """Appends the learned position (`bias_k` or `bias_v`) and the zero one to `B S K H` heads."""
     B, _, K, size = heads.shape
     rows = [heads]
     if learned is not None:
@@ -49,7 +49,7 @@ def append(heads: jax.Array, learned: Array | None, semantics: Semantics) -> jax
 def widen_bias(
     bias: Array | None, extra: int, batch: Sequence[int], sizes: dict[str, int]
 ) -> jax.Array | None:
-    """A bias over S and the extra positions: 0 there, unless it names them itself."""
+    """Extends a bias over S to the extra positions with 0, unless it covers them already."""
     if bias is None:
         return None
     if extra == 0 or _names_extras(bias, extra, sizes):
@@ -60,9 +60,9 @@ def widen_bias(
 
 
 def widen_mask(mask: Mask, extra: int, batch: Sequence[int], sizes: dict[str, int]) -> Mask:
-    """A mask over S and the extra positions: visible there, unless its array names them itself.
+    """Extends a mask over S to the extra positions, visible unless its array covers them already.
 
-    Query rows that are not there see nothing, the extra positions included.
+    Invalid query rows attend nothing, extra positions included.
     """
     if extra == 0:
         return flatten_mask(mask, batch, sizes)

@@ -1,6 +1,6 @@
-"""Attention over a cache of keys and values, of which each sequence has its own length.
+"""Attention over a cache of keys and values, where each sequence has its own length.
 
-Source of the blockwise softmax: Milakov and Gimelshein, "Online normalizer calculation for
+Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for
 softmax" (2018).
 """
 
@@ -22,12 +22,12 @@ from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.params import MHAParams
 from jaxmha.semantics import Semantics
 
-BLOCK = 512  # keys read at a time: steps cost what is there, not what there is room for
-WORTH_A_COPY = 4  # a copy of a key costs as much as attending about so many
+BLOCK = 512  # keys per tile: the cost of a step grows with the tokens, not with the slots
+WORTH_A_COPY = 4  # copying a key costs about as much as attending so many
 
 
 def refuse_structure(mask: Mask) -> None:
-    """Raises ValueError for what a mask cannot say of a step over a cache."""
+    """Raises ValueError for conditions of a mask that a step over a cache does not support."""
     names = ("causal_offset", "query_lengths", "key_value_lengths", "query_padding")
     refused = [name for name in names if getattr(mask, name) is not None]
     refused += ["segments"] * (mask.query_segments is not None)
@@ -65,7 +65,7 @@ def attend_cache(
         return jnp.zeros((B, T, N, h), dtype)
     accumulate = accumulation_dtype(dtype)
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    # A cache of bfloat16 is read as it lies: a copy in float32 takes longer than the products.
+    # A bfloat16 cache is multiplied directly: a copy in float32 takes longer than the matmuls.
     common = _common_dtype(query.dtype, cached_keys.dtype, cached_values.dtype)
     platform = platforms.current().name
     operands = operand_dtype(common, semantics.precision, platform)
@@ -83,8 +83,9 @@ def attend_cache(
     size = min(block, S)
 
     def allowed(slots: jax.Array) -> jax.Array:
-        """`B, n, T, slots`: slots whose token is not later than the query, nor too early."""
-        tokens = last - (last - slots.reshape(1, -1)) % S  # the latest that the slot may hold
+        """Mask tile `B n T slots`: the slot's token is not after the query, and within the
+        window."""
+        tokens = last - (last - slots.reshape(1, -1)) % S  # latest token in the slot
         i, j = positions[:, None, :, None], tokens[:, None, None]
         there = (j >= 0) & (j <= i)
         if left is not None:
@@ -99,9 +100,9 @@ def attend_cache(
     def fold(
         state: tuple[Any, ...], keys: Any, values: Any, there: Any, *, dead_too: bool = False
     ) -> tuple[Any, ...]:
-        """Adds keys `B K s H` to the running highest logit, sum and output.
+        """Online softmax: folds a tile of keys `B K s H` into the row max, row sum and output.
 
-        `dead_too`: values that nothing attends are multiplied by 0, whatever they hold.
+        `dead_too`: skips zeroing of unattended values, which are multiplied by weights of 0.
         """
         highest, total, out = state
         n, s = there.shape[1], keys.shape[2]
@@ -122,7 +123,7 @@ def attend_cache(
         return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + weighed
 
     shape = (B, K, G * T)
-    lowest = float(np.finfo(accumulate).min)  # finite, so that nothing becomes NaN
+    lowest = float(np.finfo(accumulate).min)  # finite: -inf - -inf would be NaN
     nothing: tuple[Any, ...] = (
         jnp.full(shape, lowest, accumulate),
         jnp.zeros(shape, accumulate),
@@ -136,7 +137,7 @@ def attend_cache(
         return fold(nothing, cached_keys, cached_values, allowed(slots), dead_too=True)
 
     def block_of(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The last block is moved back to fit; what it shares with the one before is left out.
+        # The last tile is moved back to fit; its overlap with the tile before is masked.
         start = jnp.minimum(i * size, S - size)
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cached_keys, cached_values)
@@ -147,15 +148,15 @@ def attend_cache(
 
     def by_blocks() -> tuple[Any, ...]:
         first = jnp.zeros((), used.dtype)
-        if left is not None:  # no sequence has gone round yet: earlier blocks are not in a window
+        if left is not None:  # until a sequence wraps around, tiles before every window are skipped
             before = jnp.maximum(jnp.min(positions) - left, 0)
             first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
         last_block = (used + size - 1) // size
         state: tuple[Any, ...] = jax.lax.fori_loop(first, last_block, block_of, nothing)
         return state
 
-    # Cutting a block out is a copy, which costs more than reading all where much is used. Where
-    # slots that nothing attends hold NaN, that fails, and blocks are right.
+    # Slicing a tile copies it, which costs more than reading the whole cache if much of it is used.
+    # The whole pass fails if unattended slots hold NaN; then the tiled pass is correct.
     much = used * WORTH_A_COPY > S
     state = jax.lax.cond(much, whole, lambda: nothing)
     state = jax.lax.cond(much & jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
@@ -177,16 +178,16 @@ def attend_cache(
 
 
 def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, and NaN where the condition holds.
+    """`x` with NaN where the condition holds.
 
-    A constant NaN would be reported by `jax_debug_nans` where no row is NaN.
+    `jax_debug_nans` would report a constant NaN even if no row is NaN.
     """
     infinite = jnp.where(condition, jnp.inf, 0.0).astype(x.dtype)
     return jnp.where(condition, infinite - infinite, x)
 
 
 def _common_dtype(query: np.dtype[Any], *cached: np.dtype[Any]) -> np.dtype[Any]:
-    """Promoted; float8, which is only stored, is widened to the dtype of the queries."""
+    """The promoted dtype; float8, a storage dtype, is widened to the dtype of the queries."""
     wide = [dtype for dtype in cached if dtype.itemsize > 1]
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(query, *wide))
@@ -195,10 +196,10 @@ def _common_dtype(query: np.dtype[Any], *cached: np.dtype[Any]) -> np.dtype[Any]
 def _logits(
     rows: jax.Array, keys: jax.Array, product: Callable[..., jax.Array], platform: str
 ) -> jax.Array:
-    """`B K r s` of rows `B K r H` and keys `B K s H`."""
+    """Logits `B K r s` of rows `B K r H` and keys `B K s H`."""
     if rows.shape[2] == 1 or platform != "cpu":
         return product("bkrh,bksh->bkrs", rows, keys)
-    # Few rows times many keys is several times slower on CPUs than the other way round, which
-    # XLA would undo.
+    # On CPUs, few rows times many keys is several times slower than keys times rows; the barrier
+    # keeps XLA from swapping the operands back.
     found = product("bksh,bkrh->bksr", keys, rows)
     return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Checks of arguments, shared by the public functions."""
+"""Argument checks shared by the public functions."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def no_silent_rounding(**arguments: Any) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
     if not is_rounded(np.float64):
         return
-    # Paths of sound leaves would take longer than everything else that is checked.
+    # Paths of all leaves would cost more than all other checks.
     if not any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arguments)):
         return
     for name, tree in arguments.items():
@@ -32,12 +32,12 @@ def no_silent_rounding(**arguments: Any) -> None:
 
 
 def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
-    """A dtype that can hold heads; TypeError unless it is floating, has a sign and a zero, and is
-    not one that JAX would round."""
+    """A dtype that can hold heads; TypeError unless it is floating with a sign and a zero, and JAX
+    has it without rounding."""
     dtype = as_dtype(name, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating, got {dtype}")
-    if dtype.name.startswith("float6_"):  # JAX names it, and XLA cannot make arrays of it
+    if dtype.name.startswith("float6_"):  # a dtype of JAX that XLA cannot allocate
         raise TypeError(f"{name} must be floating, of another size than 6 bits, got {dtype}")
     if np.array([-1, 0]).astype(dtype).tolist() != [-1, 0]:  # float8_e8m0fnu, made for scales
         raise TypeError(f"{name} must be floating with a sign and a zero, got {dtype}")
@@ -50,8 +50,8 @@ def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
 
 
 def are_of(kind: type, **arguments: Any) -> None:
-    """Raises TypeError for an argument that is of another type of jaxmha's, or of none, or holds
-    tensors of another framework."""
+    """Raises TypeError for an argument that is not of the type `kind`, or holds tensors of another
+    framework."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
@@ -59,7 +59,7 @@ def are_of(kind: type, **arguments: Any) -> None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool that shapes the program; TypeError for anything else, 0 and 1 included."""
+    """A static bool; TypeError for anything else, 0 and 1 included."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     traced = isinstance(value, jax.core.Tracer)
@@ -70,7 +70,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def window(sides: Any) -> Mask:
-    """`local_window_size` as a mask: w or (left, right)."""
+    """Converts `local_window_size`, w or (left, right), to a mask."""
     if sides is None:
         return Mask()
     if isinstance(sides, np.ndarray | jax.Array) and sides.ndim:
@@ -85,7 +85,7 @@ def window(sides: Any) -> Mask:
 
 
 def are_sizes(*, least: int = 1, most: int | None = None, **arguments: Any) -> None:
-    """Raises ValueError for an argument that is there and no integer of these sizes."""
+    """Raises ValueError for an argument that is neither None nor an integer from least to most."""
     for name, size in arguments.items():
         if size is None or export.is_symbolic_dim(size):
             continue
@@ -96,7 +96,7 @@ def are_sizes(*, least: int = 1, most: int | None = None, **arguments: Any) -> N
 
 
 def promoted(**arrays: Any) -> np.dtype[Any]:
-    """The promoted dtype of the arrays that are there; TypeError unless all are floating."""
+    """The promoted dtype of the arrays that are not None; TypeError unless all are floating."""
     there = {name: array for name, array in arrays.items() if array is not None}
     for name, array in there.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -104,13 +104,13 @@ def promoted(**arrays: Any) -> np.dtype[Any]:
     try:
         with jax.numpy_dtype_promotion("standard"):
             return np.dtype(jnp.result_type(*there.values()))
-    except jax.dtypes.TypePromotionError:  # float8 is promoted to nothing
+    except jax.dtypes.TypePromotionError:  # JAX does not promote float8
         dtypes = ", ".join(f"{name} is {array.dtype}" for name, array in there.items())
         raise TypeError(f"no common dtype: {dtypes}; cast them to one") from None
 
 
 def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
-    """`True` is "before_dropout". Raises ValueError for anything else."""
+    """Normalises `True` to "before_dropout"; ValueError for an unknown value."""
     if isinstance(return_weights, np.bool_):
         return_weights = bool(return_weights)
     if not isinstance(return_weights, bool | str):
@@ -121,7 +121,7 @@ def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
     return "before_dropout" if return_weights is True else return_weights
 
 
-# Axes after the batch of every array in a Mask.
+# Axes of every array in a Mask, after the batch axes.
 _MASK_AXES = {
     "causal_offset": "",
     "query_lengths": "",
@@ -139,7 +139,7 @@ def flatten_mask(
 ) -> Mask:
     """Checks every array of a mask and gives it one batch axis.
 
-    `names` are the arguments that the fields came from, for messages.
+    `names`: argument names of the fields, for error messages.
     """
     arrays: dict[str, Any] = {}
     for field, axes in _MASK_AXES.items():
@@ -170,10 +170,10 @@ def flatten_bias(bias: Any, batch: Sequence[int], sizes: dict[str, int]) -> jax.
 def flatten_batch(
     name: str, array: Any, batch: Sequence[int], axes: str, sizes: dict[str, int]
 ) -> jax.Array:
-    """Makes the leading axes `*B` of an array one batch axis before `axes`.
+    """Flattens the leading axes `*B` of an array to one batch axis before `axes`.
 
-    Leading axes broadcast to the batch; all 1 or absent, they become one axis of size 1. Axes
-    written `#N` may be 1 or, from the left, missing.
+    Leading axes broadcast to the batch; if all are 1 or absent, they become one axis of size 1.
+    Axes written `#N` may be 1 or, from the left, missing.
 
     Raises:
       ValueError: names the array, the axes expected and the shape received.
@@ -216,7 +216,7 @@ def flatten_batch(
 def _missing_axes(
     name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
 ) -> str:
-    """How to give missing axes to an array that has its batch axis."""
+    """A hint for error messages: how to insert the missing axes into a batched array."""
     keys, pairs = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name})" * (name == "mask")

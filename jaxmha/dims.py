@@ -32,10 +32,10 @@ def parse(axes: str) -> tuple[tuple[str, ...], ...]:
 
 
 def bind(name: str, shape: Sequence[int], axes: str, sizes: dict[str, int]) -> None:
-    """Checks `shape` against `axes`, and adds to `sizes` every letter that it fixes.
+    """Checks `shape` against `axes`, and adds the size of every new letter to `sizes`.
 
-    `#B` accepts size 1 beside the size of B; a number is itself; a first `*B` is any number of
-    axes that stay unchecked.
+    `#B` accepts size 1 as well as the size of B; a number stands for that size; a leading `*B`
+    stands for any number of unchecked axes.
 
     Raises:
       ValueError: names the array, the axes expected with the sizes known so far, and the shape.

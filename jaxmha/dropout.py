@@ -1,7 +1,7 @@
-"""Which attention weights dropout keeps, defined entry by entry.
+"""Keep-mask of dropout over the attention weights, defined entry by entry.
 
-The draw of an entry depends on the key and on its place (b, n, t, s) alone, so that every
-implementation, block size and sharding drops the same entries.
+The draw of an entry depends on the key and its position (b, n, t, s) alone, so that every
+implementation, tile size and sharding drops the same entries.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ def keep(
     broadcast: tuple[str, ...] = (),
     part: Any = None,
 ) -> Bool[jax.Array, "B N T S"]:
-    """True where a weight is kept, which happens with probability `1 - rate`.
+    """Keep-mask: True, with probability `1 - rate`, where a weight is kept.
 
     Args:
       key: a PRNG key, typed or raw.
       rate: probability of dropping, in [0, 1).
       shape: (B, N, T, S).
       broadcast: axes of BNTS that share a draw; their size in the result is 1.
-      part: a `request.Part`: where this lies in something larger.
+      part: a `base.Part`, the position within a larger request; None: this is the whole.
 
     >>> import jax
     >>> keep(jax.random.key(0), 0.5, (1, 2, 3, 5), ("N",)).shape
@@ -54,8 +54,8 @@ def keep(
 
 
 def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """The draws of some entries, `(rows, columns)`; entry (b, n, t, s) is in row
-    `(b * N + n) * T + t` and column s, where sizes of shared axes are 1."""
+    """Keep-mask of the entries `(rows, columns)`: entry (b, n, t, s) has row `(b * N + n) * T + t`
+    and column s, with size 1 for axes that share a draw."""
     row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     entries = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(columns))(row_keys)
     bits = jax.random.key_data(entries)[..., 0]
@@ -64,7 +64,7 @@ def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> ja
 
 
 def threefry(key: Array) -> jax.Array:
-    """The key for threefry: other generators may not tell keys apart when vectorised."""
+    """Converts a key to threefry: vectorised, other generators may not distinguish keys."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim != (0 if typed else 1):
         raise TypeError(

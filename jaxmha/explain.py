@@ -1,4 +1,4 @@
-"""Which implementation a call gets, and why the others do not."""
+"""`explain`: the implementation that a call selects, and the reasons against the others."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,12 +14,13 @@ from jaxmha.implementations import Question, platforms
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `print` shows it as a table.
+    """Result of `explain`; `print` shows it as a table.
 
     Attributes:
       platform: of the call.
-      chosen: the implementation that computes it; None: none can.
-      reasons: every candidate in order of preference, and why it cannot; None: it can.
+      chosen: the implementation that computes the call; None: none can.
+      reasons: every candidate in order of preference, and why it cannot compute the call; None: it
+        can.
     """
 
     platform: str
@@ -27,7 +28,7 @@ class Explanation:
     reasons: tuple[tuple[str, str | None], ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every candidate, and `chosen`, `could`, or why it cannot.
+        """Every candidate with `chosen`, `could` (supported, not chosen), or why it cannot.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
         [('blocked', 'chosen'), ('reference', 'could')]
@@ -54,11 +55,11 @@ def explain(
     implementation: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Explanation:
-    """Which implementation `dot_product_attention` picks for the same arguments.
+    """Explains which implementation `dot_product_attention` selects for the same arguments.
 
-    Nothing of the call is computed, so every array may be a `jax.ShapeDtypeStruct`. For the
-    platform that is there, kernels are tried out as the call would; for one that is named, it is
-    taken to have working libraries.
+    The call is not computed, so every array may be a `jax.ShapeDtypeStruct`. On the current
+    platform kernels are probed, as the call would do; a named platform is assumed to have working
+    libraries.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -66,8 +67,7 @@ def explain(
       value: `(B, S, K, h)`.
       bias: as in `dot_product_attention`.
       mask: as in `dot_product_attention`.
-      platform: what would run there: `cpu`, `gpu`, `tpu`, or a device such as `h200`; None: JAX's
-        default backend.
+      platform: `cpu`, `gpu`, `tpu`, or a device such as `h200`; None: JAX's default backend.
       implementation: candidates, as in `dot_product_attention`.
       options: its other keyword arguments.
 
@@ -85,7 +85,7 @@ def explain(
     'cudnn'
     """
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
-    # Options with shapes alone are traced, the others are as the call gets them.
+    # Options that hold arrays or shapes are traced; the others are passed as static values.
     traced = {
         name: x
         for name, x in options.items()

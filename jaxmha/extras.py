@@ -1,4 +1,4 @@
-"""Optional packages: which of jaxmha's extras brings one that is missing."""
+"""Optional packages, and the extra of jaxmha that installs each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ EXTRAS = {"torch": "torch", "keras": "keras", "flax": "flax", "orbax": "orbax"}
 
 @contextmanager
 def needed(package: str) -> Iterator[None]:
-    """Around an import: says what to install where the package is not there.
+    """Wraps an import: tells the user what to install if the package is missing.
 
-    Raises ModuleNotFoundError; a module that an installed package lacks is named as it is.
+    Raises ModuleNotFoundError; the error of an installed package that lacks a module is unchanged.
 
     >>> with needed("torch"):
     ...     import torch

@@ -1,8 +1,8 @@
-"""Fresh parameters from each framework's own distributions.
+"""Initial parameters from each framework's own distributions.
 
 Sources: torch 2.13 `MultiheadAttention._reset_parameters` and `Linear.reset_parameters`; Keras 3.15
-`MultiHeadAttention` with glorot_uniform (up to 3.14 its fans were other: about 6 times smaller
-kernels); flax 0.12 `lecun_normal` on flattened kernels, linen and nnx alike.
+`MultiHeadAttention` with glorot_uniform (up to 3.14 its fans differed: kernels were about 6 times
+smaller); flax 0.12 `lecun_normal` on flattened kernels, linen and nnx alike.
 """
 
 from typing import Literal
@@ -45,8 +45,8 @@ def init_params(
       key_features: Dk, default Dq. value_features: Dv, default Dk.
       out_features: Do, default Dq.
       use_bias: biases of all four projections. use_bias_kv: `bias_k` and `bias_v`.
-      dtype: of every leaf; drawn in it, at least in float32.
-      scheme: whose distribution. `torch`: Xavier-uniform, with the fans of the packed
+      dtype: of every leaf; values are drawn in it, at least in float32.
+      scheme: framework of the distribution. `torch`: Xavier-uniform, with the fans of the packed
         `in_proj_weight` where torch packs (equal widths, K = N, H = h = Dq / N), else of each
         kernel; output U(+-1/sqrt(fan in)). `keras`: Glorot-uniform, fans are the contracted and the
         other axes. `flax`: LeCun-normal, truncated at two standard deviations.
@@ -106,7 +106,7 @@ def init_params(
         return uniform(key, shape, (6 / (fan_in + fan_out)) ** 0.5)
 
     extra = {}
-    if use_bias_kv:  # torch: Xavier-normal on (1, 1, D), of which both fans are D
+    if use_bias_kv:  # torch: Xavier-normal on (1, 1, D), both fans are D
         for i, (name, size) in enumerate({"bias_k": H, "bias_v": h}.items()):
             drawn = jax.random.normal(keys[4 + i], (K, size), compute)
             extra[name] = (drawn * (K * size) ** -0.5).astype(dtype)

@@ -1,7 +1,7 @@
-"""Lengths, offsets and ids of any integer dtype, as 32 bits that mean the same.
+"""Converts lengths, offsets and ids of any integer dtype to equivalent 32-bit integers.
 
-JAX without x64 cuts integers of 64 bits to their lowest 32, without a word, wherever they enter a
-program; and sums with 8 or 16 bits overflow.
+JAX without x64 silently truncates 64-bit integers to their lowest 32 bits, and sums of 8 or 16 bits
+overflow.
 """
 
 from typing import Any
@@ -12,18 +12,18 @@ import numpy as np
 
 from jaxmha.arrays import is_rounded
 
-# Further than any position; its sum with one is a number of 32 bits.
+# Larger than any position; the sum of both still fits 32 bits.
 FAR = 2**30
 _LIMITS = np.iinfo(np.int32)
 
 
 def library(*arrays: Any) -> Any:
-    """NumPy stays NumPy, so that converters need no device."""
+    """`jax.numpy` if any array is JAX's, else NumPy, so that converters need no device."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def near(bound: Any) -> Any:
-    """An offset or a length, or an int32 array of them, no further than any position is."""
+    """Clips an offset or a length, or an array of them as int32, to +-FAR."""
     if isinstance(bound, int):
         return max(-FAR, min(bound, FAR))
     bound = narrow(bound)
@@ -31,27 +31,27 @@ def near(bound: Any) -> Any:
 
 
 def narrow(bound: Any) -> Any:
-    """Integers of any dtype as int32; those that do not fit become the nearest that do.
+    """Converts integers of any dtype to int32, clipped to its range.
 
-    Anything but an array of integers stays as it is.
+    Anything but an array of integers is returned unchanged.
     """
     if not is_integers(bound) or bound.dtype == np.int32:
         return bound
     given = _limits(bound)
     low, high = max(_LIMITS.min, int(given.min)), min(_LIMITS.max, int(given.max))
     if (low, high) != (given.min, given.max):
-        # The dtype of the bounds: NumPy and JAX agree on no other way.
+        # Bounds in the dtype of the array: NumPy and JAX agree on no other form.
         bound = library(bound).clip(bound, *np.asarray([low, high], given.dtype))
     return bound.astype(np.int32)
 
 
 def comparable(query_ids: Any, key_value_ids: Any) -> tuple[Any, Any]:
-    """Ids of one dtype that JAX holds, equal exactly where they were.
+    """Converts both ids to one dtype that JAX has, preserving which ids are equal.
 
-    Ids of which JAX would cut bits are renumbered.
+    Ids that JAX would truncate are renumbered.
 
     Raises:
-      TypeError: they are of different dtypes and traced, so that neither dtype holds both.
+      TypeError: the ids are traced, and no integer dtype of the program holds both.
     """
     if not (is_integers(query_ids) and is_integers(key_value_ids)):
         return query_ids, key_value_ids
@@ -83,7 +83,7 @@ def _limits(x: Any) -> Any:
 
 
 def _fitting(ids: Any) -> Any:
-    """As int32 where that is known to hold them."""
+    """Ids as int32 where they are known to fit."""
     given = _limits(ids)
     if given.min >= _LIMITS.min and given.max <= _LIMITS.max:
         return ids.astype(np.int32)
@@ -98,9 +98,9 @@ def _known(x: Any) -> bool:
 
 
 def _renumbered(*pair: Any) -> tuple[Any, Any]:
-    """By rank among all ids of both; those below 0 stay below it."""
+    """Ids by rank among all ids of both arrays; negative ids stay negative."""
     ids = [np.asarray(x) for x in pair]
-    bits = np.concatenate([x.astype(np.uint64).reshape(-1) for x in ids])  # wraps those below 0
+    bits = np.concatenate([x.astype(np.uint64).reshape(-1) for x in ids])  # negatives wrap around
     below = np.concatenate([(x < 0).reshape(-1) for x in ids])
     known, ranks = np.unique(bits, return_inverse=True)
     ranks = np.where(below, ranks - known.size, ranks).astype(np.int32)

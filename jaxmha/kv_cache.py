@@ -1,4 +1,4 @@
-"""Decoding with a cache of keys and values."""
+"""Decoding with a cache of keys and values: `KVCache`, `prefill` and `decode_step`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ Rotate = Callable[[Any, Any], Any]
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens so far; position p stands in slot `p % S`.
+    """Keys and values of the tokens so far, in a ring buffer: slot `p % S` holds position p.
 
-    A plain pytree: donate it to the step that returns its successor. A cache of an earlier time
-    is had back by smaller lengths, `cache._replace(lengths=earlier)`, while what it looks at still
-    stands in its slots: beside `Mask.window(left, ...)` up to S - left tokens can be taken back
-    once a cache has gone round.
+    A plain pytree: donate it to the step that returns its successor. To roll back, reduce the
+    lengths, `cache._replace(lengths=earlier)`, as long as no token that is still attended has been
+    overwritten: with `Mask.window(left, ...)`, up to S - left tokens once a cache has wrapped
+      around.
 
     Attributes:
       key: `(B, K, S, H)`, S slots.
       value: `(B, K, S, h)`.
-      lengths: `(B,)` int32, tokens so far of each sequence; a negative length is 0. Positions are
-        counted up to 2**30: outputs of a sequence are NaN from there on.
+      lengths: `(B,)` int32, number of tokens so far per sequence; a negative length counts as 0.
+        Positions are counted up to 2**30, beyond which the outputs of a sequence are NaN.
     """
 
     key: Array
@@ -55,12 +55,12 @@ class KVCache(NamedTuple):
           length: S, at most 2**30. With `Mask.window(left, ...)` in every step, left + 1 slots
             are enough for sequences of up to 2**30 tokens.
           dtype: default that of the parameters. Keys and values are rounded to it once, when a
-            token is written, as `astype` rounds: beyond its largest value they are inf, or NaN
-            where it has no inf. Steps compute in the dtype of their inputs. float8 has a quarter
-            of the bytes of float32.
+            token is written, as by `astype`: values beyond its range become inf, or NaN if it has
+            no inf. Steps compute in the dtype of their inputs. float8 takes a quarter of the bytes
+            of float32.
 
         Raises:
-          ValueError: a size is no integer of at least 0, or length is more than 2**30.
+          ValueError: a size is not an integer of at least 0, or length is more than 2**30.
           TypeError: dtype is not floating, has no zero (float8_e8m0fnu), or is float64 without x64.
 
         >>> from jaxmha import init_params
@@ -91,26 +91,27 @@ def prefill(
     rotate: Rotate | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "B T Do"], KVCache]:
-    """Causal self-attention over prompts, and a cache that holds them alone.
+    """Causal self-attention over prompts; returns the output and a cache of these prompts alone.
 
     Args:
       params: of the layer; Dq = Dk = Dv.
-      x: prompts, `(B, T, Dq)`; those that are shorter are padded on the right.
-      cache: whatever it held is forgotten.
+      x: prompts, `(B, T, Dq)`; shorter prompts are padded on the right.
+      cache: its previous contents are discarded.
       semantics: as in `multi_head_attention`; dropout does not act.
-      mask: beside the causal one; `Mask.lengths(key_value=lengths)` says how long the prompts are.
-      rotate: `rotate(heads, positions)` of queries and keys before they meet, for `rope`. It is a
-        static argument: give the same function in every call, or a `functools.partial` of the same
-        function and equal arguments. Every new lambda is compiled again.
+      mask: in addition to the causal one; `Mask.lengths(key_value=lengths)` gives the lengths of
+        the prompts.
+      rotate: `rotate(heads, positions)` of projected queries and keys, for `rope`. It is a static
+        argument: give the same function in every call, or a `functools.partial` of the same
+        function and equal arguments. Every new lambda compiles again.
       implementation: as in `multi_head_attention`.
 
     Returns:
       `(out, cache)`; out is `(B, T, Do)`.
 
     Raises:
-      ValueError: T is more than the cache has room for, a shape does not fit, or tokens are in
-        zig-zag order.
-      TypeError: the cache holds another dtype than a floating one, or lengths that are no integers.
+      ValueError: T exceeds the slots of the cache, a shape does not fit, or tokens are in zig-zag
+        order.
+      TypeError: keys or values of the cache are not floating, or its lengths are not integers.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -132,7 +133,7 @@ def prefill(
 
 
 def _places(params: MHAParams, x: Any, cache: KVCache, *_: Any, **__: Any) -> Any:
-    """A cache stays where it lies."""
+    """Specs of the outputs: a cache keeps its sharding."""
     spread = sharding.of_features(x, params.query.kernel)
     kept: Any = KVCache(*(sharding.spec(*sharding.spec_of(part)) for part in cache))  # type: ignore[arg-type]
     return spread and (spread.axes, (spread.features, kept))
@@ -190,29 +191,30 @@ def decode_step(
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
 ) -> tuple[Float[Array, "B T Do"], KVCache]:
-    """Appends tokens to the cache and attends from them to everything before and themselves.
+    """Appends tokens to the cache; each attends to all tokens before it and to itself.
 
-    A step costs what the longest sequence has, not what the cache has room for. Each sequence has
-    its own length. Where one has no room left, or more than 2**30 tokens, its outputs are NaN (and
-    its cache useless), since a compiled program cannot raise. Steps have no reverse-mode gradient:
-    train with `multi_head_attention` on whole sequences.
+    The cost of a step grows with the longest sequence, not with the slots of the cache. Each
+    sequence has its own length. If a sequence has no free slots left, or more than 2**30 tokens,
+    its outputs are NaN (and its cache is unusable), since a compiled program cannot raise. Steps
+    have no reverse-mode gradient: train with `multi_head_attention` on whole sequences.
 
     Args:
       params: of the layer; Dq = Dk = Dv.
       x: new tokens, `(B, T, Dq)`; T is 1 in plain decoding.
-      cache: donate it (`jax.jit(..., donate_argnums=...)`): it is updated in place then.
+      cache: updated in place if donated (`jax.jit(..., donate_argnums=...)`).
       semantics: as in `multi_head_attention`; dropout does not act.
-      mask: beside the causal one: `Mask.window(left, ...)`, with which a cache of left + T slots
-        goes round; `Mask.padding(key_value=...)`, `(B, S)`, of slots that are there (prompts
-        padded on the left); a Boolean array broadcastable to `(B, N, T, S)` over slots.
+      mask: in addition to the causal one: `Mask.window(left, ...)`, with which a cache of left + T
+        slots wraps around (ring buffer); `Mask.padding(key_value=...)`, `(B, S)`, the valid slots
+        (for prompts padded on the left); a Boolean array over slots, broadcastable to
+        `(B, N, T, S)`.
       rotate: as in `prefill`.
 
     Returns:
       `(out, cache)`; out is `(B, T, Do)`.
 
     Raises:
-      ValueError: a shape does not fit, the mask has what a cache cannot have, or tokens are in
-        zig-zag order.
+      ValueError: a shape does not fit, the mask has a condition that a step does not support, or
+        tokens are in zig-zag order.
       TypeError: as in `prefill`.
 
     >>> from jaxmha import init_params
@@ -264,14 +266,14 @@ def _decode_step(
     cache = _write(cache._replace(lengths=lengths), key, value, jnp.full(B, T, np.int32))
     mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
     out = attend_cache(params, query, cache, positions, mask, semantics, block)
-    # Beyond FAR positions are no longer counted, in a window either.
+    # Positions are counted up to FAR, in a ring buffer too.
     out = nan_where((lengths + T > (FAR if rings else S)).reshape(B, 1, 1, 1), out)
     return combine(params, out, semantics=semantics), cache
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """A `functools.partial` that is equal to another one of equal parts, for static arguments."""
+    """A `functools.partial` that compares by its parts, for use as a static argument."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -287,13 +289,14 @@ def _static(rotate: Rotate | None) -> Rotate | None:
     found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))
     try:
         hash(found)
-    except TypeError:  # an array among the arguments
+    except TypeError:  # an argument is an array
         return rotate
     return found
 
 
 def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) -> KVCache:
-    """The cache, its NumPy lengths of any integer dtype made int32 before jit cuts them."""
+    """Checks the arguments; returns the cache, NumPy lengths narrowed to int32 before jit would
+    truncate them."""
     checks.are_of(MHAParams, params=params)
     checks.are_of(KVCache, cache=cache)
     checks.are_of(Semantics, semantics=semantics)
@@ -310,12 +313,12 @@ def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) ->
 
 
 def _counts(lengths: Any) -> Any:
-    """Lengths of any integer dtype as int32 of at least 0, and their sums with T too."""
+    """Clips lengths of any integer dtype to int32 of at least 0, with room for a sum with T."""
     return near(lengths).clip(0)
 
 
 def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
-    """B, T and S of a call, with every shape checked."""
+    """Checks every shape of a call and returns B, T and S."""
     sizes = check(params)
     bind("x", x.shape, "B T Dq", sizes)
     spread = sharding.current()
@@ -344,16 +347,17 @@ def _heads(
 
 
 def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KVCache:
-    """The cache with the first `counts` of T new tokens `B T K H`, `B T K h` after its lengths."""
+    """Writes the first `counts` of T new tokens `B T K H`, `B T K h` into the cache at its
+    lengths."""
     S, T = cache.key.shape[2], key.shape[1]
-    if T > S:  # the last ones only: the others would be overwritten
+    if T > S:  # the last S tokens only: earlier ones would be overwritten
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:
         rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (key.shape[0], T))
     starts = jnp.asarray(cache.lengths)
     if S == 0:
         return cache
-    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: nowhere
+    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: dropped
 
     def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
         chosen = jnp.swapaxes(new[row], 0, 1).astype(old.dtype)  # K T H

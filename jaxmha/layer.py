@@ -96,11 +96,11 @@ def multi_head_attention(
       dropout_key: a PRNG key; None: no dropout.
       return_weights: also return the weights `(*B, N, T, S)`, `"before_dropout"` (= True) or
         `"after_dropout"`.
-      implementation: a name, or names in order of preference; None: the first that supports it.
+      implementation: name, or names in order of preference; None: the first that supports the call.
 
-    Extra positions (`params.bias_k`, then `semantics.add_zero_attn`) follow the S given ones.
-    Where `mask` or `bias` ends in S they are visible to every query; where it ends in S plus
-    their number it decides about them too. Returned weights include them.
+    Extra positions (`params.bias_k`, then `semantics.add_zero_attn`) follow the S given ones. If
+    the last axis of `mask` or `bias` is S, they are visible to every query; if it is S plus their
+    number, `mask` or `bias` applies to them too. Returned weights include them.
 
     Returns:
       `out` or `(out, weights)`; out is `(*B, T, Do)` in the promoted dtype of inputs and
@@ -209,11 +209,11 @@ def project(
     *,
     semantics: Semantics = Semantics(),
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"], Float[Array, "*B S K h"]]:
-    """Projects features to heads, and normalises queries and keys where `semantics.qk_norm` asks.
+    """Projects features to heads, and normalises queries and keys if `semantics.qk_norm` is set.
 
     Returns:
       query `(*B, T, N, H)`, key `(*B, S, K, H)` and value `(*B, S, K, h)`, in the promoted dtype
-      of inputs and parameters. Extra positions are not among them.
+      of inputs and parameters, without extra positions.
 
     >>> import jax.numpy as jnp
     >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
@@ -231,7 +231,7 @@ def project(
 
 
 def _distinct(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """The inputs; None: the same as the one before. `jit` would see three where one is given."""
+    """The inputs, with None for an input identical to the previous one: jit would see copies."""
     return query, None if key is query else key, None if value is key else value
 
 
@@ -261,8 +261,9 @@ def project_live(
     semantics: Semantics,
     live: tuple[Any, Any, Any] = (None, None, None),
 ) -> tuple[jax.Array, ...]:
-    """`project` of inputs that `_distinct` made, of which `live` says what is not zero: `b T`, `b S`
-    and `b S`, None: all.
+    """`project` on inputs deduplicated by `_distinct`; positions outside `live` are zeroed first.
+
+    `live`: masks `b T`, `b S` and `b S` of the query, key and value positions to keep; None: all.
     """
     query, key, value = _all_three(query, key, value)
     sizes = check(params)
@@ -291,7 +292,7 @@ def project_live(
 def combine(
     params: MHAParams, heads: Float[Array, "*B T N h"], *, semantics: Semantics = Semantics()
 ) -> Float[Array, "*B T Do"]:
-    """Joins heads by the output layer, or concatenates them where `params.out` is None.
+    """Combines heads with the output projection, or concatenates them if `params.out` is None.
 
     >>> import jax.numpy as jnp
     >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
@@ -330,16 +331,16 @@ def _compute_dtype(params: MHAParams, **inputs: Any) -> np.dtype[Any]:
 def _affine(
     x: Any, contracted: int, projection: Projection, dtype: np.dtype[Any], precision: Any
 ) -> jax.Array:
-    """Contracts the last axes of x with the first of the kernel, as one product of matrices.
+    """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
 
-    Product and bias are in the accumulation dtype, so that they are rounded once.
+    Product and bias are in the accumulation dtype, so that their sum is rounded once.
     """
     accumulate = accumulation_dtype(dtype)
     kernel = jnp.asarray(projection.kernel).astype(dtype)
     inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
     lead = x.shape[: x.ndim - contracted]
     bias = projection.bias
-    if sharding.current() is not None:  # an axis that is spread is not merged with others
+    if sharding.current() is not None:  # a sharded axis cannot be merged with others
         last = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
         y = jax.lax.dot_general(
             jnp.asarray(x, dtype),
@@ -363,7 +364,8 @@ def _affine(
 
 
 def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Array:
-    """Over H: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "RMSNorm" (2019)."""
+    """Normalises over H. Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich,
+    "Root Mean Square Layer Normalization" (2019)."""
     if semantics.qk_norm == "layer":
         x = x - x.mean(-1, keepdims=True)
     variance = jnp.square(x).mean(-1, keepdims=True)
@@ -374,10 +376,10 @@ def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Arra
 def live_features(
     B: int, bias: jax.Array | None, mask: Mask, sizes: dict[str, int], extra: int, fully_masked: str
 ) -> tuple[Any, Any, Any]:
-    """Of features of query, key and value those that some pair uses, `B T`, `B S` and `B S`; None:
-    all. Others are to be zero: 0 * NaN would reach the gradients of the kernels.
+    """Query, key and value positions with an allowed pair, `B T`, `B S` and `B S`; None: all.
 
-    Mask and bias have one batch axis, and cover S and the `extra` positions.
+    Other positions must be zeroed: 0 * NaN would reach the gradients of the kernels. Mask and bias
+    have one batch axis and cover S and the `extra` positions.
     """
     T, S = sizes["T"], sizes["S"]
     live = live_positions(mask, bias, B, sizes["N"], T, S + extra)

@@ -1,4 +1,4 @@
-"""Numbers at the ends of the range of float32: finite numbers stay finite, or are refused."""
+"""Range checks near the limits of float32: finite numbers stay finite, or are rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from jaxmha.arrays import is_rounded
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.semantics import Semantics
 
-# Of a larger cap the quotient of a logit of size 1 has no normal number.
+# With a larger cap, the quotient of a logit of size 1 and the cap would be subnormal.
 LARGEST_CAP: dict[str, float] = {"float32": 1e30, "float64": 1e290}
 
 
 def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
-    """Raises where logits of heads of `dtype` cannot hold the numbers of `semantics`.
+    """Checks that logits of heads of `dtype` can hold the numbers of `semantics`.
 
     Raises:
-      ValueError: a number is not finite in that dtype.
+      ValueError: a number is too large for that dtype.
       TypeError: softmax_dtype is float64, and x64 is off.
     """
     accumulate = accumulation_dtype(dtype)
@@ -36,11 +36,11 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
 
 
 def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
-    """A bias in the dtype of sums of heads of `dtype`: finite entries stay finite."""
+    """Casts a bias to the accumulation dtype of heads of `dtype`, clipping finite entries."""
     accumulate = accumulation_dtype(dtype)
     if bias is None or bias.dtype != np.float64 or accumulate == np.float64:
         return bias
     most = float(np.finfo(accumulate).max)
     beyond = jnp.isfinite(bias) & (jnp.abs(bias) > most)
-    nearest = jnp.sign(bias) * most + (bias - jax.lax.stop_gradient(bias))  # its gradient is 1
+    nearest = jnp.sign(bias) * most + (bias - jax.lax.stop_gradient(bias))  # gradient 1
     return jnp.where(beyond, nearest, bias).astype(accumulate)

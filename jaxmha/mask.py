@@ -1,4 +1,4 @@
-"""Which pairs of query and key may attend, kept as structure."""
+"""`Mask`: the pairs of query and key that may attend, kept as structured conditions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 def _by_keyword(
     make: Callable[Concatenate[type["Mask"], P], "Mask"],
 ) -> Callable[Concatenate[type["Mask"], P], "Mask"]:
-    """A constructor that refuses positional arguments and names its keywords."""
+    """Wraps a constructor to reject positional arguments with a message that names the keywords."""
     query, key_value = (name for name in make.__annotations__ if name != "return")
 
     @wraps(make)
@@ -40,11 +40,11 @@ def _by_keyword(
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Pairs (query i, key j) that may attend: a record of conditions that all have to hold.
+    """Pairs (query i, key j) that may attend: a record of conditions, all of which must hold.
 
-    Build one with the constructors below and join with `&`, also with a Boolean array. Structure is
-    kept, not materialised, so that an implementation can skip work; `to_array` materialises it, and
-    `print` shows it as a picture.
+    Build masks with the constructors below and join them with `&`, also with a Boolean array.
+    Conditions are kept, not materialised, so that an implementation can skip work; `to_array`
+    materialises them, and `print` shows them as a picture.
 
     >>> mask = Mask.causal() & Mask.lengths(key_value=np.array([3, 1]))
     >>> mask.to_array(2, 3).astype(int).tolist()
@@ -62,7 +62,7 @@ class Mask:
     array: Array | None = None
 
     def __post_init__(self) -> None:
-        """Narrows integers of any dtype to int32, so that JAX cuts none."""
+        """Narrows integers of any dtype to int32, so that JAX truncates none."""
         offset, window = self.causal_offset, self.window_size
         changed: dict[str, Any] = {
             "causal_offset": near(offset) if isinstance(offset, int) else narrow(offset),
@@ -98,11 +98,11 @@ class Mask:
         query: Integer[Array, "*B"] | None = None,
         key_value: Integer[Array, "*B"] | None = None,
     ) -> "Mask":
-        """Of each batch row the first so many queries, and the first so many keys, attend.
+        """Valid positions of each batch row: the first `query` queries and `key_value` keys.
 
         Args:
-          query: `(B,)`, lengths of the queries; their outputs beyond are 0.
-          key_value: `(B,)`, lengths of the keys and values: what a padded batch has.
+          query: `(B,)`, number of valid queries; outputs beyond are 0.
+          key_value: `(B,)`, number of valid keys and values, as of a padded batch.
 
         >>> Mask.lengths(key_value=np.array([3, 1])).to_array(1, 4, np).astype(int).tolist()
         [[[[1, 1, 1, 0]]], [[[1, 0, 0, 0]]]]
@@ -118,12 +118,12 @@ class Mask:
         query: Bool[Array, "*B T"] | None = None,
         key_value: Bool[Array, "*B S"] | None = None,
     ) -> "Mask":
-        """Any pattern of valid positions (True).
+        """Valid positions (True) in any pattern.
 
         Args:
-          query: `(B, T)`, queries that attend.
-          key_value: `(B, S)`, keys and values that are attended: of a tokenizer's `attention_mask`
-            it is `attention_mask != 0`.
+          query: `(B, T)`, valid queries.
+          key_value: `(B, S)`, valid keys and values; from a tokenizer's `attention_mask`, give
+            `attention_mask != 0`.
 
         >>> attention_mask = np.array([[1, 1, 0]])
         >>> Mask.padding(key_value=attention_mask != 0).to_array(1, 3, np).astype(int).tolist()
@@ -137,7 +137,7 @@ class Mask:
     def segments(
         cls, *, query_ids: Integer[Array, "*B T"], key_value_ids: Integer[Array, "*B S"]
     ) -> "Mask":
-        """Only pairs of equal ids attend: packed sequences.
+        """Packed sequences: only pairs with equal ids attend.
 
         Args:
           query_ids: `(B, T)`, the sequence of each query.
@@ -185,7 +185,7 @@ class Mask:
         )
 
     __rand__ = __and__
-    __array_ufunc__ = None  # of an array on the left NumPy would ask each entry
+    __array_ufunc__ = None  # else NumPy applies `array & mask` entry by entry
 
     def _no_structure(self, *_: object) -> NoReturn:
         raise TypeError(
@@ -234,14 +234,14 @@ class Mask:
         return allowed
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Python integers shape the program, so they are static; arrays are traced."""
+        """Python integers determine the program, so they are static; arrays are traced."""
         offset, window, *arrays = (getattr(self, name) for name in _FIELDS)
         static = type(offset) is int
         return (None if static else offset, *arrays), (offset if static else None, window)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], traced: tuple[Any, ...]) -> "Mask":
-        """Leaves as they are: they may be no arrays at all."""
+        """Skips the checks of the constructor: leaves need not be arrays."""
         (static_offset, window), (offset, *arrays) = static, traced
         mask = object.__new__(cls)
         values = (offset if static_offset is None else static_offset, window, *arrays)
@@ -277,7 +277,7 @@ def _side(side: Any, window: tuple[Any, Any]) -> int | None:
         if isinstance(side, bool | np.bool_):
             raise TypeError
         found = index(side)
-    except TypeError:  # of an array too that is no one integer
+    except TypeError:  # raised also for an array that is not a single integer
         raise TypeError(f"window sides must be integers or None, got {shown}") from None
     if found < 0:
         raise ValueError(f"window sides must be >= 0 or None, got {shown}")
@@ -314,7 +314,7 @@ def _both(a: Any, b: Any) -> Any:
     return xp.logical_and(a, b)
 
 
-# How two conditions of one kind become one that holds where both do.
+# The intersection of two conditions of one kind.
 _MEET: dict[str, Any] = {
     "causal_offset": _smaller,
     "window_size": _narrower,

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxmha.mask import Mask
 
-SIDE = 8  # positions shown of a length that no array of the mask fixes
+SIDE = 8  # positions shown where no array of the mask fixes T or S
 LARGEST = 32  # rows and columns shown
 PANELS = 4  # (batch row, head) pairs shown
 _POSITIONS = ("query_padding", "key_value_padding", "query_segments", "key_value_segments")
@@ -17,7 +17,7 @@ ATTENDS, EXCLUDED = "■", "·"
 
 
 def describe(mask: "Mask") -> str:
-    """One line: the conditions of a mask, arrays by dtype and shape.
+    """One line with the conditions of a mask; arrays are shown by dtype and shape.
 
     >>> from jaxmha import Mask
     >>> describe(Mask.causal(2) & Mask.window(3, None))
@@ -29,9 +29,10 @@ def describe(mask: "Mask") -> str:
 
 
 def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
-    """Rows are queries, columns keys; one panel per batch row and head that differ.
+    """A picture of a mask: rows are queries, columns keys; batch rows and heads that differ have a
+    panel each.
 
-    Lengths that are not given are read from the arrays of the mask, or are 8.
+    T and S default to the sizes in the arrays of the mask, or to 8.
 
     >>> from jaxmha import Mask
     >>> print(picture(Mask.causal(), 3, 4))
@@ -58,7 +59,7 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
 
 
 def _corner(mask: "Mask") -> "Mask":
-    """The mask of the positions shown: a long one is never materialised whole."""
+    """The mask of the shown positions alone, so that a long mask is never materialised."""
     cut = {}
     for name in _POSITIONS:
         if getattr(mask, name) is not None:

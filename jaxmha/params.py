@@ -46,7 +46,7 @@ class MHAParams(NamedTuple):
     key_norm: Array | None = None
 
 
-# Every leaf of MHAParams and its axes: what checks, converters and messages go by.
+# Axes of every leaf of MHAParams: the reference for checks, converters and messages.
 CANONICAL: dict[str, str] = {
     "query.kernel": "Dq N H",
     "query.bias": "N H",
@@ -94,7 +94,7 @@ def from_leaves(arrays: dict[str, Array]) -> MHAParams:
 def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
     """Checks every shape against the others and returns the sizes by letter.
 
-    `leading` axes `*L` (stacked layers) are left out of account.
+    `leading` axes `*L` (stacked layers) are ignored.
 
     Raises:
       ValueError: names the leaf, the axes expected and the shape received.

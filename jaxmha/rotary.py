@@ -1,4 +1,4 @@
-"""Rotary position embedding, for models that stand between `project` and `combine`."""
+"""Rotary position embedding, for use between `project` and `combine`."""
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -17,15 +17,15 @@ def rope(
 ) -> Float[Array, "*B T N H"]:
     """Rotates pairs of components of queries or keys by angles that grow with the position.
 
-    Pair p turns by `positions * base ** (-2 * p / H)`, so that `rope(q, i) @ rope(k, j)` depends on
-    positions by `i - j` alone.
+    Pair p rotates by `positions * base ** (-2 * p / H)`, so that `rope(q, i) @ rope(k, j)` depends
+    on the positions through `i - j` alone.
 
     Args:
       x: projected queries or keys, `(*B, T, N, H)`; H is even.
-      positions: `(*B, T)`, any axis of the batch 1, or `(T,)` for all batch rows.
-      base: wave length of the slowest pair over 2 pi, roughly.
-      interleaved: which components are a pair: `(2p, 2p + 1)` (GPT-J, Meta's Llama files), or by
-        default `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights made for one convention
+      positions: `(*B, T)`, batch axes may be 1, or `(T,)` for all batch rows.
+      base: roughly the wavelength of the slowest pair over 2 pi.
+      interleaved: pairs components `(2p, 2p + 1)` (GPT-J, Meta's Llama files); by default
+        `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights trained with one convention
         are wrong in the other unless the rows of their query and key kernels are permuted.
 
     Returns:

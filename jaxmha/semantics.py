@@ -1,4 +1,4 @@
-"""Behaviour that is not a weight."""
+"""`Semantics`: the behaviour of a layer apart from its weights, and presets of the frameworks."""
 
 import math
 from collections.abc import Collection
@@ -18,12 +18,12 @@ Precision: TypeAlias = jax.lax.PrecisionLike
 
 
 class Path(NamedTuple):
-    """What one way through a framework does differently from the others.
+    """The behaviour of one code path of a framework.
 
     Attributes:
-      fully_masked: its answer of a row with nothing left.
-      softmax: dtype of its softmax: `input`, `float32`, or None: at least float32.
-      weights: which weights it returns.
+      fully_masked: output of a fully masked row.
+      softmax: dtype of the softmax: `input`, `float32`, or None: at least float32.
+      weights: the kind of weights that it returns; None: none.
       dropout_broadcast: axes of BNTS that share a draw.
     """
 
@@ -61,15 +61,15 @@ class Semantics:
     Attributes:
       scale: factor of the logits; None: `H ** -0.5`.
       logits_soft_cap: c > 0 turns scaled logits x into `c * tanh(x / c)`, before the bias.
-      fully_masked: the answer of a row with nothing left to attend: `zero` (its weights too),
-        `nan`, or `mean` of the values over all key positions.
+      fully_masked: the output of a fully masked row: `zero` (its weights too), `nan`, or `mean` of
+        the values over all key positions.
       softmax_dtype: None: at least float32; float64 stays float64.
-      precision: of matrix products, as in `jax.lax.dot_general`; None: `jax_default_matmul_precision`
-        where that is set, else `highest`: float32 is float32 on every platform, and then bfloat16
-        is multiplied as it is, with float32 sums, where devices can.
+      precision: of matmuls, as in `jax.lax.dot_general`; None: `jax_default_matmul_precision` if
+        that is set, else `highest`: float32 is float32 on every platform, and bfloat16 operands are
+        multiplied directly, with float32 accumulation, on devices that support it.
       dropout_rate: probability that a weight is dropped; acts only where a key is given.
       dropout_broadcast: axes of BNTS that share a draw; flax shares over `("B", "N")`.
-      add_zero_attn: an extra position whose key and value are zero.
+      add_zero_attn: adds a position whose key and value are zero.
       qk_norm: normalisation of projected queries and keys over H, scaled by
         `MHAParams.query_norm` and `.key_norm`: `layer` (subtracts the mean) or `rms`.
       qk_norm_epsilon: added to the variance.
@@ -113,9 +113,9 @@ class Semantics:
             object.__setattr__(self, "softmax_dtype", dtype)
 
     def _compared(self) -> tuple[object, ...]:
-        """The fields to compare, the softmax dtype by name.
+        """The fields to compare, with the softmax dtype by name.
 
-        NumPy says that `np.dtype("float64") == None`, and jit would take one program for both.
+        NumPy's `np.dtype("float64") == None` is True, and jit would use one program for both.
         """
         dtype = None if self.softmax_dtype is None else np.dtype(self.softmax_dtype).name
         return (*(getattr(self, x.name) for x in fields(self) if x.name != "softmax_dtype"), dtype)
@@ -134,16 +134,16 @@ class Semantics:
         dtype: DTypeLike | None = None,
         **fields: Any,
     ) -> "Semantics":
-        """A path of `torch.nn.MultiheadAttention` (`jaxmha.converters.torch.path_of` names it).
+        """A code path of `torch.nn.MultiheadAttention`; `jaxmha.converters.torch.path_of` names it.
 
         Args:
           path: `weights`: `need_weights=True`, the default in training; `sdpa`:
             `need_weights=False`; `native`: either in eval, where torch takes its fast path.
-          dtype: of the inputs; half precision has its softmax in it, but for `sdpa`. That is
-            where it overflows; further roundings of torch's own are not copied.
+          dtype: of the inputs; the softmax is in it, except for `sdpa`, so that half precision
+            overflows as in torch. Other roundings of torch are not copied.
           fields: further fields, such as `dropout_rate` and `add_zero_attn`.
 
-        Its weights are those after dropout: ask for `return_weights="after_dropout"`.
+        torch returns the weights after dropout: give `return_weights="after_dropout"`.
 
         >>> Semantics.torch("weights").fully_masked, Semantics.torch("sdpa").fully_masked
         ('nan', 'zero')
@@ -152,7 +152,7 @@ class Semantics:
 
     @classmethod
     def torch_sdpa(cls, **fields: Any) -> "Semantics":
-        """`torch.nn.functional.scaled_dot_product_attention`, every kernel of CPU.
+        """`torch.nn.functional.scaled_dot_product_attention`, with any of its CPU kernels.
 
         >>> Semantics.torch_sdpa(scale=0.5).fully_masked
         'zero'
@@ -167,19 +167,19 @@ class Semantics:
         dtype: DTypeLike | None = None,
         **fields: Any,
     ) -> "Semantics":
-        """A path of `keras.layers.MultiHeadAttention` and `GroupQueryAttention`.
+        """A code path of `keras.layers.MultiHeadAttention` and `GroupQueryAttention`.
 
         Args:
           path: `fused`: without dropout and scores; `scores`: with a dropout rate above 0, even
-            at inference, or `return_attention_scores`, or inputs of another rank than 3.
+            at inference, or `return_attention_scores`, or inputs of a rank other than 3.
           dtype: compute dtype; the softmax of `scores` is in it.
           fields: further fields, such as `dropout_rate`.
 
-        The softmax of `fused` is that of Keras on JAX: in float32, for float64 too (Keras on
+        The softmax of `fused` is that of Keras on JAX: float32, for float64 too (Keras on
         TensorFlow and torch stays in float64: give `softmax_dtype=None`).
 
-        Its scores are those before dropout. Keras' finite mask constants are not reproduced:
-        they differ from exclusion only where logits are as low as they are (-3e4 in float16).
+        Keras returns the scores before dropout. Its finite mask constants are not reproduced: they
+        differ from exclusion only where logits are as low as the constants (-3e4 in float16).
 
         >>> Semantics.keras("scores", dropout_rate=0.1).fully_masked
         'zero'
@@ -194,15 +194,15 @@ class Semantics:
         dtype: DTypeLike | None = None,
         **fields: Any,
     ) -> "Semantics":
-        """A path of the attention layers of flax: a draw of dropout is for all rows and heads.
+        """A code path of flax's attention layers, where batch rows and heads share a dropout draw.
 
         Args:
-          path: `weights`: linen always, nnx with dropout or `sow_weights`; `fused`: nnx else,
+          path: `weights`: linen always, nnx with dropout or `sow_weights`; `fused`: nnx otherwise,
             which is `jax.nn.dot_product_attention`.
           dtype: compute dtype; the softmax of `weights` is in it.
           fields: further fields; `dropout_broadcast=()` is `broadcast_dropout=False`.
 
-        Its weights are those before dropout.
+        flax returns the weights before dropout.
 
         >>> Semantics.flax(dropout_rate=0.1).dropout_broadcast
         ('B', 'N')
@@ -213,7 +213,7 @@ class Semantics:
     def jax(cls, **fields: Any) -> "Semantics":
         """`jax.nn.dot_product_attention`: softmax in float32, also for float64.
 
-        A row that a bias of -inf leaves nothing is NaN there, and here the mean as others.
+        A row that a bias of -inf masks fully is NaN in `jax.nn`; here it is the mean, like others.
 
         >>> Semantics.jax().fully_masked
         'mean'
@@ -260,7 +260,7 @@ def _axes(names: Any) -> tuple[str, ...]:
 
 
 def _precision(value: Any) -> Any:
-    """One of JAX's names of a precision, or one for each factor; algorithms are what they are."""
+    """Normalises a precision to JAX's name, or one name per operand; algorithms are kept."""
     presets = jax.lax.DotAlgorithmPreset
     if value is None or isinstance(value, jax.lax.DotAlgorithm | presets):
         return value

@@ -1,7 +1,7 @@
-"""Attention on many devices: which axes of a mesh its own axes lie on.
+"""Sharding of attention over a mesh: partition specs, and the mesh axes of its own axes.
 
-Arrays are laid out by `specs` and `activations`; `use` says the same to attention, which then runs
-on every device's own batch rows and heads:
+`specs` and `activations` shard the arrays; `use` gives the same mesh axes to attention, which then
+runs on each device's own batch rows and heads:
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"))
     names = {"data": "data", "tensor": "tensor"}
@@ -9,8 +9,8 @@ on every device's own batch rows and heads:
     with sharding.use(mesh, **names):
         out = jax.jit(jaxmha.multi_head_attention)(params, x)
 
-Where the axes of a mesh are explicit (`jax.sharding.AxisType.Explicit`), types say it, and no
-`use` is needed.
+On a mesh of explicit axes (`jax.sharding.AxisType.Explicit`) the types of the arrays carry their
+sharding, and `use` is not needed.
 """
 
 import math
@@ -33,7 +33,7 @@ Names = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Axes:
-    """Where attention lies on a mesh.
+    """The mesh axes over which attention is sharded.
 
     Attributes:
       mesh: the mesh, concrete or abstract.
@@ -50,11 +50,11 @@ class Axes:
     zigzag: bool = False
 
     def size(self, names: tuple[str, ...]) -> int:
-        """Devices along some axes."""
+        """Number of devices along mesh axes."""
         return _devices(self.mesh, names)
 
 
-# Part of the keys of JAX's caches: other axes are another program.
+# A user context is part of JAX's cache keys: other axes compile another program.
 _AXES: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
@@ -67,21 +67,21 @@ def use(
     context: str | None = None,
     zigzag: bool = False,
 ) -> AbstractContextManager[None]:
-    """Attention in here runs on every device's own batch rows, heads and positions.
+    """In this context, attention runs on each device's own batch rows, heads and positions.
 
-    Answers are the same without it. With it no scores, heads or batch rows travel, and kernels
-    see one device's arrays instead of being replicated.
+    Results are the same without it. With it, devices exchange no scores, heads or batch rows, and
+    kernels see one device's arrays instead of being replicated.
 
     Args:
-      mesh: of the arrays; where `jax.set_mesh` sets one, the same.
+      mesh: mesh of the arrays; the same as that of `jax.set_mesh`, if one is set.
       data: mesh axes of the batch.
-      fsdp: mesh axes of the batch along which features of parameters are split too.
+      fsdp: mesh axes of the batch that shard the features of parameters too.
       tensor: mesh axes of the heads.
       context: the mesh axis of the positions T and S, for `implementation="ring"` or
         `"allgather"`.
-      zigzag: features come and go in the order that `zigzag` makes of positions, which gives
-        every device of `context` the same work under causality. Masks, lengths, windows and
-        dropout speak of true positions all the same.
+      zigzag: the positions of inputs and outputs are in the order of `zigzag`, which balances
+        causal work over the devices of `context`. Masks, lengths, windows and dropout still refer
+        to true positions.
 
     Raises:
       ValueError: the mesh has no such axis, or one is named twice.
@@ -105,7 +105,7 @@ def use(
 
 
 def current() -> Axes | None:
-    """What `use` or explicit types said, without axes that are manual already (`shard_map`).
+    """The axes set by `use` or explicit types, without axes that are manual already (`shard_map`).
 
     Raises:
       ValueError: `jax.set_mesh` has set another mesh.
@@ -140,18 +140,19 @@ def specs(
     tensor: Names = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> MHAParams:
-    """A PartitionSpec for every parameter, in their places.
+    """The PartitionSpec of every parameter, in the structure of `params`.
 
-    Heads lie on `tensor`, features (Dq, Dk, Dv, Do of kernels) on `fsdp`; along `data`, taken so
-    that the names of `use` fit here, parameters are replicated: it changes nothing. What an axis
-    does not divide stays whole: grouped and multi-query keys and values where K is not a multiple
-    of `tensor`, and odd features.
+    `tensor` shards heads, `fsdp` shards features (Dq, Dk, Dv, Do of kernels). `data` has no effect,
+    since parameters are replicated along it; it is accepted so that the arguments of `use` fit. An
+    axis of an array that the mesh axes do not divide is replicated: grouped and multi-query keys
+      and
+    values if K is not a multiple of `tensor`, and odd features.
 
     Args:
-      params: arrays, or anything with shapes; leading axes (stacked layers) stay whole.
+      params: arrays, or anything with shapes; leading axes (stacked layers) are replicated.
       data, fsdp, tensor: names of mesh axes, as in `use`.
-      mesh: gives the sizes; default that of `use` or `jax.set_mesh`. None at all: every size
-        above 1 is taken to be a multiple.
+      mesh: gives the sizes; default that of `use` or `jax.set_mesh`. Without any mesh, every size
+        above 1 is assumed to be divisible.
 
     Raises:
       ValueError: `tensor` does not divide N, or as `use` does.
@@ -168,7 +169,7 @@ def specs(
     mesh = mesh or _mesh()
     heads, features = _names(tensor), _names(fsdp)
     asked = {*_names(data), *features, *heads}
-    # What cannot be used has no specs either.
+    # Rejects axes that `use` rejects.
     use(mesh or AbstractMesh((1,) * len(asked), tuple(asked)), data=data, fsdp=fsdp, tensor=tensor)
 
     def divides(names: tuple[str, ...], size: int) -> bool:
@@ -200,10 +201,10 @@ def specs(
 def activations(
     *, data: Names = None, fsdp: Names = None, tensor: Names = None, context: Names = None
 ) -> PartitionSpec:
-    """The spec of features `(B, T, D)`.
+    """The PartitionSpec of features `(B, T, D)`.
 
-    Features of activations are never split, so that `tensor` changes nothing; it is taken so that
-    the names of `use` fit here.
+    D is never sharded, so that `tensor` has no effect; it is accepted so that the arguments of
+    `use` fit.
 
     >>> activations(data="data", fsdp="fsdp", tensor="tensor")
     P(('data', 'fsdp'), None, None)
@@ -228,8 +229,8 @@ def named(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
 def zigzag(x: Array, devices: int, axis: int = 1) -> Array:
     """Reorders positions so that each of `devices` holds one early and one late part of them.
 
-    Device r of `devices` in a row then holds parts r and `2 * devices - 1 - r` of
-    `2 * devices`: under causality all have the same work. Source: Zhu, "ring-flash-attention"
+    Device r then holds parts r and `2 * devices - 1 - r` of `2 * devices`, which balances causal
+    work. Source: Zhu, "ring-flash-attention"
     (2024); Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
 
     Raises:
@@ -263,7 +264,7 @@ def zigzag_order(size: int, devices: int) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def in_order(x: Any, axis: int) -> Any:
-    """What speaks of true positions, in the order in which features come."""
+    """Reorders an axis of true positions to the order of the features (zig-zag if in use)."""
     axes = current()
     if x is None or axes is None or not axes.zigzag or x.shape[axis] == 1:
         return x
@@ -272,10 +273,10 @@ def in_order(x: Any, axis: int) -> Any:
 
 
 class Spread(NamedTuple):
-    """What types of arrays say where axes of the mesh are explicit.
+    """Sharding read from the types of arrays on a mesh of explicit axes.
 
     Attributes:
-      axes: of the mesh; of *B the first counts.
+      axes: mesh axes of attention; those of B are of the first batch axis.
       features: spec of `(*B, T, D)`.
       heads: spec of `(*B, T, N, H)`.
       pairs: spec of `(*B, N, T, S)`, and of `(*B, N, T)`.
@@ -288,20 +289,22 @@ class Spread(NamedTuple):
 
 
 def of_features(x: Any, kernel: Any) -> Spread | None:
-    """Of features `(*B, T, D)` and the heads that a kernel `(D, N, H)` makes of them; None: types
-    say nothing.
+    """The sharding of features `(*B, T, D)` and the heads that a kernel `(D, N, H)` projects them
+    to.
+
+    None: the mesh has no explicit axes.
 
     Raises:
       ValueError: an axis of the mesh has two purposes.
     """
     if not _is_explicit(x) or x.ndim < 2 or kernel.ndim != 3:
-        return None  # wrong shapes are told where shapes are checked
+        return None  # wrong shapes are reported by the shape checks
     *rows, _ = spec_of(x)
     return _spread(x, rows, spec_of(kernel)[1])
 
 
 def of_heads(x: Any) -> Spread | None:
-    """Of heads `(*B, T, N, H)`; None: types say nothing."""
+    """The sharding of heads `(*B, T, N, H)`; None: the mesh has no explicit axes."""
     if not _is_explicit(x) or x.ndim < 3:
         return None
     *rows, heads, _ = spec_of(x)
@@ -337,12 +340,12 @@ def _spread(x: Any, rows: Sequence[Names], heads: Names) -> Spread:
 def by_types(
     specs: Callable[..., tuple[Axes, Any] | None],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function of arrays: where types are explicit, the compiler spreads in it what is
-    not attention.
+    """Decorates a function of arrays: on explicit mesh axes, the compiler shards its body except
+    attention (`jax.sharding.auto_axes`).
 
     Args:
-      specs: of the same arguments, the axes and the specs of what the function answers; None:
-        types say nothing. Arguments by keyword are static.
+      specs: computes, from the same arguments, the axes and the partition specs of the outputs;
+        None: the mesh has no explicit axes. Keyword arguments are static.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,7 +369,7 @@ def by_types(
 
 
 def spec(*axes: Names) -> PartitionSpec:
-    """A PartitionSpec; axes without names are whole.
+    """A PartitionSpec; axes without names are replicated.
 
     >>> spec("data", (), ("a", "b"))
     P('data', None, ('a', 'b'))
@@ -378,7 +381,7 @@ def spec(*axes: Names) -> PartitionSpec:
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:
-    """The explicit spec of an array, one entry per axis; None where nothing is explicit."""
+    """The explicit partition spec of an array, one entry per axis; None for axes without one."""
     spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
     return (*spec, *(None,) * (x.ndim - len(spec)))
 

@@ -1,4 +1,4 @@
-"""A scale that is an array: a learned temperature, with its gradient."""
+"""Traced scale: an array, such as a learned temperature, with a gradient."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from jaxmha.mask import Mask
 
 
 def split(scale: Any) -> tuple[Any, Array | None]:
-    """The static scale, a number or None, and the one that is traced, or None.
+    """Splits a scale into the static one, a number or None, and the traced one, or None.
 
     Raises:
-      ValueError: an array of another shape than ().
-      TypeError: an array of no real numbers.
+      ValueError: the array has a shape other than ().
+      TypeError: the array is not of real numbers.
     """
     none_foreign("scale", scale)
     if not isinstance(scale, jax.Array | np.ndarray):
@@ -40,10 +40,10 @@ def scaled(
     bias: jax.Array | None,
     mask: Mask,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Heads `B T N H`, `B S K H` and `B S K h` in the dtype of sums, the queries scaled.
+    """Heads `B T N H`, `B S K H` and `B S K h` in the accumulation dtype, with scaled queries.
 
-    Half precision would round the product, and with it the gradient of the scale. Rows that attend
-    nothing are zero, whatever they hold: the gradient of the scale is a sum over all of them.
+    Half precision would round the product, and with it the gradient of the scale. Fully masked
+    queries are zeroed: the gradient of the scale sums over all queries, and they may hold NaN.
     """
     accumulate = accumulation_dtype(heads[0].dtype)
     query, key, value = (x.astype(accumulate) for x in heads)
