@@ -1,4 +1,4 @@
-"""jaxmha for flax: modules for linen and nnx, and an `attention_fn` for flax's own.
+"""jaxmha for flax: modules for linen and nnx, and an `attention_fn` for flax's own modules.
 
 Change one line: `from jaxmha.flax.linen import MultiHeadDotProductAttention`, or
 `from jaxmha.flax.nnx import MultiHeadAttention`; or pass `attention_fn` to flax's own module.

@@ -1,4 +1,4 @@
-"""Attention of new tokens over what a cache holds, flax's or jaxmha's, between projections."""
+"""Decoding in flax modules: projects new tokens and attends over flax's or jaxmha's cache."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,17 +37,17 @@ def attend_cached(
     how: How,
     positions: Any = None,
 ) -> tuple[jax.Array, Any, tuple[Any, Any, Any]]:
-    """T tokens after those that flax's cache holds: keys `*B S K H`, values `*B S K h`, an index.
+    """Appends T tokens to flax's cache (keys `*B S K H`, values `*B S K h`, an index) and attends.
 
-    `mask` and `bias` are over the S slots; a window is counted in tokens. Where there is no room
-    left the outputs are NaN, since a compiled program cannot raise. `positions` are those of the
-    new tokens for `rotate`, default their slots.
+    `mask` and `bias` cover the S slots; a window counts tokens. Outputs are NaN if no slots are
+    left, since a compiled program cannot raise. `positions`: of the new tokens for `rotate`,
+    default their slots.
 
     Returns:
-      out `*B T Do`, weights, and the cache after the tokens.
+      out `*B T Do`, weights, and the updated cache.
     """
     if isinstance(mask.causal_offset, int) and mask.causal_offset == 0:
-        mask = replace(mask, causal_offset=None)  # as every step is
+        mask = replace(mask, causal_offset=None)  # every step is causal
     refuse_structure(mask)
     check_positions(positions, rotate, *inputs[:2])
     check_arrays(params, inputs, bias)
@@ -71,7 +71,7 @@ def with_cache(
     force_fp32: bool = False,
     **more: Any,
 ) -> tuple[jax.Array, KVCache]:
-    """A step of `jaxmha.kv_cache` as a module of linen or nnx takes it."""
+    """Runs `prefill` or `decode_step` of `jaxmha.kv_cache` for a module of linen or nnx."""
     params, semantics = module.to_params()
     params, inputs = cast((params, inputs), module.dtype)
     if force_fp32:
@@ -89,7 +89,7 @@ def with_cache(
 
 
 def _places_cached(params: MHAParams, inputs: Any, cached: Any, *_: Any, **__: Any) -> Any:
-    """A cache stays where it lies."""
+    """Specs of the outputs: a cache keeps its sharding."""
     spread = sharding.of_features(inputs[0], params.query.kernel)
     specs = tuple(sharding.spec(*sharding.spec_of(x)) for x in cached)
     return spread and (spread.axes, (spread.features, spread.pairs, specs))
@@ -139,5 +139,5 @@ def _attend_cached(
     wide = widen(params, bias, mask, batch, sizes_of(query, keys), how.semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
     out, weights = between(params, query, *heads, wide, how)
-    out = nan_where(index > S - T, out)  # the sum may wrap
+    out = nan_where(index > S - T, out)  # index + T may overflow
     return combine(params, out, semantics=how.semantics), weights, (keys, values, index + T)

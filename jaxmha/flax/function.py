@@ -1,4 +1,4 @@
-"""jaxmha's attention as `attention_fn` of flax's own modules."""
+"""`attention_fn`: jaxmha's attention for flax's own modules."""
 
 from typing import Any
 
@@ -43,36 +43,35 @@ def attention_fn(
     rotate: Rotate | None = None,
     input_positions: Int[Array, "..."] | None = None,
 ) -> Float[jax.Array, "*B T N h"]:
-    """What `flax.linen` and `flax.nnx` call `dot_product_attention`, with the same arguments.
+    """`dot_product_attention` of `flax.linen` and `flax.nnx` by jaxmha, with the same arguments.
 
-    `nn.MultiHeadDotProductAttention(..., attention_fn=attention_fn)` and
-    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)` use it. It means what flax's own
-    means but for what is left open there: fully masked rows are 0 (in flax the mean of the
-    values: `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at
-    least in float32, float32 products are float32 on every platform, dropout makes other draws
-    from the same key, integer inputs and masks that are Python scalars are refused, and
-    forward-mode differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs
-    `implementation="reference"`.
+    Use it as `nn.MultiHeadDotProductAttention(..., attention_fn=attention_fn)` or
+    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`. It computes what flax's own function
+    computes, with these differences: fully masked rows are 0 (in flax the mean of the values:
+    `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at least in
+    float32, float32 matmuls are float32 on every platform, dropout draws differ for the same key,
+    integer inputs and masks that are Python scalars are rejected, and forward-mode differentiation
+    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs `implementation="reference"`.
 
     Args:
       query: `(*B, T, N, H)`.
       key: `(*B, S, K, H)`; N is a multiple of K.
       value: `(*B, S, K, h)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
-      mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
-      broadcast_dropout: one draw for all batch rows and heads, whatever `semantics` says.
-      dropout_rng: a PRNG key; needed where dropout acts.
+      mask: broadcastable to `(*B, N, T, S)`, nonzero entries attend; or a `jaxmha.Mask`.
+      broadcast_dropout: batch rows and heads share a draw; takes precedence over `semantics`.
+      dropout_rng: a PRNG key; required if dropout acts.
       dropout_rate: of the weights; acts unless `deterministic`.
       deterministic: no dropout.
-      dtype: of the computation; None: the promoted one.
-      precision: of the products.
+      dtype: of the computation; None: the promoted dtype.
+      precision: of the matmuls.
       module: sows the weights before dropout as `attention_weights`.
       force_fp32_for_softmax: the softmax is in float32, also for float64, and so are weights and
         output for half precision.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: must
         be left out.
       is_causal: query i attends keys j <= i.
-      semantics: what flax has no argument for (scale, soft cap, fully masked rows).
+      semantics: settings without an argument in flax (scale, soft cap, fully masked rows).
       implementation: as in `jaxmha.dot_product_attention`.
       rotate: `rotate(heads, positions)` of queries and keys, such as `jaxmha.rope`; T is S.
       input_positions: `(*B, T)` for `rotate`, default 0, 1, ...
@@ -81,8 +80,8 @@ def attention_fn(
       `(*B, T, N, h)` in `dtype`, or in the promoted dtype.
 
     Raises:
-      ValueError: a shape does not fit, a hook is given, dropout has no key, or semantics ask for
-        something that only a layer has.
+      ValueError: a shape does not fit, a hook is given, dropout has no key, or semantics have a
+        setting of layers (`add_zero_attn`, `qk_norm`).
       TypeError: a dtype does not fit, or arguments after `module` are given by position.
 
     Source: flax/linen/attention.py and flax/nnx/nn/attention.py of flax 0.12.
@@ -101,7 +100,7 @@ def attention_fn(
         promote_dtype=promote_dtype,
         instead="leave it out, here and in the module",
     )
-    if not isinstance(force_fp32_for_softmax, bool):  # another argument stands here in nnx
+    if not isinstance(force_fp32_for_softmax, bool):  # nnx has another argument at this position
         raise TypeError(
             "force_fp32_for_softmax must be a bool; arguments after module are given by name"
         )
@@ -139,7 +138,7 @@ def attention_fn(
         )
     query, key, value = (jnp.asarray(cast(x, dtype)) for x in (query, key, value))
     query, key = rotated(query, key, rotate, input_positions)
-    if force_fp32_for_softmax and query.dtype != np.float64:  # flax's weights stay in it
+    if force_fp32_for_softmax and query.dtype != np.float64:  # flax keeps the weights in float32
         query, key, value = cast((query, key, value), np.float32)
     mask = read_mask(mask, is_causal=is_causal)
     how = How(read, dropout_rng if drops else None, module is not None, implementation)
@@ -150,6 +149,6 @@ def attention_fn(
 
 
 def sow(module: Any, weights: Any) -> None:
-    """Leaves the weights in a module for inspection, where flax leaves them."""
+    """Sows the weights in a module for inspection, under the same name as flax."""
     collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
     module.sow(collection, "attention_weights", weights)

@@ -1,4 +1,4 @@
-"""Attention over heads, and of a layer with something between projection and attention."""
+"""Attention over heads, and of a layer that rotates queries and keys before attention."""
 
 import math
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ Implementation: TypeAlias = str | Sequence[str] | None
 )
 @dataclass(frozen=True)
 class How:
-    """What every call says beside its arrays; `dropout_key` None: no dropout."""
+    """The settings of a call, apart from its arrays; `dropout_key` None: no dropout."""
 
     semantics: Semantics
     dropout_key: Any = None
-    return_weights: bool = False  # those before dropout
+    return_weights: bool = False  # before dropout
     implementation: Implementation = None
 
 
 def attend_heads(
     query: Any, key: Any, value: Any, bias: Any, mask: Mask, how: How
 ) -> tuple[jax.Array, Any]:
-    """`*B T N H`, `*B S K H`, `*B S K h` with any batch axes: out `*B T N h`, and the weights."""
+    """Attention over `*B T N H`, `*B S K H` and `*B S K h`: out `*B T N h`, and the weights."""
     with forward_mode():
         out, weights = _attend_heads(query, key, value, bias, mask, fixed(how))
     return out, weights
@@ -56,7 +56,7 @@ def attend_layer(
     how: How,
     positions: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """A layer over query, key and value features; `rotate(heads, positions)` stands inside.
+    """A layer over query, key and value features, with `rotate(heads, positions)` before attention.
 
     `positions`: of queries and keys, default 0, 1, ...
     """
@@ -82,12 +82,12 @@ def attend_layer(
 
 
 def fixed(how: How) -> How:
-    """Such that jit can take it: a list of implementations is a tuple."""
+    """Makes the settings hashable for jit: a list of implementations becomes a tuple."""
     return replace(how, implementation=hashable(how.implementation))
 
 
 def check_arrays(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
-    """Raises TypeError for what is no array of a layer, or would be rounded without a word."""
+    """Raises TypeError for an input that is not an array, or that JAX would silently round."""
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
     are_arrays(bias=bias, **names)
     checks.no_silent_rounding(params=params, bias=bias, **names)
@@ -146,7 +146,7 @@ def _attend_layer(
 def check_positions(
     positions: Any, rotate: Rotate | None, queries: Any, keys: Any, *, features: int = 1
 ) -> None:
-    """`queries` and `keys` are `*B T`, `*B S` and so many axes of features."""
+    """Checks positions against queries `*B T ...` and keys `*B S ...` with `features` more axes."""
     if positions is None:
         return
     if rotate is None:
@@ -163,7 +163,7 @@ def check_positions(
 
 
 def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) -> tuple[Any, Any]:
-    """Heads `*B T N H`, `*B S K H` as `rotate` turns them at positions, default 0, 1, ..."""
+    """Rotates heads `*B T N H` and `*B S K H` at their positions, default 0, 1, ..."""
     check_positions(positions, rotate, query, key, features=2)
     if rotate is None:
         return query, key
@@ -178,13 +178,13 @@ def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) 
 
 
 def _positions(batch: Sequence[int], size: int) -> Any:
-    """0, 1, ... of what comes in zig-zag order as much as of any other: true positions."""
+    """True positions 0, 1, ..., in zig-zag order if the features are."""
     places = sharding.in_order(np.arange(size, dtype=np.int32).reshape(1, size), 1)
     return jnp.broadcast_to(places[0], (*batch, size))
 
 
 def sizes_of(query: Any, key: Any) -> dict[str, int]:
-    """Of heads `*B T N H`, `*B S K H` those that masks and biases have."""
+    """The sizes T, N and S of heads `*B T N H`, `*B S K H`, for masks and biases."""
     return {"T": query.shape[-3], "N": query.shape[-2], "S": key.shape[-3]}
 
 
@@ -196,7 +196,7 @@ def widen(
     sizes: dict[str, int],
     semantics: Semantics,
 ) -> tuple[Any, Mask]:
-    """Bias and mask with one batch axis, over S and the extra positions."""
+    """Flattens bias and mask to one batch axis and extends them to the extra positions."""
     extra = 0 if params is None else bias_kv.count(params, semantics)
     return (
         bias_kv.widen_bias(bias, extra, batch, sizes),
@@ -207,7 +207,7 @@ def widen(
 def between(
     params: MHAParams | None, query: Any, key: Any, value: Any, wide: tuple[Any, Mask], how: How
 ) -> tuple[Any, Any]:
-    """Extra positions, one batch axis, attention, and the batch axes again."""
+    """Attention over heads with any batch axes; appends the extra positions of `params`."""
     batch = query.shape[:-3]
     dtype = checks.promoted(query=query, key=key, value=value)
     query, key, value = (

@@ -40,14 +40,14 @@ from jaxmha.semantics import Precision, Semantics
 
 
 class Parameters(nn.Module):  # type: ignore[misc]
-    """Parameters under one name: `entries` are (name, initialiser, shape)."""
+    """A submodule of parameters; `entries` are (name, initialiser, shape)."""
 
     entries: tuple[tuple[str, Initializer, tuple[int, ...]], ...]
     param_dtype: Any
 
     @nn.compact  # type: ignore[untyped-decorator]
     def declare(self) -> dict[str, Any]:
-        """By name, drawn where there are none yet."""
+        """The parameters by name; missing ones are drawn."""
         return {
             name: self.param(name, init, shape, self.param_dtype)
             for name, init, shape in self.entries
@@ -57,43 +57,42 @@ class Parameters(nn.Module):  # type: ignore[misc]
 class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention` by jaxmha: same arguments, names and shapes.
 
-    Its variables are those of flax, so that checkpoints load unchanged, both ways. It means what
-    flax's means, with [these differences](../guide/models.md#what-differs-from-flax); the first:
-    fully masked rows are 0 (the mean of the values, as in flax, with
-    `semantics=Semantics.flax()`).
+    Its variables equal flax's, so that checkpoints load unchanged, both ways. It computes what flax
+    computes, with [these differences](../guide/models.md#what-differs-from-flax); above all, fully
+    masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     Attributes:
       num_heads: N.
-      dtype: of the computation; None: the promoted one of inputs and parameters.
+      dtype: of the computation; None: the promoted dtype of inputs and parameters.
       param_dtype: of the parameters.
       qkv_features: N * H, default the features of the queries.
       out_features: Do, default the features of the queries.
-      broadcast_dropout: one draw for all batch rows and heads; None: as `semantics` says where it
-        is given, else True. False: none is shared, whatever `semantics` says.
+      broadcast_dropout: batch rows and heads share a draw; None: as in `semantics` if it is given,
+        else True. False: no axis shares a draw, even if `semantics` says so.
       dropout_rate: of the weights.
       deterministic: no dropout; may be given in the call instead.
-      precision: of matrix products.
+      precision: of matmuls.
       kernel_init: as in flax; kernels are drawn as matrices, `nn.with_partitioning` is kept.
       out_kernel_init: default `kernel_init`.
       bias_init: as in flax.
       out_bias_init: default `bias_init`.
-      use_bias: of the four projections; or the names of those that have one.
+      use_bias: for all four projections, or the names of the projections that have one.
       attention_fn: must be left out, or be flax's or jaxmha's own.
       decode: keeps `cached_key`, `cached_value` and `cache_index` in the collection `cache`.
       normalize_qk: normalises queries and keys, with scales in `query_ln` and `key_ln`.
-      force_fp32_for_softmax: the softmax is in float32, also for float64; with half precision
-        everything is, and the output too where `dtype` is None.
+      force_fp32_for_softmax: the softmax is in float32, also for float64; half precision is
+        computed in float32 throughout, and the output is float32 if `dtype` is None.
       qkv_dot_general to attn_weights_value_einsum_cls: hooks of flax that must be left out.
       num_kv_heads: K, default N; fewer are grouped-query attention.
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
-      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; what flax has
-        an argument for is said by either.
+      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
+        argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
-      implementation: as in `jaxmha.multi_head_attention`; the method `decode_step` has a way of
-        its own.
+      implementation: as in `jaxmha.multi_head_attention`; it does not apply to the method
+        `decode_step`.
 
     Raises:
       ValueError: sizes do not fit, or an argument cannot be honoured.
@@ -142,7 +141,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     implementation: Implementation = None
 
     def __post_init__(self) -> None:
-        self.implementation = hashable(self.implementation)  # as transformations need it
+        self.implementation = hashable(self.implementation)  # for transformations
         self.use_bias = as_tuple(self.use_bias)
         self.local_window_size = as_tuple(self.local_window_size)
         super().__post_init__()
@@ -170,17 +169,17 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
           inputs_k: `(*B, S, Dk)`, default `inputs_q`.
           inputs_v: `(*B, S, Dv)`, default `inputs_k`.
           inputs_kv: both of them; flax's older name, with a DeprecationWarning.
-          mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
+          mask: broadcastable to `(*B, N, T, S)`, nonzero entries attend; or a `jaxmha.Mask`.
           bias: added to the logits, broadcastable to `(*B, N, T, S)`.
           is_causal: query i attends keys j <= i.
           deterministic: no dropout.
           dropout_rng: a PRNG key, default that of the collection `dropout`.
-          sow_weights: leaves the weights before dropout in `intermediates/attention_weights`.
-          input_positions: `(*B, T)` of queries and keys for `rotate`, default those in the cache,
-            or 0, 1, ...
+          sow_weights: sows the weights before dropout as `intermediates/attention_weights`.
+          input_positions: `(*B, T)` of queries and keys for `rotate`, default their positions in
+            the cache, or 0, 1, ...
 
         Returns:
-          `(*B, T, Do)`, in `dtype` where it is given.
+          `(*B, T, Do)`, in `dtype` if it is given.
 
         Raises:
           ValueError: a shape does not fit; names the input (query, key or value), the axes and the
@@ -245,7 +244,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     @nn.nowrap  # type: ignore[untyped-decorator]
     def _declare(self, inputs: tuple[Any, Any, Any], semantics: Semantics) -> MHAParams:
-        """The parameters, drawn where there are none yet, in the order and under the names of flax."""
+        """The parameters, in flax's order and under flax's names; missing ones are drawn."""
         Dq, Dk, Dv = (x.shape[-1] for x in inputs)
         N = self.num_heads
         features = self.qkv_features or Dq
@@ -297,7 +296,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             for name, side in zip(("cached_key", "cached_value"), sides, strict=True)
         )
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
-        if not there:  # what initialises the cache is not decoded
+        if not there:  # the call that initialises the cache does not decode
             return attend_layer(params, inputs, *asked)
         cached = keys.value, values.value, index.value
         out, weights, cached = attend_cached(params, inputs, cached, *asked)
@@ -307,9 +306,9 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     def prefill(
         self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
-        """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`. Nothing is dropped.
+        """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`, without dropout.
 
-        Parameters are made by `init` through the layer's own call.
+        `init` draws the parameters by the layer's own call.
 
         >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
         >>> variables = layer.init(jax.random.key(0), x)
@@ -328,20 +327,20 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`.
 
-        Nothing is dropped. `implementation` does not act: a step over such a cache has a way of its own.
+        Neither dropout nor `implementation` applies: a step has an implementation of its own.
         """
         return with_cache(self, decode_step, inputs, cache, mask, self.force_fp32_for_softmax)
 
     def to_params(self, variables: Mapping[str, Any] | None = None) -> tuple[MHAParams, Semantics]:
-        """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
+        """Parameters and semantics, as `jaxmha.multi_head_attention` and the exporters take them.
 
         Args:
-          variables: `{"params": ...}`, default those that the module is bound to.
+          variables: `{"params": ...}`, default the variables of a bound module.
 
         Raises:
           ValueError: there are no variables.
 
-        `rotate`, `local_window_size` and `dtype` are in neither.
+        Neither contains `rotate`, `local_window_size` and `dtype`.
 
         >>> layer = MultiHeadDotProductAttention(num_heads=2)
         >>> params, semantics = layer.to_params(layer.init(jax.random.key(0), jnp.ones((5, 6))))
@@ -362,21 +361,21 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     def from_params(
         cls, params: MHAParams, semantics: Semantics = Semantics(), **settings: Any
     ) -> tuple["MultiHeadDotProductAttention", dict[str, Any]]:
-        """A module and its variables that are these parameters and this behaviour.
+        """A module and its variables, with these parameters and semantics.
 
-        `MultiHeadAttention.from_params(*jaxmha.converters.torch.from_module(m))` is an import.
+        `MultiHeadAttention.from_params(*jaxmha.converters.torch.from_module(m))` imports a layer.
 
         Args:
           params: of one layer.
-          semantics: its behaviour.
-          settings: further attributes, such as `implementation`, `dtype`, `deterministic`; of
-            `dropout_rate` and `precision` they take precedence over `semantics`.
+          semantics: of that layer.
+          settings: further attributes, such as `implementation`, `dtype`, `deterministic`;
+            `dropout_rate` and `precision` take precedence over `semantics`.
 
         Returns:
           `(module, variables)`.
 
         Raises:
-          ValueError: shapes do not fit each other, or `semantics`.
+          ValueError: shapes do not fit each other or `semantics`.
           TypeError: float64 would be rounded because x64 is off.
 
         >>> from jaxmha import init_params
@@ -392,7 +391,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` under flax's second name, which names submodules.
+    """`MultiHeadDotProductAttention` under flax's second name, the default name of submodules.
 
     >>> MultiHeadAttention(num_heads=2).init_with_output(
     ...     jax.random.key(0), jnp.ones((3, 5, 6)))[0].shape

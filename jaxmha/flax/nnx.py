@@ -47,12 +47,12 @@ _NONE: Metadata = MappingProxyType({})
 class MultiHeadAttention(Attributes):
     """`flax.nnx.MultiHeadAttention` by jaxmha: same arguments, names and shapes.
 
-    Its state is that of flax, so that checkpoints load unchanged, both ways. It means what flax's
-    means, with [these differences](../guide/models.md#what-differs-from-flax); the first: fully
+    Its state equals flax's, so that checkpoints load unchanged, both ways. It computes what flax
+    computes, with [these differences](../guide/models.md#what-differs-from-flax); above all, fully
     masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
-    `dropout_rate`, `broadcast_dropout` and `precision` may be set later, and are those of
-    `semantics`. `use_bias`, `normalize_qk` and `attention_fn` can be read alone.
+    The attributes `dropout_rate`, `broadcast_dropout` and `precision` read and set `semantics`;
+    `use_bias`, `normalize_qk` and `attention_fn` are read-only.
 
     Args:
       num_heads: N.
@@ -61,31 +61,32 @@ class MultiHeadAttention(Attributes):
       out_features: Do, default Dq.
       num_kv_heads: K, default N; fewer are grouped-query attention.
       in_kv_features: Dk and Dv, or the pair of both; default Dq.
-      dtype: of the computation; None: the promoted one of inputs and parameters.
+      dtype: of the computation; None: the promoted dtype of inputs and parameters.
       param_dtype: of the parameters.
-      broadcast_dropout: one draw for all batch rows and heads; None: as `semantics` says where it
-        is given, else True. False: none is shared, whatever `semantics` says.
+      broadcast_dropout: batch rows and heads share a draw; None: as in `semantics` if it is given,
+        else True. False: no axis shares a draw, even if `semantics` says so.
       dropout_rate: of the weights.
       deterministic: no dropout; the argument of the call takes precedence.
-      precision: of matrix products.
+      precision: of matmuls.
       kernel_init, out_kernel_init, bias_init, out_bias_init: as in flax.
-      use_bias: of the four projections; or the names of those that have one.
+      use_bias: for all four projections, or the names of the projections that have one.
       attention_fn: must be left out, or be flax's or jaxmha's own.
-      decode: keeps keys and values (`init_cache`); the argument of the call takes precedence.
+      decode: appends keys and values to a cache (`init_cache`); the argument of the call takes
+        precedence.
       normalize_qk: normalises queries and keys, with scales in `query_ln` and `key_ln`.
       qkv_promote_dtype to out_dot_general_cls: hooks of flax that must be left out.
-      rngs: for parameters, and for dropout.
+      rngs: streams for parameters and dropout.
       keep_rngs: keeps a stream for dropout in the module.
       kernel_metadata to key_ln_scale_metadata: metadata of the parameters, such as sharding.
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
-      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; what flax has
-        an argument for is said by either.
+      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
+        argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
-      implementation: as in `jaxmha.multi_head_attention`; the method `decode_step` has a way of
-        its own.
+      implementation: as in `jaxmha.multi_head_attention`; it does not apply to the method
+        `decode_step`.
 
     Raises:
       ValueError: sizes do not fit, or an argument cannot be honoured.
@@ -237,22 +238,22 @@ class MultiHeadAttention(Attributes):
           inputs_q: `(*B, T, Dq)`.
           inputs_k: `(*B, S, Dk)`, default `inputs_q`.
           inputs_v: `(*B, S, Dv)`, default `inputs_k`.
-          mask: broadcastable to `(*B, N, T, S)`, what is not zero attends; or a `jaxmha.Mask`.
+          mask: broadcastable to `(*B, N, T, S)`, nonzero entries attend; or a `jaxmha.Mask`.
           bias: added to the logits, broadcastable to `(*B, N, T, S)`.
           deterministic: no dropout.
           rngs: `Rngs` or a stream for dropout, instead of the module's own.
-          sow_weights: leaves the weights before dropout in `attention_weights`.
-          decode: appends to the cache of `init_cache`, and attends to all of it.
+          sow_weights: sows the weights before dropout as `attention_weights`.
+          decode: appends to the cache of `init_cache`, and attends to all tokens in it.
           is_causal: query i attends keys j <= i.
           out_sharding, qkv_sharding: must be left out.
-          input_positions: `(*B, T)` of queries and keys for `rotate`, default those in the cache,
-            or 0, 1, ...
+          input_positions: `(*B, T)` of queries and keys for `rotate`, default their positions in
+            the cache, or 0, 1, ...
 
         Returns:
-          `(*B, T, Do)`, in `dtype` where it is given.
+          `(*B, T, Do)`, in `dtype` if it is given.
 
         Raises:
-          ValueError: a shape does not fit, dropout has no rngs, or decoding no cache.
+          ValueError: a shape does not fit, dropout has no rngs, or decoding has no cache.
           TypeError: a submodule was replaced by one of another type.
         """
         refuse_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
@@ -277,7 +278,8 @@ class MultiHeadAttention(Attributes):
     def init_cache(
         self, input_shape: tuple[int, ...], dtype: DTypeLike | None = jnp.float32
     ) -> None:
-        """Room for the keys and values of inputs `(*B, S, Dq)`; what was there is forgotten.
+        """Makes an empty cache for the keys and values of inputs `(*B, S, Dq)`, replacing any
+        other.
 
         >>> layer = MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
         >>> layer.init_cache((3, 5, 6))
@@ -297,7 +299,7 @@ class MultiHeadAttention(Attributes):
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What `nnx.view` calls: it makes a cache where a module that decodes has none and both sizes
+        """Sets attributes for `nnx.view`; a decoding module without a cache gets one if both sizes
         are given.
 
         Args:
@@ -321,7 +323,7 @@ class MultiHeadAttention(Attributes):
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
 
-        Nothing is dropped, whatever `deterministic` says.
+        Dropout does not act, even if `deterministic` is False.
 
         >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
         >>> out, cache = layer.prefill(x, KVCache.empty(layer.to_params()[0], 3, 8))
@@ -335,16 +337,16 @@ class MultiHeadAttention(Attributes):
     def decode_step(
         self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
-        """`jaxmha.decode_step`: appends tokens to the cache and attends to everything there.
+        """`jaxmha.decode_step`: appends tokens to the cache and attends to all tokens in it.
 
-        Nothing is dropped. `implementation` does not act: a step over such a cache has a way of its own.
+        Neither dropout nor `implementation` applies: a step has an implementation of its own.
         """
         return with_cache(self, decode_step, inputs, cache, mask)
 
     def to_params(self) -> tuple[MHAParams, Semantics]:
-        """Parameters and behaviour, as `jaxmha.multi_head_attention` and the exporters take them.
+        """Parameters and semantics, as `jaxmha.multi_head_attention` and the exporters take them.
 
-        `rotate`, `local_window_size` and `dtype` are in neither.
+        Neither contains `rotate`, `local_window_size` and `dtype`.
 
         >>> MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)).to_params()[0].query.kernel.shape
         (6, 2, 3)
@@ -360,22 +362,22 @@ class MultiHeadAttention(Attributes):
         rngs: nnx.Rngs | None = None,
         **settings: Any,
     ) -> "MultiHeadAttention":
-        """A module that is these parameters and this behaviour.
+        """A module with these parameters and semantics.
 
-        `MultiHeadAttention.from_params(*jaxmha.converters.torch.from_module(m))` is an import.
+        `MultiHeadAttention.from_params(*jaxmha.converters.torch.from_module(m))` imports a layer.
 
         Args:
           params: of one layer.
-          semantics: its behaviour.
-          rngs: for dropout; without them its calls need some.
-          settings: further arguments, such as `implementation`, `dtype`, `deterministic`; of
-            `dropout_rate` and `precision` they take precedence over `semantics`.
+          semantics: of that layer.
+          rngs: for dropout; without them, calls with dropout need rngs.
+          settings: further arguments, such as `implementation`, `dtype`, `deterministic`;
+            `dropout_rate` and `precision` take precedence over `semantics`.
 
         Returns:
           The module.
 
         Raises:
-          ValueError: shapes do not fit each other, or `semantics`.
+          ValueError: shapes do not fit each other or `semantics`.
           TypeError: float64 would be rounded because x64 is off.
 
         >>> import jax

@@ -1,4 +1,4 @@
-"""Attributes of flax's nnx module that `semantics` and the parameters of ours say."""
+"""Attributes of flax's nnx module, derived from the semantics and parameters of jaxmha's module."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from jaxmha.semantics import Precision, Semantics
 
 
 class Attributes(nnx.Module):  # type: ignore[misc]
-    """Reads and sets them in a module with `semantics` and projections."""
+    """Base class that reads these attributes from `semantics` and projections, and sets some."""
 
     semantics: Semantics
 
@@ -33,7 +33,7 @@ class Attributes(nnx.Module):  # type: ignore[misc]
 
     @property
     def broadcast_dropout(self) -> bool:
-        """Whether `semantics` shares a draw for dropout; may be set."""
+        """Whether any axes share a dropout draw in `semantics`; may be set."""
         return bool(self.semantics.dropout_broadcast)
 
     @property
@@ -48,7 +48,7 @@ class Attributes(nnx.Module):  # type: ignore[misc]
 
     @property
     def use_bias(self) -> UseBias:
-        """Whether the projections have biases; or the names of those that have one."""
+        """Whether all or none of the projections have a bias; else the names of those with one."""
         layers = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
         there = {
             name: layer.bias is not None for name, layer in layers.items() if layer is not None
@@ -59,5 +59,5 @@ class Attributes(nnx.Module):  # type: ignore[misc]
 
     @property
     def attention_fn(self) -> Callable[..., Any]:
-        """`jaxmha.flax.attention_fn`, which means what this module does."""
+        """`jaxmha.flax.attention_fn`, which computes the attention of this module."""
         return own_attention_fn

@@ -1,4 +1,4 @@
-"""Keys for dropout from the streams of flax's nnx."""
+"""Dropout keys from the rng streams of flax's nnx."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from flax import nnx
 
 
 def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
-    """The next key of `rngs`, or of the stream that a module keeps; None where nothing drops.
+    """The next key of `rngs`, or of the module's own stream; None if dropout does not act.
 
     Raises:
-      ValueError: nobody says whether dropout acts, or there is no stream.
-      TypeError: `rngs` cannot be called for a key.
+      ValueError: `deterministic` is given nowhere, or there is no stream.
+      TypeError: `rngs` is not callable.
     """
     if not module.semantics.dropout_rate:
         return None

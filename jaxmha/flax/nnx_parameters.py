@@ -1,4 +1,4 @@
-"""Parameters of the nnx module: flax's own layers hold them under its names, and are not called."""
+"""Parameters of the nnx module. Flax's own layers hold them under its names, and are not called."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,12 +22,12 @@ def declare(
     use_bias: UseBias,
     use_bias_kv: bool,
 ) -> dict[str, Any]:
-    """Attributes of a module by name, drawn in the order of flax; None where there is none.
+    """Attributes of a module by name, drawn in the order of flax; None for absent parameters.
 
     Args:
       sizes: Dq, Dk, Dv, Do, N, K, H, h.
       heads: arguments of `nnx.LinearGeneral` for queries, keys and values.
-      out: those for the output layer, if there is one.
+      out: arguments for the output projection; None: there is none.
       norms: by name, arguments of `nnx.LayerNorm`.
       use_bias: as in the module.
       use_bias_kv: as in the module.
@@ -54,8 +54,8 @@ def declare(
     return {name: made.get(name, nnx.data(None)) for name, *_ in PATHS.values()}
 
 
-# What a call of these layers would look at beside parameters, as the module makes them. Its own dtype
-# and precision are those of every product.
+# Settings that affect only a call of these layers, with the values that the module gives them. The
+# module's own dtype and precision apply to every matmul.
 UNTOUCHED: dict[str, Any] = {
     "dot_general": None,
     "dot_general_cls": None,
@@ -88,6 +88,6 @@ def variable(module: Any, leaf: str) -> Any:
 
 
 def params_of(module: Any) -> MHAParams:
-    """What the variables of a module hold."""
+    """Reads the parameters from the variables of a module."""
     there = {leaf: variable(module, leaf) for leaf in PATHS}
     return from_leaves({leaf: x[...] for leaf, x in there.items() if x is not None})

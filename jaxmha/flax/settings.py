@@ -1,4 +1,4 @@
-"""Arguments that modules of linen and nnx share, read."""
+"""Reads the arguments that the modules of linen and nnx share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -28,17 +28,18 @@ def behaviour(
     normalize_qk: bool = False,
     force_fp32_for_softmax: bool = False,
 ) -> Semantics:
-    """Flax's arguments and `semantics` as one value; what flax leaves open, `semantics` says.
+    """Merges flax's arguments into `semantics`, which fills in the arguments left at their
+    defaults.
 
     Raises:
-      ValueError: both say it, and not the same.
+      ValueError: an argument and `semantics` contradict each other.
 
     >>> behaviour(None, dropout_rate=0.1).dropout_broadcast
     ('B', 'N')
     """
     asked = Semantics() if semantics is None else semantics
     are_of(Semantics, semantics=asked)
-    left_open = ("B", "N") if semantics is None else asked.dropout_broadcast  # the former as flax
+    left_open = ("B", "N") if semantics is None else asked.dropout_broadcast  # flax's default
     said = Semantics(
         dropout_rate=dropout_rate,
         dropout_broadcast=shared_axes(broadcast_dropout, left_open),
@@ -59,7 +60,7 @@ def behaviour(
 
 
 def shared_axes(broadcast_dropout: bool | None, left_open: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes that share a draw for dropout, as flax's argument says, or where it is None."""
+    """Axes that share a dropout draw by flax's argument; `left_open` if that is None."""
     one_of("broadcast_dropout", broadcast_dropout, (None, True, False))
     if broadcast_dropout is None:
         return left_open
@@ -70,7 +71,7 @@ INSTEAD = "leave it out, or use flax's own module with attention_fn=jaxmha.flax.
 
 
 def refuse(*accepted: Any, instead: str = INSTEAD, **hooks: Any) -> None:
-    """Raises ValueError for a hook into products that jaxmha computes itself."""
+    """Raises ValueError for a hook into computations of jaxmha, unless it is one of `accepted`."""
     for name, hook in hooks.items():
         if hook is not None and not any(hook is known for known in accepted):
             called = getattr(hook, "__qualname__", repr(hook))
@@ -81,7 +82,7 @@ def refuse(*accepted: Any, instead: str = INSTEAD, **hooks: Any) -> None:
 
 
 def refuse_shardings(**shardings: Any) -> None:
-    """Raises ValueError for a sharding that a call of flax would constrain its results to."""
+    """Raises ValueError for flax's sharding constraints on the results of a call."""
     for name, sharding in shardings.items():
         if sharding is not None:
             raise ValueError(
@@ -91,7 +92,7 @@ def refuse_shardings(**shardings: Any) -> None:
 
 
 def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """Inputs of flax's calls in the compute dtype, if there is one; what is left out is in place."""
+    """Inputs of a flax call with defaults filled in, cast to the compute dtype if there is one."""
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
     named = {"inputs_q": query, "inputs_k": key, "inputs_v": value}
@@ -101,12 +102,12 @@ def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any,
             raise TypeError(f"{name} must not be Boolean: give a mask by its name, mask=")
     key = query if key is None else key
     value = key if value is None else value
-    made = {id(x): cast(x, dtype) for x in (query, key, value)}  # one object stays one
+    made = {id(x): cast(x, dtype) for x in (query, key, value)}  # identical inputs stay identical
     return made[id(query)], made[id(key)], made[id(value)]
 
 
 def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask:
-    """All that a call of flax says about who attends: in an array what is not zero attends."""
+    """Combines mask, window and causality of a flax call; nonzero entries of an array attend."""
     if isinstance(mask, Mask):
         read = mask
     elif mask is None:
@@ -115,7 +116,7 @@ def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask
         raise TypeError(f"mask must be an array or a jaxmha.Mask, got {type(mask).__name__}")
     else:
         none_foreign("mask", mask)
-        # Of a NumPy array as it is: JAX might round 64 bits to zero.
+        # A NumPy array is compared in NumPy: JAX might round 64-bit values to zero.
         array = mask if isinstance(mask, np.ndarray) else jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)
     causal = Mask.causal() if checks.flag("is_causal", is_causal) else Mask()
@@ -123,21 +124,22 @@ def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask
 
 
 def as_tuple(several: Any) -> Any:
-    """Lists and sets as tuples, which a module can hold as static attributes."""
+    """Converts lists and sets to tuples, which can be static attributes of a module."""
     if isinstance(several, set | frozenset):
         return tuple(sorted(several))
     return tuple(several) if isinstance(several, list) else several
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """Every array of a tree in the compute dtype, if there is one."""
+    """Casts every array of a tree to the compute dtype, if there is one."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), tree)
 
 
 def widened(tree: Any) -> Any:
-    """Half precision as float32, in which flax's weights stay where their softmax is forced to be."""
+    """Casts half precision to float32: flax keeps weights in float32 under
+    force_fp32_for_softmax."""
     widest = max(x.dtype.itemsize for x in jax.tree.leaves(tree))
     return cast(tree, np.float32) if widest == 2 else tree
 
@@ -157,7 +159,7 @@ def biased(use_bias: UseBias, name: str) -> bool:
 def head_sizes(
     num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
-    """K, H and h of a module. Raises ValueError where a size is none, or heads do not divide."""
+    """K, H and h of a module; ValueError for an invalid size, or if heads do not divide."""
     are_sizes(
         num_heads=num_heads,
         qkv_features=qkv_features,
@@ -180,8 +182,10 @@ def settings_of(
 ) -> dict[str, Any]:
     """Constructor arguments, common to linen and nnx, of a module that holds these parameters.
 
+    `asked`: further arguments of the caller.
+
     Raises:
-      ValueError: parameters contradict `semantics`, or what is `asked` beside them.
+      ValueError: parameters contradict `semantics` or the arguments in `asked`.
     """
     made = _settings_of(params, semantics)
     for name in made.keys() & asked.keys() - {"dropout_rate", "precision"}:
@@ -220,7 +224,7 @@ def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
         "use_out": params.out is not None,
         "use_bias_kv": params.bias_k is not None,
         "normalize_qk": semantics.qk_norm == "layer",
-        # As arguments they can be given anew.
+        # Passed as arguments, so that the caller can override them.
         "dropout_rate": semantics.dropout_rate,
         "precision": semantics.precision,
         "semantics": replace(semantics, dropout_rate=0.0, precision=None),
