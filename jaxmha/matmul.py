@@ -1,4 +1,4 @@
-"""Matrix products and sums whose rounding errors stay small."""
+"""Matmuls and sums with small rounding errors."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxmha.arrays import DTypeLike
 
-# A plain loop over k terms, which is what backends make of a small product, has errors that grow
-# with k; parts joined pairwise have errors that grow with a part and the logarithm of how many
-# there are. Up to this many multiplications they cost microseconds; beyond it they would cost the
-# speed of the product.
+# Backends compute a small matmul as a plain loop over k terms, whose error grows with k. Pairwise
+# summation of parts has an error that grows with the terms of a part and the logarithm of the
+# number of parts. Up to SMALL multiplications it costs microseconds; beyond, it would slow the
+# matmul down.
 SMALL = 2**19
 TERMS, PARTS = 4, 16  # at least of a part, and at most of them
 ROWS = 32  # that are summed in one step
@@ -23,7 +23,7 @@ def matmul(
 ) -> jax.Array:
     """`a @ b` over `(..., m, k)` and `(..., k, n)` with equal leading axes, accumulated in `dtype`.
 
-    Without a precision, here or in JAX's configuration, it is the highest: float32 stays float32.
+    The precision defaults to that of JAX's configuration, else to `highest`: float32 stays float32.
 
     >>> import jax.numpy as jnp
     >>> matmul(jnp.ones((2, 3, 5)), jnp.ones((2, 5, 7))).shape
@@ -49,7 +49,7 @@ def matmul(
         b.reshape(*lead, parts, terms, n),
         precision=precision,
     )
-    sums: list[jax.Array] = list(products)  # whole matrices add faster than along an axis
+    sums: list[jax.Array] = list(products)  # adding matrices is faster than reducing an axis
     while len(sums) > 1:
         half, rest = len(sums) // 2, sums[len(sums) // 2 * 2 :]
         sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=False)] + rest
@@ -57,10 +57,10 @@ def matmul(
 
 
 def operand_dtype(dtype: DTypeLike, precision: Any, platform: str) -> np.dtype[Any] | None:
-    """What heads of `dtype` are multiplied in, where that is not the dtype of the sums.
+    """The matmul operand dtype of heads of `dtype`; None: the accumulation dtype.
 
-    bfloat16 as it is, where devices multiply it and no precision is asked for: CPUs would make
-    float32 of it again and again, and float16 has no room for the slopes of logits.
+    bfloat16 is multiplied directly, except on CPUs, which would cast it to float32 repeatedly, and
+    if a precision is set. float16 is not: its range is too small for gradients of logits.
 
     >>> with jax.default_matmul_precision(None):
     ...     [operand_dtype(jnp.bfloat16, None, platform) for platform in ("cuda", "cpu")]
@@ -71,7 +71,7 @@ def operand_dtype(dtype: DTypeLike, precision: Any, platform: str) -> np.dtype[A
 
 
 def split_scale(scale: float) -> tuple[float, float]:
-    """A scale as a power of two, by which a product in binary is exact, and what is left, 1 to 2.
+    """Splits a scale into a power of two, by which multiplication is exact, and a rest in [1, 2).
 
     >>> split_scale(-0.125), split_scale(6.0)
     ((-0.125, 1.0), (4.0, 1.5))
@@ -81,7 +81,7 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 def resolved(precision: Any) -> Any:
-    """The precision asked for, else that of JAX's configuration, else the highest."""
+    """The given precision, else that of JAX's configuration, else the highest."""
     return _asked(precision) or "highest"
 
 
@@ -90,7 +90,7 @@ def _asked(precision: Any) -> Any:
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:
-    """The sum over the last axis, which is kept; errors grow as the logarithm of its size.
+    """The sum over the last axis, with keepdims; its error grows as the logarithm of the axis size.
 
     >>> import jax.numpy as jnp
     >>> pairwise_sum(jnp.arange(5.0))

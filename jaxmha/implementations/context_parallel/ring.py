@@ -1,10 +1,10 @@
-"""Positions on many devices; keys and values travel around the ring of them.
+"""Ring attention: context parallelism in which keys and values rotate around a ring of devices.
 
-Every device keeps its queries, meets one device's keys and values at a time, and goes on with the
-softmax where the one before has left it. In the gradient the slopes of keys and values travel along
-with them. Devices too far apart for a window or causality are never met. What is summed is added to
-where it lies and what moves gives its place to what arrives, so that memory falls as devices are
-added. Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
+Each device keeps its queries, receives the keys and values of one device at a time, and folds them
+into its online-softmax state. In the backward pass the gradients of keys and values rotate with
+them. Hops that a window or causality masks fully are skipped. Sums accumulate in place and arriving
+tiles reuse the buffers of departing ones, so that memory per device falls as devices are added.
+Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _ring(
     traced: Pairs,
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of one device's queries `B N t H`, from keys and values of all."""
+    """Output and lse of one device's queries `B N t H` over the keys and values of all devices."""
     found = _softmax(static, query, key, value, traced, words)
     return found.out, found.lse
 
@@ -125,7 +125,7 @@ def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
 
 
 class _Cut(NamedTuple):
-    """How parts of queries `b n t H` and of keys `b k s H` are cut; only shapes of both are here."""
+    """Tiling, config and shapes of a part of the queries `b n t H` and of the keys `b k s H`."""
 
     plan: Plan
     rules: Rules
@@ -144,14 +144,15 @@ def _cut(static: Static, query: Any, key: Any, traced: Pairs, words: Any) -> _Cu
 
 
 def _once(x: Any) -> Any:
-    """Else XLA makes the same rows again for the loop of the hops, and holds them twice."""
+    """Keeps XLA from rematerialising the tiled rows in the loop over hops, which holds them
+    twice."""
     barrier: Any = jax.lax.optimization_barrier
     return barrier(x)
 
 
 def _chunks(static: Static, cut: _Cut, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Keys and values as they travel; half precision as its bits, since XLA's CPU widens all it holds
-    of an array in half precision that is cut or sent."""
+    """Tiled keys and values for the ring. Half precision is bitcast to uint16: XLA:CPU upcasts the
+    whole array when it is sliced or permuted."""
     found = []
     for x in arrays:
         parts = [layout.chunks(cut.plan, part) for part in common.split_parts(static, x)]
@@ -162,7 +163,7 @@ def _chunks(static: Static, cut: _Cut, *arrays: jax.Array) -> tuple[jax.Array, .
 
 
 def _numbers(kept: Any, wanted: Any, x: jax.Array) -> jax.Array:
-    """A piece of what travels, of dtype `kept` as it came in."""
+    """Decodes a tile of `_chunks`, originally of dtype `kept`, to dtype `wanted`."""
     if x.dtype == np.uint16:
         x = jax.lax.bitcast_convert_type(x, kept)
     return x.astype(wanted)
@@ -182,10 +183,10 @@ def _travel(
     *,
     writes: bool = False,
 ) -> tuple[Any, tuple[Any, ...], int]:
-    """`carry = meet(carry, moving, i, j, corner)` of every two parts that may attend.
+    """`carry = meet(carry, moving, i, j, corner)` for every pair of parts with an allowed pair.
 
-    What is moving goes from device to device; where `meet` writes, it answers that too. Answers
-    also how far it is from home.
+    `moving` arrays rotate around the ring; if `writes`, `meet` returns `(carry, moving)`. Returns
+    carry, moving, and the number of hops that moving arrays are away from their home device.
     """
     here = jax.lax.axis_index(static.axis)
     bounds = common.bounds(static, traced)
@@ -209,7 +210,7 @@ def _travel(
             needed = common.meets(*bounds, t, T, s, S)
             if needed is True:
                 return met(state)
-            # A branch would have a result of its own beside what it is given.
+            # A loop of 0 or 1 steps works in place; `cond` would allocate its result in addition.
             return jax.lax.fori_loop(0, needed.astype(np.int32), lambda _, x: met(x), state)
 
         state = carry, moving
@@ -238,7 +239,7 @@ def _travel(
 
 
 def _runs(static: Static, traced: Pairs) -> list[tuple[int, int]]:
-    """Distances at which some device meets a key that bounds leave it: first and last of runs."""
+    """Runs (first, last) of hops at which some device has an allowed pair within the bounds."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
         above = None
@@ -264,7 +265,7 @@ def _runs(static: Static, traced: Pairs) -> list[tuple[int, int]]:
 
 
 def _shift(static: Static, arrays: tuple[Any, ...], hops: int) -> tuple[Any, ...]:
-    """Every device's arrays to the device so many further on."""
+    """Sends each device's arrays `hops` devices further around the ring."""
     if hops % static.devices == 0:
         return arrays
     route = [(r, (r + hops) % static.devices) for r in range(static.devices)]
@@ -273,8 +274,8 @@ def _shift(static: Static, arrays: tuple[Any, ...], hops: int) -> tuple[Any, ...
 
 
 def _in_place(move: Callable[[Any], jax.Array], x: jax.Array) -> jax.Array:
-    """`move(x)` of a large array `... keys d` piece by piece: what arrives takes the place of what has
-    left, and only one piece needs room of its own."""
+    """`move(x)` of a large array `... keys d`, piece by piece: arriving pieces overwrite departed
+    ones, so that only one piece needs additional memory."""
     s = x.shape[-2]
     count = max(n for n in range(1, PIECES + 1) if s % n == 0)
     if x.nbytes <= SMALL or count == 1:
@@ -289,4 +290,4 @@ def _in_place(move: Callable[[Any], jax.Array], x: jax.Array) -> jax.Array:
     return moved
 
 
-PIECES, SMALL = 16, 2**18  # the most pieces, and bytes that move at once
+PIECES, SMALL = 16, 2**18  # maximum number of pieces; bytes that are sent whole

@@ -1,4 +1,4 @@
-"""Attention block by block: time and memory of a fused kernel, in plain XLA.
+"""Tiled attention with online softmax: time and memory of a fused kernel, in plain XLA.
 
 Scores exist for one block at a time; blocks that conditions rule out are never computed, and where
 a block has none but allowed pairs no condition is looked at. The gradient recomputes weights from
@@ -32,8 +32,8 @@ from jaxmha.implementations.tiled.tile import Rules, Running, Softmax
 from jaxmha.implementations.tiled.tiling import Plan
 from jaxmha.matmul import operand_dtype, split_scale
 
-# Sizes of blocks, for those who know better than the rule: `target`, `least_rows`, `side` of
-# blocks.plan. Read once, while a program is traced; its gradient and its parts have the same.
+# Overrides of the tile sizes that tiling.plan chooses: `target`, `least_rows`, `side`. Read once,
+# when a program is traced; its gradient and its parts use the same sizes.
 SIZES: dict[str, int] = {}
 
 
@@ -64,10 +64,9 @@ def cut(
     window: tuple[int | None, int | None] = (None, None),
     sizes: tuple[tuple[str, int], ...] = (),
 ) -> Plan:
-    """The cut of queries `B N T H` and keys `B K S H`, of which only shapes are asked.
+    """The tiling of queries `B N T H` and keys `B K S H`; only their shapes are used.
 
-    `platform`: whose sizes the rule takes. `sizes`: of blocks, in place of the rule; of two for one
-    name the later.
+    `platform`: selects the default tile sizes. `sizes`: overrides them; later entries win.
     """
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     before, after = window
@@ -94,17 +93,17 @@ def _drops(request: Request) -> bool:
 
 
 def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result:
-    """Computes the request; sums are float32, or float64 for float64 inputs, and products are of
-    bfloat16 where `operand_dtype` says so.
+    """Computes the request; sums are float32, or float64 for float64 inputs, and matmul operands
+    are bfloat16 where `operand_dtype` says so.
 
-    `spread`: what computes `core` on many devices.
+    `spread`: computes `core` on many devices (context parallelism); None: on one.
     """
     semantics = request.semantics
     (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    platform = platforms.current().name  # once: the gradient may be traced where none is named
+    platform = platforms.current().name  # once: the gradient may be traced outside lowering_for
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
     scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
     query *= scale
@@ -161,7 +160,7 @@ def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result
 
 
 def _per_key_head(live: jax.Array, K: int) -> jax.Array:
-    """Of `b n S`, whether any query head of a key head looks there: `b k S`."""
+    """Reduces attended keys `b n S` over the query heads of each key/value head: `b k S`."""
     b, n, S = live.shape
     return live if n == 1 else live.reshape(b, K, n // K, S).any(2)
 
@@ -177,15 +176,15 @@ def core(
     traced: Pairs,
     words: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Output `B N T h`, 0 on empty rows, and lse `B N T`, -inf there, or None by `rules.lse`.
+    """Output `B N T h` and lse `B N T` (None unless `rules.lse`); fully masked rows are 0 and -inf.
 
     Args:
-      plan: the cut.
-      rules: what is static.
-      query: `B N T H`, scaled but for `rules.scale`. key: `B K S H`. value: `B K S h`.
+      plan: the tiling.
+      rules: the static config.
+      query: `B N T H`, scaled except for `rules.scale`. key: `B K S H`. value: `B K S h`.
       bias: `b n t s`.
-      traced: the conditions that are arrays.
-      words: of the threefry key of dropout.
+      traced: the mask conditions that are arrays.
+      words: the dropout seed (words of the threefry key); None: no dropout.
     """
     heads = query, key, value
 
@@ -207,7 +206,7 @@ def core(
 
 
 def shown(rules: Rules, found: Softmax) -> tuple[jax.Array, jax.Array | None]:
-    """Output and, if anyone reads it, lse."""
+    """Output and, if `rules.lse`, the log-sum-exp."""
     return found.out, found.lse if rules.lse else None
 
 
@@ -221,14 +220,14 @@ def blockwise(
     traced: Pairs,
     words: jax.Array | None,
 ) -> Softmax:
-    """`core`, of blocks that `plan` cuts; the statistics are None where nobody reads the lse."""
+    """`core` by the tiles of `plan`; row max and row sum are None unless `rules.lse`."""
 
     def output(running: Running) -> Any:
         found = finished(rules, running, words)
-        # A second output would keep XLA from making one kernel of small blocks.
+        # A second output would keep XLA from fusing small tiles into one kernel.
         return found if rules.lse else (found.out, None, None)
 
-    # Not filled up with 0, which times infinity is NaN.
+    # Queries are padded with 1: 0 times an infinite key is NaN.
     parts = layout.tiles(plan, query, 1.0), layout.chunks(plan, key), layout.chunks(plan, value)
     found = forward(plan, rules, parts, bias, traced, words, output)
     whole: Any = (None if x is None else layout.rows(plan, x) for x in found)
@@ -264,7 +263,7 @@ def _gradient_plan(
 
 
 def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    """Every product of the transposed scores has row-major operands."""
+    """Computes gradients with transposed scores, so that every matmul has row-major operands."""
     query, key, value, bias, traced, words, found = saved
     plan = _gradient_plan(plan, rules, *saved[:-1])
     per_row = rows_of_gradient(plan, query, found if plan.chunks > 1 else None, *slopes)

@@ -1,4 +1,4 @@
-"""All blocks of a cut, one after another: what rows see of keys, and the slopes of both."""
+"""Loops over tiles: online-softmax forward pass, and gradients of query, key, value and bias."""
 
 from collections.abc import Callable
 from typing import Any
@@ -198,7 +198,7 @@ def backward(
 
 
 def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:
-    """Adds the slope of a block, summed over the axes that the bias broadcasts."""
+    """Accumulates the bias gradient of a tile, summed over the axes that the bias broadcasts."""
     shape = (place.batches, place.heads, place.rows, place.keys)
     part = d_added.reshape(shape)
     axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
@@ -228,7 +228,7 @@ def _beside(
     place: Place,
     dtype: Any,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """What the scores of a block meet: mask or bias, and kept weights, `[cells] rows keys`."""
+    """Mask or bias tile, and dropout keep-mask, of a score tile: `[cells] rows keys`."""
     mask_or_bias = block_mask.mask_or_bias(conditions, bias, place, plan.G, dtype)
     keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, rules.whole, words, place)
     return layout.cells(plan, mask_or_bias), layout.cells(plan, keep)

@@ -1,4 +1,4 @@
-"""One block of scores: products, softmax and what lies between, forward and backward."""
+"""One tile of scores: matmuls, masking and online softmax, forward and backward."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,16 +13,15 @@ LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
 class Rules(NamedTuple):
-    """What is static beside the cut.
+    """Static config of tiled attention, other than the tiling.
 
     Attributes:
-      window, above: conditions that are numbers.
-      lse: whether anyone reads it.
-      platform: for which blocks are cut.
-      whole: N and T, where the arrays are a part of something larger.
-      sizes: of blocks, where they are not those of the rule.
-      operands: dtype of what is multiplied, which loses nothing of rows, keys and values; None:
-        their own.
+      window, above: static mask conditions.
+      lse: whether the lse is returned.
+      platform: selects the tile sizes.
+      whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
+      sizes: overrides of the tile sizes.
+      operands: dtype of matmul operands, exact for rows, keys and values; None: their own dtype.
       scale: of the logits, beside what the rows have of it.
       transposed: scores of `forward` are `[c] s r`, rounded as those of `backward` are.
     """
@@ -43,7 +42,7 @@ class Rules(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Of the keys visited so far: values times exp(logit - row max), row max, sum of these exps."""
+    """Online-softmax state over the keys visited so far: output accumulator, row max, row sum."""
 
     out: jax.Array
     row_max: jax.Array
@@ -51,11 +50,11 @@ class Running(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Outputs `B N T h`, 0 on empty rows, and `B N T 1` each: row max, and row sum, 0 on empty
+    """Output `B N T h`, row max and row sum `B N T 1`; output and row sum are 0 on fully masked
     rows.
 
-    The lse is exact to its own spacing only, which for large logits is many of a weight: gradients
-    read both of its parts.
+    The backward pass reads row max and row sum separately: the lse is rounded to its own spacing,
+    which for large logits is much coarser than that of a weight.
     """
 
     out: jax.Array
@@ -64,7 +63,7 @@ class Softmax(NamedTuple):
 
     @property
     def lse(self) -> jax.Array:
-        """`B N T`, -inf on empty rows."""
+        """`B N T`, -inf on fully masked rows."""
         return (self.row_max + jnp.log(self.row_sum))[..., 0]
 
 
@@ -146,14 +145,14 @@ def _scaled(rules: Rules, x: jax.Array) -> jax.Array:
 
 
 def _masked(logits: jax.Array, mask_or_bias: jax.Array) -> jax.Array:
-    # XLA takes longer to add what it must first make of a mask.
+    # `where` is faster than adding: XLA would first materialise an additive mask.
     if mask_or_bias.dtype == bool:
         return jnp.where(mask_or_bias, logits, -jnp.inf)
     return logits + mask_or_bias
 
 
 def _sum(exps: jax.Array) -> jax.Array:
-    """Pairwise while the block is small, as products are."""
+    """Row sum; pairwise for small tiles, as in small matmuls."""
     if exps.size <= SMALL_SUM:
         return pairwise_sum(exps)
     return exps.sum(-1, keepdims=True)
