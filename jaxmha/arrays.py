@@ -42,7 +42,7 @@ def _is_fine(leaf: Any) -> bool:
 
 
 def in_jax(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX has a dtype. Integers may have foreign byte order, since they are narrowed."""
+    """True if JAX has a dtype. Integers may have foreign byte order, since they are narrowed."""
     widest = 16 if dtype.kind == "c" else 8  # NumPy's long double is wider
     ordinary = dtype.kind in "biufc" and dtype.itemsize <= widest
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
@@ -64,7 +64,7 @@ def made_array(name: str, value: Any) -> str:
 
 
 def is_rounded(dtype: Any) -> bool:
-    """Whether JAX silently converts the dtype to another, as it does to 64 bits without x64."""
+    """True if JAX silently converts the dtype to another, as it does to 64 bits without x64."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 

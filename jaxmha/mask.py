@@ -171,7 +171,7 @@ class Mask:
             if not hasattr(other, "dtype"):
                 return NotImplemented
             other = Mask.dense(other)
-        # Two pairs of segment ids cannot be one pair: the second becomes an array.
+        # A mask holds one pair of segment ids: the second pair becomes a dense array.
         if self.query_segments is not None and other.query_segments is not None:
             ids = other.query_segments, other.key_value_segments
             same = _same_segment(*ids, library(*ids))
@@ -204,7 +204,7 @@ class Mask:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no condition at all."""
+        """True if there is no condition at all."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
     def to_array(self, T: int, S: int, xp: Any = jnp) -> Bool[Array, "#B #N T S"]:

@@ -64,7 +64,7 @@ CANONICAL: dict[str, str] = {
 
 
 def leaves(params: MHAParams) -> dict[str, Array]:
-    """The arrays that are there, by name (`query.kernel`), in the order of `CANONICAL`."""
+    """The arrays that are not None, by name (`query.kernel`), in the order of `CANONICAL`."""
     found: dict[str, Array] = {}
     for name in CANONICAL:
         head, _, tail = name.partition(".")

@@ -15,7 +15,7 @@ def rope(
     base: float = 10000.0,
     interleaved: bool = False,
 ) -> Float[Array, "*B T N H"]:
-    """Rotates pairs of components of queries or keys by angles that grow with the position.
+    """Rotates pairs of features of queries or keys by angles proportional to the position.
 
     Pair p rotates by `positions * base ** (-2 * p / H)`, so that `rope(q, i) @ rope(k, j)` depends
     on the positions through `i - j` alone.
@@ -24,7 +24,7 @@ def rope(
       x: projected queries or keys, `(*B, T, N, H)`; H is even.
       positions: `(*B, T)`, batch axes may be 1, or `(T,)` for all batch rows.
       base: roughly the wavelength of the slowest pair over 2 pi.
-      interleaved: pairs components `(2p, 2p + 1)` (GPT-J, Meta's Llama files); by default
+      interleaved: pairs features `(2p, 2p + 1)` (GPT-J, Meta's Llama files); by default
         `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights trained with one convention
         are wrong in the other unless the rows of their query and key kernels are permuted.
 

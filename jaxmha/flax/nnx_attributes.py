@@ -28,27 +28,27 @@ class Attributes(nnx.Module):  # type: ignore[misc]
 
     @property
     def dropout_rate(self) -> float:
-        """That of `semantics`; may be set."""
+        """The dropout rate of `semantics`; may be set."""
         return self.semantics.dropout_rate
 
     @property
     def broadcast_dropout(self) -> bool:
-        """Whether any axes share a dropout draw in `semantics`; may be set."""
+        """True if any axes share a dropout draw in `semantics`; may be set."""
         return bool(self.semantics.dropout_broadcast)
 
     @property
     def precision(self) -> Precision:
-        """That of `semantics`; may be set."""
+        """The precision of `semantics`; may be set."""
         return self.semantics.precision
 
     @property
     def normalize_qk(self) -> bool:
-        """Whether queries and keys are normalised."""
+        """True if queries and keys are normalised."""
         return self.semantics.qk_norm is not None
 
     @property
     def use_bias(self) -> UseBias:
-        """Whether all or none of the projections have a bias; else the names of those with one."""
+        """True or False if all projections agree; else the names of the projections with a bias."""
         layers = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
         there = {
             name: layer.bias is not None for name, layer in layers.items() if layer is not None

@@ -145,7 +145,7 @@ def widened(tree: Any) -> Any:
 
 
 def biased(use_bias: UseBias, name: str) -> bool:
-    """Whether the projection `query`, `key`, `value` or `out` has a bias."""
+    """True if the projection `query`, `key`, `value` or `out` has a bias."""
     if isinstance(use_bias, bool | np.bool_):
         return bool(use_bias)
     names = ("query", "key", "value", "out")

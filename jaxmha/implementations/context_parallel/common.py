@@ -189,7 +189,7 @@ def bounds(static: Static, traced: Pairs) -> tuple[int | None, Any]:
 
 
 def meets(below: Any, above: Any, t: Any, T: int, s: Any, S: int) -> Any:
-    """Whether the bounds allow any pair of T queries from position t and S keys from position s."""
+    """True if the bounds allow any pair of T queries from position t and S keys from position s."""
     found: Any = True
     if above is not None:
         highest = above if isinstance(above, int) else jnp.max(above)

@@ -64,7 +64,7 @@ def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | N
 
 
 def is_dense(request: Request) -> bool:
-    """Whether there is a bias, or a dense mask that padding of rows or keys cannot express."""
+    """True if there is a bias, or a dense mask that padding of rows or keys cannot express."""
     return request.bias is not None or request.mask.array is not None
 
 

@@ -47,7 +47,7 @@ def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows"
 
 
 def rows_leave_out(plan: Plan, above: int, platform: str = "cpu") -> bool:
-    """Whether row bands pay: rows attend on average at least a quarter fewer keys than the last."""
+    """True if row bands pay: rows attend on average at least a quarter fewer keys than the last."""
     least, most = ROWS.get(platform, (0, 0))
     seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
     return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])

@@ -133,7 +133,7 @@ def _unless_all(there: Any) -> jax.Array | None:
 
 
 def _any_between(there: jax.Array | None, start: Any, stop: Any, size: int) -> Any:
-    """Whether any position in `[start, stop)` is valid; `there`: the valid ones, None: all."""
+    """True if any position in `[start, stop)` is valid; `there`: the valid ones, None: all."""
     start, stop = start.clip(0, size), stop.clip(0, size)
     if there is None:
         return stop > start
