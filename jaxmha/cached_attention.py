@@ -83,8 +83,7 @@ def attend_cache(
     size = min(block, S)
 
     def allowed(slots: jax.Array) -> jax.Array:
-        """Mask tile `B n T slots`: the slot's token is not after the query, and within the
-        window."""
+        """Mask tile `B n T slots`: a slot's token is valid, causal, and within the window."""
         tokens = last - (last - slots.reshape(1, -1)) % S  # latest token in the slot
         i, j = positions[:, None, :, None], tokens[:, None, None]
         there = (j >= 0) & (j <= i)
@@ -156,7 +155,7 @@ def attend_cache(
         return state
 
     # Slicing a tile copies it, which costs more than reading the whole cache if much of it is used.
-    # The whole pass fails if unattended slots hold NaN; then the tiled pass is correct.
+    # Reading it whole fails if unattended slots hold NaN; the loop over tiles is then correct.
     much = used * WORTH_A_COPY > S
     state = jax.lax.cond(much, whole, lambda: nothing)
     state = jax.lax.cond(much & jnp.isfinite(state[2]).all(), lambda: state, by_blocks)

@@ -30,7 +30,7 @@ class KVCache(NamedTuple):
     A plain pytree: donate it to the step that returns its successor. To roll back, reduce the
     lengths, `cache._replace(lengths=earlier)`, as long as no token that is still attended has been
     overwritten: with `Mask.window(left, ...)`, up to S - left tokens once a cache has wrapped
-      around.
+    around.
 
     Attributes:
       key: `(B, K, S, H)`, S slots.

@@ -145,8 +145,7 @@ def specs(
     `tensor` shards heads, `fsdp` shards features (Dq, Dk, Dv, Do of kernels). `data` has no effect,
     since parameters are replicated along it; it is accepted so that the arguments of `use` fit. An
     axis of an array that the mesh axes do not divide is replicated: grouped and multi-query keys
-      and
-    values if K is not a multiple of `tensor`, and odd features.
+    and values if K is not a multiple of `tensor`, and odd features.
 
     Args:
       params: arrays, or anything with shapes; leading axes (stacked layers) are replicated.
@@ -289,8 +288,7 @@ class Spread(NamedTuple):
 
 
 def of_features(x: Any, kernel: Any) -> Spread | None:
-    """The sharding of features `(*B, T, D)` and the heads that a kernel `(D, N, H)` projects them
-    to.
+    """The sharding of features `(*B, T, D)` and of their heads by a kernel `(D, N, H)`.
 
     None: the mesh has no explicit axes.
 

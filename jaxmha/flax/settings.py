@@ -28,8 +28,7 @@ def behaviour(
     normalize_qk: bool = False,
     force_fp32_for_softmax: bool = False,
 ) -> Semantics:
-    """Merges flax's arguments into `semantics`, which fills in the arguments left at their
-    defaults.
+    """Merges flax's arguments with `semantics`, which applies to arguments left at their defaults.
 
     Raises:
       ValueError: an argument and `semantics` contradict each other.
@@ -138,8 +137,7 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 
 def widened(tree: Any) -> Any:
-    """Casts half precision to float32: flax keeps weights in float32 under
-    force_fp32_for_softmax."""
+    """Casts half precision to float32, as flax does to weights by `force_fp32_for_softmax`."""
     widest = max(x.dtype.itemsize for x in jax.tree.leaves(tree))
     return cast(tree, np.float32) if widest == 2 else tree
 

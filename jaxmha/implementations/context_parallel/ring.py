@@ -144,8 +144,7 @@ def _cut(static: Static, query: Any, key: Any, traced: Pairs, words: Any) -> _Cu
 
 
 def _once(x: Any) -> Any:
-    """Keeps XLA from rematerialising the tiled rows in the loop over hops, which holds them
-    twice."""
+    """Keeps XLA from rematerialising the tiled rows within the loop over hops, in a second copy."""
     barrier: Any = jax.lax.optimization_barrier
     return barrier(x)
 

@@ -145,8 +145,7 @@ def _any_between(there: jax.Array | None, start: Any, stop: Any, size: int) -> A
 
 
 def _live_blocks(pairs: Pairs, bias: jax.Array | None, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Attended rows and keys of any conditions; one query tile with all heads and keys at a
-    time."""
+    """Attended rows and keys of any conditions; a tile has all heads, all keys and some rows."""
     pairs, bias = pad(pairs, bias, plan)
     B, N, rows = plan.B, plan.K * plan.G, plan.rows
 
