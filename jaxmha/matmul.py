@@ -14,8 +14,8 @@ from jaxmha.arrays import DTypeLike
 # number of parts. Up to SMALL multiplications it costs microseconds; beyond, it would slow the
 # matmul down.
 SMALL = 2**19
-TERMS, PARTS = 4, 16  # at least of a part, and at most of them
-ROWS = 32  # that are summed in one step
+TERMS, PARTS = 4, 16  # minimum terms per part, maximum number of parts
+ROWS = 32  # rows summed in one step
 
 
 def matmul(
@@ -108,8 +108,8 @@ def pairwise_sum(x: jax.Array) -> jax.Array:
 
 
 def sum_of_rows(x: jax.Array) -> jax.Array:
-    """The sum over the axis before the last, which is kept; XLA's CPU takes several times as long
-    to sum more than 32 rows in one step.
+    """The sum over the second-to-last axis, with keepdims; XLA:CPU takes several times as long to
+    sum more than 32 rows in one step.
 
     >>> import jax.numpy as jnp
     >>> sum_of_rows(jnp.ones((67, 2)))

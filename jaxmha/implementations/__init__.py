@@ -17,7 +17,7 @@ from jaxmha.implementations import platforms, probe, reference, shard_map, small
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
-from jaxmha.implementations.tiled import attention
+from jaxmha.implementations.tiled import attention as blocked
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -34,7 +34,7 @@ __all__ = [
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
-    "blocked": attention,
+    "blocked": blocked,
     "few_queries": small_query,
     "cudnn": cudnn,
     "tokamax": tokamax,

@@ -46,8 +46,14 @@ def supports(request: Request) -> str | None:
         return "the causal offset must be a Python integer"
     if request.return_lse and request.semantics.logits_soft_cap is not None:
         return "the gradient of the log-sum-exp under a soft cap is not there"
-    scale = request.semantics.scale or request.query.shape[3] ** -0.5
-    if request.return_lse and math.frexp(scale)[0] != 0.5 and request.query.dtype == jnp.bfloat16:
+    scale = request.semantics.scale
+    scale = request.query.shape[3] ** -0.5 if scale is None else scale
+    if (
+        request.return_lse
+        and scale
+        and math.frexp(scale)[0] != 0.5
+        and request.query.dtype == jnp.bfloat16
+    ):
         return f"queries are scaled first, so the log-sum-exp is exact for powers of 2, not {scale}"
     return None
 

@@ -1,14 +1,14 @@
 """Tiled attention with online softmax: time and memory of a fused kernel, in plain XLA.
 
-Scores exist for one block at a time; blocks that conditions rule out are never computed, and where
-a block has none but allowed pairs no condition is looked at. The gradient recomputes weights from
-row max and row sum: the lse of large logits holds fewer digits than a weight. Where a block has all
-keys of its rows, row max, row sum and delta are those of the recomputed logits, so that gradients
-of logits cancel as they should. Else row max and row sum are those of the output, whose logits are
-products of the same operands in the same blocks and rounded alike: exp magnifies a difference of
-logits. Delta is the sum of out * dout there, and gradients of logits cancel to rounding of both.
-Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need
-O(n^2) memory" (2021).
+Scores are materialised one tile at a time; fully masked tiles are skipped, and unmasked tiles need
+no mask. The backward pass recomputes weights from row max and row sum, since the lse of large
+logits holds fewer digits than a weight. If a tile has all keys of its rows, row max, row sum and
+delta are computed from the recomputed logits, so that gradients of logits cancel exactly. Else row
+max and row sum are those of the forward pass, which computes the logits by matmuls of the same
+operands and tiles, so that they round alike: exp magnifies a difference of logits. Delta is then
+the row sum of out * dout, and gradients of logits cancel up to the rounding of both. Source: Dao et
+al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need O(n^2) memory"
+(2021).
 """
 
 from collections.abc import Callable
@@ -235,8 +235,8 @@ def blockwise(
 
 
 def before_gradient(plan: Plan, rules: Rules, *arguments: Any) -> Softmax:
-    """`blockwise`, in blocks of the sizes that the gradient has."""
-    # Beside a gradient bands and steps without a loop save little and take long to compile.
+    """`blockwise` with the tile sizes of the backward pass."""
+    # Under differentiation, bands and unrolled loops gain little and compile slowly.
     plan = replace(plan, unroll=False)
     transposed = plan.chunks > 1
     if transposed:

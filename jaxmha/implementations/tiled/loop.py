@@ -26,10 +26,10 @@ def forward(
     before: Running | None = None,
     read: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Any:
-    """`answer` of what every block of rows has seen; parts as `tiles` cuts query, key and value.
+    """Loops over KV tiles for every query tile, and applies `answer` to its softmax state.
 
-    `before`: what rows have seen of other keys, which is brought up to date in place and not
-    answered. `read`: makes numbers of a chunk of keys or values when it is looked at.
+    `parts`: query, key and value as tiles of `layout`. `before`: state from other keys, updated in
+    place and returned instead, without `answer`. `read`: decodes a KV tile when it is visited.
     """
     conditions, bias = _conditions(plan, rules, traced, bias)
     reached = schedule.table(conditions, plan)
@@ -81,13 +81,14 @@ def forward(
 
 
 def turned(arrays: Any) -> Any:
-    """A tuple of arrays with the last two axes of each exchanged."""
+    """Swaps the last two axes of every array of a pytree."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), arrays)
 
 
 def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:
-    """Output and statistics of what rows have seen."""
-    # 1 on empty rows; in others the largest logit alone gives 1.
+    """Normalises the softmax state: output, divided by the keep rate of dropout too, and row max
+    and row sum."""
+    # 1 on fully masked rows; elsewhere the largest logit alone contributes 1 to the row sum.
     divisor = jnp.maximum(seen.row_sum, 1.0)
     out = seen.out / (divisor if words is None else divisor * (1 - rules.dropout_rate))
     return Softmax(out, seen.row_max, seen.row_sum)
@@ -96,14 +97,14 @@ def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:
 def rows_of_gradient(
     plan: Plan, query: Any, softmax: Softmax | None, slope: Any, slope_lse: Any
 ) -> tuple[Any, ...]:
-    """Tiles that the gradient reads: transposed queries, cotangent, row max, and shift.
+    """Query tiles of the backward pass: transposed queries, output cotangent, row max, and shift.
 
-    Without a softmax blocks have all keys of their rows and compute row max, row sum and delta
-    from their own logits, so that the shift is the cotangent of the lse alone. Else delta is taken
-    from the shift, and cotangent and shift are divided by the row sum.
+    If `softmax` is None, each tile has all keys of its rows and computes row max, row sum and delta
+    from its own logits, so that the shift is the cotangent of the lse alone. Else delta is
+    subtracted from the shift, and output cotangent and shift are divided by the row sum.
     """
-    # d logit = weight * (slope @ value - delta + slope of lse), delta = slope . out; a weight is
-    # exp(logit - row max) / row sum, and of empty rows 0.
+    # dlogit = weight * (dout @ value - delta + dlse) with delta = sum(dout * out); weight is
+    # exp(logit - row max) / row sum, and 0 in fully masked rows.
     query = jnp.swapaxes(layout.tiles(plan, query), -1, -2)
     shift = jnp.zeros_like(slope[..., :1]) if slope_lse is None else slope_lse[..., None]
     slope, shift = layout.tiles(plan, slope), layout.tiles(plan, shift)
@@ -113,7 +114,7 @@ def rows_of_gradient(
     row_max = layout.tiles(plan, row_max, jnp.inf)
     out, row_sum = layout.tiles(plan, softmax.out), layout.tiles(plan, softmax.row_sum)
     divisor = jnp.maximum(row_sum, 1.0)
-    # As a product: XLA's CPU makes of a sum a kernel that holds all terms several times.
+    # An einsum: for a sum, XLA:CPU emits a kernel that holds all terms several times.
     shift -= jnp.einsum("...h,...h->...", slope, out, precision="highest")[..., None]
     return query, slope / divisor, row_max, shift / divisor
 
@@ -129,9 +130,9 @@ def backward(
     before: tuple[jax.Array, ...] | None = None,
     read: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Any:
-    """Slopes of the bias and of query, key and value, all of them cut, the query's transposed.
+    """Gradients of the bias, and of query (transposed), key and value as tiles.
 
-    `before`: slopes of query, key and value so far, which are added to in place; no bias then.
+    `before`: gradients of query, key and value so far, accumulated in place; then there is no bias.
     `read`: as in `forward`.
     """
     conditions, bias = _conditions(plan, rules, traced, bias)
@@ -188,7 +189,7 @@ def backward(
         return (dq, dk, dv), None
 
     if before is None:
-        # Slopes take the place of what they are slopes of.
+        # Gradients reuse the buffers of their primals.
         rows, *others = per_row
         slopes, bias_slope = layout.refine(
             step, plan.steps, (rows, *per_key), bias_slope, tuple(others)

@@ -22,8 +22,8 @@ class Rules(NamedTuple):
       whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
       sizes: overrides of the tile sizes.
       operands: dtype of matmul operands, exact for rows, keys and values; None: their own dtype.
-      scale: of the logits, beside what the rows have of it.
-      transposed: scores of `forward` are `[c] s r`, rounded as those of `backward` are.
+      scale: factor of the logits that the rows do not include yet.
+      transposed: whether the scores of `forward` are `[c] s r`, to round like those of `backward`.
     """
 
     soft_cap: float | None
@@ -68,7 +68,7 @@ class Softmax(NamedTuple):
 
 
 def nothing_yet(rules: Rules, rows: jax.Array, h: int) -> Running:
-    """Before the first key of rows `... r H`, or `... H r` where scores are transposed."""
+    """The state before the first key, for rows `... r H`, or `... H r` if scores are transposed."""
     *lead, r, _ = jnp.swapaxes(rows, -1, -2).shape if rules.transposed else rows.shape
     shapes = ((*lead, d, r) if rules.transposed else (*lead, r, d) for d in (h, 1))
     out, zeros = (jnp.zeros_like(rows, shape=shape) for shape in shapes)
@@ -84,11 +84,11 @@ def forward(
     keep: jax.Array | None,
     before: Running | None,
 ) -> Running:
-    """One block more.
+    """Folds one tile into the state `before`; None: there is no state yet.
 
-    Scores are `[c] r s`: rows `[c] r H`, keys `[c] H s`, values `[c] s h`. Transposed they are
-    `[c] s r` and the same product as in `backward`: rows `[c] H r`, keys `[c] s H`, values
-    `[c] h s`.
+    Scores are `[c] r s`, of rows `[c] r H`, keys `[c] H s` and values `[c] s h`. If transposed,
+    they are `[c] s r`, by the same matmul as in `backward`, of rows `[c] H r`, keys `[c] s H` and
+    values `[c] h s`.
     """
     product = partial(_product, rules)
     if rules.transposed:
@@ -97,7 +97,7 @@ def forward(
     else:
         axis = -1
         logits, _ = _logits(rules, rows, keys, mask_or_bias)
-    # Never -inf: a row without keys so far would be -inf - -inf, which is NaN.
+    # The row max is finite even if all keys so far are masked: -inf - -inf would be NaN.
     lowest = LOWEST[rows.dtype.name] if before is None else before.row_max
     row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
     exps = jnp.exp(logits - row_max)
@@ -114,7 +114,7 @@ def forward(
 def _transposed_logits(
     rules: Rules, keys: jax.Array, rows: jax.Array, mask_or_bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`[c] s r`; the mask or bias is `[c] r s`."""
+    """Transposed logits `[c] s r`; the mask or bias tile is `[c] r s`."""
     if mask_or_bias is not None:
         mask_or_bias = jnp.swapaxes(mask_or_bias, -1, -2)
     return _logits(rules, keys, rows, mask_or_bias)
@@ -123,7 +123,7 @@ def _transposed_logits(
 def _logits(
     rules: Rules, a: jax.Array, b: jax.Array, mask_or_bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Logits, and the tanh of a soft cap."""
+    """Masked logits, and the tanh of the soft cap (None without a cap)."""
     logits, bent = _scaled(rules, _product(rules, a, b)), None
     if rules.soft_cap is not None:
         bent = jnp.tanh(logits / rules.soft_cap)
@@ -168,20 +168,20 @@ def backward(
     mask_or_bias: jax.Array | None,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of rows, keys, values and added logits; scores are `[c] s r` in here.
+    """Gradients of rows, keys, values and the bias tile; scores are transposed here, `[c] s r`.
 
-    Rows and their gradients come and go as `[c] H r`, so that each product has row-major operands;
-    cotangents of the output are `[c] r h`. Without a row max the block has all keys of its rows;
-    else cotangent and shift are divided by the row sum, and delta is in the shift.
+    Rows and their gradients are `[c] H r`, so that each matmul has row-major operands; the output
+    cotangent `slope` is `[c] r h`. If the row max is None, the tile has all keys of its rows; else
+    the caller has divided `slope` and `shift` by the row sum and subtracted delta from `shift`.
     """
     rows, slope, row_max, shift = per_row
     keys, values, flipped = per_key
     product = partial(_product, rules)
     logits, bent = _transposed_logits(rules, keys, rows, mask_or_bias)
     whole = row_max is None
-    if whole:  # `forward` may have rounded the logits in another way
+    if whole:  # the logits of `forward` may round differently
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
-    else:  # where products of one shape do round in two ways, weights are at most 1 all the same
+    else:  # bounds weights by 1 even if matmuls of one shape round differently
         row_max = jnp.swapaxes(row_max, -1, -2)
         logits = jnp.minimum(logits, row_max)
     exps = jnp.exp(logits - row_max)
@@ -197,7 +197,7 @@ def backward(
         dropped, slopes = exps * factor, slopes * factor
     value_slope = product(dropped, slope)
     shift = jnp.swapaxes(shift, -1, -2)
-    if whole:  # with the same weights, gradients of the logits of a row sum to 0
+    if whole:  # delta from the same weights: gradients of a row's logits sum to 0
         shift = (shift - sum_of_rows(exps * slopes)) / divisor
     d_added = exps * (slopes + shift)
     d_logits = _scaled(rules, d_added if bent is None else d_added * (1 - bent * bent))
