@@ -247,7 +247,7 @@ def test_sigterm_ends_the_command_line_as_an_exception_does() -> None:
     """Its cleaning up runs, a second signal does not end that, and the code is 128 + 15."""
     code = """
 import os, signal, sys
-from jaxmha.converters import __main__, cli
+from jaxmha.cli import __main__, app as cli
 def app():
     try:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -10,11 +10,22 @@ import pytest
 
 from jaxmha import MHAParams, project
 from jaxmha.attention import dot_product_attention
-from jaxmha.converters import equinox, flax, haiku, huggingface, keras, linear, torch
 from jaxmha.converters.discovery import attention_blocks
-from jaxmha.converters.layout import by_hand, registry, transform
+from jaxmha.converters.layout import (
+    by_hand,
+    equinox,
+    flax,
+    haiku,
+    huggingface,
+    keras,
+    linear,
+    registry,
+    torch,
+    transform,
+)
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.linear import import_params
 from jaxmha.layer import combine
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from jaxmha.rotary import rope
@@ -124,7 +135,7 @@ def test_llama_with_rotary_embedding(base: float) -> None:
         angles = LlamaRotaryEmbedding(config)(to_torch(x), to_torch(positions))
         mask = to_torch(ADDITIVE)
         theirs = module(to_torch(x), position_embeddings=angles, attention_mask=mask)[0].numpy()
-    params, _ = linear.import_params(module.state_dict(), layout="llama", num_heads=N)
+    params, _ = import_params(module.state_dict(), layout="llama", num_heads=N)
     q, k, v = project(params, x)
     q, k = (rope(heads, positions, base=base) for heads in (q, k))
     ours = combine(params, dot_product_attention(q, k, v, is_causal=True))

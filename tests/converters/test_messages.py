@@ -39,7 +39,7 @@ def said(done: Any) -> str:
     [
         ("torch", "torch", lambda found: found.from_module(1)),
         ("torch", "torch", lambda found: list(found.attention_layers(1))),
-        ("torch", "arrays", lambda found: found.to_torch(np.ones(3))),
+        ("torch", "layout.arrays", lambda found: found.to_torch(np.ones(3))),
         ("keras", "keras", lambda found: found.from_module(1)),
         ("flax", "flax", lambda found: found.from_module(1)),
         ("orbax", "sharded", lambda found: found.save_sharded("x", {})),
