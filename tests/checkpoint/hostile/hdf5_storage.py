@@ -286,22 +286,25 @@ def h5_boolean_of_two(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@case(".weights.h5", ck.UnsupportedDtype)
-def h5_narrow_integers(path: Path) -> None:
+def h5_of_type(path: Path, kind: h5py.h5t.TypeID) -> None:
+    """A second variable of a type that h5py has no dtype for."""
     with keras(path) as file:
-        kind = h5py.h5t.STD_I32LE.copy()
-        kind.set_precision(17)
         space = h5py.h5s.create_simple((3,))
         h5py.h5d.create(file["layers/dense/vars"].id, b"1", kind, space)
+
+
+@case(".weights.h5", ck.UnsupportedDtype)
+def h5_narrow_integers(path: Path) -> None:
+    kind = h5py.h5t.STD_I32LE.copy()
+    kind.set_precision(17)
+    h5_of_type(path, kind)
 
 
 @case(".weights.h5", ck.UnsupportedDtype)
 def h5_floats_of_another_bias(path: Path) -> None:
-    with keras(path) as file:
-        kind = h5py.h5t.IEEE_F32LE.copy()
-        kind.set_ebias(100)
-        space = h5py.h5s.create_simple((3,))
-        h5py.h5d.create(file["layers/dense/vars"].id, b"1", kind, space)
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_ebias(100)
+    h5_of_type(path, kind)
 
 
 @case(".weights.h5", ck.MalformedFile)

@@ -1,7 +1,6 @@
 """Hostile files of torch and .keras archives whose zip is sound."""
 
 from pathlib import Path
-from typing import Any
 
 from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import case
@@ -12,6 +11,7 @@ from tests.checkpoint.hostile.torch_files import (
     V2,
     number,
     numbers,
+    one_tensor,
     state,
     storage,
     tensor,
@@ -25,10 +25,6 @@ from tests.checkpoint.hostile.zip_fields import Bad, Code, No, Two, raw_case
 # --- torch ---------------------------------------------------------------------------------------------
 
 
-def of(**changes: Any) -> bytes:
-    return torch_file(state(text("w"), tensor(**changes)))
-
-
 def rebuilt(arguments: bytes) -> bytes:
     """A tensor made of any arguments."""
     return torch_file(state(text("w"), V2 + b"(" + arguments + b"tR"))
@@ -40,21 +36,21 @@ for _name, _error, _data in (
     ("of_four_arguments", Code, rebuilt(FULL)),
     ("of_twenty_arguments", Code, rebuilt(FULL + b"\x89" + b"N" * 15)),
     ("of_no_storage", Code, rebuilt(b"N" + number(0) + numbers(2, 3) + numbers(3, 1) + b"\x89}")),
-    ("of_a_tensor_as_storage", Code, of(of=tensor())),
+    ("of_a_tensor_as_storage", Code, one_tensor(of=tensor())),
     ("of_a_shape_of_text", Code, rebuilt(storage() + number(0) + text("23") + numbers(3, 1) + b"\x89}")),
     ("of_a_shape_of_truth", Code, rebuilt(storage() + number(0) + b"\x88K\6\x86" + numbers(3, 1) + b"\x89}")),
     ("of_an_offset_of_text", Code, rebuilt(storage() + text("0") + numbers(2, 3) + numbers(3, 1) + b"\x89}")),
-    ("of_an_offset_that_overflows", Bad, of(offset=2**63 - 1)),
-    ("of_strides_that_overflow", Bad, of(shape=(2, 2), strides=(2**63 - 1, 2**63 - 1))),
-    ("of_a_storage_of_2_62", Bad, of(of=storage(count=2**62))),
-    ("of_a_storage_of_one_element_more", Bad, of(of=storage(count=7))),
-    ("of_a_key_with_a_sign", Bad, of(of=storage(key="+0"))),
-    ("of_a_key_of_arabic_digits", Bad, of(of=storage(key="\u0660"))),
-    ("of_an_empty_key", Bad, of(of=storage(key=""))),
-    ("of_a_key_with_a_zero_in_front", ck.IncompleteCheckpoint, of(of=storage(key="00"))),
-    ("of_an_unknown_storage", Code, of(of=storage("torch\nQUInt8Storage"))),
-    ("of_a_storage_of_another_module", Code, of(of=storage("os\nFloatStorage"))),
-    ("of_a_global_with_spaces", Code, of(of=storage("torch \nFloatStorage"))),
+    ("of_an_offset_that_overflows", Bad, one_tensor(offset=2**63 - 1)),
+    ("of_strides_that_overflow", Bad, one_tensor(shape=(2, 2), strides=(2**63 - 1, 2**63 - 1))),
+    ("of_a_storage_of_2_62", Bad, one_tensor(of=storage(count=2**62))),
+    ("of_a_storage_of_one_element_more", Bad, one_tensor(of=storage(count=7))),
+    ("of_a_key_with_a_sign", Bad, one_tensor(of=storage(key="+0"))),
+    ("of_a_key_of_arabic_digits", Bad, one_tensor(of=storage(key="\u0660"))),
+    ("of_an_empty_key", Bad, one_tensor(of=storage(key=""))),
+    ("of_a_key_with_a_zero_in_front", ck.IncompleteCheckpoint, one_tensor(of=storage(key="00"))),
+    ("of_an_unknown_storage", Code, one_tensor(of=storage("torch\nQUInt8Storage"))),
+    ("of_a_storage_of_another_module", Code, one_tensor(of=storage("os\nFloatStorage"))),
+    ("of_a_global_with_spaces", Code, one_tensor(of=storage("torch \nFloatStorage"))),
     ("on_a_device_of_a_program", Code, torch_file(state(text("w"), b"ctorch\ndevice\n" + text("x") + b"\x85R"))),
     ("as_a_subclass", Code, torch_file(state(text("w"), b"ctorch._tensor\n_rebuild_from_type_v2\n"))),
     ("as_a_numpy_array", Code, torch_file(state(text("w"), b"cnumpy.core.multiarray\n_reconstruct\n"))),

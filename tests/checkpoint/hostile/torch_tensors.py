@@ -12,6 +12,7 @@ from tests.checkpoint.hostile.torch_files import (
     V2,
     number,
     numbers,
+    one_tensor,
     state,
     storage,
     tensor,
@@ -24,47 +25,47 @@ from tests.checkpoint.hostile.torch_files import (
 
 @case(".pt", ck.MalformedFile)
 def torch_beyond_storage() -> bytes:
-    return torch_file(state(text("w"), tensor(offset=1)))
+    return one_tensor(offset=1)
 
 
 @case(".pt", ck.MalformedFile)
 def torch_huge_stride() -> bytes:
-    return torch_file(state(text("w"), tensor(strides=(2**62, 1))))
+    return one_tensor(strides=(2**62, 1))
 
 
 @case(".pt", ck.MalformedFile)
 def torch_negative_offset() -> bytes:
-    return torch_file(state(text("w"), tensor(offset=-1)))
+    return one_tensor(offset=-1)
 
 
 @case(".pt", ck.MalformedFile)
 def torch_negative_stride() -> bytes:
-    return torch_file(state(text("w"), tensor(strides=(-3, 1))))
+    return one_tensor(strides=(-3, 1))
 
 
 @case(".pt", ck.MalformedFile)
 def torch_negative_size() -> bytes:
-    return torch_file(state(text("w"), tensor(shape=(-2, 3))))
+    return one_tensor(shape=(-2, 3))
 
 
 @case(".pt", ck.MalformedFile)
 def torch_rank_mismatch() -> bytes:
-    return torch_file(state(text("w"), tensor(strides=(1,))))
+    return one_tensor(strides=(1,))
 
 
 @case(".pt", ck.BudgetExceeded)
 def torch_expansion_bomb() -> bytes:
-    return torch_file(state(text("w"), tensor(shape=(2**20, 2**20), strides=(0, 0))))
+    return one_tensor(shape=(2**20, 2**20), strides=(0, 0))
 
 
 @case(".pt", ck.BudgetExceeded)
 def torch_rank_bomb() -> bytes:
-    return torch_file(state(text("w"), tensor(shape=(1,) * 65, strides=(0,) * 65)))
+    return one_tensor(shape=(1,) * 65, strides=(0,) * 65)
 
 
 @case(".pt", ck.BudgetExceeded)
 def torch_zero_size_bomb() -> bytes:
-    return torch_file(state(text("w"), tensor(shape=(0, 2**62), strides=(1, 1))))
+    return one_tensor(shape=(0, 2**62), strides=(1, 1))
 
 
 @case(".pt", ck.MalformedFile)
@@ -80,7 +81,7 @@ def torch_storage_of_two_dtypes() -> bytes:
 
 @case(".pt", ck.ForbiddenContent)
 def torch_conjugate() -> bytes:
-    return torch_file(state(text("w"), tensor(after=b"}" + text("conj") + b"\x88s")))
+    return one_tensor(after=b"}" + text("conj") + b"\x88s")
 
 
 @case(".pt", ck.ForbiddenContent)
@@ -117,12 +118,12 @@ def torch_bare_storage() -> bytes:
 
 @case(".pt", ck.MalformedFile)
 def torch_storage_key_path() -> bytes:
-    return torch_file(state(text("w"), tensor(storage(key="../data.pkl"))))
+    return one_tensor(storage(key="../data.pkl"))
 
 
 @case(".pt", ck.IncompleteCheckpoint)
 def torch_storage_missing() -> bytes:
-    return torch_file(state(text("w"), tensor(storage(key="7"))))
+    return one_tensor(storage(key="7"))
 
 
 @case(".pt", ck.MalformedFile)
@@ -132,12 +133,12 @@ def torch_storage_unused() -> bytes:
 
 @case(".pt", ck.MalformedFile)
 def torch_storage_malformed() -> bytes:
-    return torch_file(state(text("w"), tensor(text("storage") + b"Q")))
+    return one_tensor(text("storage") + b"Q")
 
 
 @case(".pt", ck.MalformedFile)
 def torch_storage_negative() -> bytes:
-    return torch_file(state(text("w"), tensor(storage(count=-6))))
+    return one_tensor(storage(count=-6))
 
 
 @case(".pt", ck.MalformedFile)
