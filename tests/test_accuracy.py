@@ -46,6 +46,7 @@ def ours(dtype: str, implementation: str) -> Any:
     return jaxmha.dot_product_attention(q, k, v, implementation=implementation), exact
 
 
+@pytest.mark.slow_variants("*reference", "*few_queries*")
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 1.05), ("float16", 1.2)])
 def test_half_precision(implementation: str, dtype: str, allowed: float) -> None:

@@ -26,7 +26,6 @@ from jaxmha.implementations.tiled import (
 )
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
-from tests.everyday import everyday
 
 BY_NAME = {case.name: case for case in CASES}
 # One row and one key of one head; three keys; and two of four heads with four keys of `several`. T
@@ -56,6 +55,9 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(name)
 
 
+@pytest.mark.slow_variants(
+    "*multi_query", "*causal_long", "*mask_rows", "*dropout", "two_rows-bias_per_head"
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,6 +76,7 @@ def test_values(name: str, tiny: str) -> None:
     conformance.values(BY_NAME[name], tiny, "float32", jit=True)
 
 
+@pytest.mark.slow_variants("*dropout_shared", "*window_sides")
 @pytest.mark.parametrize("name", ["window_sides", "dropout_shared", "everything"])
 def test_gradients(name: str, tiny: str) -> None:
     conformance.gradients(BY_NAME[name], tiny, "float32", entries=5)
@@ -103,8 +106,9 @@ SEVERAL = (
 )  # fmt: skip
 
 
+@pytest.mark.everyday(case=["window"])
 @pytest.mark.parametrize("tiny", TINY[2:], indirect=True, ids=["two_heads"])
-@pytest.mark.parametrize("case", everyday(SEVERAL, "window"))
+@pytest.mark.parametrize("case", SEVERAL)
 def test_every_slope_over_several_blocks(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,7 @@ def long_case(**changes: Any) -> tuple[Case, dict[str, Any]]:
     return case, cases.arrays(case, "float32")
 
 
+@pytest.mark.slow_variants("window")
 @pytest.mark.parametrize(
     "changes", [{"is_causal": True, "bias": "N1S"}, {"local_window_size": (37, 11)}],
     ids=["causal and bias", "window"],
@@ -347,6 +352,7 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_mask, "mask_or_bias", swapped)
 
 
+@pytest.mark.slow_variants("dropout-two_rows", "*again-two_rows", "first rows-two_rows")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize(
     ("mutate", "name", "slopes"),
@@ -400,6 +406,7 @@ BANDS = (
 )
 
 
+@pytest.mark.slow_variants("*", "!rows-two_rows")
 @pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS, ids=[case.name for case in BANDS])
@@ -418,6 +425,7 @@ def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     conformance.gradients(case, tiny, "float32", entries=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     rng = np.random.default_rng(0)
@@ -448,6 +456,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow_variants("many")
 @pytest.mark.parametrize(
     ("T", "S", "heads", "count"), [(523, 541, 6, 4), (1031, 1063, 2, 5)], ids=["many", "few"]
 )
@@ -467,6 +476,7 @@ def test_bands_of_rows_are_the_reference(
     assert (len(rows), sum(rows)) == (count, T)
 
 
+@pytest.mark.slow_variants("307-*-False")
 @pytest.mark.parametrize(
     ("T", "S", "offset", "banded"),
     [
@@ -534,6 +544,7 @@ def test_heads_of_few_keys_are_together_only_before_a_softmax() -> None:
     assert cells(257, plain=True, gradient=True) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS[::2], ids=["rows", "keys"])

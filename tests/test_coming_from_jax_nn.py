@@ -160,6 +160,7 @@ def test_learned_temperature(kind: str) -> None:
     same(found, want, 2e-5)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "few_queries"])
 def test_learned_temperature_of_every_implementation(
     implementation: str, monkeypatch: pytest.MonkeyPatch

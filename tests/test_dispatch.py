@@ -17,7 +17,6 @@ from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
 from jaxmha.implementations.fused import cudnn
 from tests import cudnn_contract
-from tests.everyday import everyday
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
 WINDOW = Mask.window(3, None)
@@ -174,9 +173,8 @@ def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
     assert [call["T"] for call in gpu] == [128, 6, 4]
 
 
-@pytest.mark.parametrize(
-    "defect", everyday(["raises", "wrong", "wrong gradient", "NaN"], "raises", "wrong gradient")
-)
+@pytest.mark.everyday(defect=["raises", "wrong gradient"])
+@pytest.mark.parametrize("defect", ["raises", "wrong", "wrong gradient", "NaN"])
 def test_a_broken_kernel_means_the_next_and_one_warning(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
@@ -263,6 +261,7 @@ def test_the_private_call_is_as_it_was() -> None:
     assert cudnn.traceable() is None or "cuDNN" in (cudnn.traceable() or "")
 
 
+@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("lse", [False, True])
 def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:
     """Nobody named the kernel, and every transformation meets it."""
@@ -338,6 +337,7 @@ def test_command_says_by_its_code_that_none_can() -> None:
     assert done.exit_code == 1
 
 
+@pytest.mark.slow_variants("shape1*")
 @pytest.mark.parametrize(
     ("shape", "field"),
     [((7,), "key_value_padding"), ((2, 1, 1, 7), "key_value_padding"),

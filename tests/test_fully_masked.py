@@ -11,7 +11,6 @@ import jaxmha
 from jaxmha.semantics import FullyMasked
 from tests import cases, conformance, tolerance
 from tests.cases import Case
-from tests.everyday import everyday
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -67,7 +66,9 @@ def check(got: Any, arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -
         tolerance.assert_close(shown[:, :, 0], np.full((2, CASE.N, CASE.S), row))
 
 
-@pytest.mark.parametrize("dtype", everyday(cases.DTYPES, "bfloat16"))
+@pytest.mark.everyday(dtype=["bfloat16"])
+@pytest.mark.slow_variants("*few_queries*", "reference*", "blocked-bfloat16")
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_policies(implementation: str, dtype: str) -> None:
     """Under jit, vmap and grad, in one program."""
@@ -96,6 +97,7 @@ def test_policies(implementation: str, dtype: str) -> None:
                 assert np.isfinite(np.asarray(slope, np.float64)).all()
 
 
+@pytest.mark.slow_variants("*few_queries*", "reference-nan", "reference-mean")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_eager(implementation: str, policy: FullyMasked) -> None:

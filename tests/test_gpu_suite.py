@@ -164,6 +164,7 @@ def test_what_is_there_is_not_measured_again() -> None:
         assert [key in row for row in conformance] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_broken_stops() -> None:
     rows: list[dict[str, Any]] = []
 
@@ -177,6 +178,7 @@ def test_a_process_that_is_broken_stops() -> None:
     assert "all failed before it" in gpu_report.page(results() | {"decode": rows})
 
 
+@pytest.mark.slow
 def test_results_of_another_device_are_not_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

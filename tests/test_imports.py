@@ -54,6 +54,7 @@ def test_imports_load_no_framework() -> None:
     assert loaded(*LIGHT) == []
 
 
+@pytest.mark.slow
 def test_loading_a_framework_is_noticed() -> None:
     assert "flax" in loaded("jaxmha", "flax")
 

@@ -18,7 +18,6 @@ from experiments.initialisation.frameworks import STARTS
 from experiments.train import data, seeds
 from experiments.train.training import Trainer
 from tests.converters.layers import foreign
-from tests.everyday import everyday
 from tests.test_train import BOTH, TINY
 
 
@@ -48,7 +47,8 @@ def test_moments() -> None:
     assert found["max"] == 3
 
 
-@pytest.mark.parametrize("name", everyday(STARTS, "torch, packed", "torch, four Linear"))
+@pytest.mark.everyday(name=["torch, packed", "torch, four Linear"])
+@pytest.mark.parametrize("name", STARTS)
 def test_fresh_layers_are_ours(name: str) -> None:
     """And a start of one and a half times the spread would be seen."""
     with foreign():

@@ -15,7 +15,6 @@ import jaxmha
 from jaxmha import Mask, MHAParams, Projection, Semantics, dropout
 from tests import cases, reference, tolerance
 from tests.cases import LAYERS, LayerCase
-from tests.everyday import everyday
 
 BY_NAME = {case.name: case for case in LAYERS}
 KEY = jax.random.key(5)
@@ -105,18 +104,29 @@ def values(case: LayerCase, dtype: str, factor: float = 1.0) -> None:
     tolerance.assert_close(weights, shown, "weights", factor=factor)
 
 
-@pytest.mark.parametrize("case", everyday(LAYERS, "plain", "extras_structure", "norm_rms"))
+@pytest.mark.everyday(case=["plain", "extras_structure", "norm_rms"])
+@pytest.mark.parametrize("case", LAYERS)
 def test_values(case: LayerCase) -> None:
     values(case, "float32")
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+@pytest.mark.slow_variants(
+    "no_biases",
+    "some_biases",
+    "self_unbatched",
+    "both_extras_in_bias",
+    "extras_mean",
+    "both_extras",
+    "norm_layer",
+)
+@pytest.mark.parametrize("case", LAYERS)
 @pytest.mark.usefixtures("x64")
 def test_values_float64(case: LayerCase) -> None:
     values(case, "float64")
 
 
-@pytest.mark.parametrize("dtype", everyday(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.everyday(dtype=["bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["extras_structure", "norm_rms"])
 def test_values_in_half_precision(name: str, dtype: str) -> None:
     values(BY_NAME[name], dtype, tolerance.LAYER)
@@ -164,7 +174,8 @@ def functional(case: LayerCase, **extra: Any) -> Callable[..., Any]:
     return lambda *arrays: (out := run(*arrays), (out * jnp.asarray(part, out.dtype)).sum())[1]
 
 
-@pytest.mark.parametrize("policy", everyday(["zero", "mean"], "zero"))
+@pytest.mark.everyday(policy=["zero"])
+@pytest.mark.parametrize("policy", ["zero", "mean"])
 @pytest.mark.usefixtures("x64")
 def test_gradients(policy: str) -> None:
     """Of every leaf and input, against central differences of the specification and of JAX."""
@@ -211,6 +222,7 @@ def assert_unmoved(
         jax.tree.map(tolerance.assert_same, compiled(leaves, each), before)
 
 
+@pytest.mark.slow_variants("*", "!lengths-norm_rms")
 @pytest.mark.parametrize(
     ("how", "name"),
     [
@@ -248,6 +260,7 @@ def test_poisoned_padding(how: str, name: str) -> None:
     assert_unmoved(case, leaves, inputs, spoiled, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["self_unbatched", "norm_rms"])
 def test_poisoned_self_attention(name: str) -> None:
     """One array as query, key and value, padded at its end."""
@@ -269,12 +282,11 @@ def test_poison_is_noticed() -> None:
         assert_unmoved(BY_NAME["plain"], leaves, inputs, [spoiled], {})
 
 
+@pytest.mark.everyday(name=("structure", "cross_two_batch_axes"))
+@pytest.mark.slow_variants("structure")
 @pytest.mark.parametrize(
     "name",
-    everyday(
-        ["structure", "norm_layer", "no_out", "cross_two_batch_axes"],
-        *("structure", "cross_two_batch_axes"),
-    ),
+    ["structure", "norm_layer", "no_out", "cross_two_batch_axes"],
 )
 def test_is_combine_of_attention_of_project(name: str) -> None:
     case = BY_NAME[name]
@@ -329,6 +341,7 @@ def test_project_defaults() -> None:
         )
 
 
+@pytest.mark.slow_variants("float16*")
 @pytest.mark.parametrize(
     ("of_params", "of_inputs", "of_output"),
     [
@@ -369,6 +382,7 @@ def test_inputs_unchanged() -> None:
     jax.tree.map(tolerance.assert_same, arrays, before)
 
 
+@pytest.mark.slow_variants("*bias_kv*")
 @pytest.mark.parametrize(("T", "S"), [(0, 7), (5, 0), (5, 1)])
 @pytest.mark.parametrize("name", ["plain", "zero_attn", "bias_kv"])
 def test_sizes_of_zero_and_one(name: str, T: int, S: int) -> None:

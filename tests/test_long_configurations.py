@@ -75,6 +75,15 @@ def _program(name: str) -> tuple[Any, tuple[Any, ...]]:
     return run, ((*heads, bias), mask)
 
 
+@pytest.mark.slow_variants(
+    "*",
+    "!x64, strict-window",
+    "!x64, strict-segments",
+    "!x64, strict-offsets",
+    "!x64, strict-mean",
+    "!x64, strict-dropout and segments",
+    "!x64, strict-everything",
+)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_request_is_traced(name: str, configuration: str) -> None:
     """Every dtype is decided while tracing: nothing needs to be compiled."""
@@ -84,6 +93,7 @@ def test_every_request_is_traced(name: str, configuration: str) -> None:
     assert out.dtype == np.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "everything"])
 def test_configurations_agree(name: str) -> None:
     run, arguments = _program(name)
@@ -93,6 +103,7 @@ def test_configurations_agree(name: str) -> None:
     jax.tree.map(tolerance.assert_same, found, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_forward_programs_are_traced(name: str, platform: str, configuration: str) -> None:

@@ -10,7 +10,6 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
 from jaxmha import Mask
-from tests.everyday import everyday
 
 # No axis of anything else is of these sizes.
 B, T, S, N, K, H = 2, 896, 1408, 4, 2, 64
@@ -74,8 +73,9 @@ def gradient(call: Any, **options: Any) -> Any:
     return of
 
 
+@pytest.mark.everyday(name=["lengths", "padding causal"])
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("name", everyday(CALLS, "lengths", "padding causal"))
+@pytest.mark.parametrize("name", CALLS)
 def test_cudnn(name: str) -> None:
     with jaxmha.lowering_for("h200"):
         text = lowered(CALLS[name], *HEADS, COUNTS, THERE, platform="cuda")
@@ -113,7 +113,8 @@ def test_layer() -> None:
     assert no_scores(text)
 
 
-@pytest.mark.parametrize("name", everyday(CALLS, "window"))
+@pytest.mark.everyday(name=["window"])
+@pytest.mark.parametrize("name", CALLS)
 def test_splash(name: str) -> None:
     with jaxmha.lowering_for("tpu"):
         text = lowered(

@@ -189,6 +189,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[], Mask]]] = {
 }
 
 
+@pytest.mark.slow_variants("*segments*")
 @pytest.mark.parametrize("name", FORMS)
 def test_keywords_mean_masks(name: str) -> None:
     keywords, mask = FORMS[name]

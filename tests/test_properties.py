@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection
 from tests import conformance, tolerance
-from tests.everyday import everyday
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -144,7 +143,9 @@ def same(clean: Any, spoiled: Any) -> None:
         tolerance.assert_same(x, y)
 
 
-@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*few_queries*")
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 @seed(SEED)
 @quick
 @draws
@@ -152,7 +153,9 @@ def test_attention(implementation: str, **drawn: Any) -> None:
     check_attention(implementation, **drawn)
 
 
-@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*few_queries*")
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 @seed(SEED)
 @quick
 @draws
@@ -160,6 +163,7 @@ def test_layer(implementation: str, **drawn: Any) -> None:
     check_layer(implementation, **drawn)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.slow
 @implementations
 @seed(SEED)
@@ -169,6 +173,7 @@ def test_attention_at_length(implementation: str, **drawn: Any) -> None:
     check_attention(implementation, **drawn)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.slow
 @implementations
 @seed(SEED)

@@ -30,6 +30,16 @@ def conditions_of(kind: str, T: int, S: int) -> Mask:
     }[kind]
 
 
+@pytest.mark.slow_variants(
+    "2-*",
+    "1-29-97-*",
+    "1-1-1-2-*",
+    "1-97-31-8-offset",
+    "1-97-31-8-left window",
+    "1-97-31-8-padding",
+    "1-97-31-8-array",
+    "!1-1-1-2-causal",
+)
 @pytest.mark.parametrize(
     "kind",
     ["causal", "offset", "offsets", "window", "left window", "lengths", "padding", "segments", "array", "keys"],

@@ -64,7 +64,7 @@ def test_every_experiment_has_a_row_and_a_page() -> None:
         assert table.count(f"| `{experiment.page.COMMAND}` |") == 1
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.name)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_results_say_what_made_them(experiment: Experiment) -> None:
     found = registry.found(experiment)
     if found is None:
@@ -212,6 +212,7 @@ def test_changed_sources_make_results_stale(
     assert records.stale(path) is None
 
 
+@pytest.mark.slow
 def test_words_do_not_make_results_stale() -> None:
     """Pages are loaded here, and are no sources of results."""
     assert EXPERIMENTS[0].page

@@ -18,7 +18,6 @@ from experiments.train import data, training
 from experiments.train.data import Examples
 from experiments.train.model import ATTENTION
 from experiments.train.training import Settings, Trainer, side_by_side, train
-from tests.everyday import everyday
 from tests.tolerance import assert_close, assert_same
 
 TINY = Settings(steps=50, dropout=0.4, batch=3, T=7, D=6, N=2, blocks=1, every=20)
@@ -51,6 +50,7 @@ def interrupt(trainer: Trainer) -> None:
         raise PluggedOutError
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_as_if_it_was_not(tmp_path: Path) -> None:
     whole = train(TINY, BOTH, tmp_path / "whole")
     assert len(set(whole.curve.loss)) == 50
@@ -98,6 +98,7 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert len(json.loads(whole.stdout)["loss"]) == 50
 
 
+@pytest.mark.slow
 def test_either_attention_gives_the_same_curve() -> None:
     settings = [replace(TINY, attention=kind, dropout=0.0) for kind in ATTENTION]
     ours, flax = side_by_side(settings, BOTH, 50)
@@ -107,7 +108,9 @@ def test_either_attention_gives_the_same_curve() -> None:
         assert_close(np.float32(a), np.array(e), f"step {step}")
 
 
-@pytest.mark.parametrize("attention", everyday(ATTENTION, "jaxmha"))
+@pytest.mark.everyday(attention=["jaxmha"])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ATTENTION)
 def test_what_is_beyond_a_length_is_not_read(attention: str) -> None:
     model = Trainer(replace(TINY, attention=attention), BOTH).model
     model.eval()
@@ -161,6 +164,7 @@ def test_bad_arguments_end_with_a_message(wrong: str, capsys: pytest.CaptureFixt
     assert wrong.split("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,7 +211,7 @@ def check_fault(fault: Fault, seed: int) -> None:
     np.testing.assert_allclose(back.total, found.total, rtol=1e-9)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_the_top_part(fault: Fault) -> None:
     check_fault(fault, 0)
 

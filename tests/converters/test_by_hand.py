@@ -114,6 +114,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow_variants("functional.weights.h5")
 @pytest.mark.parametrize("name", FILES)
 def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -> None:
     source, heads = folder / name, ("--num-heads", N)
@@ -182,6 +183,7 @@ def test_live_classes_are_read_and_compared() -> None:
     assert part.name == "transposed kernel"
 
 
+@pytest.mark.slow_variants("*", "!names1", "!names6")
 @pytest.mark.parametrize("names", [*by_hand.NAMES.values(), ("qkv", "proj")])
 def test_other_names_in_every_framework(names: tuple[str, ...]) -> None:
     from flax import nnx

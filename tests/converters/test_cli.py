@@ -427,6 +427,7 @@ def process(*arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_real_process(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "keras.weights.h5"
     made = process("convert", folder / "flax.safetensors", target, "--to", "keras", "--json")

@@ -34,7 +34,7 @@ from tests.converters.test_live_classes import randomised
 B, T, N, K, H = 2, 11, 6, 3, 4
 D = N * H
 TABLES: tuple[Any, ...] = (torch, keras, flax, huggingface, linear, equinox, haiku)
-EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
+EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS)
 
 
 def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAParams:

@@ -299,7 +299,7 @@ def test_every_refusal_is_among_them() -> None:
     assert reached == raises
 
 
-@pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", registry.LAYOUTS)
 @pytest.mark.parametrize("factor", [1 + 1e-15, 1 - 1e-13])
 def test_a_scale_of_another_last_bit_is_held(layout: Layout, factor: float) -> None:
     """1 / math.sqrt(H) and H**-0.5 may differ; a scale that differs by more is refused."""
@@ -314,7 +314,7 @@ def test_a_scale_of_another_last_bit_is_held(layout: Layout, factor: float) -> N
         transform.export_params(layout, params, other)
 
 
-@pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", registry.LAYOUTS)
 def test_what_is_spoiled_above_is_held(layout: Layout) -> None:
     for params in (params_of(layout), sized(layout)):
         state = transform.export_params(layout, params, layout.semantics)

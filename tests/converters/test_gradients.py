@@ -175,6 +175,7 @@ def padding() -> NDArray:
     return mask
 
 
+@pytest.mark.slow_variants("torch-packed")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("config", layers.cases("torch"))
 def test_torch(config: Config) -> None:
@@ -188,6 +189,7 @@ def test_torch(config: Config) -> None:
         assert_close(a, b, name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "config", [c for c in layers.configs("torch") if c.name in ("packed", "kdim vdim")], ids=str
@@ -205,6 +207,7 @@ def test_torch_bias(config: Config) -> None:
     assert_all_close(torch.export_params(weights, semantics), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("config", layers.cases("linen", "nnx"))
 def test_flax(config: Config) -> None:
@@ -218,6 +221,7 @@ def test_flax(config: Config) -> None:
         assert_close(a, b, name, close=close)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("config", layers.cases("keras"))
 def test_keras(config: Config) -> None:

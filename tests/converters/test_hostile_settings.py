@@ -70,6 +70,7 @@ def test_values_of_a_configuration(key: str, source: Path) -> None:
             assert all(0 < epsilon < np.inf for epsilon in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -41,6 +41,7 @@ def test_keras_on_tensorflow() -> None:
     assert int(passed[1]) >= 20, done.stdout
 
 
+@pytest.mark.slow
 def test_another_backend_is_noticed() -> None:
     """The run above would fail if Keras did not listen to the variable."""
     done = run("no_such_backend", "test_keras_runs_on_the_backend_asked_for")

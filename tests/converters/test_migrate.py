@@ -48,6 +48,7 @@ def refused(folder: Path, message: str, source: str, destination: str, **options
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_twelve_layers_keep_their_order_in_keras_files(tmp_path: Path) -> None:
     names = [f"encoder.layer.{i}.attention" for i in range(12)]
     state: State = {}

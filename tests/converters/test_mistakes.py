@@ -283,6 +283,7 @@ DONE = (
 )
 
 
+@pytest.mark.slow_variants("*", "!inverted mask")
 @pytest.mark.parametrize("name", DONE)
 def test_what_a_live_layer_does_is_named(name: str) -> None:
     rng, count = np.random.default_rng(3), 0
@@ -308,6 +309,7 @@ def test_what_a_live_layer_does_is_named(name: str) -> None:
 HALVES = [(kind, dtype) for kind in ("torch", "keras", "nnx") for dtype in ("bfloat16", "float16")]
 
 
+@pytest.mark.slow_variants("*", "!*torch-float16-6")
 @pytest.mark.parametrize(
     ("framework", "dtype", "count"),
     [

@@ -80,7 +80,7 @@ def build(case: Case) -> tuple[MHAParams, tuple[NDArray, NDArray, NDArray], Any]
     return params, (query, key, value), mask
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_oracle_equals_the_loops(case: Case) -> None:
     params, inputs, mask = build(case)
     stages = oracle.run(params, case.semantics, *inputs, mask=mask)

@@ -113,6 +113,7 @@ def reshaped(state: dict[str, Any]) -> None:
     state["pooler/dense/bias"] = state["pooler/dense/bias"][:-1].copy()
 
 
+@pytest.mark.slow_variants("*-diff", "!zeroed-*-diff")
 @pytest.mark.parametrize("command", ["verify", "diff"])
 @pytest.mark.parametrize(
     ("change", "named"),

@@ -118,6 +118,7 @@ EVERY = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_variants("nnx-rich", "linen-rich", "keras-rich")
 @EVERY
 @pytest.mark.parametrize("framework", ["torch", "keras", "linen", "nnx"])
 def test_no_less_exact_than_the_framework(framework: str, every: bool) -> None:

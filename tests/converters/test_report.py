@@ -100,6 +100,7 @@ def traced(*arguments: Any, **options: Any) -> tuple[report.ConversionReport, in
         tracemalloc.stop()
 
 
+@pytest.mark.slow_variants("True")
 @pytest.mark.parametrize("forward", [False, True])
 def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
     forward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

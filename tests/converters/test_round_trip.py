@@ -63,6 +63,7 @@ def test_keras_runs_on_the_backend_asked_for() -> None:
     assert framework.backend.backend() == os.environ["KERAS_BACKEND"]
 
 
+@pytest.mark.slow_variants("nnx*16", "nnx*float64")
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
@@ -271,6 +272,7 @@ def test_no_memory_is_shared_on_the_way_in(config: Config) -> None:
     assert_identical(layers.snapshot(layer), before)
 
 
+@pytest.mark.slow_variants("keras-everything*")
 @EVERY
 def test_no_memory_is_shared_on_the_way_out(config: Config) -> None:
     params, semantics = read(layers.build(config))

@@ -22,7 +22,6 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import N, params_of
-from tests.everyday import everyday
 
 INDEX = (".safetensors.index.json", ".bin.index.json")
 SUFFIXES = (".safetensors", ".pt", ".npz", ".weights.h5", ".orbax", *INDEX)
@@ -154,7 +153,7 @@ def test_there_and_back(count: int, held: list[tuple[Case, Case]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("a", registry.LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("a", registry.LAYOUTS)
 def test_every_pair_of_layouts(a: Layout) -> None:
     def case(layout: Layout) -> Case:
         return layout.name, ".weights.h5" if layout.name in IN_FILE else ".safetensors"
@@ -163,8 +162,9 @@ def test_every_pair_of_layouts(a: Layout) -> None:
     assert a.name in held
 
 
+@pytest.mark.everyday(dtype=["bfloat16"])
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("dtype", everyday(DTYPES, "bfloat16"))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_format_and_dtype(suffix: str, dtype: str) -> None:
     a = ("flax", ".safetensors")
     b = ("keras-file", suffix) if suffix == ".weights.h5" else ("haiku", suffix)

@@ -244,6 +244,7 @@ def test_a_configuration_that_cannot_be_read_is_no_crash(tmp_path: Path) -> None
     assert unconverted.notes(tmp_path / "none.npz", [], ["bert"]) == ()
 
 
+@pytest.mark.slow
 def test_every_type_of_transformers_is_known() -> None:
     """A type that is new there is to be read, run and added."""
     names = importlib.import_module("transformers.models.auto.configuration_auto")

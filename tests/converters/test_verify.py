@@ -15,7 +15,6 @@ from jaxmha.params import leaves
 from tests.converters import layers
 from tests.converters.layers import Config
 from tests.converters.test_every_layout import N, params_of
-from tests.everyday import everyday
 
 torch_config, keras_config, linen_config, nnx_config = (
     layers.configs(framework)[0] for framework in ("torch", "keras", "linen", "nnx")
@@ -61,6 +60,7 @@ def next_up(index: tuple[int, ...]) -> Any:
     return change
 
 
+@pytest.mark.slow_variants("linen*", "keras*", "nnx*")
 @pytest.mark.parametrize("config", layers.cases())
 def test_every_layer_is_the_same_as_its_parameters(config: Config) -> None:
     live = layers.build(config)
@@ -80,7 +80,9 @@ def test_four_frameworks_hold_the_same(params: MHAParams, layer: Any) -> None:
         comparison.assert_same(side, layer)
 
 
-@pytest.mark.parametrize("dtype", everyday(layers.DTYPES, "bfloat16", "float64"))
+@pytest.mark.everyday(dtype=["bfloat16", "float64"])
+@pytest.mark.slow_variants("bfloat16")
+@pytest.mark.parametrize("dtype", layers.DTYPES)
 def test_every_dtype(dtype: str) -> None:
     live = layers.build(torch_config, dtype)
     found = report(live, torch.from_module(live)[0])
@@ -285,6 +287,7 @@ def test_whole_torch_encoder() -> None:
 
 
 # Keras' own variables have an __array__ of before NumPy 2.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_keras_functional_model() -> None:
     import keras as framework
@@ -308,6 +311,7 @@ def test_keras_functional_model() -> None:
     assert [block.same for block in comparison.compare(a, b).blocks] == [True, False]
 
 
+@pytest.mark.slow
 def test_nnx_model_with_two_layers() -> None:
     from flax import nnx
 

@@ -133,6 +133,7 @@ def test_every_layer_comes_back(source: str, to: str, tmp_path: Path) -> None:
     assert comes_back(source, to, tree(source, LAYERS), tmp_path)
 
 
+@pytest.mark.slow_variants("*", "!0", "!1", "!2", "!3")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_trees_come_back(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)

@@ -96,6 +96,7 @@ def is_plain(model: Any, block: Block, state: dict[str, NDArray], feed: Any) -> 
     return bool(min(errors) < 2e-3 * out.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_path: Path) -> None:
     import torch

@@ -42,6 +42,7 @@ def ours(mask: Mask | None, bias: NDArray | None, fully_masked: Any = "mean") ->
     return np.asarray(out)
 
 
+@pytest.mark.slow_variants("*-shape1-eager", "*-shape2-eager")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("shape", [(B, 1, T, S), (1, 1, T, S), (B, 1, 1, S), (B, N, T, S)])
 @pytest.mark.parametrize("what", ["constants", "infinite", "twice", "bias"])

@@ -98,6 +98,7 @@ def compare(
             assert_close(actual[c], theirs, what[c], factor=FACTOR)
 
 
+@pytest.mark.slow_variants("*", "!mha-None-False")
 @pytest.mark.parametrize("scores", BOTH)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -191,6 +192,7 @@ def test_two_readings() -> None:
         compare(params, scores_too, masks, expected, [str(i) for i in range(len(good))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", BOTH)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_row_to_head_where_batch_is_heads(kind: Kind, scores: bool) -> None:
@@ -351,6 +353,7 @@ def test_a_subclass_that_fails_is_left_as_it_was() -> None:
 KINDS = "every_combination or one_layer or shared_memory or is_the_one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marks", "least"),
     [("not slow", 6), pytest.param("slow or not slow", 14, marks=pytest.mark.slow)],

@@ -109,6 +109,7 @@ def test_there_and_back(layout: torch.layout) -> None:
             np.testing.assert_array_equal(to_numpy(actual), to_numpy(row))
 
 
+@pytest.mark.slow_variants("*layout0*")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lengths", [(0,), (3,), (0, 0), (0, 3), (2, 0, 0)])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])

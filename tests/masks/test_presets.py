@@ -19,7 +19,6 @@ from jaxmha.converters import torch as to_torch
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.arrays import to_torch as tensor
 from jaxmha.semantics import PATHS
-from tests.everyday import everyday
 from tests.tolerance import LAYER, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # nnx's own
@@ -133,7 +132,9 @@ def inputs(dtype: str) -> tuple[NDArray, NDArray]:
     return rng.standard_normal((B, S, D)).astype(jnp.dtype(dtype)), keep
 
 
-@pytest.mark.parametrize("dtype", everyday(["float32", *HALF], "float32"))
+@pytest.mark.everyday(dtype=["float32"])
+@pytest.mark.slow_variants("keras scores*", "linen*")
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
 @pytest.mark.parametrize("name", LIVE)
 def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
     params, (x, keep) = layer_params(dtype), inputs(dtype)
@@ -150,7 +151,9 @@ def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
         assert_close(ours_weights, weights, "weights", factor=FACTOR[dtype])
 
 
-@pytest.mark.parametrize("name", everyday(LIVE, "torch weights", "keras scores", "nnx fused"))
+@pytest.mark.everyday(name=["torch weights", "keras scores", "nnx fused"])
+@pytest.mark.slow_variants("keras scores*", "nnx fused")
+@pytest.mark.parametrize("name", LIVE)
 def test_float16_overflows_where_the_path_does(name: str) -> None:
     """Logits of 8e4: NaN where the softmax is in float16, the mean of equal values elsewhere."""
     width = 64
@@ -198,6 +201,7 @@ KEPT = np.ones((B, S, S), bool)
 RATE = 0.5
 
 
+@pytest.mark.slow_variants("keras scores*", "linen")
 @pytest.mark.parametrize("name", ["torch weights", "keras scores", "linen"])
 def test_weights_are_those_before_or_after_dropout(name: str) -> None:
     """After it, rows no longer sum to 1."""
@@ -233,6 +237,7 @@ def shared(draws: NDArray) -> set[str]:
     return {axis for i, axis in enumerate("BNTS") if (draws == draws.take([0], i)).all()}
 
 
+@pytest.mark.slow_variants("keras scores*", "linen")
 @pytest.mark.parametrize("name", ["torch weights", "keras scores", "linen"])
 def test_dropout_shares_draws_as_the_framework_does(name: str) -> None:
     """Queries and keys are 0 and values a unit matrix, so that outputs are what dropout keeps."""
@@ -262,6 +267,7 @@ def heads(dtype: str) -> tuple[NDArray, ...]:
     return tuple(rng.standard_normal((B, S, N, H)).astype(jnp.dtype(dtype)) for _ in range(3))
 
 
+@pytest.mark.slow_variants("jax-float16")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(n, d) for n in ("torch_sdpa", "jax") for d in ("float32", *HALF)]

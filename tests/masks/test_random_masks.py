@@ -130,6 +130,7 @@ def live(name: str, sizes: Sizes, count: int) -> None:
         assert_close(actual[c], theirs, f"{name} {sizes} {made[c][0]!r}", factor=FACTOR)
 
 
+@pytest.mark.slow_variants("gqa*", "keras scores*", "nnx*", "bert*", "linen*")
 @pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize("name", LIVE)
 def test_live_frameworks_agree(name: str, sizes: Sizes) -> None:

@@ -41,6 +41,9 @@ BOTH = (False, True)
 SETTINGS = list(itertools.product(BOTH, BOTH, BOTH))  # bias_kv, zero_attn, need_weights
 
 
+@pytest.mark.slow_variants(
+    "True-True-False", "False-True-True", "False-False-True", "True-False-False"
+)
 @pytest.mark.parametrize(("bias_kv", "zero_attn", "need_weights"), SETTINGS)
 def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -> None:
     """attn_mask 7 x key_padding_mask 3 x is_causal 2 x batch_first 2 x batched 2, per setting."""
@@ -80,6 +83,7 @@ def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -
     assert np.isnan(out).any() == (need_weights and not bias_kv and not zero_attn)
 
 
+@pytest.mark.slow_variants("False-*", "True-True-False", "True-False-False")
 @pytest.mark.parametrize(("bias_kv", "zero_attn", "need_weights"), SETTINGS)
 def test_every_combination_in_eval(
     bias_kv: bool, zero_attn: bool, need_weights: bool, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,6 @@ from experiments.scaling.hlo import collectives
 from jaxmha import Mask, Semantics, sharding
 from jaxmha.implementations.context_parallel import common
 from jaxmha.implementations.tiled import attention, loop
-from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, N, K, H, h = 2, 56, 6, 2, 5, 7
@@ -112,7 +111,8 @@ def true_order(devices: int, got: Any) -> Any:
     return found, (*slopes, *d_bias)
 
 
-@pytest.mark.parametrize("variant", everyday(VARIANTS, *EVERYDAY))
+@pytest.mark.everyday(variant=EVERYDAY)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_values_and_gradients(variant: str) -> None:
     implementation, order, case = variant.split("-")
     zigzag, options = ORDERS[order], CASES[case]
@@ -130,8 +130,9 @@ def test_values_and_gradients(variant: str) -> None:
 SUMS = [f"{x}-{y}" for x in ("ring", "allgather") for y in ("full", "causal")]
 
 
+@pytest.mark.everyday(variant=["ring-full"])
 @pytest.mark.parametrize("size", [300.0, pytest.param(1e9, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", everyday(SUMS, "ring-full"))
+@pytest.mark.parametrize("variant", SUMS)
 def test_weights_of_the_gradient_sum_to_one(variant: str, size: float) -> None:
     """Products round large logits by their shape, which queries and keys of a device have."""
     implementation, case = variant.split("-")
@@ -162,9 +163,8 @@ LIVE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "variant", everyday(LIVE, "ring-zigzag-padding", "allgather-natural-lengths")
-)
+@pytest.mark.everyday(variant=["ring-zigzag-padding", "allgather-natural-lengths"])
+@pytest.mark.parametrize("variant", LIVE)
 def test_live_logits_of_any_size_beat_masked_ones(variant: str) -> None:
     """Down to the lowest float32, of the only key that is left, wherever the others lie."""
     name, order, kind = variant.split("-")

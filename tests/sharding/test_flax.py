@@ -14,7 +14,6 @@ from jaxmha import sharding
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as own_linen
 from jaxmha.flax import nnx as own_nnx
-from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, D, N, K, H = 2, 12, 20, 4, 2, 6
@@ -126,7 +125,8 @@ EXPLICIT: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", everyday(EXPLICIT, "linen", "attention_fn", "nnx decode"))
+@pytest.mark.everyday(name=["linen", "attention_fn", "nnx decode"])
+@pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_types(name: str) -> None:
     """What types say of the features is all that is needed, and holds of the output too."""
     run, x = EXPLICIT[name]
