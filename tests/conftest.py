@@ -13,14 +13,25 @@ os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrang
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 
 from tests import variants
+
+# Shapes in signatures are checked in every call. Modules without shapes are left to mypy: checking
+# their calls too takes more than half of a run.
+ROOT = Path(__file__).parent.parent
+SHAPED = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "jaxmha").rglob("*.py")
+    if "from jaxtyping import" in path.read_text()
+]
+install_import_hook(SHAPED, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 # What one worker or an earlier run compiled is not compiled again.
-PROGRAMS = Path(__file__).parent.parent / ".pytest_cache" / "programs"
+PROGRAMS = ROOT / ".pytest_cache" / "programs"
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
