@@ -84,6 +84,7 @@ DECODING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.everyday(name=["window"])
+@pytest.mark.slow_variants("*-heads-read in blocks", "*-rows-read whole", "*cache-read in blocks")
 @pytest.mark.parametrize("length", [S, 2048], ids=["read whole", "read in blocks"])
 @pytest.mark.parametrize("split", ["rows", "rows, shared cache", "heads"])
 @pytest.mark.parametrize("name", DECODING)

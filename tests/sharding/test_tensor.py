@@ -317,6 +317,7 @@ def test_names_that_do_not_fit(names: Any, message: str) -> None:
         sharding.use(mesh(data=2, tensor=4), **names)
 
 
+@pytest.mark.slow_variants("other0")
 @pytest.mark.parametrize("other", [{"rows": 2}, {"data": 4}])
 def test_two_meshes(other: Any) -> None:
     """Axes that the mesh in force lacks, or has in another size, are not left out silently."""
