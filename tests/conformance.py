@@ -6,6 +6,7 @@ The tests choose implementations, cases and dtypes; a check compiles what it nee
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -263,4 +264,4 @@ def inputs_unchanged(case: Case, implementation: str) -> None:
     before = jax.tree.map(np.copy, arrays)
     shown = implementation not in WITHOUT_WEIGHTS
     jax.block_until_ready(call(case, implementation, return_weights=shown)(arrays))  # type: ignore[no-untyped-call]
-    jax.tree.map(tolerance.assert_same, arrays, before)
+    chex.assert_trees_all_equal(arrays, before, strict=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -216,10 +217,9 @@ def assert_unmoved(
 
     compiled = jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
     before = compiled(leaves, inputs)
-    for name, x in jax.tree_util.tree_leaves_with_path(before):
-        assert np.isfinite(x).all(), f"not finite: {jax.tree_util.keystr(name)}"
+    chex.assert_tree_all_finite(before)
     for each in spoiled:
-        jax.tree.map(tolerance.assert_same, compiled(leaves, each), before)
+        chex.assert_trees_all_equal(compiled(leaves, each), before, strict=True)
 
 
 @pytest.mark.slow_variants("*", "!lengths-norm_rms")
@@ -379,7 +379,7 @@ def test_inputs_unchanged() -> None:
     arrays = cases.layer_arrays(case)
     before = jax.tree.map(np.copy, arrays)
     jax.block_until_ready(call(case)(*arrays))  # type: ignore[no-untyped-call]
-    jax.tree.map(tolerance.assert_same, arrays, before)
+    chex.assert_trees_all_equal(arrays, before, strict=True)
 
 
 @pytest.mark.slow_variants("*bias_kv*")

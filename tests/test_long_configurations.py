@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 import jaxmha
 from jaxmha import Mask
-from tests import tolerance
 
 T, S = 1031, 1103  # primes; more than one block of rows and of keys, in more than one tile
 RNG = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_configurations_agree(name: str) -> None:
     want = run(*arguments)
     with jax.enable_x64(True):
         found = jax.jit(run)(*arguments)
-    jax.tree.map(tolerance.assert_same, found, want)
+    chex.assert_trees_all_equal(found, want, strict=True)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import os
 from functools import cache
 from typing import Any
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection
-from tests import conformance, tolerance
+from tests import conformance
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -138,9 +138,8 @@ def check_layer(implementation: str, **drawn: Any) -> None:
 
 def same(clean: Any, spoiled: Any) -> None:
     """Outputs and gradients are finite, and poison changed no bit of them."""
-    for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(spoiled), strict=True):
-        assert np.isfinite(np.asarray(x)).all()
-        tolerance.assert_same(x, y)
+    chex.assert_tree_all_finite(clean)
+    chex.assert_trees_all_equal(clean, spoiled, strict=True)
 
 
 @pytest.mark.everyday(implementation=["blocked"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -63,8 +64,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_was_not(tmp_path: Path) -> Non
         train(replace(TINY, seed=1, steps=6), BOTH, tmp_path / "parts", resume=True)
     parts = train(TINY, BOTH, tmp_path / "parts", resume=True)
     assert parts.curve == whole.curve  # floats, so bit for bit
-    for a, e in zip(jax.tree.leaves(parts.state), jax.tree.leaves(whole.state), strict=True):
-        assert_same(a, e)
+    chex.assert_trees_all_equal(parts.state, whole.state, strict=True)
 
 
 KILLED = """

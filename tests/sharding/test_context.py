@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,8 +123,7 @@ def test_values_and_gradients(variant: str) -> None:
     with sharding.use(devices, data="data", context="context", zigzag=zigzag):
         run = jax.jit(gradients(**options, implementation=implementation))
         got, again = run(*arrays), run(*arrays)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
-        assert np.array_equal(x, y, equal_nan=True)
+    chex.assert_trees_all_equal(got, again, strict=True)
     assert_alike(true_order(4, got) if zigzag else got, expected, variant)
 
 
