@@ -18,6 +18,7 @@ EQUINOX = Layout(
     _EQUINOX,
     ties={"K": TIES["K"]},
     holds=frozenset({"dropout_rate"}),
+    convention="torch",
     about="equinox.nn.MultiheadAttention",
 )
 LAYOUTS = (EQUINOX,)

@@ -30,7 +30,8 @@ BERT = Layout(
     _BERT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    beside=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    convention="torch",
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
 _VIT = (
@@ -48,6 +49,7 @@ VIT = Layout(
     _VIT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
+    convention="torch",
     about="ViT, DeiT: keys under `encoder.layer.0.attention`",
 )
 TIMM = Layout(
@@ -60,6 +62,7 @@ TIMM = Layout(
     ),
     ties=_PACKED,
     holds=_DROPOUT,
+    convention="torch",
     about="timm vision transformers: keys under `blocks.0.attn`",
 )
 GPT2 = Layout(
@@ -72,7 +75,8 @@ GPT2 = Layout(
     ),
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
-    beside=("bias", "masked_bias"),
+    other_keys=("bias", "masked_bias"),
+    convention="torch",
     about="GPT-2 (Conv1D, so kernels are not transposed): keys under `h.0.attn`",
 )
 NEOX = Layout(
@@ -85,7 +89,8 @@ NEOX = Layout(
     ),
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
-    beside=("bias", "masked_bias", "rotary_emb.inv_freq"),
+    other_keys=("bias", "masked_bias", "rotary_emb.inv_freq"),
+    convention="torch",
     about="GPT-NeoX, Pythia, packed head by head (rotary embedding apart)",
 )
 T5 = Layout(
@@ -99,9 +104,11 @@ T5 = Layout(
     ties={**TIES, **_RESIDUAL},
     semantics=Semantics(scale=1.0),
     holds=_DROPOUT,
-    beside=("relative_attention_bias.weight",),
+    other_keys=("relative_attention_bias.weight",),
+    convention="torch",
     about="T5 without biases and scale: keys under `SelfAttention`, `EncDecAttention` (the relative "
-    "bias goes to the call, or beside it in a file; other layouts take --fold-scale)",
+    "bias goes to the call, or stays a tensor of its own in a file; other layouts take "
+    "--fold-scale)",
 )
 WHISPER = Layout(
     "whisper",
@@ -116,6 +123,7 @@ WHISPER = Layout(
     ),
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
+    convention="torch",
     about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
 )
 LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5, WHISPER)

@@ -16,6 +16,7 @@ LINEAR = Layout(
         Entry("out_proj.bias", "Do", ("out.bias",), "bias"),
     ),
     ties=TIES,
+    convention="torch",
     about="four torch.nn.Linear q_proj, k_proj, v_proj, out_proj (also CLIP, BART, OPT)",
 )
 _LLAMA = (
@@ -36,7 +37,8 @@ LLAMA = Layout(
         "Dk": ("Dq", "Llama attention projects one input to query, key and value"),
         "Dv": ("Dq", "Llama attention projects one input to query, key and value"),
     },
-    beside=("rotary_emb.inv_freq",),
+    other_keys=("rotary_emb.inv_freq",),
+    convention="torch",
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )
 _DENSE = (
@@ -54,6 +56,7 @@ DENSE = Layout(
     _DENSE,
     ties=TIES,
     separator="/",
+    convention="flax",
     about="four Keras or Flax Dense q_proj, k_proj, v_proj, out_proj",
 )
 ANNOTATED = Layout(
@@ -69,6 +72,7 @@ ANNOTATED = Layout(
         Entry("linears.3.bias", "Do", ("out.bias",), "bias"),
     ),
     ties=TIES,
+    convention="torch",
     about="MultiHeadedAttention of the Annotated Transformer: linears.0 to 3",
 )
 MATRICES = Layout(

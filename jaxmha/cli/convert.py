@@ -115,7 +115,7 @@ def plan(
             fold_scale=fold_scale,
         )
         if output is not None:
-            text = plan_toml.dumps(made, dict(resolved.by_move))
+            text = plan_toml.dumps(made, dict(resolved.by_step))
             put_text(output, text, force, _files(source))
         if as_json:
             print_json(_plan_data(made, resolved))
@@ -130,14 +130,14 @@ def plan(
 def _plan_data(made: Plan, resolved: Resolved) -> dict[str, Any]:
     modules = [
         {
-            "kind": move.kind,
-            "layout": move.layout,
-            "from": move.source,
-            "to": move.target,
-            "as": move.becomes,
-            "num_heads": move.num_heads,
-            "confidence": move.confidence,
-            "why": move.why,
+            "kind": step.kind,
+            "layout": step.layout,
+            "from": step.source,
+            "to": step.target,
+            "as": step.becomes,
+            "num_heads": step.num_heads,
+            "confidence": step.confidence,
+            "why": step.why,
             "tensors": {
                 name: {
                     "sources": one.sources,
@@ -148,7 +148,7 @@ def _plan_data(made: Plan, resolved: Resolved) -> dict[str, Any]:
                 for name, one in tensors.items()
             },
         }
-        for move, tensors in resolved.by_move
+        for step, tensors in resolved.by_step
     ]
     head = {
         key: getattr(made, key) for key in ("source", "digest", "to", "others", "dtype", "notes")
@@ -157,17 +157,17 @@ def _plan_data(made: Plan, resolved: Resolved) -> dict[str, Any]:
 
 
 def _print_plan(made: Plan, resolved: Resolved) -> None:
-    for move, tensors in resolved.by_move:
-        heads = f", {move.num_heads} heads ({move.heads_from})" * (move.num_heads is not None)
-        sure = f" ({move.confidence}: {move.why})" if move.confidence else f" ({move.why})"
-        kind = "carried over" if move.kind == "other" else f"{move.kind}, {move.layout}{heads}"
-        start = f"{kind}: {move.source or '(top)'} -> {move.target or '(top)'}{sure}"
+    for step, tensors in resolved.by_step:
+        heads = f", {step.num_heads} heads ({step.heads_from})" * (step.num_heads is not None)
+        sure = f" ({step.confidence}: {step.why})" if step.confidence else f" ({step.why})"
+        kind = "carried over" if step.kind == "other" else f"{step.kind}, {step.layout}{heads}"
+        start = f"{kind}: {step.source or '(top)'} -> {step.target or '(top)'}{sure}"
         out.print(escape(start), soft_wrap=True, highlight=False)
-        for name, one in tensors.items() if move.kind != "other" else ():
+        for name, one in tensors.items() if step.kind != "other" else ():
             arrow = f"  {one.arrow}" if one.arrow else ""
             line = f"    {', '.join(one.sources)} -> {name} {one.info.shape}{arrow}"
             out.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True, highlight=False)
-    counts = Counter(move.kind for move in made.moves)
+    counts = Counter(step.kind for step in made.steps)
     shown = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     out.print(f"{len(resolved.made)} tensors: {shown}", highlight=False)
     for note in [*made.notes, *resolved.notes]:

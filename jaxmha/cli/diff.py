@@ -26,8 +26,8 @@ from jaxmha.cli.console import (
 from jaxmha.converters.verify import attribution, comparison, forward_check, other_tensors
 from jaxmha.converters.verify.attribution import Attribution, percent
 from jaxmha.converters.verify.captured_layer import Inputs, Layer, as_inputs, of_block
-from jaxmha.converters.verify.comparands import BlockSide
-from jaxmha.converters.verify.weights import kept_otherwise
+from jaxmha.converters.verify.comparands import ComparedBlock
+from jaxmha.converters.verify.weights import stored_differently
 from jaxmha.semantics import PATHS
 
 EXAMPLES = (
@@ -102,8 +102,8 @@ def diff(
                 for side, each, preset in zip((x, y), masks, (as_a, as_b), strict=True)
             ]
             one = attribution.between(layers[0], layers[1], given)
-            stored = kept_otherwise(x.params, y.params, one.moves)
-            found[x.name or y.name] = replace(one, stored=stored)
+            stored = stored_differently(x.params, y.params, one.changes_output)
+            found[x.name or y.name] = replace(one, idle_weights=stored)
         missing = [*only_a, *only_b]
         rest = other_tensors.NOTHING
         if block is None:
@@ -175,7 +175,7 @@ def show(name: str, found: Attribution) -> None:
     for sentence in found.idle:
         out.print(f"without effect here: {escape(sentence)}", highlight=False)
     print_some(
-        [f"[red]kept otherwise:[/red] {escape(sentence)}" for sentence in found.stored],
+        [f"[red]kept otherwise:[/red] {escape(sentence)}" for sentence in found.idle_weights],
     )
 
 
@@ -191,7 +191,7 @@ def _read(path: Path) -> dict[str, Any]:
     return arrays
 
 
-def _inputs(side: BlockSide, file: dict[str, Any] | None, seed: int) -> Inputs:
+def _inputs(side: ComparedBlock, file: dict[str, Any] | None, seed: int) -> Inputs:
     if file is None:
         return forward_check.inputs(side, seed)
     given = {name: file[name] for name in ("query", "key", "value") if name in file}

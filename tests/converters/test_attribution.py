@@ -290,7 +290,7 @@ def test_what_is_undone_is_no_part() -> None:
     assert found.same
     assert_sums(found)
     assert len(found.idle) >= 2
-    assert all("undoes it" in sentence for sentence in found.idle)
+    assert all("undo it" in sentence for sentence in found.idle)
 
 
 def test_what_is_below_rounding_still_sums() -> None:
@@ -326,7 +326,7 @@ def test_inputs_wider_than_a_layer_of_torch() -> None:
     found = attribution.attribute(a, b, np.random.default_rng(0).standard_normal((2, 5, 15)))
     assert found.same
     wide = torch.nn.MultiheadAttention(16, 4)
-    with pytest.raises(ValueError, match="inputs of other widths: Dq=15 and 16"):
+    with pytest.raises(ValueError, match="inputs of different widths: Dq=15 and 16"):
         attribution.attribute(a, wide)
 
 
@@ -410,7 +410,7 @@ def test_layers_of_other_widths_are_refused() -> None:
     a, given = draw(rng), inputs(rng)
     with pytest.raises(ValueError, match="Dk=15 and 14"):
         attribution.between(a, draw(rng, SIZES | {"Dk": 14}), given)
-    with pytest.raises(ValueError, match="outputs have other widths: 15 and 13"):
+    with pytest.raises(ValueError, match="outputs have different widths: 15 and 13"):
         attribution.between(a, draw(rng, SIZES | {"Do": 13}), given)
     # Other sizes inside: the weights cannot be swapped one by one, but all together.
     found = attribution.between(a, draw(rng, SIZES | {"N": 2, "K": 2}), given)

@@ -59,7 +59,7 @@ def test_blocks_of_every_family(layout: str, family: str, pattern: str, before: 
         assert block.layout.name == layout
         assert block.family == (family, pattern)
         assert block.also == ()
-        assert block.why == f"{len(block.keys)} keys and the place of {family}: {pattern}"
+        assert block.why == f"{len(block.keys)} keys and the prefix of {family}: {pattern}"
 
 
 @pytest.mark.parametrize(

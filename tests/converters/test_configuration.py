@@ -70,9 +70,9 @@ def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) ->
         assert f"{tower}_config: num_attention_heads says {own}" in said(done)
         assert "write a plan and set num_heads for each module" in said(done)
     made = pipeline.plan(clip, to="flax")[0]
-    wrong = [replace(m, num_heads=TEXT) if m.source.startswith("vision") else m for m in made.moves]
+    wrong = [replace(m, num_heads=TEXT) if m.source.startswith("vision") else m for m in made.steps]
     with pytest.raises(ValueError, match=r"block vision_model.*num_heads=3 is given"):
-        pipeline.convert(clip, tmp_path / "a.npz", plan=replace(made, moves=tuple(wrong)))
+        pipeline.convert(clip, tmp_path / "a.npz", plan=replace(made, steps=tuple(wrong)))
     assert not list(tmp_path.iterdir())
 
 
@@ -97,7 +97,7 @@ def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
     assert done.exit_code == 2
-    assert "none of them is said to be that of left.encoder.layers.0.self_attn" in said(done)
+    assert "none of them belongs to left.encoder.layers.0.self_attn" in said(done)
     assert "write a plan and set num_heads for each module" in said(done)
     refused = run("plan", source, "--to", "flax", "--num-heads", 1, "-o", plan)
     assert refused.exit_code == 2
@@ -163,7 +163,7 @@ def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
             pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=given)
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
     assert done.plan is not None
-    assert [move.num_heads for move in done.plan.moves] == [3]
+    assert [step.num_heads for step in done.plan.steps] == [3]
 
 
 def llama(path: Path, config: dict[str, Any]) -> None:

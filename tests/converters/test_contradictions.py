@@ -69,7 +69,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model.safetensors"
 
 
-def beside(source: Path, folder: Path, config: Any) -> Path:
+def copied_to(source: Path, folder: Path, config: Any) -> Path:
     """A copy of a checkpoint next to a configuration."""
     path = folder / source.name
     shutil.copy(source, path)
@@ -111,7 +111,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_set_aside(
 ) -> None:
     original: Path = request.getfixturevalue(model)
     config = change if model == "encoder" else own(original) | change
-    source, target = beside(original, tmp_path, config), tmp_path / "a.safetensors"
+    source, target = copied_to(original, tmp_path, config), tmp_path / "a.safetensors"
     with pytest.raises(
         ValueError, match=rf"config.json does not describe.*{re.escape(told)}.*--num-heads"
     ):
@@ -145,7 +145,7 @@ def test_a_configuration_that_fits_is_used_and_named(
         assert first[1:] == [N, "config.json: num_attention_heads"]
         text = plan_toml.dumps(pipeline.plan(source, to="flax")[0])
         assert "# num_heads: from config.json: num_attention_heads" in text
-    source = beside(encoder, tmp_path, {"num_attention_heads": N})
+    source = copied_to(encoder, tmp_path, {"num_attention_heads": N})
     assert {block.confidence for block in pipeline.inspect(source).blocks} == {"likely"}
     assert {x.confidence for x in pipeline.inspect(encoder, num_heads=N).blocks} == {"certain"}
 
@@ -184,11 +184,11 @@ def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
 def test_a_plan_that_contradicts_is_refused(bert: Path, tmp_path: Path) -> None:
     plan = pipeline.plan(bert, to="flax")[0]
     for count, told in ((OTHER, "num_heads=4 is given"), (5, "N=5")):
-        moves = tuple(
-            replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.moves
+        steps = tuple(
+            replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.steps
         )
         with pytest.raises(ValueError, match=told):
-            pipeline.convert(bert, tmp_path / "a.npz", plan=replace(plan, moves=moves))
+            pipeline.convert(bert, tmp_path / "a.npz", plan=replace(plan, steps=steps))
 
 
 def test_a_file_that_was_converted_keeps_its_configuration(bert: Path, tmp_path: Path) -> None:
@@ -216,7 +216,9 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
     from jaxmha.converters.discovery import attention_blocks, hf_config
 
     found = [
-        head_count._count(way, x) for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
+        head_count._count(way, x)
+        for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
+        if isinstance(x, int)
     ]
     configured = blocks_of(Path("config.json"), tuple(found))
     there = attention_blocks.find(shapes)
@@ -224,7 +226,9 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
     assert contradictions.find(config, configured, there, shapes) == []
     wrong = config | {"vision_config": {"hidden_size": 24, "num_heads": 4}}
     found = [
-        head_count._count(way, x) for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
+        head_count._count(way, x)
+        for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
+        if isinstance(x, int)
     ]
     (told,) = contradictions.find(wrong, blocks_of(Path("c"), tuple(found)), there, shapes)
     assert "visual.layers.0.self_attn has 16 features" in told
@@ -266,12 +270,12 @@ def test_a_number_in_a_wrong_place_is_no_crash(encoder: Path, tmp_path: Path) ->
         [1, 2],
         {"text_config": {"text_config": [{"num_attention_heads": N}]}},
     ):
-        pipeline.inspect(beside(encoder, tmp_path, config))
+        pipeline.inspect(copied_to(encoder, tmp_path, config))
 
 
 def test_the_epsilon_of_parts_is_said_of_each(bert: Path, tmp_path: Path) -> None:
     config = own(bert)
-    source = beside(bert, tmp_path, config | {"other_config": {"layer_norm_eps": 1e-7}})
+    source = copied_to(bert, tmp_path, config | {"other_config": {"layer_norm_eps": 1e-7}})
     (note, *_) = [n for n in pipeline.plan(source, to="flax")[0].notes if "epsilon" in n]
     assert "epsilon is 1e-12 or 1e-07" in note
     assert "each part of the model has its own" in note

@@ -144,7 +144,7 @@ def test_the_python_call_takes_an_edited_plan_too(tmp_path: Path) -> None:
 
     source = source_of(tmp_path, {"tok.weight": (11, 7)})
     made = pipeline.plan(source, to="flax", num_heads=N)[0]
-    moves = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.moves]
-    pipeline.convert(source, tmp_path / "b.npz", plan=replace(made, moves=tuple(moves)))
+    steps = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.steps]
+    pipeline.convert(source, tmp_path / "b.npz", plan=replace(made, steps=tuple(steps)))
     with checkpoint.open(tmp_path / "b.npz") as file:
         assert "tok/embedding" in file

@@ -178,7 +178,7 @@ def test_layers_that_cannot_be_exchanged_need_no_order(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", {name: x.astype("f") for name, x in state.items()})
     made = pipeline.plan(tmp_path / "a.npz", to="keras", in_file=True)[0]
     with checkpoint.open(tmp_path / "a.npz") as file:
-        assert keras_order.order_is_evident(made.moves, file.info)
+        assert keras_order.order_is_evident(made.steps, file.info)
 
 
 def test_metadata_that_says_nonsense_is_ignored(

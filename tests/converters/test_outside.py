@@ -158,7 +158,7 @@ def test_a_tensor_of_one_side_alone_is_never_passed(folder: Path, command: str, 
     code, data, words = said(command, *(sides[::-1] if swap else sides))
     assert (code, data["same"], data["different"]) == (1, False, False)
     (left,) = data["not_compared"]
-    assert (left["name"], left["side"]) == ("cls/decoder/kernel", "first" if swap else "second")
+    assert (left["name"], left["source"]) == ("cls/decoder/kernel", "first" if swap else "second")
     assert "not compared: cls/decoder/kernel" in words
     assert words.endswith("not fully compared: 1 tensor was not compared, and nothing else differs")
 
@@ -171,7 +171,7 @@ def test_a_bias_of_zeros_changes_nothing(folder: Path) -> None:
     found = comparison.compare(state, other, num_heads=N)
     assert found.same
     assert found.notes == (
-        "biases of zeros on one side alone, which change nothing: pooler.dense.bias",
+        "biases of zeros in only one source, which change nothing: pooler.dense.bias",
     )
     state["pooler.dense.bias"][0] = 1
     assert not comparison.compare(state, other, num_heads=N)

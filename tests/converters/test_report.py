@@ -159,7 +159,7 @@ def test_groups_of_heads_are_the_whole_block(
     monkeypatch.setattr(head_groups, "MOST", -(-size // count))
     with streaming.opened(tmp_path / f"a{suffix}") as file:
         tensors = {name: partial(only, leaf) for leaf, name in names.items()}
-        views = streaming.Views(streaming.Stored(file, dict[str, streaming.Unpack](tensors)))
+        views = streaming.Views(streaming.FileLayer(file, dict[str, streaming.Unpack](tensors)))
         boxes = list(head_groups.boxes(views, (3,)))
         groups = [params.leaves(head_groups.group(views, (3,), box).params) for box in boxes]
     assert len(groups) == count
@@ -215,7 +215,7 @@ def test_every_group_of_heads_is_run(
     """A layer whose last heads compute something else."""
     real, runs = comparands.of_params, []
 
-    def wrong(*args: Any) -> comparands.BlockSide:
+    def wrong(*args: Any) -> comparands.ComparedBlock:
         side = real(*args)
         runs.append(side)
         if len(runs) < 2 * N:

@@ -173,9 +173,9 @@ def test_flat_dicts_both_ways(
     params = params_for(name, dtype_name, lead)
     state = transform.export_params(layout, params, layout.semantics, prefix=prefix)
     assert all(key.startswith(prefix) for key in state)
-    beside = {"another/model/kernel": np.ones(3)} if prefix else {}
+    others = {"another/model/kernel": np.ones(3)} if prefix else {}
     params_again, semantics = transform.import_params(
-        [layout], state | beside, num_heads=params.query.kernel.shape[-2], prefix=prefix
+        [layout], state | others, num_heads=params.query.kernel.shape[-2], prefix=prefix
     )
     assert_identical(params, params_again)
     assert semantics == layout.semantics

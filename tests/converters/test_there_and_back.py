@@ -42,7 +42,7 @@ CASES = [
 def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> dict[str, NDArray]:
     """Two blocks, the neighbours that the layout's framework has, and what nobody understands."""
     state: dict[str, NDArray] = {}
-    convention = layer_layouts.beside(layout.name)
+    convention = layer_layouts.convention_of(layout.name)
     s = layout.separator
     groups = {x.name: group for x, group in keras.IN_FILE.values()}
     for i in range(2):

@@ -99,7 +99,7 @@ def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
     assert (f"{name}.weight" not in done.carried) == converted
     assert any("GroupNorm" in note and name in note for note in done.notes) == told
-    assert any("may be of groups" in move.why for move in done.plan.moves) != converted  # type: ignore[union-attr]
+    assert any("may be of groups" in step.why for step in done.plan.steps) != converted  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("to", ["flax", "haiku"])

@@ -26,7 +26,7 @@ Call = Callable[..., NDArray]
 Refusal = Callable[[Mask, Sizes], str | None]
 
 
-class Verbs(NamedTuple):
+class MaskApi(NamedTuple):
     """A framework's `export_masks` and `import_masks`, and how to call them.
 
     Attributes:
@@ -84,9 +84,9 @@ def lengths(sizes: Sizes) -> Any:
     return {"query_length": sizes.T, "key_length": sizes.S}
 
 
-VERBS = {
-    "torch": Verbs(torch_mha, ALL, bias=True, importing=heads),
-    "torch zero": Verbs(
+APIS = {
+    "torch": MaskApi(torch_mha, ALL, bias=True, importing=heads),
+    "torch zero": MaskApi(
         torch_mha,
         ALL,
         bias=True,
@@ -94,42 +94,44 @@ VERBS = {
         importing=lambda sizes: heads(sizes) | {"add_zero_attn": True},
         refuses=extras,
     ),
-    "sdpa": Verbs(sdpa, ALL, True, True, importing=lambda sizes: heads(sizes) | {"kernel": "math"}),
-    "keras": Verbs(keras, refuses=per_head),
-    "keras heads": Verbs(keras, exporting={"per_head": True}),
-    "gqa": Verbs(
+    "sdpa": MaskApi(
+        sdpa, ALL, True, True, importing=lambda sizes: heads(sizes) | {"kernel": "math"}
+    ),
+    "keras": MaskApi(keras, refuses=per_head),
+    "keras heads": MaskApi(keras, exporting={"per_head": True}),
+    "gqa": MaskApi(
         keras,
         exporting={"kind": "gqa", "per_head": True},
         importing=lambda _: {"kind": "gqa"},
     ),
-    "linen": Verbs(flax, exporting={"kind": "linen"}, importing=heads),
-    "nnx": Verbs(flax, importing=heads),
-    "flax function": Verbs(
+    "linen": MaskApi(flax, exporting={"kind": "linen"}, importing=heads),
+    "nnx": MaskApi(flax, importing=heads),
+    "flax function": MaskApi(
         flax,
         bias=True,
         exporting={"function": True},
         importing=rows,
         fills=True,
     ),
-    "jax": Verbs(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
-    "huggingface": Verbs(huggingface, NO_HEADS, bias=True, importing=lengths),
-    "scores": Verbs(
+    "jax": MaskApi(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
+    "huggingface": MaskApi(huggingface, NO_HEADS, bias=True, importing=lengths),
+    "scores": MaskApi(
         huggingface, NO_HEADS, bias=True, exporting={"form": "scores"}, importing=lengths
     ),
-    "causal model": Verbs(
+    "causal model": MaskApi(
         huggingface,
         NO_HEADS,
         bias=True,
         exporting={"is_causal": True},
         importing=lambda sizes: lengths(sizes) | {"is_causal": True},
     ),
-    "filled": Verbs(
+    "filled": MaskApi(
         handwritten,
         exporting={"style": "filled"},
         importing=lambda _: {"style": "filled"},
         refuses=two_axes,
     ),
-    "added": Verbs(
+    "added": MaskApi(
         handwritten,
         exporting={"style": "added"},
         importing=lambda _: {"style": "added"},
@@ -151,7 +153,7 @@ class Live(NamedTuple):
       no_keys: whether it takes axes of size 0, and a row of no keys is one with nothing left.
     """
 
-    verbs: str
+    api: str
     make: Callable[[Sizes], Call]
     semantics: Semantics
     layer: bool = False

@@ -131,7 +131,7 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
             )
 
         if kind == "mha" and query_mask == "given":
-            with pytest.raises(ValueError, match="ignores a query_mask"):
+            with pytest.raises(ValueError, match="ignores the argument query_mask"):
                 imported()
             refused += 1
             continue

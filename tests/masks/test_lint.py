@@ -200,7 +200,7 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "sdpa",
         {"attn_mask": np.ones((T, S), bool), "is_causal": True},
         "is_causal",
-        ["refused by another"],
+        ["another refuses the call"],
     ),
     "refused by torch": (
         "torch",
@@ -363,7 +363,7 @@ def correct(rng: np.random.Generator, sizes: tuple[int, int, int, int]) -> Mask:
 @pytest.mark.parametrize("framework", lint.FRAMEWORKS)
 def test_silent_on_correct_masks(framework: str) -> None:
     """Written by `export_masks`, whose round trip is proved elsewhere; sizes often coincide."""
-    verbs = lint._module(framework)
+    api = lint._module(framework)
     silent = 0
     for seed in range(400):
         rng = np.random.default_rng(seed)
@@ -371,9 +371,9 @@ def test_silent_on_correct_masks(framework: str) -> None:
         sizes = B, N, T, S
         known = dict(zip(lint.SIZES.values(), sizes, strict=True))
         mask = correct(rng, sizes)
-        wanted = {k: v for k, v in known.items() if k in _parameters(verbs.export_masks)}
+        wanted = {k: v for k, v in known.items() if k in _parameters(api.export_masks)}
         try:
-            arguments = verbs.export_masks(mask, None, **wanted)
+            arguments = api.export_masks(mask, None, **wanted)
         except ValueError:
             continue  # the framework cannot hold it
         found = lint_masks(framework, **known, **arguments)

@@ -79,7 +79,7 @@ def test_every_combination(T: int, S: int, gqa: bool, kernel: Any) -> None:
             if refuses and attn_mask is not None and is_causal:
                 with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set"):
                     sdpa(inputs, enable_gqa=gqa, **arguments)
-                with pytest.raises(ValueError, match="refuses attn_mask beside is_causal"):
+                with pytest.raises(ValueError, match="refuses attn_mask with is_causal"):
                     import_masks(kernel=kernel, **arguments)
                 continue
             out = sdpa(inputs, enable_gqa=gqa, **arguments)

@@ -366,9 +366,9 @@ def test_what_only_a_name_tells_is_noted(tmp_path: Path) -> None:
     state = torch_block() | {"embed_in.weight": np.ones((7, 5), np.float32)}
     checkpoint.write(tmp_path / "a.npz", state)
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=2)
-    (note,) = [note for note in done.notes if "only the name tells" in note]
+    (note,) = [note for note in done.notes if "kinds known only by name" in note]
     assert "embed_in (embedding)" in note
     done = pipeline.convert(
         tmp_path / "a.npz", tmp_path / "c.npz", to="flax", num_heads=2, attention_only=True
     )
-    assert not any("only the name tells" in note for note in done.notes)
+    assert not any("kinds known only by name" in note for note in done.notes)

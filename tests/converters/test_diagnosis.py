@@ -251,7 +251,9 @@ def test_a_bias_of_zeros_is_no_mistake(name: str, zero: float | None) -> None:
             assert "zero: it changes nothing" in str(found)
 
 
-def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> comparands.BlockSide:
+def live_block(
+    wrong: str, params: MHAParams, semantics: Semantics = Semantics()
+) -> comparands.ComparedBlock:
     """A side whose layer computes something of its own, in float64 rounded to its dtype."""
 
     def forward(query: NDArray, key: NDArray, value: NDArray, mask: Any = None) -> NDArray:
@@ -270,7 +272,7 @@ def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> c
             out[dead] = np.nan
         return out.astype(query.dtype)
 
-    return comparands.BlockSide("", "a layer", params, semantics, forward, live=True)
+    return comparands.ComparedBlock("", "a layer", params, semantics, forward, is_live=True)
 
 
 DONE = (
@@ -295,11 +297,13 @@ def test_what_a_live_layer_does_is_named(name: str) -> None:
             for k, v in x.items()
         }
         params = from_leaves(dict(x))
-        found = forward_check.explain_forward(live(name, params), seed)
+        found = forward_check.explain_forward(live_block(name, params), seed)
         count += found is not None and found.startswith(name)
         assert found is None or name not in ("noise", "right")
         if seed < 6:
-            report = comparison.compare_blocks(live(name, params), live("right", params), seed)
+            report = comparison.compare_blocks(
+                live_block(name, params), live_block("right", params), seed
+            )
             assert report.same == (name == "right")
             assert report.explanation == found
     assert count == 0 if name in ("noise", "right") else count >= 0.99 * DRAWS
