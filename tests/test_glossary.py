@@ -5,7 +5,7 @@ import pytest
 from tests import glossary
 from tests.glossary import KEPT, NAMES, ROOT, TEXTS, Name, Text
 
-CLEAN = ("converters", "README.md", "CONTRIBUTING.md", "docs")
+CLEAN = ("converters", "CONTRIBUTING.md", "docs")
 
 
 def place(rule: Name | Text) -> str:
@@ -63,5 +63,4 @@ def test_kept_names_are_in_use() -> None:
 
 
 def test_converters_and_documents_use_the_words_of_the_field() -> None:
-    found = [hit for hit in glossary.hits(CLEAN) if "aim" not in hit.word]
-    assert found == []
+    assert list(glossary.hits(CLEAN)) == []

@@ -52,7 +52,7 @@ class Layout:
     semantics: Semantics = Semantics()  # noqa: RUF009 (frozen)
     holds: frozenset[str] = frozenset()
     other_keys: tuple[str, ...] = ()
-    convention: str = ""
+    convention: str = "torch"
     about: str = ""
 
     def __post_init__(self) -> None:

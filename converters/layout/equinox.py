@@ -18,7 +18,6 @@ EQUINOX = Layout(
     _EQUINOX,
     ties={"K": TIES["K"]},
     holds=frozenset({"dropout_rate"}),
-    convention="torch",
     about="equinox.nn.MultiheadAttention",
 )
 LAYOUTS = (EQUINOX,)

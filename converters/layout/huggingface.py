@@ -31,7 +31,6 @@ BERT = Layout(
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
     other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
-    convention="torch",
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
 _VIT = (
@@ -49,7 +48,6 @@ VIT = Layout(
     _VIT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    convention="torch",
     about="ViT, DeiT: keys under `encoder.layer.0.attention`",
 )
 TIMM = Layout(
@@ -62,7 +60,6 @@ TIMM = Layout(
     ),
     ties=_PACKED,
     holds=_DROPOUT,
-    convention="torch",
     about="timm vision transformers: keys under `blocks.0.attn`",
 )
 GPT2 = Layout(
@@ -76,7 +73,6 @@ GPT2 = Layout(
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
     other_keys=("bias", "masked_bias"),
-    convention="torch",
     about="GPT-2 (Conv1D, so kernels are not transposed): keys under `h.0.attn`",
 )
 NEOX = Layout(
@@ -90,7 +86,6 @@ NEOX = Layout(
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
     other_keys=("bias", "masked_bias", "rotary_emb.inv_freq"),
-    convention="torch",
     about="GPT-NeoX, Pythia, packed head by head (rotary embedding apart)",
 )
 T5 = Layout(
@@ -105,10 +100,8 @@ T5 = Layout(
     semantics=Semantics(scale=1.0),
     holds=_DROPOUT,
     other_keys=("relative_attention_bias.weight",),
-    convention="torch",
     about="T5 without biases and scale: keys under `SelfAttention`, `EncDecAttention` (the relative "
-    "bias goes to the call, or stays a tensor of its own in a file; other layouts take "
-    "--fold-scale)",
+    "bias goes to the call, or stays a tensor of a file; other layouts take --fold-scale)",
 )
 WHISPER = Layout(
     "whisper",
@@ -123,7 +116,6 @@ WHISPER = Layout(
     ),
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    convention="torch",
     about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
 )
 LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5, WHISPER)

@@ -16,7 +16,6 @@ LINEAR = Layout(
         Entry("out_proj.bias", "Do", ("out.bias",), "bias"),
     ),
     ties=TIES,
-    convention="torch",
     about="four torch.nn.Linear q_proj, k_proj, v_proj, out_proj (also CLIP, BART, OPT)",
 )
 _LLAMA = (
@@ -38,7 +37,6 @@ LLAMA = Layout(
         "Dv": ("Dq", "Llama attention projects one input to query, key and value"),
     },
     other_keys=("rotary_emb.inv_freq",),
-    convention="torch",
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )
 _DENSE = (
@@ -72,7 +70,6 @@ ANNOTATED = Layout(
         Entry("linears.3.bias", "Do", ("out.bias",), "bias"),
     ),
     ties=TIES,
-    convention="torch",
     about="MultiHeadedAttention of the Annotated Transformer: linears.0 to 3",
 )
 MATRICES = Layout(
@@ -83,6 +80,7 @@ MATRICES = Layout(
         Entry("linears.2", "Dv (N h)", ("value.kernel",)),
     ),
     ties=TIES,
+    convention="",
     about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
     "target that has one, an identity computes the same)",
 )

@@ -29,7 +29,6 @@ PACKED = Layout(
         "Dv": ("Dq", "in_proj_weight packs projections of equal width (see torch-separate)"),
     },
     holds=_HOLDS,
-    convention="torch",
     about="torch.nn.MultiheadAttention with kdim = vdim = embed_dim",
 )
 SEPARATE = Layout(
@@ -43,7 +42,6 @@ SEPARATE = Layout(
     ties=_TIES,
     apart=("Dq Dk Dv", "nn.MultiheadAttention packs projections of equal width (see torch)"),
     holds=_HOLDS,
-    convention="torch",
     about="torch.nn.MultiheadAttention with kdim or vdim other than embed_dim",
 )
 LAYOUTS = (PACKED, SEPARATE)

@@ -112,7 +112,8 @@ def make(
     layers, why = _layers(
         file, found, to, unlike or {}, unbiased, all_kinds=from_ is None and not attention_only
     )
-    taken = {name for one in (*found, *layers) for name in one.keys.values()}
+    taken = {name for block in found for name in block.keys.values()}
+    taken |= {name for layer in layers for name in layer.keys.values()}
     rest = [name for name in file.info if name not in taken]
     if rest and others == "refuse":
         shown = [f"{name} ({why.get(name, _UNCHANGED)})" for name in rest]

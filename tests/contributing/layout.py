@@ -14,7 +14,6 @@ TOY = Layout(
         "Dk": ("Dq", "one input is projected to query, key and value"),
         "Dv": ("Dq", "one input is projected to query, key and value"),
     },
-    convention="torch",
     about="the attention layer of a toy library",
 )
 LAYOUTS = (TOY,)

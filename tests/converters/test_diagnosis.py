@@ -23,7 +23,7 @@ Leaves = dict[str, NDArray]
 
 
 def draw(rng: np.random.Generator) -> tuple[Leaves, int, int]:
-    """Square weights, so that no shape gives a mistake away; N, H >= 2, and N != H."""
+    """Square weights, so that no shape gives a known error away; N, H >= 2, and N != H."""
     N, H = (int(n) for n in rng.choice([2, 3, 4, 5, 6], size=2, replace=False))
     D = N * H
     shapes = {
@@ -126,7 +126,7 @@ CASTS = [(reverse, cast) for cast in (None, np.float16, ml_dtypes.bfloat16) for 
 
 
 def named(name: str, casts: Sequence[tuple[int, Any]], seed: int = 0) -> int:
-    """How many of the draws with the mistake are explained by it."""
+    """How many of the draws with the known error are explained by it."""
     rng, count = np.random.default_rng(seed), 0
     for i in range(DRAWS):
         right, _, _ = draw(rng)
@@ -236,7 +236,7 @@ def test_wrong_head_count_of_other_layers(extra: str) -> None:
         ("out.bias", None),
     ],
 )
-def test_a_bias_of_zeros_is_no_mistake(name: str, zero: float | None) -> None:
+def test_a_bias_of_zeros_is_no_error(name: str, zero: float | None) -> None:
     x, _, _ = draw(np.random.default_rng(6))
     x[name] = np.zeros_like(x[name])
     other = {k: v for k, v in x.items() if k != name}
@@ -331,7 +331,7 @@ def test_correct_layers_in_half_precision_are_not_accused(
     converter = {"torch": torch, "keras": keras, "nnx": flax}[framework]
     config = layers.configs(framework)[0]
     for seed in range(count):
-        layer = layers.build(config, dtype, seed, spread=(0.35, 0.1, 2.0)[seed % 3])
+        layer = layers.build(config, dtype, seed, deviation=(0.35, 0.1, 2.0)[seed % 3])
         report = comparison.compare(layer, converter.from_module(layer), seed=seed).blocks[0]
         assert report.same, f"{seed}: {report}"
 

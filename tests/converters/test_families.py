@@ -101,7 +101,7 @@ def torch_model(name: str) -> dict[str, NDArray]:
     return state_of(models[name]())
 
 
-# Attention blocks, layers beside them by kind, and what keeps its name.
+# Attention blocks, layers next to them by kind, and what keeps its name.
 MODELS: dict[str, tuple[Any, str, int, dict[str, int], set[str]]] = {
     "BERT": (
         hugging_face, "bert", 1, {"linear": 6, "norm": 4, "embedding": 3},

@@ -302,7 +302,7 @@ def test_inspect_says_why(tmp_path: Path) -> None:
     assert "bert, 1 times, for its 8 keys alone" in printed
 
 
-def test_what_is_no_tensor_is_told_or_refused(tmp_path: Path) -> None:
+def test_what_is_no_tensor_is_reported_or_refused(tmp_path: Path) -> None:
     layer = torch.nn.MultiheadAttention(6, 2)
     source = tmp_path / "a.pt"
     torch.save({"model": layer.state_dict(), "epoch": 3, "lr": [0.1, None]}, source)
@@ -313,7 +313,7 @@ def test_what_is_no_tensor_is_told_or_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "c.npz").exists()
 
 
-def test_metadata_without_a_place_is_told(tmp_path: Path) -> None:
+def test_metadata_without_a_place_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "a.safetensors"
     state = {k: v.numpy() for k, v in torch.nn.MultiheadAttention(6, 2).state_dict().items()}
     checkpoint.write(source, state, metadata={"license": "MIT", "format": "pt"})

@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 def model() -> State:
-    """Attention, each kind of neighbour, and what is not understood."""
+    """Attention, each kind of other layer, and what is not understood."""
     layout, rng = named("bert"), np.random.default_rng(0)
     params = params_of(layout)
     shapes = {
@@ -356,7 +356,7 @@ def test_head_counts_of_a_plan(plan: Plan, source: Path, tmp_path: Path) -> None
     assert not any("head counts" in n for n in done.notes)
 
 
-def test_notes_of_a_plan_are_told_when_it_is_carried_out(
+def test_notes_of_a_plan_are_reported_when_it_is_carried_out(
     plan: Plan, source: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.toml"

@@ -169,13 +169,13 @@ def test_groups_of_heads_are_the_whole_block(
         own = group["query.kernel"].shape[1] // group["key.kernel"].shape[1]  # queries of a key
         for j in range(group["query.kernel"].shape[1]):
             n = heads.pop(0)
-            there = {"N": n, "K": n * K // sizes["N"]}
+            present = {"N": n, "K": n * K // sizes["N"]}
             here = {"N": j, "K": j // own}
             for leaf, axes in CANONICAL.items():
                 if leaf in leaves:
                     x, y = (
                         whole[tuple(at.get(letter, slice(None)) for letter in axes.split())]
-                        for whole, at in ((group[leaf], here), (leaves[leaf][3], there))
+                        for whole, at in ((group[leaf], here), (leaves[leaf][3], present))
                     )
                     np.testing.assert_array_equal(x, y, strict=True)
 

@@ -144,7 +144,7 @@ def test_dropped_key_bias_is_seen(params: MHAParams, layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "stage"),
+    ("known_error", "stage"),
     [
         (lambda p: p._replace(query=p.key, key=p.query), "query"),
         (lambda p: spoiled(p, "query.kernel", lambda x: transposed(x)), "query"),
@@ -158,9 +158,9 @@ def test_dropped_key_bias_is_seen(params: MHAParams, layer: Any) -> None:
     ],
 )
 def test_the_first_stage_that_departs(
-    params: MHAParams, layer: Any, mistake: Any, stage: str
+    params: MHAParams, layer: Any, known_error: Any, stage: str
 ) -> None:
-    found = report(layer, mistake(params))
+    found = report(layer, known_error(params))
     assert not found.same
     assert found.departs is not None
     assert found.departs.split(" ")[0].rstrip(":") == stage
@@ -168,7 +168,7 @@ def test_the_first_stage_that_departs(
 
 
 def transposed(kernel: np.ndarray) -> np.ndarray:
-    """The mistake that square weights let through."""
+    """The known errors that square weights let through."""
     D = len(kernel)
     return np.ascontiguousarray(kernel.reshape(D, D).T).reshape(kernel.shape)
 

@@ -110,20 +110,20 @@ def tree(source: str, names: Iterable[str]) -> dict[str, NDArray]:
 
 def comes_back(source: str, to: str, state: Mapping[str, Any], folder: Path) -> bool:
     """True if a state could be written; then it comes back by name and value, and verifies."""
-    old, there, back = (folder / f"{name}.safetensors" for name in "abc")
+    old, present, back = (folder / f"{name}.safetensors" for name in "abc")
     checkpoint.write(old, state, force=True)
     try:
-        done = pipeline.convert(old, there, to=to, num_heads=N, force=True)
+        done = pipeline.convert(old, present, to=to, num_heads=N, force=True)
     except ValueError:
         return False
-    said = " ".join(note for note in done.notes if "converted back" in note)
-    assert comparison.compare(old, there, num_heads=N)
-    pipeline.inspect(there)
-    pipeline.convert(there, back, to=source, force=True)
+    printed = " ".join(note for note in done.notes if "converted back" in note)
+    assert comparison.compare(old, present, num_heads=N)
+    pipeline.inspect(present)
+    pipeline.convert(present, back, to=source, force=True)
     with checkpoint.open(back) as file:
         other = {*file} ^ {*state}
         other |= {name for name in {*file} - other if not np.array_equal(file[name], state[name])}
-        assert all(other_layers.split(name)[0] in said for name in other), other
+        assert all(other_layers.split(name)[0] in printed for name in other), other
     return True
 
 

@@ -1,4 +1,4 @@
-"""Every framework's verbs, what they refuse, and a live call of each path, as data."""
+"""Every framework's functions, what they refuse, and a live call of each path, as data."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -23,7 +23,7 @@ from tests.masks.draws import Sizes, numbers, pairs
 
 H = 4
 Call = Callable[..., NDArray]
-Refusal = Callable[[Mask, Sizes], str | None]
+Rejected = Callable[[Mask, Sizes], str | None]
 
 
 class MaskApi(NamedTuple):
@@ -37,7 +37,7 @@ class MaskApi(NamedTuple):
       fills: whether what a mask blocks is filled after the bias was added.
       exporting: further arguments of the exporter.
       importing: further arguments of the importer, of sizes.
-      refuses: words of the refusal, where the target cannot hold the mask.
+      refuses: words of the error, where the target cannot hold the mask.
     """
 
     module: ModuleType
@@ -47,7 +47,7 @@ class MaskApi(NamedTuple):
     fills: bool = False
     exporting: Mapping[str, Any] = MappingProxyType({})
     importing: Callable[[Sizes], Any] = lambda _: {}
-    refuses: Refusal = lambda mask, sizes: None
+    refuses: Rejected = lambda mask, sizes: None
 
 
 def per_head(mask: Mask, sizes: Sizes) -> str | None:
@@ -144,7 +144,7 @@ class Live(NamedTuple):
     """A path of a live framework.
 
     Attributes:
-      verbs: of `VERBS`.
+      functions: of `VERBS`.
       make: sizes to a call of the exported arguments; `(B, T, D)` of a layer with `params`, or
         `(B, T, N, H)` of a function.
       semantics: of the path.

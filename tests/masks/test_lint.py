@@ -152,7 +152,7 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "empty rows",
         ["1 of 5", "query 2"],
     ),
-    "left padding beside a triangle": (
+    "left padding next to a triangle": (
         "jax",
         {"mask": (CAUSAL & (np.arange(S) > 1))[None, None]},
         "empty rows",
@@ -196,7 +196,7 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "is_causal",
         ["key 0 only"],
     ),
-    "causal beside a mask": (
+    "causal next to a mask": (
         "sdpa",
         {"attn_mask": np.ones((T, S), bool), "is_causal": True},
         "is_causal",
@@ -213,10 +213,10 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
 
 @pytest.mark.parametrize("what", FOUND)
 def test_is_named(what: str) -> None:
-    framework, arguments, name, words = FOUND[what]
+    framework, arguments, name, text = FOUND[what]
     found = {finding.name: finding for finding in lint_masks(framework, **arguments)}
     assert name in found, f"found {list(found)}"
-    missing = [word for word in words if word not in str(found[name])]
+    missing = [word for word in text if word not in str(found[name])]
     assert not missing, f"{missing} not in: {found[name]}"
 
 
