@@ -394,6 +394,6 @@ def as_mask(mask: Any) -> Mask:
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     """Converts a list of names to a tuple, so that it can be a static argument of jit."""
-    if isinstance(implementation, str | implementations.Question):
+    if isinstance(implementation, str | implementations.SupportQuery):
         return implementation
     return tuple(implementation) if isinstance(implementation, Iterable) else implementation

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxmha.attention import dot_product_attention
-from jaxmha.implementations import Question, platforms
+from jaxmha.implementations import SupportQuery, platforms
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Explanation:
     reasons: tuple[tuple[str, str | None], ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every candidate with `chosen`, `could` (supported, not chosen), or why it cannot.
+        """Every candidate with `chosen`, `supported` (and not chosen), or why it cannot.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
-        [('blocked', 'chosen'), ('reference', 'could')]
+        [('blocked', 'chosen'), ('reference', 'supported')]
         """
         return [
-            (name, reason or ("chosen" if name == self.chosen else "could"))
+            (name, reason or ("chosen" if name == self.chosen else "supported"))
             for name, reason in self.reasons
         ]
 
@@ -92,10 +92,10 @@ def explain(
         if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(x))
     }
     static = {name: x for name, x in options.items() if name not in traced}
-    question = Question(implementation)
+    query_support = SupportQuery(implementation)
     with platforms.lowering_for(platform) if platform is not None else nullcontext():
-        call = partial(dot_product_attention, **static, implementation=question)
+        call = partial(dot_product_attention, **static, implementation=query_support)
         jax.eval_shape(call, **arrays, **traced)
         device = platforms.current().device
-    chosen = next((name for name, reason in question.answer if reason is None), None)
-    return Explanation(device, chosen, tuple(question.answer))
+    chosen = next((name for name, reason in query_support.reasons if reason is None), None)
+    return Explanation(device, chosen, tuple(query_support.reasons))

@@ -16,7 +16,7 @@ from jaxmha.attention import as_mask, attend, hashable
 from jaxmha.dims import bind
 from jaxmha.implementations import forward_mode, shard_map
 from jaxmha.implementations.base import accumulation_dtype
-from jaxmha.implementations.tiled.block_mask import live_positions
+from jaxmha.implementations.tiled.block_mask import attended_positions
 from jaxmha.mask import Mask
 from jaxmha.matmul import matmul, resolved
 from jaxmha.params import MHAParams, Projection, check, leaves
@@ -382,7 +382,7 @@ def live_features(
     have one batch axis and cover S and the `extra` positions.
     """
     T, S = sizes["T"], sizes["S"]
-    live = live_positions(mask, bias, B, sizes["N"], T, S + extra)
+    live = attended_positions(mask, bias, B, sizes["N"], T, S + extra)
     rows, keys = (
         None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
         for x, size in zip((sharding.in_order(x, 1) for x in live), (T, S), strict=True)

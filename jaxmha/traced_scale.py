@@ -48,7 +48,7 @@ def scaled(
     accumulate = accumulation_dtype(heads[0].dtype)
     query, key, value = (x.astype(accumulate) for x in heads)
     (B, T, N, _), S = query.shape, key.shape[1]
-    rows, _ = block_mask.live_heads(mask, bias, B, N, T, S)
+    rows, _ = block_mask.attended_per_head(mask, bias, B, N, T, S)
     if rows is not None:
         rows = jnp.moveaxis(sharding.in_order(rows, 2), 1, 2)[..., None]
         query = jnp.where(rows, query, 0.0)

@@ -4,6 +4,7 @@ The tests choose implementations, cases and dtypes; a check compiles what it nee
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import chex
@@ -11,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 import jaxmha
 from jaxmha import dropout
 from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.tiled.tuning import TUNING
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
@@ -38,6 +41,11 @@ def expected(case: Case, arrays: dict[str, Any]) -> reference.Answer:
         )
         options["dropout_keep"] = np.asarray(draws)
     return reference.dot_product_attention(**arrays, **options)
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
+    """Changes the tuning table of CPUs."""
+    monkeypatch.setitem(TUNING, "cpu", replace(TUNING["cpu"], **sizes))
 
 
 def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, Any]], Any]:

@@ -133,7 +133,7 @@ def test_unknown_platform() -> None:
 def test_a_host_without_cudnn_lowers_plain_xla() -> None:
     """JAX cannot trace cuDNN here, and says so; explain is not asked for a program."""
     with jaxmha.lowering_for("h200"):
-        with pytest.raises(UnsupportedError, match="JAX asks the cuDNN of this machine"):
+        with pytest.raises(UnsupportedError, match="JAX reads the version of cuDNN on this machine"):
             jax.eval_shape(
                 lambda x: jaxmha.dot_product_attention(x, x, x, implementation="cudnn"), HALF
             )
@@ -146,8 +146,8 @@ def test_a_host_without_cudnn_lowers_plain_xla() -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A machine that takes itself for one with a GPU, whose cuDNN is its contract."""
-    live = platforms.named("h200")._replace(live=True)
-    monkeypatch.setattr(platforms, "_live", lambda: live)
+    present = platforms.named("h200")._replace(present=True)
+    monkeypatch.setattr(platforms, "_default", lambda: present)
     # What runs is lowered for the CPU that is there.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
     calls = cudnn_contract.install(monkeypatch)
@@ -244,7 +244,7 @@ def test_the_trial_is_right_about_a_right_kernel(dense: bool) -> None:
 
 def test_default_device_counts() -> None:
     with jax.default_device(jax.devices("cpu")[0]):
-        assert platforms.current() == platforms.Platform("cpu", "cpu", live=True)
+        assert platforms.current() == platforms.Platform("cpu", "cpu", present=True)
 
 
 def test_the_private_call_is_as_it_was() -> None:

@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 import jaxmha
 from experiments.scaling.hlo import collectives
 from jaxmha import Mask, Semantics, sharding
-from jaxmha.implementations.context_parallel import common
 from jaxmha.implementations.tiled import attention, loop
+from tests import conformance
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, N, K, H, h = 2, 56, 6, 2, 5, 7
@@ -213,7 +213,7 @@ def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.Mon
         return loop.backward(plan, *rest)
 
     monkeypatch.setattr(attention, "backward", seen)
-    monkeypatch.setattr(common, "SIZES", {"cpu": {"side": 16}})
+    conformance.tune(monkeypatch, shard_side=16, shard_tile_bytes=None)
     devices = mesh(data=2, context=4)
     arrays = [jnp.ones((2, T, heads, 3)) for heads in (N, K, K, N)]
     with sharding.use(devices, data="data", context="context"):
