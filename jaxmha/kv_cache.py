@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, DTypeLike, are_arrays
 from jaxmha.attention import as_mask, attend, hashable
-from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, refuse_structure
+from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, reject_structure
 from jaxmha.dims import bind
 from jaxmha.integers import FAR, near
 from jaxmha.layer import combine, project
@@ -226,7 +226,7 @@ def decode_step(
     """
     cache = _checked(params, x, cache, semantics)
     mask = as_mask(mask)
-    refuse_structure(mask)
+    reject_structure(mask)
     if semantics.fully_masked == "mean":
         raise ValueError(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "

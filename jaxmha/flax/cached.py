@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmha import checks, sharding
-from jaxmha.cached_attention import nan_where, refuse_structure
+from jaxmha.cached_attention import nan_where, reject_structure
 from jaxmha.flax.heads import (
     How,
     between,
@@ -48,7 +48,7 @@ def attend_cached(
     """
     if isinstance(mask.causal_offset, int) and mask.causal_offset == 0:
         mask = replace(mask, causal_offset=None)  # every step is causal
-    refuse_structure(mask)
+    reject_structure(mask)
     check_positions(positions, rotate, *inputs[:2])
     check_arrays(params, inputs, bias)
     heads = {"cached_key": cached[0], "cached_value": cached[1]}
