@@ -152,7 +152,7 @@ def _over_slots(step: _Step, block: int) -> State:
         mask = _allowed(step, slots)
         return _fold(step, start, step.keys, step.values, mask, all_finite=True)
 
-    def tile(i: jax.Array, state: State) -> State:
+    def tile(i: jax.Array | int, state: State) -> State:
         # The last tile is moved back to fit; its overlap with the tile before is masked.
         first = jnp.minimum(i * size, S - size)
         keys, values = (

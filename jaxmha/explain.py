@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
+from jaxmha.arrays import Array
 from jaxmha.attention import dot_product_attention
 from jaxmha.implementations import SupportQuery, platforms
+from jaxmha.mask import Mask
+
+Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,11 @@ class Explanation:
 
 
 def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | Mask | None = None,
     *,
     platform: str | None = None,
     implementation: str | Sequence[str] | None = None,

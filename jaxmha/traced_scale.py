@@ -1,7 +1,5 @@
 """Traced scale: an array, such as a learned temperature, with a gradient."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jaxmha.implementations.tiled import block_mask
 from jaxmha.mask import Mask
 
 
-def split(scale: Any) -> tuple[Any, Array | None]:
+def split(scale: float | Array | None) -> tuple[float | None, jax.Array | None]:
     """Splits a scale into the static one, a number or None, and the traced one, or None.
 
     Raises:

@@ -75,7 +75,7 @@ def _tried(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str 
             if not error <= ALLOWED:  # NaN as well
                 gradient = "" if what == "output" else "the gradient of "
                 return f"{gradient}{what} is wrong by {error:.1e} of the largest value"
-    except Exception as error:  # noqa: BLE001  whatever a driver or a compiler raises
+    except Exception as error:  # noqa: BLE001  drivers and compilers raise any
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     return None
 

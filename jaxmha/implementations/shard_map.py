@@ -122,7 +122,7 @@ def alike(arrays: Tree) -> Tree:
 
 
 def project(
-    run: Callable[[Projections, Sequence[jax.Array], Others], list[jax.Array]],
+    run: Callable[[Sequence[Projection], Sequence[jax.Array], Others], list[jax.Array]],
     projections: Projections,
     inputs: Inputs,
     others: Others,

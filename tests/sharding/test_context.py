@@ -325,7 +325,7 @@ def test_types_without_an_axis_of_zigzag_order() -> None:
     devices = mesh(True, context=2)
     with jax.set_mesh(devices), sharding.use(devices, context="context", zigzag=True):
         q = put(devices, jnp.ones((2, 8, 2, 6)))
-        with pytest.raises(ValueError, match="T=8 positions in zig-zag order lie on"):
+        with pytest.raises(ValueError, match="T=8 positions in zig-zag order are sharded over"):
             jaxmha.dot_product_attention(q, q, q, is_causal=True)
 
 

@@ -333,7 +333,7 @@ def test_two_meshes(other: Any) -> None:
 def test_an_axis_of_two_purposes(letter: str, spec: Any) -> None:
     devices = mesh(True, tensor=4)
     weights, _, _ = placed(devices, params(), tensor="tensor")
-    message = f"{letter} and heads both lie on axis 'tensor' of the mesh: make {letter} of the"
+    message = f"{letter} and heads are both sharded over axis 'tensor' of the mesh: make {letter} of the"
     with jax.set_mesh(devices):
         x = put(devices, X[:, :44], *spec)
         for run in (jaxmha.multi_head_attention, jaxmha.project):

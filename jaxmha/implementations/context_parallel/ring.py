@@ -338,7 +338,7 @@ def _in_place(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
     if x.nbytes <= SMALL or count == 1:
         return send(x)
 
-    def piece(i: jax.Array, x: jax.Array) -> jax.Array:
+    def piece(i: Index, x: jax.Array) -> jax.Array:
         at, size = i * (s // count), s // count
         arrived = send(jax.lax.dynamic_slice_in_dim(x, at, size, -2))
         return jax.lax.dynamic_update_slice_in_dim(x, arrived, at, -2)

@@ -101,7 +101,7 @@ def update_tiles(
     if count == 1:
         return f(0, x, carry, others)
 
-    def step(i: jax.Array, state: tuple[In, Carry]) -> tuple[In, Carry]:
+    def step(i: Index, state: tuple[In, Carry]) -> tuple[In, Carry]:
         x, carry = state
         tile: In = jax.tree.map(lambda array: array[i], x)
         other: Others = jax.tree.map(lambda array: array[i], others)

@@ -37,12 +37,12 @@ def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
     some, every = _some_and_every(conditions, tiling)
     if isinstance(every, np.ndarray) and every.all():
         return None
-    every = some & every  # type: ignore[assignment]  # not a scalar
+    every = some & every
     if every.shape[0] > 1:  # batch rows of one tile share a schedule
         some, every = (
             x.reshape(-1, tiling.batches if len(x) > 1 else 1, *x.shape[1:]) for x in (some, every)
         )
-        some, every = some.any(1), every.all(1)
+        some, every = some.any(1), every.all(1)  # type: ignore[assignment]  # no scalars
     kind = 2 - some.astype(np.int32) - every.astype(np.int32)
     order: Array
     if isinstance(kind, np.ndarray):
