@@ -98,7 +98,7 @@ SEVERAL = (
             mask="1NTS", bias="B1TS", bias_excludes=True, logits_soft_cap=1.3, dropout_rate=0.3),
     # Without conditions all keys are one block.
     several("no condition", bias="BNTS", dropout_rate=0.3),
-    # Slopes are summed over axes that the bias broadcasts, block after block.
+    # Gradients are summed over axes that the bias broadcasts, block after block.
     *(
         several(f"bias {axes}", bias=axes, local_window_size=(4, 3), dropout_rate=0.3)
         for axes in ("BNTS", "B1TS", "1NTS", "11TS", "BN1S", "BNT1", "11T1", "111S", "1111")
@@ -170,7 +170,7 @@ def long_case(**changes: Any) -> tuple[Case, dict[str, Any]]:
 )  # fmt: skip
 def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, Any]) -> None:
     case, arrays = long_case(**changes)
-    slopes = {}
+    grads = {}
     for name in ("blocked", "reference"):
 
         def of(inside: dict[str, Any], name: str = name) -> Any:
@@ -178,9 +178,9 @@ def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, An
             live = jnp.where(lse == -jnp.inf, 0.0, lse)
             return (out * out).sum() + jnp.sin(live).sum()
 
-        slopes[name] = jax.jit(jax.grad(of))(arrays)
-    for name, slope in slopes["blocked"].items():
-        tolerance.assert_close(slope, np.asarray(slopes["reference"][name]), name, factor=2.0)
+        grads[name] = jax.jit(jax.grad(of))(arrays)
+    for name, grad in grads["blocked"].items():
+        tolerance.assert_close(grad, np.asarray(grads["reference"][name]), name, factor=2.0)
 
 
 @pytest.mark.parametrize("S", [5, 61])
@@ -188,19 +188,19 @@ def test_more_than_33_thousand_rows(S: int) -> None:
     """Programs of a product and a sum over very many rows have been compiled wrongly before."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, n, 8, 3)).astype(np.float32) for n in (4219, S, S))
-    slope = rng.standard_normal(q.shape).astype(np.float32)
+    grad = rng.standard_normal(q.shape).astype(np.float32)
     out, pull = jax.vjp(
         lambda *heads: jaxmha.dot_product_attention(*heads, implementation="blocked"), q, k, v
     )
-    wide: Any = [np.moveaxis(x.astype(np.float64), 2, 1) for x in (q, k, v, slope)]
+    wide: Any = [np.moveaxis(x.astype(np.float64), 2, 1) for x in (q, k, v, grad)]
     q, k, v, g = wide
     weights = np.exp(q @ k.mT * 3**-0.5)
     weights /= weights.sum(-1, keepdims=True)
-    slopes = g @ v.mT
-    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * 3**-0.5
+    grads = g @ v.mT
+    grads = weights * (grads - (weights * grads).sum(-1, keepdims=True)) * 3**-0.5
     tolerance.assert_close(out, np.moveaxis(weights @ v, 1, 2))
-    want = slopes @ k, slopes.mT @ q, weights.mT @ g
-    for x, y in zip(pull(slope), want, strict=True):
+    want = grads @ k, grads.mT @ q, weights.mT @ g
+    for x, y in zip(pull(grad), want, strict=True):
         tolerance.assert_close(x, np.moveaxis(y, 1, 2), factor=tolerance.BACKWARD)
 
 
@@ -355,7 +355,7 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow_variants("dropout-two_rows", "*again-two_rows", "first rows-two_rows")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize(
-    ("mutate", "name", "slopes"),
+    ("mutate", "name", "grads"),
     [
         (_last_kv_tile_lost, "window_sides", False),
         (_lse_gradient_lost, "multi_query", True),
@@ -373,11 +373,11 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_mistakes_are_noticed(
-    mutate: Any, name: str, slopes: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
+    mutate: Any, name: str, grads: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
     check: Any = partial(conformance.values, jit=False)
-    if slopes:
+    if grads:
         check = partial(conformance.gradients, entries=5)
     with pytest.raises(AssertionError):
         check(BY_NAME[name], tiny, "float32")
@@ -511,8 +511,8 @@ def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
         assert ("while" in of.lower(arrays).as_text()) == loops
-        slope = jax.jit(jax.value_and_grad(lambda x, of=of: of(x).sum()))
-        assert "while" in slope.lower(arrays).as_text()
+        grad = jax.jit(jax.value_and_grad(lambda x, of=of: of(x).sum()))
+        assert "while" in grad.lower(arrays).as_text()
 
 
 def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:

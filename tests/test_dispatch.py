@@ -133,7 +133,9 @@ def test_unknown_platform() -> None:
 def test_a_host_without_cudnn_lowers_plain_xla() -> None:
     """JAX cannot trace cuDNN here, and says so; explain is not asked for a program."""
     with jaxmha.lowering_for("h200"):
-        with pytest.raises(UnsupportedError, match="JAX reads the version of cuDNN on this machine"):
+        with pytest.raises(
+            UnsupportedError, match="JAX reads the version of cuDNN on this machine"
+        ):
             jax.eval_shape(
                 lambda x: jaxmha.dot_product_attention(x, x, x, implementation="cudnn"), HALF
             )
@@ -184,7 +186,7 @@ def test_a_broken_kernel_means_the_next_and_one_warning(
     def bent(x: Any) -> Any:
         return x
 
-    bent.defvjp(lambda x: (x, None), lambda _, slope: (1.5 * slope,))
+    bent.defvjp(lambda x: (x, None), lambda _, grad: (1.5 * grad,))
 
     def broken(*args: Any, **options: Any) -> Any:
         if defect == "raises":
@@ -278,11 +280,11 @@ def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:
         return sum(part.astype(jnp.float32).sum() for part in jax.tree.leaves(found))
 
     queries = jnp.stack([x, 2 * x])
-    slopes = jax.jit(jax.vmap(jax.grad(value)))(queries)
+    grads = jax.jit(jax.vmap(jax.grad(value)))(queries)
     assert gpu[-1]["T"] == 6
     want = jax.jit(jax.vmap(jax.grad(plain)))(queries)
     largest = float(jnp.abs(want.astype(jnp.float32)).max())
-    error = jnp.abs(slopes.astype(jnp.float32) - want.astype(jnp.float32)).max()
+    error = jnp.abs(grads.astype(jnp.float32) - want.astype(jnp.float32)).max()
     assert float(error) <= 2**-7 * largest
 
 

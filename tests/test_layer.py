@@ -186,7 +186,7 @@ def test_gradients(policy: str) -> None:
     part = np.random.default_rng(2).standard_normal(expected(case, leaves, inputs, others)[0].shape)
     found = jax.jit(jax.grad(of, argnums=(0, 1)))(leaves, inputs, others)
     rng = np.random.default_rng(3)
-    for tree, slopes in zip((leaves, inputs), found, strict=True):
+    for tree, grads in zip((leaves, inputs), found, strict=True):
         for name, x in tree.items():
             want = []
             places = [tuple(rng.integers(0, x.shape)) for _ in range(4)]
@@ -198,8 +198,8 @@ def test_gradients(policy: str) -> None:
                     x1, x2 = (t | {name: moved} if t is tree else t for t in (leaves, inputs))
                     sides.append((expected(case, x1, x2, others)[0] * part).sum())
                 want.append((sides[0] - sides[1]) / (2 * tolerance.STEP))
-            got = np.asarray([slopes[name][place] for place in places])
-            tolerance.assert_slopes(got, np.asarray(want), name)
+            got = np.asarray([grads[name][place] for place in places])
+            tolerance.assert_gradients(got, np.asarray(want), name)
     check_grads(  # type: ignore[no-untyped-call]
         lambda *x: of(*x, others), (leaves, inputs), order=1, modes=["rev"], rtol=1e-6, atol=1e-6
     )
