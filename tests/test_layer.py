@@ -13,7 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxmha
-from jaxmha import Mask, MHAParams, Projection, Semantics, dropout
+from jaxmha import Mask, MHAParams, Projection, Semantics, dims, dropout
 from tests import cases, reference, tolerance
 from tests.cases import LAYERS, LayerCase
 
@@ -423,3 +423,26 @@ def test_mutants_fail(mutant: str) -> None:
 
 def test_bfloat16_is_that_of_ml_dtypes() -> None:
     assert cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("call", ["layer", "prefill", "decode_step"])
+def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a call that is traced anew; what comes later is handed the sizes."""
+    checked = []
+
+    def spy(name: str, *rest: Any) -> None:
+        checked.append(name)
+        dims.bind(name, *rest)
+
+    for module in ("attention", "kv_cache", "params", "projections"):
+        monkeypatch.setattr(f"jaxmha.{module}.bind", spy)
+    params = jaxmha.init_params(KEY, num_heads=2, features=6)
+    cache, x = jaxmha.KVCache.empty(params, 1, 5), jnp.ones((1, 3, 6))
+    checked.clear()
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    if call == "layer":
+        jax.eval_shape(jaxmha.multi_head_attention, params, x)
+    else:
+        jax.eval_shape(getattr(jaxmha, call), params, x, cache)
+    assert "params.query.kernel" in checked
+    assert len(set(checked)) == len(checked)
