@@ -110,6 +110,7 @@ def multi_head_attention(
       TypeError: a dtype does not fit, or float64 would be rounded because x64 is off.
 
     >>> import jax.numpy as jnp
+    >>> from jaxmha import Projection
     >>> kernel = jnp.ones((6, 2, 3))
     >>> params = MHAParams(*[Projection(kernel)] * 3, Projection(jnp.ones((2, 3, 6))))
     >>> multi_head_attention(params, jnp.ones((4, 5, 6)), is_causal=True).shape

@@ -69,6 +69,7 @@ def test_float64_inputs_and_parameters_are_not_rounded(run: Any) -> None:
     cache = KVCache.empty(params, B, T)
     with pytest.raises(TypeError, match="x is float64"):
         run(params, np.asarray(x[:, :1], np.float64), cache)
+    assert params.out is not None
     wide = params._replace(out=jaxmha.Projection(np.asarray(params.out.kernel, np.float64)))
     with pytest.raises(TypeError, match=r"params\.out\.kernel is float64"):
         run(wide, x[:, :1], cache)

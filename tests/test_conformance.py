@@ -413,7 +413,8 @@ def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) 
 
     def naive(request: Request) -> Result:
         logits = jnp.einsum("btnh,bsnh->bnts", request.query, request.key)
-        allowed = request.mask.to_array(*logits.shape[2:])
+        T, S = logits.shape[2:]
+        allowed = request.mask.to_array(T, S)
         weights = jax.nn.softmax(jnp.where(allowed, logits, -1e30))
         out = jnp.einsum("bnts,bsnh->btnh", weights, request.value)
         return Result(out, weights, jax.nn.logsumexp(logits, -1))
