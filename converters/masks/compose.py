@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.spec import FIELDS, MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.dims import bind, parse
+from jaxmha.mask_arguments import as_mask
 
 # Axes of every array field of an exported `Mask`.
 _AXES = {

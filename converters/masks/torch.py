@@ -15,12 +15,12 @@ import numpy as np
 from einops import rearrange
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import checked, is_top_left, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
 from jaxmha.dims import bind
 from jaxmha.extras import needed
+from jaxmha.mask_arguments import as_mask
 from jaxmha.semantics import one_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import Mask, MHAParams, Semantics
-from jaxmha.attention import as_mask
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.compose import array_of, checked
 from jaxmha.converters.masks.spec import Masks, canonical_bias
@@ -17,6 +16,7 @@ from jaxmha.converters.verify import comparands
 from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.dims import bind
 from jaxmha.extras import needed
+from jaxmha.mask_arguments import as_mask
 from jaxmha.params import check
 
 Inputs = tuple[NDArray, NDArray, NDArray]

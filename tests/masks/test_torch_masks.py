@@ -13,7 +13,7 @@ from jaxmha.converters.layout.arrays import to_numpy, to_torch
 from jaxmha.converters.masks.spec import Masks
 from jaxmha.converters.masks.torch import Path, import_masks, path_of, static_heads
 from jaxmha.converters.torch import from_module, import_params
-from jaxmha.layer import combine, project
+from jaxmha.projections import combine, project
 from tests.masks import ours
 from tests.masks.torch_live import (
     FACTOR,
