@@ -91,12 +91,12 @@ def fold(
     lowest = LOWEST[logits.dtype.name] if before is None else before.row_max
     row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
     exps = jnp.exp(logits - row_max)
-    total = sum_keys(exps)
+    row_sum = sum_keys(exps)
     out = weigh(exps)
     if before is None:
-        return State(out, row_max, total)
+        return State(out, row_max, row_sum)
     alpha = jnp.exp(before.row_max - row_max)
-    return State(before.out * alpha + out, row_max, before.row_sum * alpha + total)
+    return State(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
 
 
 def normalize(state: State, keep_rate: float | None = None) -> Softmax:

@@ -339,17 +339,17 @@ def _visit_backward(
 
 
 def _add_bias_gradient(
-    total: Float[jax.Array, "b n t s"],
+    whole: Float[jax.Array, "b n t s"],
     d_bias: Float[jax.Array, "*c rows keys"],
     position: TilePosition,
 ) -> Float[jax.Array, "b n t s"]:
     """Accumulates the bias gradient of a tile, summed over the axes that the bias broadcasts."""
     part = d_bias.reshape(position.sizes)
-    axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
+    axes = tuple(axis for axis, size in enumerate(whole.shape) if size == 1)
     part = part.sum(axes, keepdims=True)
     first = [
         jnp.asarray(0 if size == 1 else start, jnp.int32)
-        for size, start in zip(total.shape, position.starts, strict=True)
+        for size, start in zip(whole.shape, position.starts, strict=True)
     ]
-    before = jax.lax.dynamic_slice(total, first, part.shape)
-    return jax.lax.dynamic_update_slice(total, before + part, first)
+    before = jax.lax.dynamic_slice(whole, first, part.shape)
+    return jax.lax.dynamic_update_slice(whole, before + part, first)
