@@ -8,6 +8,7 @@ from experiments.benchmarks import report
 from experiments.claims import elsewhere
 from experiments.claims.claims import CLAIMS, DOCUMENTS, Claim
 from experiments.claims.found import Found, verdict
+from experiments.pages import fill
 
 QUESTION = "Which claims of the three documents that this project grew from are true?"
 COMMAND = "python -m experiments.claims --write"
@@ -31,13 +32,7 @@ def text(found: dict[str, Any]) -> str:
         f"## {title}\n\n{report.table(['claim', 'verdict', 'evidence'], rows)}"
         for title, rows in tables(found).items()
     )
-    return f"""Every claim has a check that runs: a few lines that return numbers, and whether the
-claim holds, under one condition or several. True is what holds under all of them, false what holds
-under none; not shown is what no check here could refute or bear out. Differences are relative to
-the length of the output; those below 1e-5 are rounding.
-
-{parts}
-"""
+    return fill(globals(), parts=parts)
 
 
 def tables(found: dict[str, Any]) -> dict[str, list[list[str]]]:

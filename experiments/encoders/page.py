@@ -4,6 +4,7 @@ from typing import Any
 
 from experiments.benchmarks.report import table
 from experiments.benchmarks.statistics import mean
+from experiments.pages import fill
 
 QUESTION = (
     "Do whole migrated encoders compute what torch computes, and can they be trained further?"
@@ -53,23 +54,4 @@ def text(found: dict[str, Any]) -> str:
         [run["optimiser"], f"{run['moved']:.3f}", f"{run['weights']:.1e}", f"{run['outputs']:.1e}"]
         for run in found["fine_tuning"]
     ]
-    return f"""![Error of whole encoders against torch in float64, in rounding floors of the \
-output, in Flax and in torch](errors.png)
-
-## What was done
-
-Every checkpoint was converted with the layers beside attention and run in an encoder built of
-`jaxmha.flax` modules, beside torch's own encoder, on padded batches (MiniLM: real sentences). Both
-are compared with torch in float64.
-
-{table(head, rows)}
-
-Flax, torch: RMS error in rounding floors of the output. 1 - cos: of the embeddings of Flax and of
-torch in float64.
-
-## Trained further
-
-Three steps with optax in JAX and the same three with torch, in float64.
-
-{table(["optimiser", "weights moved by", "then differ by", "outputs differ by"], tuned)}
-"""
+    return fill(globals(), head=head, rows=rows, tuned=tuned)

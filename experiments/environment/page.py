@@ -5,6 +5,7 @@ from typing import Any
 from experiments.benchmarks.statistics import mean
 from experiments.environment import __main__ as settings
 from experiments.environment import calls
+from experiments.pages import fill
 from experiments.tables import markdown
 
 QUESTION = "Which flags of XLA and settings of the allocator help on a CPU, and how long is a call?"
@@ -31,18 +32,4 @@ def conclusion(found: dict[str, Any]) -> str:
 
 def text(found: dict[str, Any]) -> str:
     """Two tables."""
-    return f"""{conclusion(found)}.
-
-## Settings
-
-Time / error of jaxmha relative to a process without settings. Every setting runs in {found["rounds"]}
-processes, in turns, and the fastest counts. The library sets none of them.
-
-{markdown(settings.table(found))}
-
-## Calls
-
-Microseconds of a whole call on the smallest arrays.
-
-{markdown(calls.table(found["calls"]))}
-"""
+    return fill(globals(), found=found)

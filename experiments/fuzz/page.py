@@ -3,6 +3,7 @@
 from typing import Any
 
 from experiments.benchmarks.report import table
+from experiments.pages import fill
 
 QUESTION = "Does any damaged file get past the readers of checkpoints untyped, or hang them?"
 COMMAND = "make soak"
@@ -24,11 +25,4 @@ def text(found: dict[str, Any]) -> str:
         [name, *(f"{reader[key]:,}" for key in ("executions", "coverage", "findings"))]
         for name, reader in found["readers"].items()
     ]
-    return f"""Each reader is given damaged files by a fuzzer that looks for new ways through its
-code. A finding is an error without a type of its own, or an input that takes more than a second.
-Inputs of `config.json` and `plan.toml` are that file. Inputs of `commands` are one file of a folder:
-one command of `inspect`, `plan`, `convert`, `verify`, `diff` and `describe` then reads the folder,
-and must end in at most one message, within 10 seconds.
-
-{table(["reader", "inputs", "branches reached", "findings"], rows)}
-"""
+    return fill(globals(), rows=rows)

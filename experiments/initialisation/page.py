@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.pages import fill
 from experiments.tables import Rows, markdown
 from experiments.train import beside
 
@@ -54,65 +55,25 @@ def text(found: dict[str, Any]) -> str:
     packed, linear, keras = (
         starts[name] for name in ("torch, packed", "torch, four Linear", "keras")
     )
-    ratio = _std(keras, "query.kernel") / _std(packed, "query.kernel")
+    ratio = std(keras, "query.kernel") / std(packed, "query.kernel")
     entropies = {name: _mean(of, "entropy") for name, of in starts.items()}
     least = min(entropies, key=lambda name: entropies[name])
-    return f"""{conclusion(found)}
-
-## What the frameworks draw
-
-![Query and output kernels of a fresh layer (filled) and of jaxmha (line), on one scale.]\
-(histograms.svg)
-
-{shown["Kernels and biases"]}
-
-Layers of width {D} with {N} heads, made by the frameworks themselves, {seeds} seeds. Excess kurtosis
-is -1.2 for a uniform distribution and 0 for a normal one.
-
-- torch draws query, key and value as one matrix of 3D by D. Its fans are therefore 3D and D, and the
-  kernels are {ratio:.2f} times smaller than those of Keras, which has the same formula on its own.
-- Four `torch.nn.Linear` are no Xavier: their spread is {_std(linear, "query.kernel"):.4f}, and their
-  biases are as large (spread {linear["biases"]["std"]:.4f}), where all others start at 0 or have none.
-- haiku has no default. Without `w_init` it raises "{found["haiku"]}"
-
-## Whether jaxmha draws the same
-
-{shown["jaxmha beside the frameworks"]}
-
-The statistic is the largest distance of the two distribution functions (Kolmogorov and Smirnov), the
-worst of four kernels; p says how often two samples of one distribution are further apart. The last
-column shows that the test sees: the same after jaxmha's kernels are made 2 % wider. Four `Linear` and
-equinox have no scheme of their own in `init_params`; their kernels are what `scheme="torch"` draws
-for its output, and biases that are not 0 it does not draw.
-
-## What a fresh layer makes of noise
-
-![Variance of logits (bars: by formula), evenness of the weights, variance of the output.](logits.svg)
-
-{shown["What a fresh layer does to noise"]}
-
-Inputs are normal with unit variance. The variance of a logit is the variance of a projected query
-entry times that of a key entry, whatever the number of heads. Even the widest start attends nearly
-evenly: entropy is {entropies[least]:.0%} of its largest value for {least}, more for the others.
-
-## What it does to training
-
-![Training loss of each start beside the first (mean and range over {training["seeds"]} seeds), and \
-accuracy after {training["steps"]} steps.](training.svg)
-
-{beside.furthest(training["runs"])}
-
-{shown["Training"]}
-
-{_trained(found)}
-
-{beside.about(training)} Attention has {training["N"]} heads and starts from the weights of fresh layers of the framework,
-carried over by the converters; all other weights and all batches are the same. This says what starts
-do to this small model, in which a norm stands before attention, not to others.
-"""
+    return fill(
+        globals(),
+        found=found,
+        shown=shown,
+        D=D,
+        N=N,
+        seeds=seeds,
+        ratio=ratio,
+        linear=linear,
+        entropies=entropies,
+        least=least,
+        training=training,
+    )
 
 
-def _trained(found: dict[str, Any]) -> str:
+def trained(found: dict[str, Any]) -> str:
     """Why some are trained and the others not, by their formulas."""
     starts, names = found["starts"], list(found["training"]["runs"])
     first: dict[str, str] = {}  # formula of the kernels -> who trains with it
@@ -149,7 +110,7 @@ def _biased(start: dict[str, Any]) -> bool:
     return bool(start["biases"] and start["biases"]["max"])
 
 
-def _std(of: dict[str, Any], kernel: str) -> float:
+def std(of: dict[str, Any], kernel: str) -> float:
     std: float = of["kernels"][kernel]["theirs"]["std"]
     return std
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from experiments.benchmarks.report import table
+from experiments.pages import fill
 
 QUESTION = "How far from float64 are attention layers, and where do they break?"
 COMMAND = "python -m experiments.numerics --write"
@@ -34,55 +35,7 @@ def conclusion(found: dict[str, Any]) -> str:
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
     rows, settings = found["implementations"], found["settings"]
-    return f"""![Error over length, logits of standard deviation 1; the line at 1 is an output that \
-was computed exactly and then rounded.](lengths.svg)
-
-In float32 the ways are within a factor of {apart(rows):.1f} of each other at every length, and the
-error does not grow steadily with it. In half precision they fall into two kinds: those that keep logits and probabilities in float32 until the output is rounded, and those
-that store them in the dtype of the inputs.
-
-{errors(rows, "lengths", settings["lengths"], "S")}
-
-## Larger logits
-
-![Error over the size of logits, S = {settings["S"]}: what is stored in half precision is stored \
-with an error that grows with it, and the softmax takes it to the power of e.](scales.svg)
-
-If it is stored, a logit of 1000 has an error of up to {half_a_unit(1000, 8):.2g} in bfloat16 and
-{half_a_unit(1000, 11):.2g} in float16. Where the softmax is one-hot errors shrink again, below 1 too: the output is one of the
-values, which need no rounding.
-
-{errors(rows, "scales", settings["scales"], "x")}
-
-## Where they break
-
-{breaks(rows)}
-
-*float64*: error relative to the largest value, S = {settings["S"]}. *largest float16 logit*: of
-those that are powers of two times the root of H; float16 ends at 65504. *row without keys*: a
-Boolean mask keeps all keys out (float32, bfloat16, float16, where they differ). *logits below the
-mask*: logits of the keys that are left are {-(2.0**13) * settings["H"] ** 0.5:.0f} in float16 and
-{-(2.0**29) * settings["H"] ** 0.5:.1e} else, masked ones are 0 before they are masked: are masked
-keys still left out? *NaN in padding*: what it becomes in rows that may not attend it. *not under
-jit*: dtypes that XLA refuses to compile it for on a CPU; it ran operation by operation.
-
-Some take additive masks. If one keeps out all keys, the constant decides; `unmasked` is attention
-as if there were no mask:
-
-{constants(rows)}
-
-A constant that is added to a whole row cancels in the softmax. What is left of the row is how the
-constant rounds: where it swallows the logits all keys weigh the same, else nothing is masked.
-
-## How it was done
-
-Projections are permutations of features, times a power of two for queries, so that they are exact
-in every dtype and only attention rounds. Every way gets the same self-attention (B=1,
-N={settings["N"]}, H={settings["H"]}), and its first {settings["T"]} rows are compared with float64;
-{settings["seeds"]} seeds, one for the longest. The unit is the RMS error that rounding the exact
-output to the dtype makes. torch's native path computes all rows and is left out where that takes
-too long.
-"""
+    return fill(globals(), rows=rows, settings=settings)
 
 
 def half_a_unit(x: float, bits: int) -> float:

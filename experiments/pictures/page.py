@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from experiments.pages import fill
+
 QUESTION = "What do the heads of a real encoder attend to?"
 COMMAND = "python -m experiments.pictures .weights --write"
 # What a head may do, by the field of its statistics.
@@ -41,7 +43,7 @@ def conclusion(found: dict[str, Any]) -> str:
     )
 
 
-def _table(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any]) -> str:
     columns = ("entropy", "itself", "previous", "next", "same", "[CLS]", "[SEP]")
     lines = [
         "| layer.head | entropy (nats) | itself | previous | next | same token | [CLS] | [SEP] |",
@@ -60,7 +62,7 @@ def _table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, f"| all keys alike | {cells(found['uniform'])} |"])
 
 
-def _extremes(found: dict[str, Any]) -> str:
+def extremes(found: dict[str, Any]) -> str:
     lines = ["| what | layer.head | share | all keys alike |", "|---|---|---|---|"]
     for field, name in KINDS.items():
         layer, head = best(found, field)
@@ -77,39 +79,14 @@ def text(found: dict[str, Any]) -> str:
         for field in ("named", "[CLS]", "[SEP]")
     )
     highest = max(range(L), key=by_layer.__getitem__)
-    return f"""{conclusion(found)}
-
-## Where every head looks
-
-![Share of the attention of every layer and head on neighbours, equal tokens and special tokens ([CLS], [SEP])](overview.svg)
-
-{_extremes(found)}
-
-On average over heads, layer {highest} gives most to the special tokens ([CLS], [SEP]):
-{by_layer[highest]:.0%}; layer {min(range(L), key=by_layer.__getitem__)} least ({min(by_layer):.0%}).
-Nearly all of it goes to [CLS] ({cls[highest]:.0%}; [SEP] {sep[highest]:.0%}). Clark et al. (2019)
-found the like in BERT for [SEP], and read it as a head having nothing to look for.
-
-## The most pronounced heads, on one sentence
-
-![Heat maps of four heads: previous token, next token, same token, special tokens ([CLS], [SEP])](heads.svg)
-
-Rows are queries, columns keys; all maps have one scale. `jaxmha plot` and
-`jaxmha.converters.plot_attention` draw such pictures of any weights:
-
-```console
-$ jaxmha plot weights.npz --tokens @tokens.txt --heads 0,3 --output heads.svg
-```
-
-## How it was measured
-
-All-MiniLM-L6-v2 ({L} layers of {N} heads), its published weights migrated to Flax, on
-{len(found["sentences"])} sentences in one padded batch, of which padding is left out. A share is the mean
-weight over the queries that have such a key ("previous": all but the first), then over the
-sentences. "Same token" counts other places with the query's own token. Weights say where a head
-looks, not what the model makes of it.
-
-## All heads
-
-{_table(found)}
-"""
+    return fill(
+        globals(),
+        found=found,
+        highest=highest,
+        by_layer=by_layer,
+        range=range,
+        L=L,
+        cls=cls,
+        sep=sep,
+        N=N,
+    )

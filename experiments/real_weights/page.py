@@ -5,6 +5,7 @@ from typing import Any
 
 from experiments.benchmarks.report import table
 from experiments.benchmarks.statistics import mean
+from experiments.pages import fill
 
 QUESTION = "Do published weights survive the way through every framework and back?"
 COMMAND = "make demo"
@@ -43,26 +44,7 @@ def text(found: dict[str, Any]) -> str:
         if (files := [file for file in found["files"] if file["trip"] == trip])
     ]
     kinds = ", ".join(f"{count} in the layout of {layout}" for layout, count in layouts.items())
-    return f"""![Forward error of five implementations on every block: RMS against float64, in the \
-error that rounding the exact output to float32 makes](errors.png)
-
-## What was done
-
-{len(blocks)} attention blocks ({kinds}) were found in the checkpoints of two published packages.
-Each was loaded into a real torch, Keras (on {found["keras_backend"]}), Flax linen and Flax nnx
-layer, run on one padded batch, and read back: its weights are compared bit by bit after every
-trip.
-
-{table(["implementation", "error", "relative to torch", "at most"], rows)}
-
-Error: geometric mean over blocks, in rounding floors of the output.
-
-## Whole files
-
-Every file was converted to other layouts and formats and back; no tensor may change.
-
-{table(["trip", "files", "MB", "every tensor identical"], trips)}
-"""
+    return fill(globals(), blocks=blocks, kinds=kinds, found=found, rows=rows, trips=trips)
 
 
 def kept(file: dict[str, Any]) -> bool:

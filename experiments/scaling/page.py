@@ -3,6 +3,7 @@
 from typing import Any
 
 from experiments.benchmarks.report import table
+from experiments.pages import fill
 from experiments.scaling.layer import LAYOUTS
 
 QUESTION = "Where does each layout of one layer stop scaling?"
@@ -68,18 +69,4 @@ def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
     machines = found["machines"]
     sources = "\n".join(f"- {name}: {source}." for name, source in machines.items())
-    return f"""![Predicted efficiency of every layout by the number of devices](scaling.png)
-
-## What was done
-
-{found["method"]}
-
-{found["assumptions"]}
-
-{sources}
-
-{rows_of(found["rows"], list(machines))}
-
-In all: arguments, results and what is between, as the compiler for CPU allots them; another may
-need less, and none less than the arguments.
-"""
+    return fill(globals(), found=found, sources=sources, machines=machines)

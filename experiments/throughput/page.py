@@ -4,6 +4,7 @@ from statistics import median
 from typing import Any
 
 from experiments.benchmarks.report import table
+from experiments.pages import fill
 
 QUESTION = "How fast, and in how much memory, is a 2 GiB checkpoint migrated, beside `cp`, `sync` and one read?"
 COMMAND = "make throughput"
@@ -24,8 +25,4 @@ def text(found: dict[str, Any]) -> str:
         [way, f"{median(seconds):.2f}", f"{found['bytes'] / median(seconds) / 1e6:.0f}"]
         for way, seconds in found["seconds"].items()
     ]
-    return f"""{found["bytes"] / 2**30:.1f} GiB of attention blocks in torch's layout are written in
-Flax's, with digests checked and files synced; rounds alternate with `cp`, `sync` and one read.
-
-{table(["way", "median s", "MB/s"], rows)}
-"""
+    return fill(globals(), found=found, rows=rows)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from experiments.benchmarks.report import table
+from experiments.pages import fill
 
 QUESTION = "Does a Flax model train the same with this attention, and faster?"
 COMMAND = "make train"
@@ -38,21 +39,6 @@ def text(found: dict[str, Any]) -> str:
             curve["steps"], curve["held_out_loss"], curve["accuracy"], strict=True
         )
     ]
-    return f"""![Loss and accuracy of the model, and both attentions step by step](curves.png)
-
-## Step by step
-
-The same model with either attention, same seed, no dropout.
-
-{table(["attention", "first loss", "last loss", "ms per step", "s to compile"], runs)}
-
-## The whole training
-
-A transformer of {settings["blocks"]} blocks (D={settings["D"]}, N={settings["N"]}, up to
-T={settings["T"]}) reads the first bytes of functions of the Python standard library and says which
-package each is from: {examples["trained on"]} examples, {examples["held out"]} held out, of which
-{found["most_frequent"]:.1%} are of the most frequent package. {settings["steps"]} steps of
-{settings["batch"]}, dropout {settings["dropout"]}, padding masks; {found["seconds"]} s in all.
-
-{table(["step", "held-out loss", "accuracy"], learned)}
-"""
+    return fill(
+        globals(), runs=runs, settings=settings, examples=examples, found=found, learned=learned
+    )

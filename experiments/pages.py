@@ -1,0 +1,27 @@
+"""Pages of results: Markdown with a place for every number, which comes from the results."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def fill(module: dict[str, Any], /, **values: Any) -> str:
+    """The file `page.md` next to a module, with its values.
+
+    Args:
+      module: `globals()` of the module: the page may call its functions.
+      values: what else has a place on the page. A name that is missing raises.
+    """
+    text: str = _template(Path(module["__file__"]).with_name("page.md")).render(module | values)
+    return text
+
+
+@cache
+def _template(path: Path) -> Any:
+    """A template of Jinja; `{{ x | form(".2f") }}` formats as Python does."""
+    import jinja2  # only pages need it
+
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True)  # noqa: S701
+    made.filters["form"] = format
+    made.globals |= {"len": len, "list": list, "max": max, "min": min}
+    return made.from_string(path.read_text())
