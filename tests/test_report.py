@@ -171,7 +171,7 @@ def test_a_conclusion_stands_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.found"]
+    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.claims"]
 )
 def test_examples(name: str) -> None:
     result = doctest.testmod(import_module(f"experiments.{name}"))
@@ -201,12 +201,10 @@ def test_what_fails_is_told_and_the_rest_runs() -> None:
 def test_changed_sources_make_results_stale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        records, "sources", lambda: {"experiments/records.py": records.digest(FILE)}
-    )
+    monkeypatch.setattr(records, "loaded", lambda: {"experiments/records.py": records.digest(FILE)})
     path = tmp_path / "results.json"
     assert records.stale(path) == "there is none"
-    records.save(path, {"n": 1}, command="c", seed=0, workers={"experiments/gone.py": "0"})
+    records.save(path, {"n": 1}, command="c", seed=0, sources={"experiments/gone.py": "0"})
     assert records.stale(path) == "experiments/gone.py changed"
     records.save(path, {"n": 1}, command="c")
     assert records.stale(path) is None
@@ -216,7 +214,7 @@ def test_changed_sources_make_results_stale(
 def test_words_do_not_make_results_stale() -> None:
     """Pages are loaded here, and are no sources of results."""
     assert EXPERIMENTS[0].page
-    loaded = records.sources()
+    loaded = records.loaded()
     assert "experiments/report/build.py" in loaded
     assert not [name for name in loaded if name.endswith("/page.py")]
 

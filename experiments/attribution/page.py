@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.pages import fill
+from experiments.pages import Tables, fill
 from jaxmha.converters.verify.attribution import percent
 
 QUESTION = "Why do two hand-written layers of PyTorch and TensorFlow give different results?"
@@ -12,7 +12,7 @@ COMMAND = "python -m experiments.attribution --write"
 def conclusion(found: dict[str, Any]) -> str:
     """In one or two sentences."""
     first, last = found["steps"][0], found["steps"][-1]
-    weights, mask = _split(first)
+    weights, mask = split(first)
     return (
         f"Weights that were never shared ({percent(weights)} of the difference) and a mask that means "
         f"the opposite ({percent(mask)}); with both repaired {last['relative']:.0e} of the output is "
@@ -20,46 +20,53 @@ def conclusion(found: dict[str, Any]) -> str:
     )
 
 
+def tables(found: dict[str, Any]) -> Tables:
+    """By title."""
+    steps = found["steps"]
+    meant = ("PyTorch from what is meant", "TensorFlow from what is meant")
+    return {
+        "As written": [("", "ends with"), *((n, f"`{x}`") for n, x in found["errors"].items())],
+        "Repaired step by step": [
+            ("repaired", "RMS difference", *meant, "mostly from"),
+            *(
+                (s["name"], *(f"{x:.1e}" for x in (s["total"], *s["away"])), s["parts"][0]["name"])
+                for s in steps
+            ),
+        ],
+        "Parts of the difference": [
+            ("part", "share", "size (RMS)", "what"),
+            *(
+                (part["name"], percent(part["share"]), f"{part['size']:.2g}", part["sentence"])
+                for part in steps[0]["parts"]
+            ),
+        ],
+        "What the text prints": [
+            ("weights", "mask", "sum", "largest"),
+            *(
+                (row["weights"], row["mask"], f"{row['sum']:.3g}", f"{row['largest']:.2g}")
+                for row in found["printed"]
+            ),
+        ],
+    }
+
+
 def text(found: dict[str, Any]) -> str:
     """Markdown."""
-    steps, first = found["steps"], found["steps"][0]
-    weights, mask = _split(first)
-    errors = "\n".join(f"| {name} | `{what}` |" for name, what in found["errors"].items())
-    parts = "\n".join(
-        f"| {part['name']} | {percent(part['share'])} | {part['size']:.2g} | {part['sentence']} |"
-        for part in first["parts"]
-    )
-    states = "\n".join(
-        f"| {step['name']} | {step['total']:.1e} | {step['away'][0]:.1e} | {step['away'][1]:.1e} | "
-        f"{step['parts'][0]['name']} |"
-        for step in steps
-    )
-    printed = "\n".join(
-        f"| {row['weights']} | {row['mask']} | {row['sum']:.3g} | {row['largest']:.2g} |"
-        for row in found["printed"]
-    )
-    idle = "; ".join(first["idle"])
+    first, last = found["steps"][0], found["steps"][-1]
+    weights, mask = split(first)
     rounding = next(p["rms"] for p in first["parts"] if p["name"] == "rounding") / first["total"]
-    floors = steps[-1]["total"] / steps[-1]["floor"]
     return fill(
         globals(),
         found=found,
+        first=first,
+        last=last,
         weights=weights,
         mask=mask,
         rounding=rounding,
-        errors=errors,
-        states=states,
-        floors=floors,
-        parts=parts,
-        idle=idle,
-        printed=printed,
-        builds="all differ"
-        if found["builds"] == 3
-        else f"have {found['builds']} different weights",
     )
 
 
-def _split(step: dict[str, Any]) -> tuple[float, float]:
+def split(step: dict[str, Any]) -> tuple[float, float]:
     """Shares of all weights, and of what the mask means."""
     weights = sum(
         part["share"]
@@ -67,8 +74,5 @@ def _split(step: dict[str, Any]) -> tuple[float, float]:
         if part["name"].endswith("weights")
         or part["name"] in ("biases", "dropped bias", "zero bias")
     )
-    return weights, _share(step, "mask polarity")
-
-
-def _share(step: dict[str, Any], name: str) -> float:
-    return float(sum(part["share"] for part in step["parts"] if part["name"] == name))
+    mask = sum(part["share"] for part in step["parts"] if part["name"] == "mask polarity")
+    return weights, float(mask)

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from datetime import UTC, datetime
 from typing import Any
 
-from experiments import folders, machine
+from experiments import frame, machine
 from experiments.benchmarks import measure, report, sgemm, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import Case, select
@@ -113,9 +113,9 @@ def settle(chosen: Namespace) -> None:
     elif chosen.again:
         replace_some(chosen)
     if not chosen.list:
-        folders.check(chosen.kept.parent, [chosen.kept.name])
+        frame.writable(chosen.kept.parent, [chosen.kept.name])
         if chosen.write:
-            folders.check(report.RESULTS, report.files(chosen.selection))
+            frame.writable(report.RESULTS, report.files(chosen.selection))
 
 
 def replace_some(chosen: Namespace) -> None:

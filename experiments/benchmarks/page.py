@@ -33,4 +33,4 @@ def conclusion(found: dict[str, Any]) -> str:
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown; the page of the results has every table."""
     name = found["selection"]
-    return fill(globals(), found=found, name=name)
+    return fill(globals(), found=found, name=name, report=report)

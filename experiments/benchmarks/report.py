@@ -10,7 +10,7 @@ from typing import Any
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.peers import OURS, PEERS
 from experiments.benchmarks.statistics import Entry
-from experiments.tables import markdown
+from experiments.pages import markdown
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
@@ -221,7 +221,7 @@ def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
         f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {packages}). "
         f"Over: cases beyond the aim of the worst; bold: an aim that is missed; ~: disturbed, as "
         f"{disturbed(results)} cases were; ^: measured again later. [Every case]({page}); "
-        f"[how scores are cut into blocks](experiments/cuts/README.md).\n\n![{ALT_SOME}]({figure})"
+        f"[how scores are tiled](experiments/tiling/README.md).\n\n![{ALT_SOME}]({figure})"
     )
 
 

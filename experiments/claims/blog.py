@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from experiments.claims.found import SAME, Found, found
+from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import apart
 from jaxmha import Semantics
 from jaxmha.converters import torch as convert

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from experiments.claims.found import SAME, Found, found
+from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import (
     NAMES,
     B,

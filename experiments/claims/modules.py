@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from experiments.claims.blog import B, D, F, N, S, T, layer
-from experiments.claims.found import SAME, Found, found
+from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import apart
 
 FUNCTION, LONG = F.multi_head_attention_forward, 512

@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments.dataflow.choices import CHOICES, SHAPES, Choice, Ratio, ratio
 from experiments.dataflow.walk import STEPS
-from experiments.pages import fill
+from experiments.pages import Tables, fill
 
 QUESTION = "What happens to every tensor in multi-head attention, and what do torch's options cost?"
 COMMAND = "python -m experiments.dataflow --write"
@@ -38,41 +38,30 @@ def conclusion(found: dict[str, Any]) -> str:
     )
 
 
-def walk(found: dict[str, Any]) -> str:
+def tables(found: dict[str, Any]) -> Tables:
+    """The walk of the document, and what every option costs."""
     nodes = {node["name"]: node for node in found["flow"]["nodes"]}
-    lines = [
-        "| step of the document | its shape | here | shape | so? |",
-        "|---|---|---|---|---|",
-    ]
+    walk = [("step of the document", "its shape", "here", "shape", "so?")]
     for step in STEPS:
-        here = "<br>".join(f"`{name}`" for name in step.nodes)
         shapes = "<br>".join(
             f"`{nodes[name]['axes']}` = {' × '.join(map(str, nodes[name]['shape']))}"
             for name in step.nodes
         )
+        here = "<br>".join(f"`{name}`" for name in step.nodes)
         given = f"`{step.shape}`" if step.shape else "–"
-        lines.append(f"| {step.name} | {given} | {here} | {shapes} | {step.verdict} |")
-    return "\n".join(lines)
-
-
-def costs(found: dict[str, Any]) -> str:
-    columns = [(framework, shape) for framework in found["seconds"] for shape in SHAPES]
-    lines = [
-        "| option | the document | "
-        + " | ".join(f"{framework}, {shape.name}" for framework, shape in columns)
-        + " |",
-        "|---|---|" + "---|" * len(columns),
-    ]
+        walk.append((step.name, given, here, shapes, step.verdict))
+    columns = [(framework, shape.name) for framework in found["seconds"] for shape in SHAPES]
+    costs: list[Any] = [("option", "the document", *map(", ".join, columns))]
     for choice in CHOICES:
-        cells = [str(ratio(found, f, s.name, choice) or "has none") for f, s in columns]
-        lines.append(f"| {choice.name} | {choice.says} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [str(ratio(found, *column, choice) or "has none") for column in columns]
+        costs.append((choice.name, choice.says, *cells))
+    return {"Every tensor": walk, "What the options cost": costs}
 
 
 def text(found: dict[str, Any]) -> str:
     """The page."""
-    flow, predicted = found["flow"], found["predicted"]
-    short, long = (predicted[shape.name] for shape in SHAPES)
-    sizes = flow["sizes"]
-    off = [_one(found, "torch", i, CHOICES[5]).middle for i in (0, 1)]
-    return fill(globals(), found=found, sizes=sizes, short=short, long=long, off=off)
+    return fill(
+        globals(),
+        found=found,
+        off=[_one(found, "torch", i, CHOICES[5]).middle for i in (0, 1)],
+    )

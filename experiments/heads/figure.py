@@ -1,15 +1,13 @@
 """Figures of the results: each says one thing."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from experiments import figures
-from experiments.train import beside
+from experiments.train import variants
 
 LEAST = 1e-8  # where 0 is drawn on logarithmic axes
 
@@ -136,7 +134,7 @@ def gradients(found: dict[str, Any]) -> Any:
 
 def training(found: dict[str, Any]) -> Any:
     """Learning curves of every number of heads beside those of one head; accuracy at the end."""
-    return beside.draw(found["training"]["runs"], found["training"]["window"])
+    return variants.draw(found["training"]["runs"], found["training"]["window"])
 
 
 # File: who draws it, and what one sees.
@@ -148,11 +146,3 @@ FIGURES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "gradients.svg": (gradients, "Differences of output and slopes from one head"),
     "training.svg": (training, "Learning curves by number of heads"),
 }  # fmt: skip
-
-
-def draw(found: dict[str, Any], folder: Path) -> None:
-    """All figures into a folder."""
-    for name, (make, about) in FIGURES.items():
-        with figures.style():
-            made = make(found)
-        figures.save(made, folder / name, about=about)

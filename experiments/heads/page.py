@@ -4,10 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.heads import derivation
-from experiments.pages import fill
-from experiments.tables import Rows, markdown
-from experiments.train import beside
+from experiments.pages import Rows, fill, markdown
+from experiments.train import variants
 
 QUESTION = "Are eight heads of 64 the same as one head of 512?"
 COMMAND = "python -m experiments.heads --write"
@@ -15,13 +13,13 @@ COMMAND = "python -m experiments.heads --write"
 
 def conclusion(found: dict[str, Any]) -> str:
     """The answer."""
-    of_eight, script = _layers(found, 8), _script(found)
+    of_eight, script = of_layers(found, 8), kinds(found)
     equal, seeds = script[0]["equal"], script[0]["seeds"]
     return (
         f"No: with the same weights, outputs differ by {percent(of_eight['output'])} and "
         f"gradients by {', '.join(percent(g) for g in of_eight['gradients'])} (Wq, Wk, Wv), "
         f"and after {found['training']['steps']} steps of training "
-        f"{beside.extremes(found['training']['runs'])}. The script that prints True does so for {equal} of {seeds} seeds, because its positive "
+        f"{variants.extremes(found['training']['runs'])}. The script that prints True does so for {equal} of {seeds} seeds, because its positive "
         "weights saturate the softmax; with centred weights for "
         f"{sum(kind['equal'] for kind in script[1:])} of "
         f"{sum(kind['seeds'] for kind in script[1:])}."
@@ -34,34 +32,21 @@ def tables(found: dict[str, Any]) -> dict[str, Rows]:
         "The script, for four kinds of matrices": _script_rows(found),
         "The same matrices, cut into heads": _layer_rows(found),
         "When they are equal": _case_rows(found),
-        "Training": beside.rows("heads", found["training"]["runs"]),
+        "Training": variants.rows("heads", found["training"]["runs"]),
     }
 
 
 def text(found: dict[str, Any]) -> str:
     """Markdown."""
-    shown = {title: markdown(rows) for title, rows in tables(found).items()}
-    of_eight, script, first = _layers(found, 8), _script(found), _script(found)[0]
-    settings, training = found["settings"], found["training"]
-    E, T = settings["E"], settings["T"]
-    sums = max(r["sum_of_logits"] for seed in found["layers"] for r in seed)
-    error = max(r["float32_error"] for seed in found["layers"] for r in seed)
-    equal = [case for case in found["cases"] if case["equal"]]
-    near = [case for case in found["cases"] if not case["equal"]]
+    layers = [record for seed in found["layers"] for record in seed]
     return fill(
         globals(),
         found=found,
-        E=E,
-        first=first,
-        shown=shown,
-        sums=sums,
-        T=T,
-        error=error,
-        of_eight=of_eight,
-        rounding=max((c["output"] for c in equal)),
-        apart=percent(min((c["output"] for c in near))),
-        training=training,
-        script=script,
+        shown={title: markdown(rows) for title, rows in tables(found).items()},
+        sums=max(record["sum_of_logits"] for record in layers),
+        error=max(record["float32_error"] for record in layers),
+        rounding=max(case["output"] for case in found["cases"] if case["equal"]),
+        apart=min(case["output"] for case in found["cases"] if not case["equal"]),
     )
 
 
@@ -71,7 +56,7 @@ def percent(share: float) -> str:
 
 def as_much(found: dict[str, Any]) -> str:
     """Which gradients differ at least as much as outputs do, by the medians of every cut."""
-    cuts = [_layers(found, h) for h in found["settings"]["heads"] if h > 1]
+    cuts = [of_layers(found, h) for h in found["settings"]["heads"] if h > 1]
     said: dict[str, list[str]] = {}
     for i, name in enumerate(("Wq", "Wk", "Wv")):
         most = [cut["gradients"][i] >= cut["output"] for cut in cuts]
@@ -81,7 +66,7 @@ def as_much(found: dict[str, Any]) -> str:
     return f"Beside outputs, gradients differ {', '.join(parts)}, whatever the number of heads."
 
 
-def _script(found: dict[str, Any]) -> list[dict[str, Any]]:
+def kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every kind of matrices: counts and extremes over its seeds."""
     kinds = []
     for kind, seeds in found["script"].items():
@@ -120,12 +105,12 @@ def _script_rows(found: dict[str, Any]) -> Rows:
             f"{kind['least_top_weight']:.2g}",
             f"{kind['query_gradient']:.1g}",
         )
-        for kind in _script(found)
+        for kind in kinds(found)
     ]
     return [head, *rows]
 
 
-def _layers(found: dict[str, Any], h: int) -> dict[str, Any]:
+def of_layers(found: dict[str, Any], h: int) -> dict[str, Any]:
     """Medians over draws; ranks: smallest and largest."""
     records = [r for seed in found["layers"] for r in seed if r["heads"] == h]
     medians = {
@@ -146,7 +131,7 @@ def _layer_rows(found: dict[str, Any]) -> Rows:
     )  # fmt: skip
     rows = []
     for h in found["settings"]["heads"]:
-        of = _layers(found, h)
+        of = of_layers(found, h)
         ranks = [
             str(a) if a == b else f"{a} to {b}" for a, b in (of["logits_rank"], of["weights_rank"])
         ]

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.pages import fill
-from experiments.tables import Rows, markdown
-from experiments.train import beside
+from experiments.pages import Rows, fill, markdown
+from experiments.train import variants
 
 QUESTION = "How does every framework start an attention layer, and does it matter?"
 COMMAND = "python -m experiments.initialisation --write"
@@ -25,7 +24,7 @@ def conclusion(found: dict[str, Any]) -> str:
         f"Kernels of `init_params` cannot be told from those of the frameworks "
         f"({_verdict(found)}). Schemes differ: logits of a fresh layer have a variance of "
         f"{variances[least]:.2f} ({least}) to {variances[most]:.2f} ({most}), and after "
-        f"{found['training']['steps']} steps {beside.extremes(found['training']['runs'])}: {gap:.1f} "
+        f"{found['training']['steps']} steps {variants.extremes(found['training']['runs'])}: {gap:.1f} "
         f"points apart, {within} the spread of seeds ({spread:.1f})."
     )
 
@@ -41,35 +40,23 @@ def tables(found: dict[str, Any]) -> dict[str, Rows]:
     """By title."""
     return {
         "Kernels and biases": _kernel_rows(found),
-        "jaxmha beside the frameworks": _test_rows(found),
+        "jaxmha and the frameworks": _test_rows(found),
         "What a fresh layer does to noise": _noise_rows(found),
-        "Training": beside.rows("start", found["training"]["runs"]),
+        "Training": variants.rows("start", found["training"]["runs"]),
     }
 
 
 def text(found: dict[str, Any]) -> str:
     """Markdown."""
-    shown = {title: markdown(rows) for title, rows in tables(found).items()}
-    settings, training, starts = found["settings"], found["training"], found["starts"]
-    D, N, seeds = settings["D"], settings["N"], settings["seeds"]
-    packed, linear, keras = (
-        starts[name] for name in ("torch, packed", "torch, four Linear", "keras")
-    )
-    ratio = std(keras, "query.kernel") / std(packed, "query.kernel")
+    starts = found["starts"]
     entropies = {name: _mean(of, "entropy") for name, of in starts.items()}
-    least = min(entropies, key=lambda name: entropies[name])
     return fill(
         globals(),
         found=found,
-        shown=shown,
-        D=D,
-        N=N,
-        seeds=seeds,
-        ratio=ratio,
-        linear=linear,
+        shown={title: markdown(rows) for title, rows in tables(found).items()},
+        starts=starts,
         entropies=entropies,
-        least=least,
-        training=training,
+        least=min(entropies, key=lambda name: entropies[name]),
     )
 
 

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from experiments.benchmarks.report import table
-from experiments.pages import fill
+from experiments.pages import Rows, Tables, fill
 
 QUESTION = "How far from float64 are attention layers, and where do they break?"
 COMMAND = "python -m experiments.numerics --write"
@@ -32,10 +31,20 @@ def conclusion(found: dict[str, Any]) -> str:
     )
 
 
+def tables(found: dict[str, Any]) -> Tables:
+    """By title."""
+    rows, settings = found["implementations"], found["settings"]
+    return {
+        "Lengths": errors(rows, "lengths", settings["lengths"], "S"),
+        "Larger logits": errors(rows, "scales", settings["scales"], "x"),
+        "Where they break": breaks(rows),
+        "Additive masks": constants(rows),
+    }
+
+
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    rows, settings = found["implementations"], found["settings"]
-    return fill(globals(), rows=rows, settings=settings)
+    return fill(globals(), found=found)
 
 
 def half_a_unit(x: float, bits: int) -> float:
@@ -85,7 +94,7 @@ def number(error: Any) -> str:
     return SHORT.get(error, error) if isinstance(error, str) else f"{error:.2g}"
 
 
-def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> str:
+def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> Rows:
     """Errors of each dtype at both ends and in between."""
     dtypes = list(next(iter(rows.values()))[kind])
     ends = [0, len(xs) // 2, len(xs) - 1]
@@ -94,10 +103,10 @@ def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> str:
         [name, *(number(row[kind][dtype][i]) for dtype in dtypes for i in ends)]
         for name, row in rows.items()
     ]
-    return table(head, body)
+    return [head, *body]
 
 
-def breaks(rows: dict[str, Any]) -> str:
+def breaks(rows: dict[str, Any]) -> Rows:
     """One line per implementation."""
     head = [
         "implementation", "float64", "largest float16 logit", "row without keys",
@@ -117,7 +126,7 @@ def breaks(rows: dict[str, Any]) -> str:
                 ", ".join(row["uncompiled"]),
             ]
         )
-    return table(head, body)
+    return [head, *body]
 
 
 def each(by_dtype: dict[str, str]) -> str:
@@ -132,9 +141,11 @@ def each(by_dtype: dict[str, str]) -> str:
     return f"{most} ({', '.join(others)})" if others else most
 
 
-def constants(rows: dict[str, Any]) -> str:
+def constants(rows: dict[str, Any]) -> Rows:
     """One line per implementation and dtype that takes additive masks."""
     taken = {name: row["constants"] for name, row in rows.items() if row["constants"]["float32"]}
+    if not taken:
+        return [["dtype", "implementation"]]
     kinds = list(next(iter(taken.values()))["float32"])
     same: dict[tuple[str, ...], list[str]] = {}
     for name, by_dtype in taken.items():
@@ -143,4 +154,4 @@ def constants(rows: dict[str, Any]) -> str:
     order = list(next(iter(taken.values())))
     lines = [[*key[:1], ", ".join(names), *key[1:]] for key, names in same.items()]
     lines.sort(key=lambda line: order.index(line[0]))
-    return table(["dtype", "implementation", *kinds], lines)
+    return [["dtype", "implementation", *kinds], *lines]

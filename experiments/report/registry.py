@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[Experiment, ...]] = {
         Experiment(
             "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
         ),
-        Experiment("cuts"),
+        Experiment("tiling"),
         Experiment("environment"),
         Experiment("train"),
         Experiment("throughput", result="results/throughput.json"),

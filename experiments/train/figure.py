@@ -1,16 +1,12 @@
 """Loss and accuracy of the run; loss of both attentions side by side."""
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def curves(results: dict[str, Any]) -> Any:
     """Two panels, and a third where the attentions were compared."""
     curve, beside = results["curve"], results["side_by_side"]
     count = 3 if beside else 2
@@ -50,5 +46,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
         f"(jax {versions['jax']}, flax {versions['flax']}, CPU)",
         fontsize=10,
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure

@@ -5,7 +5,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.tables import Rows
+from experiments.pages import Rows
 from jaxmha.introspect.svg import INK
 
 Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns
