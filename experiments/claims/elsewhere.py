@@ -11,7 +11,7 @@ from experiments.claims.claims import Found, found
 from experiments.dataflow import choices
 from experiments.heads import page as heads
 from experiments.initialisation import page as initialisation
-from experiments.pictures import page as pictures
+from experiments.pictures import figure as pictures
 
 EXPERIMENTS = Path(__file__).parents[1]
 MUCH = 1.2

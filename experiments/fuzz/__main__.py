@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import frame, records
-from experiments.fuzz import commands
 from jaxmha import checkpoint
+from tests.fuzz import commands
 
 READERS = (*(format.name for format in checkpoint.FORMATS), *commands.TARGETS)
 LIBRARIES = ("atheris", "numpy", "h5py", "tensorstore")
@@ -27,7 +27,7 @@ def soak(reader: str, seconds: int, folder: Path) -> dict[str, int]:
     corpus = folder / reader
     corpus.mkdir()
     command = [
-        *(sys.executable, "-m", "experiments.fuzz.target", reader, str(corpus)),
+        *(sys.executable, "-m", "tests.fuzz.target", reader, str(corpus)),
         *(f"-max_total_time={seconds}", "-max_len=65536", "-rss_limit_mb=4096", "-timeout=60"),
         # Slow is what takes CPU time, which the target measures; the machine may have others.
         *("-report_slow_units=3600", "-print_final_stats=1"),
