@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from experiments import machine, records
+from experiments import machine
 
 HERE = Path(__file__).parent
 Found = dict[str, Any]
@@ -77,6 +77,8 @@ def parser(name: str, about: str | None, examples: str) -> ArgumentParser:
 
 def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
     """The whole command: 0; 1 where what was found is not fine; exits with 2 on bad input."""
+    from experiments import records  # JAX too: the benchmarks' own process stays small
+
     made = parser(experiment.name, experiment.about, experiment.examples)
     for flag, given in experiment.options.items():
         made.add_argument(flag, **given)
@@ -100,6 +102,8 @@ def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
 
 def store(experiment: Experiment, found: Found, command: str, seed: Any, sources: Any) -> None:
     """Writes the results, then the figures made of them."""
+    from experiments import records
+
     found["versions"] = machine.versions() | {n: version(n) for n in experiment.packages}
     records.save(experiment.path, found, command=command, seed=seed, sources=sources)
     for name, (draw, about) in experiment.figures.items():
@@ -110,14 +114,14 @@ def store(experiment: Experiment, found: Found, command: str, seed: Any, sources
         figures.save(figure, experiment.path.parent / name, about=about)
 
 
-def show(tables: Mapping[str, Sequence[Sequence[str]]], conclusion: str) -> None:
+def show(tables: Mapping[str, Sequence[Sequence[str]]], conclusion: str, width: int = 116) -> None:
     """Tables by title, and the conclusion, on a terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    console.width = max(console.width, 116)  # the widest tables need it
+    console.width = max(console.width, width)  # the widest tables need it
     for title, (head, *rows) in tables.items():
         table = Table(*head, title=title, title_justify="left")
         for row in rows:

@@ -9,14 +9,16 @@ Rows = Sequence[Sequence[str]]  # of a table; the first is its head
 Tables = Mapping[str, Rows]  # by title
 
 
-def fill(module: dict[str, Any], /, **values: Any) -> str:
-    """The file `page.md` next to a module, with its values.
+def fill(module: dict[str, Any], /, *, template: str = "page.md", **values: Any) -> str:
+    """The Markdown file next to a module, with its values.
 
     Args:
       module: `globals()` of the module: the page may call its functions.
+      template: name of the file.
       values: what else has a place on the page. A name that is missing raises.
     """
-    text: str = _template(Path(module["__file__"]).with_name("page.md")).render(module | values)
+    path = Path(module["__file__"]).with_name(template)
+    text: str = _template(path).render(module | values)
     return text
 
 
@@ -38,7 +40,11 @@ def _template(path: Path) -> Any:
     """A template of Jinja; `{{ x | form(".2f") }}` formats as Python does."""
     import jinja2  # only pages need it
 
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True)
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path.parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
     made.filters |= {"form": format, "table": markdown}
     made.globals |= {"len": len, "list": list, "max": max, "min": min}
-    return made.from_string(path.read_text())
+    return made.get_template(path.name)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import frame, pages
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import (
     cases,
@@ -125,9 +126,9 @@ def test_work_is_counted_pair_by_pair(kind: str) -> None:
     assert replace(layer, direction="backward").flop == 3.5 * core + 6 * rows * case.E * case.H
 
 
-@pytest.mark.parametrize("module", [cases, report], ids=lambda module: module.__name__)
-def test_examples(module: Any) -> None:
-    assert doctest.testmod(module) == (0, 1 if module is report else 3)
+@pytest.mark.parametrize(("module", "count"), [(cases, 3), (pages, 1), (frame, 1)])
+def test_examples(module: Any, count: int) -> None:
+    assert doctest.testmod(module) == (0, count)
 
 
 # The peers.

@@ -7,7 +7,7 @@ from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.peers import ON_JAX
 from experiments.pages import fill
 
-QUESTION = "How fast is attention on this CPU, beside every peer?"
+QUESTION = "How fast is attention on this CPU, next to every peer?"
 COMMAND = "make bench-full"
 
 
@@ -32,5 +32,4 @@ def conclusion(found: dict[str, Any]) -> str:
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown; the page of the results has every table."""
-    name = found["selection"]
-    return fill(globals(), found=found, name=name, report=report)
+    return fill(vars(report), results=found)

@@ -58,7 +58,7 @@ GROUPS: dict[str, tuple[Experiment, ...]] = {
     "Speed": (
         Experiment("benchmarks", result="benchmarks/results/full.json"),
         Experiment(
-            "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
+            "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_report"
         ),
         Experiment("tiling"),
         Experiment("environment"),
