@@ -67,7 +67,7 @@ def test_its_float64_is_that_of_the_specification() -> None:
     def total(heads: dict[str, Any]) -> float:
         out, lse = answer(heads).out, answer(heads).lse
         lse = np.where(np.isfinite(lse), lse, 0.0)
-        return float((out * wide["slope"]).sum() + (lse * wide["lse_slope"]).sum())
+        return float((out * wide["cotangent"]).sum() + (lse * wide["lse_cotangent"]).sum())
 
     rng = np.random.default_rng(0)
     for name in ("query", "key", "value", "bias"):

@@ -72,7 +72,7 @@ def speed(results: Row) -> Rows:
         own, start = of.get("jaxmha", {}), [shape["name"], results["chosen"].get(shape["name"], "")]
         if "tflops" not in own:
             rows.append(
-                [*start, own.get("failed") or shape.get("skipped"), "", *("" for _ in peers)]
+                [*start, own.get("failed") or shape.get("skipped", ""), "", *("" for _ in peers)]
             )
             continue
         share = f"{100 * own['tflops'] / results['peaks']['tflops']:.0f}"

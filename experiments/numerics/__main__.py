@@ -44,7 +44,7 @@ def work(worker: str) -> None:
     else:
         from experiments.numerics import keras_runs
 
-        runs = keras_runs.runs("tensorflow")
+        runs = keras_runs.RUNS
     found = measure.measure(runs, lambda text: print(text, flush=True))
     print(json.dumps({"found": found, "sources": records.loaded()}))
 

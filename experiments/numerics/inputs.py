@@ -32,10 +32,6 @@ Run = Callable[[MHAParams, NDArray, NDArray | None, NDArray | None], NDArray]
 UNCOMPILED: dict[str, set[str]] = {}
 
 
-class UnsupportedError(Exception):
-    """The implementation does not take this."""
-
-
 def params(dtype: str, scale: float = 1.0, seed: int = 0) -> MHAParams:
     """Permutations; queries times `scale`, a power of two, and biases of zero."""
     rng, kind = np.random.default_rng(seed), DTYPES[dtype]

@@ -7,8 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from experiments.benchmarks.program import UnsupportedError
 from experiments.numerics import inputs
-from experiments.numerics.inputs import DTYPES, H, Run, UnsupportedError
+from experiments.numerics.inputs import DTYPES, H, Run
 from jaxmha import MHAParams
 from jaxmha.converters.layout.arrays import NDArray
 
