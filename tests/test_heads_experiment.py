@@ -66,13 +66,15 @@ def test_products_of_heads_add_up_and_ranks_end_at_the_width() -> None:
 def test_gradients_are_slopes_of_the_oracle() -> None:
     matrices, x = measure.drawn(0, E, 2, T)
     rng = np.random.default_rng(1)
-    slope, steps = rng.normal(size=x.shape), [1e-5 * rng.normal(size=(E, E)) for _ in range(3)]
-    found = measure.gradients(matrices, x, h, slope)
+    cotangent, steps = rng.normal(size=x.shape), [1e-5 * rng.normal(size=(E, E)) for _ in range(3)]
+    found = measure.gradients(matrices, x, h, cotangent)
     for i in range(3):
         ends = []
         for sign in (1, -1):
             moved = [m + sign * steps[i] * (j == i) for j, m in enumerate(matrices)]
-            ends.append((measure.exact((moved[0], moved[1], moved[2]), x, h).output * slope).sum())
+            ends.append(
+                (measure.exact((moved[0], moved[1], moved[2]), x, h).output * cotangent).sum()
+            )
         np.testing.assert_allclose((found[i] * steps[i]).sum(), (ends[0] - ends[1]) / 2, rtol=1e-6)
 
 
@@ -213,7 +215,7 @@ def test_gradients_are_compared_by_their_numbers(stored: dict[str, Any]) -> None
 
 
 def _layer(wq: Any, wk: Any, wv: Any, wo: Any, heads: int) -> jaxmha.MHAParams:
-    params = measure.cut((wq, wk, wv), heads)
+    params = measure.split((wq, wk, wv), heads)
     if wo is None:
         return params
     return params._replace(out=jaxmha.Projection(wo.reshape(heads, -1, wo.shape[1])))

@@ -117,10 +117,10 @@ def test_what_is_beyond_a_length_is_not_read(attention: str) -> None:
     model.eval()
     texts, lengths, labels = drawn(3)
     lengths = np.array([1, 3, 6], np.int32)
-    losses, _ = training.answers(model, texts, lengths, labels)
+    losses, _ = training.judged(model, texts, lengths, labels)
     other = np.where(np.arange(7) < lengths[:, None], texts, texts + 1)
-    assert_same(training.answers(model, other, lengths, labels)[0], losses)
-    longer, _ = training.answers(model, texts, np.full(3, 7, np.int32), labels)
+    assert_same(training.judged(model, other, lengths, labels)[0], losses)
+    longer, _ = training.judged(model, texts, np.full(3, 7, np.int32), labels)
     assert np.abs(np.asarray(longer) - np.asarray(losses)).min() > 1e-4
 
 
@@ -223,6 +223,6 @@ def test_stored_results_are_of_the_present_command() -> None:
     assert results["settings"].keys() == asdict(Settings()).keys()
     assert len(results["curve"]["loss"]) == results["settings"]["steps"]
     assert results["curve"]["accuracy"][-1] > 2 * results["most_frequent"]
-    beside = results["side_by_side"]
-    assert beside["difference"] < 1e-5
-    assert {len(run["loss"]) for run in beside["runs"].values()} == {50}
+    compared = results["side_by_side"]
+    assert compared["difference"] < 1e-5
+    assert {len(run["loss"]) for run in compared["runs"].values()} == {50}

@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   python -m experiments.benchmarks                             some cases of every kind, minutes
   python -m experiments.benchmarks --full --rounds 9           every case, hours
   python -m experiments.benchmarks --full --resume --minutes 30   go on with it, for half an hour
-  python -m experiments.benchmarks --full --again --case causal   these anew, in the stored page
+  python -m experiments.benchmarks --full --again --case causal   these again, in the stored page
   python -m experiments.benchmarks --case layer-*-causal --peer jaxmha --peer torch-sdpa
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
@@ -123,8 +123,8 @@ def replace_some(chosen: Namespace) -> None:
     chosen.cases = [case for case in chosen.cases if case.name in stale]
     if not chosen.cases:
         raise ValueError("--again: none of the stored cases is named by --case, or marked ~")
-    anew = {case.name for case in chosen.cases}
-    chosen.known = stored | {"cases": [e for name, e in entries.items() if name not in anew]}
+    again = {case.name for case in chosen.cases}
+    chosen.known = stored | {"cases": [e for name, e in entries.items() if name not in again]}
     chosen.answered = select(quick=not chosen.full)
     chosen.spent, chosen.write = stored["seconds"], True
     chosen.date, chosen.command = stored["date"], stored["command"]

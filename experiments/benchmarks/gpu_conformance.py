@@ -51,17 +51,17 @@ def _errors(case: Case, implementation: str, dtype: str) -> dict[str, Any]:
         return {"declined": why}
 
     def run(heads: Any, bias: Any, cotangent: Any, lse_cotangent: Any) -> Any:
-        def answer(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
             return jaxmha.dot_product_attention(
                 q, k, v, bias, mask, return_lse=lse, implementation=implementation
             )
 
-        answered, pull = jax.vjp(answer, *heads, bias)
+        returned, pull = jax.vjp(attend, *heads, bias)
         if not lse:
-            return answered, None, pull(cotangent)
+            return returned, None, pull(cotangent)
         # An empty row has no lse to differentiate.
-        finite = jnp.isfinite(answered[1])
-        return *answered, pull((cotangent, jnp.where(finite, lse_cotangent, 0)))
+        finite = jnp.isfinite(returned[1])
+        return *returned, pull((cotangent, jnp.where(finite, lse_cotangent, 0)))
 
     cotangents = jnp.asarray(given["cotangent"], dtype), jnp.asarray(given["lse_cotangent"])
     program = jax.jit(run)

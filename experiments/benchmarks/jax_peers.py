@@ -222,10 +222,10 @@ def program(peer: str, case: Case, data: Data) -> Program:
     def run() -> None:
         jax.block_until_ready(compiled[0](*arguments))  # type: ignore[no-untyped-call]
 
-    def answer(cotangent: Array) -> tuple[Any, Any]:
+    def outputs(cotangent: Array) -> tuple[Any, Any]:
         if not backward:
             return np.asarray(compiled[0](*arguments)), None
         out, (_, gradients) = compiled[0](*arguments[:3], jnp.asarray(cotangent))
         return np.asarray(out), [np.asarray(g) for g in gradients]
 
-    return Program(build, run, answer, lambda: str(compiled[0].as_text()))
+    return Program(build, run, outputs, lambda: str(compiled[0].as_text()))

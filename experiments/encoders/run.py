@@ -1,4 +1,4 @@
-"""One migrated encoder beside torch's: both in float32, against torch in float64."""
+"""One migrated encoder and torch's: both in float32, against torch in float64."""
 
 import json
 import tempfile
@@ -110,7 +110,7 @@ def receptors(rng: np.random.Generator, loops: int, batch: int = 7) -> NDArray:
 
 
 def tokens_of(path: Path, sentences: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
-    """The config.json beside a checkpoint, and sentences by its tokenizer, padded to the longest."""
+    """The config.json next to a checkpoint, and sentences by its tokenizer, padded to the longest."""
     from tokenizers import Tokenizer
 
     config = json.loads((path.parent / "config.json").read_text())

@@ -12,7 +12,7 @@ COMMAND = "python -m experiments.heads --write"
 
 
 def conclusion(found: dict[str, Any]) -> str:
-    """The answer."""
+    """In one or two sentences."""
     of_eight, script = of_layers(found, 8), kinds(found)
     equal, seeds = script[0]["equal"], script[0]["seeds"]
     return (
@@ -30,7 +30,7 @@ def tables(found: dict[str, Any]) -> dict[str, Rows]:
     """By title."""
     return {
         "The script, for four kinds of matrices": _script_rows(found),
-        "The same matrices, cut into heads": _layer_rows(found),
+        "The same matrices, split into heads": _layer_rows(found),
         "When they are equal": _case_rows(found),
         "Training": variants.rows("heads", found["training"]["runs"]),
     }
@@ -55,11 +55,11 @@ def percent(share: float) -> str:
 
 
 def as_much(found: dict[str, Any]) -> str:
-    """Which gradients differ at least as much as outputs do, by the medians of every cut."""
-    cuts = [of_layers(found, h) for h in found["settings"]["heads"] if h > 1]
+    """Which gradients differ at least as much as outputs do, by their medians."""
+    layers = [of_layers(found, h) for h in found["settings"]["heads"] if h > 1]
     said: dict[str, list[str]] = {}
     for i, name in enumerate(("Wq", "Wk", "Wv")):
-        most = [cut["gradients"][i] >= cut["output"] for cut in cuts]
+        most = [of["gradients"][i] >= of["output"] for of in layers]
         words = "at least as much" if all(most) else "more or less" if any(most) else "less"
         said.setdefault(words, []).append(name)
     parts = [f"{words} for {' and '.join(names)}" for words, names in said.items()]
@@ -93,7 +93,7 @@ def kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
 def _script_rows(found: dict[str, Any]) -> Rows:
     head = (
         "matrices", "True", "difference, where not: median (largest)", "largest logit", "same key",
-        "least top weight", "slopes of Wq (median)",
+        "least top weight", "gradients of Wq (median)",
     )  # fmt: skip
     rows = [
         (
@@ -120,13 +120,13 @@ def of_layers(found: dict[str, Any], h: int) -> dict[str, Any]:
         name: (min(r[name][0] for r in records), max(r[name][1] for r in records))
         for name in ("logits_rank", "weights_rank")
     }
-    slopes = np.median([r["gradients"] for r in records], axis=0).tolist()
-    return {**medians, **ranks, "gradients": slopes, "logits": records[0]["logits"]}
+    norms = np.median([r["gradients"] for r in records], axis=0).tolist()
+    return {**medians, **ranks, "gradients": norms, "logits": records[0]["logits"]}
 
 
 def _layer_rows(found: dict[str, Any]) -> Rows:
     head = (
-        "heads", "logits", "output", "slopes of Wq, Wk, Wv", "same key", "rank of logits",
+        "heads", "logits", "output", "gradients of Wq, Wk, Wv", "same key", "rank of logits",
         "rank of weights",
     )  # fmt: skip
     rows = []

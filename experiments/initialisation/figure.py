@@ -67,7 +67,7 @@ def training(found: dict[str, Any]) -> Any:
 
 # File: who draws it, and what one sees.
 FIGURES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "histograms.svg": (histograms, "Kernels of every framework beside those of jaxmha"),
+    "histograms.svg": (histograms, "Kernels of every framework and those of jaxmha"),
     "logits.svg": (logits, "What a new layer makes of inputs of unit variance"),
     "training.svg": (training, "Learning curves from every framework's start"),
 }

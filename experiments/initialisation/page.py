@@ -12,7 +12,7 @@ COMMAND = "python -m experiments.initialisation --write"
 
 
 def conclusion(found: dict[str, Any]) -> str:
-    """The answer."""
+    """In one or two sentences."""
     variances = {name: _mean(of, "logits") for name, of in found["starts"].items()}
     least, most = (
         min(variances, key=lambda n: variances[n]),

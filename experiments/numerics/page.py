@@ -27,7 +27,7 @@ def conclusion(found: dict[str, Any]) -> str:
         f"precision {len(rounds)} of {len(rows)} ways round little but the output, the others are up "
         f"to {worst(rows[most]):.0f} floors away ({most}), further with larger logits; "
         f"{len(overflow)} overflow in float16, and a row without keys is "
-        f"{spoken(answers(rows, 'blocked', 'float32'))}."
+        f"{spoken(outcomes(rows, 'blocked', 'float32'))}."
     )
 
 
@@ -73,10 +73,10 @@ def worst(row: dict[str, Any]) -> float:
     return max(max(finite(row["lengths"][dtype])) for dtype in ("bfloat16", "float16"))
 
 
-def answers(rows: dict[str, Any], kind: str, dtype: str) -> list[str]:
-    """Different answers, the most frequent first."""
+def outcomes(rows: dict[str, Any], kind: str, dtype: str) -> list[str]:
+    """Different outcomes, the most frequent first."""
     given = [row[kind][dtype] for row in rows.values()]
-    return sorted(set(given), key=lambda answer: (-given.count(answer), answer))
+    return sorted(set(given), key=lambda one: (-given.count(one), one))
 
 
 def spoken(words: list[str]) -> str:
@@ -130,14 +130,14 @@ def breaks(rows: dict[str, Any]) -> Rows:
 
 
 def each(by_dtype: dict[str, str]) -> str:
-    """The most frequent answer, and dtypes that have another.
+    """The most frequent outcome, and dtypes that have another.
 
     >>> each({"float32": "a", "bfloat16": "a", "float16": "b"})
     'a (float16: b)'
     """
     given = list(by_dtype.values())
     most = max(given, key=given.count)
-    others = [f"{dtype}: {answer}" for dtype, answer in by_dtype.items() if answer != most]
+    others = [f"{dtype}: {one}" for dtype, one in by_dtype.items() if one != most]
     return f"{most} ({', '.join(others)})" if others else most
 
 

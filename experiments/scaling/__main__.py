@@ -22,7 +22,7 @@ from experiments.scaling.machines import EFFICIENCY, MACHINES, seconds
 EXAMPLES = """examples:
   python -m experiments.scaling                  table of every layout, minutes
   python -m experiments.scaling --devices 8 --layout ring
-  python -m experiments.scaling --write          and results.json, scaling.png beside it
+  python -m experiments.scaling --write          and results.json, scaling.png
 """
 DEVICES = (8, 16, 32, 64, 128, 256)
 MARKS = {"data": "o-", "tensor": "s-", "ring": "^-", "allgather": "v--"}

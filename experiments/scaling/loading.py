@@ -115,7 +115,7 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         distributed.load_sharded(options.folder / "first", mesh, {})
         for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
             looked.clear()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
             before, called = resident("VmRSS"), by_calls()
             arrays = distributed.load_sharded(options.folder / name, mesh, specs)
             ready(arrays)

@@ -1,4 +1,4 @@
-"""Variants of one training, each over the same seeds, beside the first of them."""
+"""Variants of one training, each over the same seeds, compared with the first of them."""
 
 from typing import Any
 
