@@ -265,7 +265,7 @@ def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "files", dict)
     monkeypatch.setattr(records, "digest", lambda path: "same")
     stored = json.loads(moved.results.read_text())
-    stored["sources"] = dict.fromkeys(stored["sources"], "same")
+    stored["sources"] = dict.fromkeys(records.loaded(), "same")
     moved.results.write_text(json.dumps(stored))
     return folder
 
