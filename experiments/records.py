@@ -16,7 +16,7 @@ from jaxmha.checkpoint.atomic import replace_by
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 STORING = (
-    *("experiments/records.py", "experiments/frame.py", "experiments/machine.py"),
+    *(f"experiments/{name}.py" for name in ("records", "frame", "machine", "pages")),
     *(f"jaxmha/checkpoint/{name}.py" for name in ("atomic", "settling", "temporaries")),
 )
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from experiments import figures, records
 from experiments.report import __main__ as command
 from experiments.report import build, markup, refresh, registry
-from experiments.report.registry import EXPERIMENTS, Experiment
+from experiments.report.registry import EXPERIMENTS, Entry
 
 FILE = Path(str(records.__file__))
 CHROMIUM = next(
@@ -65,7 +65,7 @@ def test_every_experiment_has_a_row_and_a_page() -> None:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_results_say_what_made_them(experiment: Experiment) -> None:
+def test_results_say_what_made_them(experiment: Entry) -> None:
     found = registry.found(experiment)
     if found is None:
         assert "none yet" in build.row(experiment)
@@ -179,10 +179,10 @@ def test_examples(name: str) -> None:
     assert result.failed == 0
 
 
-def of(name: str, page: Any) -> Experiment:
+def of(name: str, page: Any) -> Entry:
     """An experiment whose page is not a module."""
 
-    class Given(Experiment):
+    class Given(Entry):
         @property
         def page(self) -> Any:
             return page
@@ -241,7 +241,7 @@ def test_the_command_line(
     assert "<h1>" in (tmp_path / "new" / "page.html").read_text()
 
 
-class Moved(Experiment):
+class Moved(Entry):
     """An experiment in another folder."""
 
     @property

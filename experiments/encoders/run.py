@@ -184,17 +184,5 @@ def _row(
     a, b = flax[-1].astype(np.float64), out[-1].astype(np.float64)
     cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
     parameters = sum(x.size for x in tensors.values() if x.dtype.kind == "f")
-    layers, heads, features = about
-    return Row(
-        name,
-        len(tensors),
-        parameters,
-        layers,
-        heads,
-        features,
-        verified,
-        largest,
-        errors[0],
-        errors[1],
-        float(cosine.min()),
-    )
+    least = float(cosine.min())
+    return Row(name, len(tensors), parameters, *about, verified, largest, *errors, least)

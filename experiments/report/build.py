@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from experiments.report import markup, registry
-from experiments.report.registry import Experiment
+from experiments.report.registry import Entry
 
 TEMPLATE = Path(__file__).with_name("template.html")
 NOT_RUN = "Not run yet."
@@ -22,7 +22,7 @@ Experiments that take long or need another machine are not run again by it: thei
 stored, and that page says below each whether the code has changed since, as does
 `python -m experiments.report --json` (`remade` is false for them).
 """
-Groups = Mapping[str, Sequence[Experiment]]
+Groups = Mapping[str, Sequence[Entry]]
 
 
 def page(groups: Groups = registry.GROUPS) -> str:
@@ -40,7 +40,7 @@ def page(groups: Groups = registry.GROUPS) -> str:
     )
 
 
-def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
+def section(experiment: Entry, anchors: set[str]) -> dict[str, str]:
     """One experiment, in HTML."""
     found, shown = registry.found(experiment), experiment.page
     made = {
@@ -66,7 +66,7 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
     return made
 
 
-def readme(experiment: Experiment, found: dict[str, Any]) -> str:
+def readme(experiment: Entry, found: dict[str, Any]) -> str:
     """One experiment, in Markdown, for its folder."""
     shown = experiment.page
     return (
@@ -85,7 +85,7 @@ def table(groups: Groups = registry.GROUPS) -> str:
     return "\n".join(parts)
 
 
-def row(experiment: Experiment) -> str:
+def row(experiment: Entry) -> str:
     """Question, command, date, result, conclusion."""
     found, shown = registry.found(experiment), experiment.page
     place = experiment.results.relative_to(registry.HERE)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import track
 
 from experiments import records
-from experiments.report.registry import Experiment
+from experiments.report.registry import Entry
 
 DEFAULTS = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def remake(experiments: Sequence[Experiment], console: Console) -> dict[str, str]:
+def remake(experiments: Sequence[Entry], console: Console) -> dict[str, str]:
     """Runs them one after the other; name -> the last lines of those that failed."""
     failed: dict[str, str] = {}
     for experiment in track(experiments, "running", console=console, transient=True):

@@ -196,20 +196,12 @@ def error(layout: str, masked: str, path: Path) -> float:
 def share(path: Path) -> float:
     """Of the bytes of a checkpoint, those this process reads where heads are spread."""
     from jaxmha import sharding
-    from jaxmha.converters.migrate.lazy_slices import Slices
     from jaxmha.converters.sharded import distributed
     from jaxmha.params import from_leaves, leaves
 
     mesh, names = mesh_of("tensor")
     read: list[int] = []
-    original = Slices.read
-
-    def counted(slices: Slices, part: Any) -> Any:
-        read.append(part.nbytes)
-        return original(slices, part)
-
-    watched: Any = counted
-    Slices.read = watched  # type: ignore[method-assign]
+    workers.watch(lambda _, part: read.append(part.nbytes))
 
     def specs(state: Any) -> Any:
         return leaves(sharding.specs(from_leaves(state), mesh=mesh, **names))
