@@ -8,13 +8,13 @@ import importlib
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from experiments import machine
 
@@ -23,6 +23,7 @@ Found = dict[str, Any]
 # File -> what draws it from the results, and what one sees; an .svg or a .png.
 Figures = Mapping[str, tuple[Callable[[Found], Any], str]]
 NOTHING: Any = MappingProxyType({})
+Item = TypeVar("Item")
 
 
 class Experiment(NamedTuple):
@@ -148,6 +149,13 @@ def bars(**totals: int | None) -> Iterator[Callable[..., None]]:
                 print(text, file=sys.stderr, flush=True)
 
         yield tick
+
+
+def each(tick: Callable[[str], None], name: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The items; the bar of a name moves after each."""
+    for item in items:
+        yield item
+        tick(name)
 
 
 def writable(folder: Path, files: Sequence[str] = ()) -> None:

@@ -29,7 +29,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
         raise ValueError(f"{chosen.weights}: no weights there; `make weights` fetches them")
     warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
     with frame.bars(encoders=len(folders)) as tick:
-        rows = [(run_sceptr(folder), tick("encoders"))[0] for folder in folders]
+        rows = [run_sceptr(folder) for folder in frame.each(tick, "encoders", folders)]
     tiny = next(folder for folder in folders if folder.name == "SCEPTR_tiny")
     return {
         "encoders": [asdict(row) for row in (*rows, run_minilm(minilm))],

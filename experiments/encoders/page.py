@@ -28,11 +28,11 @@ def conclusion(found: dict[str, Any]) -> str:
 def tables(found: dict[str, Any]) -> Tables:
     """Of every encoder and of every optimiser."""
     sizes = ("tensors", "parameters", "layers", "heads")
-    models = [("model", *sizes, "weights", "Flax", "torch", "1 - cos")]
+    models = [["model", *sizes, "weights", "Flax", "torch", "1 - cos"]]
     for model in found["encoders"]:
         weights = "0 ULP" if model["verified"] else "changed"
         errors = (f"{model['flax']:.1f}", f"{model['torch']:.1f}", f"{1 - model['cosine']:.0e}")
-        models.append((model["model"], *(str(model[name]) for name in sizes), weights, *errors))
+        models.append([model["model"], *(str(model[name]) for name in sizes), weights, *errors])
     tuned = [("optimiser", "weights moved by", "then differ by", "outputs differ by")]
     for run in found["fine_tuning"]:
         differ = (f"{run['weights']:.1e}", f"{run['outputs']:.1e}")

@@ -48,7 +48,7 @@ def settings(found: dict[str, Any]) -> Rows:
     [('setting', '`x`'), ('fast (`A=1`)', '0.50 / 3.00')]
     """
     none = found["results"][NONE]
-    rows = [("setting", *(f"`{case}`" for case in none))]
+    rows: list[tuple[str, ...]] = [("setting", *(f"`{case}`" for case in none))]
     for name, by_case in found["results"].items():
         if name != NONE:
             shown = " ".join(f"{key}={value}" for key, value in found["settings"][name].items())

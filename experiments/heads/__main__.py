@@ -36,7 +36,7 @@ def measured(chosen: Namespace) -> dict[str, Any]:
     ) as tick:
 
         def each(name: str, found: Iterable[Any]) -> list[Any]:
-            return [(one, tick(name))[0] for one in found]
+            return list(frame.each(tick, name, found))
 
         made = cases.cases(8, measure.E, 10, 10)
         found = {

@@ -36,7 +36,7 @@ def measured(chosen: Namespace) -> dict[str, Any]:
     used = {name: getattr(settings, name) for name in ("D", "N", "T", "blocks", "batch", "steps")}
     training = chosen.steps * chosen.seeds * len(TRAINED)
     with frame.bars(layers=len(names), training=training) as tick:
-        starts = {name: (measure.compare(name), tick("layers"))[0] for name in names}
+        starts = {name: measure.compare(name) for name in frame.each(tick, "layers", names)}
         runs = curves(settings, data.read(settings.T), chosen.seeds, partial(tick, "training"))
     return {
         "settings": {"D": measure.D, "N": measure.N, "seeds": measure.SEEDS},

@@ -120,13 +120,12 @@ def measure(chosen: Namespace) -> dict[str, Any]:
         frame.bars(blocks=len(blocks), files=len(paths)) as tick,
         tempfile.TemporaryDirectory() as folder,
     ):
-        rows = [(run_block(*block), tick("blocks"))[0] for block in blocks]
+        rows = [run_block(*block) for block in frame.each(tick, "blocks", blocks)]
         trips = []
-        for path in paths:
+        for path in frame.each(tick, "files", paths):
             layout = pipeline.inspect(path).blocks[0].layout
             name = str(path.relative_to(chosen.weights))
             trips.append(run_file(path, layout, Path(folder)) | {"file": name})
-            tick("files")
     return {
         "keras_backend": keras_itself.backend.backend(),
         "blocks": [asdict(row) for row in rows],
