@@ -86,7 +86,7 @@ def jax_program(name: str, shape: Shape, given: dict[str, Any]) -> Program:
         return attend(q, k, v, Attend(lengths, keep, bias, causal))
 
     def both(q: Any, k: Any, v: Any, bias: Any, lengths: Any, keep: Any, cotangent: Any) -> Any:
-        out, pull = jax.vjp(lambda *heads: forward(*heads, bias, lengths, keep), q, k, v)
+        out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, bias, lengths, keep), q, k, v)
         return out, pull(cotangent)
 
     heads = (given[x] for x in ("query", "key", "value"))

@@ -112,11 +112,11 @@ def jax_nn_layer(params: MHAParams) -> tuple[Any, Layer]:
     """Projections as einsum around `jax.nn.dot_product_attention`."""
 
     def layer(params: Any, q: Any, k: Any, v: Any, to: Attend) -> Any:
-        heads = (
+        q, k, v = (
             jnp.einsum("btd,dnh->btnh", x, kernel) + bias
             for x, (kernel, bias) in zip((q, k, v), params[:3], strict=True)
         )
-        context = of_jax_nn(*heads, to)
+        context = of_jax_nn(q, k, v, to)
         return jnp.einsum("btnh,nhd->btd", context, params.out.kernel) + params.out.bias
 
     return params, layer

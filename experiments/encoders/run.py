@@ -185,4 +185,7 @@ def _row(
     cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
     parameters = sum(x.size for x in tensors.values() if x.dtype.kind == "f")
     least = float(cosine.min())
-    return Row(name, len(tensors), parameters, *about, verified, largest, *errors, least)
+    flax_error, torch_error = errors
+    return Row(
+        *(name, len(tensors), parameters), *about, verified, largest, flax_error, torch_error, least
+    )

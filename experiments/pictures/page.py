@@ -56,5 +56,11 @@ def text(found: dict[str, Any]) -> str:
         for field in ("named", "[CLS]", "[SEP]")
     )
     highest, lowest = (by_layer.index(pick(by_layer)) for pick in (max, min))
-    values = {"by_layer": by_layer, "cls": cls, "sep": sep, "highest": highest, "lowest": lowest}
+    values: dict[str, Any] = {
+        "by_layer": by_layer,
+        "cls": cls,
+        "sep": sep,
+        "highest": highest,
+        "lowest": lowest,
+    }
     return fill(globals(), found=found, **values)
