@@ -115,7 +115,9 @@ def measure(chosen: Namespace) -> dict[str, Any]:
     paths = [path for pattern in FILES for path in sorted(chosen.weights.glob(pattern))]
     if not paths:
         raise ValueError(f"{chosen.weights}: no weights there; `make weights` fetches them")
-    blocks = [(label(path, side), side) for path in paths for side in comparands.read(path).blocks]
+    blocks = [
+        (label(path, block), block) for path in paths for block in comparands.read(path).blocks
+    ]
     with (
         frame.bars(blocks=len(blocks), files=len(paths)) as tick,
         tempfile.TemporaryDirectory() as folder,
