@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.fuzz import commands
 from jaxmha import checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import torch_files
+from tests.fuzz import commands
 
 FLIPS = int(os.environ.get("JAXMHA_FUZZ", "300"))
 EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ

@@ -1,4 +1,4 @@
-"""How should scores be cut into blocks on this CPU?
+"""How should scores be tiled on this CPU?
 
 The same attention, compiled under other sizes of blocks and other numbers of bands, in interleaved
 rounds.
@@ -6,10 +6,10 @@ rounds.
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,14 +18,13 @@ import jax
 import numpy as np
 
 import jaxmha
-from experiments import command
+from experiments import frame
 from jaxmha import Mask
 from jaxmha.implementations.tiled import bands, tuning
 
-HERE = Path(__file__).parent
 EXAMPLES = """examples:
-  python -m experiments.cuts                    all of them, four minutes on a quiet machine
-  python -m experiments.cuts --rounds 9 --write
+  python -m experiments.tiling                    all of them, four minutes on a quiet machine
+  python -m experiments.tiling --rounds 9 --write
 """
 N, H = 8, 64
 MIB = 2**20
@@ -40,7 +39,7 @@ class Setting(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is computed, `kind` of attention of sizes (B, T), and the ways to cut it.
+    """What is computed, `kind` of attention of sizes (B, T), and the ways to tile it.
 
     `chosen`: the name of what the library does itself.
     """
@@ -166,14 +165,14 @@ def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tup
             query, key, value, bias, mask=mask, is_causal=question.kind == "causal"
         )
 
-    def slopes(query: Any, key: Any, value: Any) -> Any:
+    def gradients(query: Any, key: Any, value: Any) -> Any:
         return jax.vjp(out, query, key, value)[1](query)
 
-    return slopes if question.gradient else out, tuple(heads)
+    return gradients if question.gradient else out, tuple(heads)
 
 
 def measure(question: Question, B: int, T: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a call and of compilation, by way to cut."""
+    """Seconds of a call and of compilation, by way to tile."""
     function, arguments = program(question, B, T)
     found: dict[str, Any] = {}
     compiled = {}
@@ -197,55 +196,32 @@ def measure(question: Question, B: int, T: int, rounds: int) -> dict[str, Any]:
     return {name: x | {"median": median(x["seconds"])} for name, x in found.items()}
 
 
-def show(found: dict[str, Any]) -> None:
-    """Milliseconds of every way, for every question."""
-    from rich.console import Console
-    from rich.table import Table
-
-    for entry in found["questions"]:
-        table = Table(title=f"{entry['what']}: milliseconds of a call", title_justify="left")
-        table.add_column("case")
-        ways = list(entry["cases"][0]["ways"])
-        for way in ways:
-            table.add_column(f"[bold]{way}[/bold]" if way == entry["chosen"] else way)
-        for case in entry["cases"]:
-            cells = (f"{1e3 * case['ways'][way]['median']:.1f}" for way in ways)
-            table.add_row(f"B={case['B']} T={case['T']}", *cells)
-        Console().print(table)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints, and writes where asked."""
-    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=7)
-
-
-def collect(rounds: int) -> dict[str, Any]:
-    """Every question, with a bar."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+def collect(chosen: Namespace) -> dict[str, Any]:
+    """Every question, case by case."""
+    if chosen.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {chosen.rounds}")
     entries = []
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(len(q.sizes) for q in QUESTIONS))
+    with frame.bars(cases=sum(len(question.sizes) for question in QUESTIONS)) as tick:
         for question in QUESTIONS:
             cases = []
             for B, T in question.sizes:
-                progress.update(task, description=f"{question.what}, B={B} T={T}", advance=1)
-                if not console.is_terminal:
-                    print(f"{question.what}, B={B} T={T}", file=sys.stderr, flush=True)
-                cases.append({"B": B, "T": T, "ways": measure(question, B, T, rounds)})
-            entries.append(
-                {
-                    "what": question.what,
-                    "kind": question.kind,
-                    "gradient": question.gradient,
-                    "chosen": question.chosen,
-                    "cases": cases,
-                }
-            )
-    return {"rounds": rounds, "N": N, "H": H, "questions": entries}
+                tick("cases", f"{question.what}, B={B} T={T}")
+                cases.append({"B": B, "T": T, "ways": measure(question, B, T, chosen.rounds)})
+            kept = {
+                name: getattr(question, name) for name in ("what", "kind", "gradient", "chosen")
+            }
+            entries.append({**kept, "cases": cases})
+    return {"rounds": chosen.rounds, "N": N, "H": H, "questions": entries}
 
+
+EXPERIMENT = frame.Experiment(
+    "tiling",
+    __doc__,
+    EXAMPLES,
+    collect,
+    options={"--rounds": {"type": int, "default": 7, "help": "default 7"}},
+    seed="T of the case",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(frame.run(EXPERIMENT))

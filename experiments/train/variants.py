@@ -1,11 +1,11 @@
-"""Variants of one training, each over the same seeds, beside the first of them."""
+"""Variants of one training, each over the same seeds, compared with the first of them."""
 
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.tables import Rows
+from experiments.pages import Rows
 from jaxmha.introspect.svg import INK
 
 Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns

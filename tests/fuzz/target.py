@@ -1,6 +1,6 @@
 """One target under atheris: a file of the given bytes is refused with a type, or read.
 
-    python -m experiments.fuzz.target safetensors CORPUS -max_total_time=60
+    python -m tests.fuzz.target safetensors CORPUS -max_total_time=60
 
 Anything but a typed error ends the run, and so does an input that takes too long.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["jaxmha.converters"]):
-    from experiments.fuzz.commands import TARGETS, Target
+with atheris.instrument_imports(include=["jaxmha.checkpoint", "jaxmha.cli", "jaxmha.converters"]):
     from jaxmha import checkpoint
+    from tests.fuzz.commands import TARGETS, Target
 
-from experiments.fuzz.json_changes import changed
 from tests.checkpoint import hostile
+from tests.fuzz.json_changes import changed
 
 # Reader -> the sound file that damage starts from. Of several files, each is damaged in turn.
 READERS = {
