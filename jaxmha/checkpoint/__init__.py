@@ -7,6 +7,9 @@ Reads and writes .safetensors (one file, or sharded with an index), torch zip fi
 .weights.h5, .npz and orbax folders; reads .keras archives. Needs NumPy and ml_dtypes, h5py for
 Keras, tensorstore for orbax; never torch, keras, flax, or code from the file. A digest per tensor is
 kept and checked.
+
+Linux is what the tests run on. Nothing else of POSIX is needed: on Windows, which has no file locks,
+the temporaries of a killed writer stay and are named, and an orbax folder is not replaced in place.
 """
 
 from jaxmha.checkpoint.casting import Loss, cast

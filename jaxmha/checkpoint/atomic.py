@@ -4,7 +4,6 @@ The new file is written next to its target as one of its `temporaries`.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
@@ -12,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmha.checkpoint import temporaries
+from jaxmha.checkpoint import system, temporaries
 from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
 from jaxmha.checkpoint.settling import flushing, settle
-
-_CWD, _NEW, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 FORCE = "--force (force=True)"
 
@@ -60,7 +57,7 @@ def replace(
                 file.flush()
             settle(file.fileno())
             verify(path)
-            commit(path, target, force)
+            commit(file, path, target, force)
     return notes
 
 
@@ -112,27 +109,37 @@ def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFaile
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
     """A locked file next to the target. It is gone afterwards unless it was committed."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
     def create(path: Path) -> int:
         # Without a file to replace, the umask decides.
-        return os.open(path, flags, 0o666 if mode is None else 0o600)
+        return system.create(path, 0o666 if mode is None else 0o600)
 
     fd, path = temporaries.create(target, create)
+    assert fd is not None
     status = os.fstat(fd)
     try:
         with os.fdopen(fd, "w+b") as file:
             if mode is not None:
-                os.fchmod(fd, mode)
+                system.set_mode(fd, path, mode)
             yield file, path
     finally:
         temporaries.unlink(path, status)
 
 
-def commit(path: Path, target: Path, force: bool) -> None:
+def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
     """Gives content that is durable the name of the target, and makes that durable."""
+    release(file)
     put(path, target, force)
-    sync_folder(target.parent)
+    system.sync_folder(target.parent)
+
+
+def release(file: BinaryIO) -> None:
+    """Closes a temporary before it is renamed where its lock would do nothing.
+
+    Windows renames no open file; elsewhere the file stays open, and so locked, to the end.
+    """
+    if not system.has_locks():
+        file.close()
 
 
 @contextlib.contextmanager
@@ -143,9 +150,9 @@ def temporary_folder(
     afterwards, but for files that are no `parts` of it, which get a line in `notes`.
     """
 
-    def create(path: Path) -> int:
+    def create(path: Path) -> int | None:
         os.mkdir(path)
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return system.open_created(path)
 
     fd, path = temporaries.create(target, create)
     try:
@@ -153,16 +160,18 @@ def temporary_folder(
     finally:
         if os.path.lexists(path) and not temporaries.remove_folder(path, parts(path)):
             notes.append(f"{path.name} stays: it holds other files")
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def settle_folder(path: Path) -> None:
     """`settle` for every file of a folder, whose names are durable then."""
     for folder, _, files in os.walk(path):
         for file in files:
-            with open(os.path.join(folder, file), "rb") as content:
+            # Windows makes only files durable that are open for writing.
+            with open(os.path.join(folder, file), "r+b") as content:
                 settle(content.fileno())
-        sync_folder(Path(folder))
+        system.sync_folder(Path(folder))
 
 
 def commit_folder(
@@ -178,7 +187,7 @@ def commit_folder(
             or the system cannot exchange two folders in one step.
     """
     if old is None:
-        if not _renamed(path, target, _NEW):
+        if not system.rename_new(path, target):
             try:
                 os.rename(path, target)  # fails on a file or a folder that is not empty
             except OSError as e:
@@ -189,24 +198,15 @@ def commit_folder(
                 raise DestinationExists(target, problem, remedy) from e
     else:
         os.chmod(path, stat.S_IMODE(old.st_mode))
-        if not _renamed(path, target, _EXCHANGE):
+        if not system.exchange(path, target):
             problem = "cannot be replaced in one step on this system"
             raise DestinationExists(target, problem, "remove it first, or choose another name")
         same = os.path.samestat(os.lstat(path), old)
         if not same or temporaries.others(path, parts(path)):
-            _renamed(path, target, _EXCHANGE)
+            system.exchange(path, target)
             problem = "was replaced, or got other files, meanwhile"
             raise DestinationExists(target, problem, "look at it, or choose another name")
-    sync_folder(target.parent)
-
-
-def _renamed(path: Path, target: Path, how: int) -> bool:
-    """Renames onto nothing, or in both directions at once; Python has no name for either.
-
-    False: the system cannot do it, or the target is there, or is not.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return call is not None and not call(_CWD, os.fsencode(path), _CWD, os.fsencode(target), how)
+    system.sync_folder(target.parent)
 
 
 def put(path: Path, target: Path, force: bool) -> None:
@@ -218,7 +218,7 @@ def put(path: Path, target: Path, force: bool) -> None:
         except FileExistsError:
             raise DestinationExists(target, "is already there", "choose another name") from None
         except OSError:  # a file system without hard links
-            if _renamed(path, target, _NEW):
+            if system.rename_new(path, target):
                 return
             if os.path.lexists(target):
                 raise DestinationExists(
@@ -277,12 +277,3 @@ def check_target(
             target, "is already there", f"choose another name, or replace it with {FORCE}"
         )
     return status
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmha.checkpoint import json_text, temporaries
+from jaxmha.checkpoint import json_text, system, temporaries
 from jaxmha.checkpoint.errors import CheckpointError
 from jaxmha.checkpoint.limits import Budget, Limits
 
@@ -69,10 +69,10 @@ def read(path: Path, target: Path, ending: str) -> Journal | None:
         Unfit: it has the form of a journal, and its digest or its names are not those of one.
         OSError: it is gone.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = system.open_plain(path)
     with open(fd, "rb") as file:
         status, most = os.fstat(fd), Limits().index_bytes
-        if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+        if not stat.S_ISREG(status.st_mode) or not system.is_of_user(status):
             return None
         raw = file.read(most + 1)
     length = len(_seal(target, b""))

@@ -12,11 +12,11 @@ virtual machine, has a memory of its own, which no program can look behind.
 """
 
 import contextlib
-import ctypes
-import errno
 import os
 import threading
 from collections.abc import Iterator
+
+from jaxmha.checkpoint import system
 
 _LARGE = 64 << 20
 _WHOLE, _SAMPLE, _STEP = 4 << 20, 1 << 20, 16 << 20
@@ -25,15 +25,12 @@ _WHOLE, _SAMPLE, _STEP = 4 << 20, 1 << 20, 16 << 20
 def settle(fd: int) -> None:
     """Makes a file durable, then has the system forget what is to be read from the disk."""
     os.fsync(fd)
-    if not hasattr(os, "posix_fadvise"):
-        return
     size = os.fstat(fd).st_size
     whole = [(0, 0)]  # to the end
     last = max(0, size - _SAMPLE) // _SAMPLE * _SAMPLE
     sample = [*((at, _SAMPLE) for at in range(0, size, _STEP)), (last, 0)]
     for at, count in whole if size <= _WHOLE else sample:
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
+        system.drop_cached(fd, at, count)
 
 
 @contextlib.contextmanager
@@ -42,13 +39,13 @@ def flushing(fd: int, size: int) -> Iterator[None]:
     if size <= _LARGE:
         yield
         return
-    _reserve(fd, size)
+    system.reserve(fd, size)
     done, errors = threading.Event(), []
 
     def flush() -> None:
         while not done.wait(0.05):
             try:
-                os.fdatasync(fd)
+                system.flush_data(fd)
             except OSError as e:  # the system tells of an error once
                 errors.append(e)
                 return
@@ -62,15 +59,3 @@ def flushing(fd: int, size: int) -> Iterator[None]:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Gives an empty file its size: a full disk says so now, and less is left to do while writing.
-
-    Python's own call writes zeros where the file system cannot do it.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call and call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-        problem = ctypes.get_errno()
-        if problem in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(problem, os.strerror(problem))

@@ -26,6 +26,7 @@ from jaxmha.checkpoint.formats.torch import zip
 from jaxmha.checkpoint.limits import Budget, Limits, check_name, is_text
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.system import Directory
 
 SUFFIX, TOTAL = ".index.json", "total_size"
 READERS = {".safetensors": safetensors.read, ".bin": zip.read}
@@ -61,12 +62,12 @@ def read(source: Source, limits: Limits) -> Contents:
     opened: list[tuple[Source, Contents]] = []
     where: dict[str, tuple[Source, Contents]] = {}
     with contextlib.ExitStack() as cleanup:
-        folder = cleanup.enter_context(Folder(path.parent))
+        folder = cleanup.enter_context(Directory(path.parent))
         for file in files:
             check_shard_name(path, file)
             if not file.endswith(ending):
                 raise MalformedFile(path, f"the shard is not {ending}", _AGAIN, file)
-            shard = folder.open(file, source)
+            shard = _open_shard(folder, file, source)
             cleanup.callback(shard.close)
             budget.grow(shard.size)
             contents = READERS[ending](shard, limits)
@@ -189,42 +190,29 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
         )
 
 
-class Folder:
-    """A folder whose files are opened by name, without following links out of it."""
+def _open_shard(folder: Directory, file: str, index: Source) -> Source:
+    """A shard next to its index. No link out of the folder is followed.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.fd = -1
+    Raises:
+        IncompleteCheckpoint: it is not there.  PathEscape: it is a link.  UnreadableFile.
+    """
+    name = file
+    try:
+        if os.path.islink(folder.path / file):
+            name = _blob(folder, file, index)
+        return Source(folder.path / file, mapped=index.mapped, within=(folder, name))
+    except UnreadableFile as e:
+        if not isinstance(e.__cause__, FileNotFoundError):
+            raise
+        problem = "the shard is missing"
+        raise IncompleteCheckpoint(index.path, problem, _AGAIN, file) from None
 
-    def __enter__(self) -> "Folder":  # noqa: PYI034
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-    def open(self, file: str, index: Source) -> Source:
-        """A file of the folder.
-
-        Raises:
-            IncompleteCheckpoint: it is not there.  PathEscape: it is a link.  UnreadableFile.
-        """
-        name = file
-        try:
-            if os.path.islink(self.path / file):
-                name = self._blob(file, index)
-            return Source(self.path / file, mapped=index.mapped, within=(self.fd, name))
-        except UnreadableFile as e:
-            if not isinstance(e.__cause__, FileNotFoundError):
-                raise
-            problem = "the shard is missing"
-            raise IncompleteCheckpoint(index.path, problem, _AGAIN, file) from None
-
-    def _blob(self, file: str, index: Source) -> str:
-        """Where a link of the Hugging Face cache leads; other links are refused."""
-        target = os.readlink(file, dir_fd=self.fd)
-        places = Path(os.path.realpath(self.path)).parts[-3:]
-        cached = len(places) == 3 and places[0].startswith("models--") and places[1] == "snapshots"
-        if not cached or not re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]{40,64}", target):
-            raise PathEscape(index.path, "the shard is a link", "copy the file itself here", file)
-        return target
+def _blob(folder: Directory, file: str, index: Source) -> str:
+    """The target of a link in the cache of Hugging Face; other links are refused."""
+    target = folder.readlink(file).replace(os.sep, "/")
+    parents = Path(os.path.realpath(folder.path)).parts[-3:]
+    cached = len(parents) == 3 and parents[0].startswith("models--") and parents[1] == "snapshots"
+    if not cached or not re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]{40,64}", target):
+        raise PathEscape(index.path, "the shard is a link", "copy the file itself here", file)
+    return target

@@ -16,7 +16,7 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxmha.checkpoint import atomic, journal, reader, shards_read, temporaries
+from jaxmha.checkpoint import atomic, journal, reader, shards_read, system, temporaries
 from jaxmha.checkpoint.casting import Loss
 from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, UnsupportedFormat, shown
 from jaxmha.checkpoint.formats import table
@@ -55,7 +55,7 @@ def write(
         shards = _shards(plan, target, ending, parts, resume)
         names = dict(zip(shards, parts, strict=True))
         mine = shards if part is None else shards[part[0] :: part[1]]
-        with _journal(target, mine) as own:
+        with _journal(target, mine) as (list_of_own, own):
             known = _begin(target, ending, own, mine)
             if resume is not None and not force:
                 _refuse_others(target, ending, own, set(shards))
@@ -77,7 +77,7 @@ def write(
                     settle(file.fileno())
                     _compare(plan, path)
                     try:
-                        _put(path, target, ending, shards, force, sources)
+                        _put((file, path), target, ending, shards, force, sources)
                     finally:
                         placed = atomic.is_placed(path, target)
             except BaseException:
@@ -86,13 +86,14 @@ def write(
                 elif resume is None:
                     temporaries.remove(target.parent, [shard.name for shard in mine], sources)
                 else:
+                    atomic.release(list_of_own)
                     os.replace(own, temporaries.fresh(target))  # the list stays with the shards
                 raise
     return [*shards, target], kept
 
 
 def _put(
-    path: Path,
+    temporary: tuple[BinaryIO, Path],
     target: Path,
     ending: str,
     shards: list[Path],
@@ -103,7 +104,7 @@ def _put(
     done_with = [shard for shard in _replaced(target, ending) if shard not in shards]
     # The list is for the next run, should this one be killed while it removes them.
     with _journal(target, done_with):
-        atomic.commit(path, target, force)
+        atomic.commit(*temporary, target, force)
         _remove(target, done_with, sources)
 
 
@@ -174,19 +175,20 @@ def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
 
 
 @contextlib.contextmanager
-def _journal(target: Path, shards: Sequence[Path]) -> Iterator[Path]:
+def _journal(target: Path, shards: Sequence[Path]) -> Iterator[tuple[BinaryIO, Path]]:
     """A list of shards, for as long as this process is at work on them."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, {})
-        yield path
+        yield file, path
 
 
 def _leave(target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]) -> None:
     """A list of shards that stays with them, and what casting lost, so that nobody casts again."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, losses)
+        atomic.release(file)
         os.replace(path, temporaries.fresh(target))
-        atomic.sync_folder(target.parent)
+        system.sync_folder(target.parent)
 
 
 def _fill(
@@ -211,7 +213,7 @@ def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, 
     for shard in mine:  # named by what is written: a file there is one that can be continued
         if os.path.lexists(shard):
             status = os.lstat(shard)
-            if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+            if not stat.S_ISREG(status.st_mode) or not system.is_of_user(status):
                 problem = "is there and not a file of this user"
                 raise DestinationExists(shard, problem, "move it away, or choose another name")
     known: dict[str, tuple[str, Loss]] = {}

@@ -1,17 +1,17 @@
 """One descriptor on one regular file, read by position."""
 
-import io
 import mmap
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmha.checkpoint import system
 from jaxmha.checkpoint.errors import IntegrityError, MalformedFile, UnreadableFile
+from jaxmha.checkpoint.system import Directory
 
 _MOST_AT_ONCE = 1 << 30  # the kernel reads less than 2 GiB per call
 _PIECE = 1 << 20
@@ -29,13 +29,16 @@ class Source:
         path: str | os.PathLike[str],
         *,
         mapped: bool = False,
-        within: tuple[int, str] | None = None,
+        within: tuple[Directory, str] | None = None,
         known_as: Path | None = None,
     ) -> None:
-        """Opens the file by its path; `within` is a folder's descriptor and a name in it.
+        """Opens the file by its path, or by an open folder and a name in it.
 
-        A name within a folder may not be a link. `known_as`: the name in messages, of a file that
-        has it later.
+        Args:
+            path: the file.
+            mapped: map it into memory.
+            within: an open folder and the name of the file in it, which may not be a link.
+            known_as: the path in messages, of a temporary that gets this name later.
         """
         opened = Path(path)
         self.path = known_as or opened
@@ -44,13 +47,12 @@ class Source:
         self._map: NDArray[np.uint8] | None = None
         try:
             # Devices act on being opened and FIFOs block, so look before opening.
-            folder, name = within or (None, opened)
-            before = os.stat(name, dir_fd=folder, follow_symlinks=within is None)
+            before = os.stat(opened) if within is None else within[0].stat(within[1])
             _refuse_special(self.path, before)
-            # O_NONBLOCK: the path may have become a FIFO since.
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-            flags |= os.O_NOFOLLOW if within else 0
-            self.fd = os.open(name, flags, dir_fd=folder)
+            if within is None:
+                self.fd = system.open_regular(opened)
+            else:
+                self.fd = within[0].open_file(within[1])
             status = os.fstat(self.fd)
             _refuse_special(self.path, status)
         except FileNotFoundError as e:
@@ -100,7 +102,7 @@ class Source:
         while done < count:
             view = raw[done : done + _MOST_AT_ONCE].data
             try:
-                got = os.preadv(self.fd, [view], offset + done)
+                got = system.read_at(self.fd, view, offset + done)
             except OSError as e:
                 raise UnreadableFile(
                     self.path, f"reading failed ({e.strerror or e})", "check the disk and try again"
@@ -116,10 +118,6 @@ class Source:
             piece = buffer[: min(_PIECE, count - at)]
             self.read_into(piece, offset + at)
             yield piece.data
-
-    def file(self) -> io.RawIOBase:
-        """A file object of its own over the same descriptor, for libraries that want one."""
-        return io.FileIO(os.dup(self.fd))
 
     def check_unchanged(self) -> None:
         """Raises IntegrityError if size or modification time moved since opening."""
@@ -156,39 +154,12 @@ class Section(Source):
         """Fills an array; errors as in `read`."""
         self.whole.read_into(raw, self.offset + offset)
 
-    def file(self) -> io.RawIOBase:
-        """A file object over this part."""
-        return _SectionFile(self)
-
     def check_unchanged(self) -> None:
         """Raises IntegrityError if the whole file changed since opening."""
         self.whole.check_unchanged()
 
     def close(self) -> None:
         """Nothing: the whole file stays open."""
-
-
-class _SectionFile(io.RawIOBase):
-    def __init__(self, section: Section) -> None:
-        self._section, self._at = section, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._section.size}
-        self._at = start[whence] + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        raw = np.frombuffer(buffer, np.uint8)
-        count = max(0, min(raw.size, self._section.size - self._at))
-        self._section.read_into(raw[:count], self._at)
-        self._at += count
-        return count
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

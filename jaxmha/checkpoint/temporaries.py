@@ -12,7 +12,6 @@ is named.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -21,6 +20,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from jaxmha.checkpoint import system
 from jaxmha.checkpoint.errors import printable
 
 Identity = tuple[int, int]  # device and inode
@@ -54,9 +54,14 @@ def _is_proven(target: Path, name: str) -> bool:
     return found is not None and _proof(target, found[1]) == found[2]
 
 
-def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
-    """A temporary and the descriptor that locks it. One that `clean` saw before the lock is gone:
-    then another.
+def create(target: Path, make: Callable[[Path], int | None]) -> tuple[int | None, Path]:
+    """A new temporary and the descriptor that locks it; None where folders have no descriptors.
+
+    `clean` of another process may take it for a stale one until it is locked; then another is made.
+
+    Args:
+        target: the file or folder that the temporary will become.
+        make: makes and opens it.
     """
     for _ in range(_ATTEMPTS):
         path = fresh(target)
@@ -68,8 +73,10 @@ def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
             if not target.parent.is_dir():
                 raise
             continue
+        if fd is None:
+            return None, path
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(fd)
             if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
                 return fd, path
         except (BlockingIOError, FileNotFoundError):
@@ -85,9 +92,9 @@ def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
 
 
 def alive(target: Path) -> list[Path]:
-    """Temporaries of writers of the same target that are at work."""
+    """Temporaries of writers of the same target that are running; none without file locks."""
     found = []
-    for path in named(target):
+    for path in named(target) if system.has_locks() else ():
         try:
             with locked(path):
                 pass
@@ -131,6 +138,8 @@ def clean(
     for path in _alike(target):
         try:
             why = _not_ours(target, path, read, folder=parts is not None)
+            if why is None and not system.has_locks():
+                why = system.NO_LOCKS
             if why is None:
                 with locked(path) as status:
                     why = before(path)
@@ -158,7 +167,7 @@ def _not_ours(target: Path, path: Path, read: frozenset[Identity], folder: bool)
         return "another program gave it its name"
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
         return "is not a folder" if folder else "is not a plain file"
-    if not is_of_user(status):
+    if not system.is_of_user(status):
         return "belongs to another user"
     if (status.st_dev, status.st_ino) in read:
         return "is being read"
@@ -167,11 +176,6 @@ def _not_ours(target: Path, path: Path, read: frozenset[Identity], folder: bool)
     if not folder and status.st_nlink > 1 and not placed:
         return "has a second name"
     return None
-
-
-def is_of_user(status: os.stat_result) -> bool:
-    """True if a file belongs to the user of this process."""
-    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
 
 
 def identities(paths: Iterable[Path]) -> frozenset[Identity]:
@@ -196,9 +200,9 @@ def locked(path: Path) -> Iterator[os.stat_result]:
     before = os.stat(path, follow_symlinks=False)  # devices act on being opened
     if not (stat.S_ISREG(before.st_mode) or stat.S_ISDIR(before.st_mode)):
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = system.open_plain(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(fd)
         yield os.fstat(fd)
     finally:
         os.close(fd)
@@ -214,17 +218,14 @@ def unlink(path: Path, status: os.stat_result) -> None:
 def remove(folder: Path, names: Iterable[str], sources: Sequence[Path]) -> None:
     """Removes plain files of this user in a folder, but for those being read."""
     read = identities(sources)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with system.Directory(folder) as directory:
         for name in names:
             with contextlib.suppress(OSError):
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                status = directory.stat(name)
                 plain = os.path.basename(name) == name and stat.S_ISREG(status.st_mode)
-                here = (status.st_dev, status.st_ino)
-                if plain and is_of_user(status) and here not in read:
-                    os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
+                identity = (status.st_dev, status.st_ino)
+                if plain and system.is_of_user(status) and identity not in read:
+                    directory.unlink(name)
 
 
 def others(path: Path, is_part: IsPart) -> list[str]:
@@ -245,17 +246,18 @@ def remove_folder(path: Path, is_part: IsPart) -> bool:
 
     No link is followed. Files whose names begin with "_" go last: they tell what the others are.
     """
-    for folder, folders, files, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
+    for folder, names, directory in system.walk_up(path):
         inside = os.path.relpath(folder, path)
-        for name in sorted((*folders, *files), key=lambda name: (name.startswith("_"), name)):
-            with contextlib.suppress(OSError):
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                if not is_part(os.path.normpath(os.path.join(inside, name))):
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    os.rmdir(name, dir_fd=fd)
-                elif stat.S_ISREG(status.st_mode):
-                    os.unlink(name, dir_fd=fd)
+        with directory:
+            for name in sorted(names, key=lambda name: (name.startswith("_"), name)):
+                with contextlib.suppress(OSError):
+                    status = directory.stat(name)
+                    if not is_part(os.path.normpath(os.path.join(inside, name))):
+                        continue
+                    if stat.S_ISDIR(status.st_mode):
+                        directory.rmdir(name)
+                    elif stat.S_ISREG(status.st_mode):
+                        directory.unlink(name)
     with contextlib.suppress(OSError):
         os.rmdir(path)
     return not os.path.lexists(path)
