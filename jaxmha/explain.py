@@ -28,13 +28,13 @@ class Explanation:
     reasons: tuple[tuple[str, str | None], ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every candidate with `chosen`, `could` (supported, not chosen), or why it cannot.
+        """Every candidate with `chosen`, `supported`, or why it cannot.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
-        [('blocked', 'chosen'), ('reference', 'could')]
+        [('blocked', 'chosen'), ('reference', 'supported')]
         """
         return [
-            (name, reason or ("chosen" if name == self.chosen else "could"))
+            (name, reason or ("chosen" if name == self.chosen else "supported"))
             for name, reason in self.reasons
         ]
 
