@@ -51,7 +51,7 @@ def replace(
         target = Path(os.path.realpath(target))  # a link typed by the user stays a link
         notes: list[str] = []
         temporaries.clean(target, sources, notes)
-        with temporary(target, mode if old is None else stat.S_IMODE(old.st_mode)) as (file, path):
+        with temporary(target, mode if old is None else mode_of(old)) as (file, path):
             with flushing(file.fileno(), size):
                 emit(file)
                 file.flush()
@@ -104,6 +104,11 @@ def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFaile
     return WriteFailed(
         target, f"does not read back as it was written{why}", "check the disk", member
     )
+
+
+def mode_of(status: os.stat_result | None) -> int | None:
+    """The permissions of a file to replace; None if there is none."""
+    return None if status is None else stat.S_IMODE(status.st_mode)
 
 
 @contextlib.contextmanager

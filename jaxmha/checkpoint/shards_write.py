@@ -47,8 +47,7 @@ def write(
         DestinationExists, WriteFailed, and what writing a shard raises.
     """
     with atomic.typed(plan.path):
-        old = atomic.check_target(plan.path, force, sources)
-        mode = None if old is None else stat.S_IMODE(old.st_mode)
+        mode = atomic.mode_of(atomic.check_target(plan.path, force, sources))
         target = Path(os.path.realpath(plan.path))
         ending = shards_read.suffix(target)
         parts = _split(plan, shard_size)

@@ -8,11 +8,11 @@ tables of the converters; the other facts are in this module. They were measured
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.transform import refuse_export
 from jaxmha.converters.masks import flax as flax_masks
 from jaxmha.converters.masks import jax as jax_masks
@@ -245,7 +245,7 @@ def stored(
     return own, reasons[0] if reasons else None
 
 
-def _shape(entry: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(entry: Entry, sizes: Mapping[str, int]) -> tuple[int, ...]:
     known = {**sizes, "qkv": len(entry.leaves), "kv": len(entry.leaves)}
     groups = parse(entry.axes)
     return tuple(math.prod(int(a) if a.isdigit() else known[a] for a in group) for group in groups)

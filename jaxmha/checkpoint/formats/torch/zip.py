@@ -57,14 +57,8 @@ def read(source: Source, limits: Limits) -> Contents:
     root, storages = pickle.run(program, path, limits, budget)
     for storage in storages.values():
         _check_storage(source, members, storage)
-    views: dict[str, records.View] = {}
-    names, others = Counter[int](), list[str]()
-    for name, view in records.flatten(root, path, limits, others):
-        names[id(view)] += 1
-        budget.spend("the names of one tensor", names[id(view)], limits.aliases, name)
-        info = budget.tensor(name, view.shape, view.dtype)
-        _check_view(source, name, view, info)
-        views[name] = view
+    others: list[str] = []
+    views = _views(root, source, budget, others)
     stray = {name for name in members if name.startswith("data/")}
     stray -= {f"data/{key}" for key in storages}
     if stray:
@@ -104,6 +98,21 @@ def read(source: Source, limits: Limits) -> Contents:
 
     kept = _digests(members, views, budget)
     return Contents(budget.info, load, others=tuple(others), digests=kept, view=mapped)
+
+
+def _views(
+    root: object, source: Source, budget: Budget, others: list[str]
+) -> dict[str, records.View]:
+    """The tensors of the unpickled object, each checked against its storage."""
+    views: dict[str, records.View] = {}
+    names = Counter[int]()
+    for name, view in records.flatten(root, source.path, budget.limits, others):
+        names[id(view)] += 1
+        budget.spend("the names of one tensor", names[id(view)], budget.limits.aliases, name)
+        info = budget.tensor(name, view.shape, view.dtype)
+        _check_view(source, name, view, info)
+        views[name] = view
+    return views
 
 
 def check(plan: Plan) -> None:
