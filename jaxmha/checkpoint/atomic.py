@@ -1,4 +1,4 @@
-"""Putting a file in place in one step: at every moment it is the old one or the complete new one.
+"""Replaces a file in one step: at every moment it is the old one or the complete new one.
 
 The new file is written next to its target as one of its `temporaries`.
 """
@@ -28,23 +28,23 @@ def replace(
     mode: int | None = None,
     size: int = 0,
 ) -> list[str]:
-    """Puts a file in place after `verify` has accepted it as it is on the disk.
+    """Writes a file under another name, verifies it, and gives it the name of the target.
 
     Args:
-        target: where; what is there stays until the last step, and its permissions stay.
+        target: the file to write. An existing file stays until the last step; its permissions are kept.
         emit: writes the content.
         verify: raises unless the file at the given path is right.
-        force: replace what is there.
+        force: replace an existing file.
         sources: files and folders that nothing may be put onto or into.
         mode: permissions of a new file; None: as the umask says.
-        size: bytes that `emit` writes at least. Where they are many, their place on the disk is taken
+        size: lower bound of the bytes that `emit` writes. If it is large, space on the disk is reserved
             first, and the disk writes while `emit` computes.
 
     Returns:
-        a line for everything that looks like a temporary of the target and was left alone.
+        one line for each file that looks like a temporary of the target and was not removed.
 
     Raises:
-        DestinationExists, WriteFailed, and whatever emit and verify raise.
+        DestinationExists, WriteFailed, and the errors of emit and verify.
     """
     with typed(target):
         old = check_target(target, force, sources)
@@ -69,7 +69,7 @@ def replace_by(
     sources: Sequence[Path] = (),
     mode: int | None = None,
 ) -> list[str]:
-    """`replace` by bytes that are there already."""
+    """`replace` with the given bytes."""
 
     def emit(file: BinaryIO) -> None:
         file.write(content)
@@ -79,7 +79,7 @@ def replace_by(
 
 @contextlib.contextmanager
 def typed(target: Path) -> Iterator[None]:
-    """The operating system's refusals as WriteFailed."""
+    """Raises errors of the operating system as WriteFailed."""
     try:
         yield
     except OSError as e:
@@ -89,7 +89,7 @@ def typed(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_back(target: Path, path: Path) -> Iterator[None]:
-    """Any refusal to read what was just written, at `path`, as WriteFailed of its target."""
+    """Raises errors of reading back the temporary `path` as WriteFailed of its target."""
     try:
         yield
     except WriteFailed:
@@ -100,7 +100,7 @@ def reading_back(target: Path, path: Path) -> Iterator[None]:
 
 
 def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFailed:
-    """The error of a file that holds something else than was written."""
+    """The error to raise if a file does not hold the written bytes."""
     return WriteFailed(
         target, f"does not read back as it was written{why}", "check the disk", member
     )
@@ -113,7 +113,7 @@ def mode_of(status: os.stat_result | None) -> int | None:
 
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
-    """A locked file next to the target. It is gone afterwards unless it was committed."""
+    """A new, locked file next to the target; it is removed afterwards unless it was committed."""
 
     def create(path: Path) -> int:
         # Without a file to replace, the umask decides.
@@ -132,7 +132,7 @@ def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO,
 
 
 def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
-    """Gives content that is durable the name of the target, and makes that durable."""
+    """Renames a durable temporary to its target, and makes the name durable."""
     release(file)
     put(path, target, force)
     system.sync_folder(target.parent)
@@ -151,8 +151,10 @@ def release(file: BinaryIO) -> None:
 def temporary_folder(
     target: Path, parts: Callable[[Path], temporaries.IsPart], notes: list[str]
 ) -> Iterator[Path]:
-    """A locked folder next to the target. It, or the one that it was exchanged for, is gone
-    afterwards, but for files that are no `parts` of it, which get a line in `notes`.
+    """A new, locked folder next to the target.
+
+    Afterwards the folder of this name is removed: the temporary, or the old target that it was
+    exchanged for. Files that are no `parts` of it stay, with a line in `notes`.
     """
 
     def create(path: Path) -> int | None:
@@ -170,7 +172,7 @@ def temporary_folder(
 
 
 def settle_folder(path: Path) -> None:
-    """`settle` for every file of a folder, whose names are durable then."""
+    """Applies `settle` to every file of a folder, and makes the names durable."""
     for folder, _, files in os.walk(path):
         for file in files:
             # Windows makes only files durable that are open for writing.
@@ -185,7 +187,7 @@ def commit_folder(
     old: os.stat_result | None,
     parts: Callable[[Path], temporaries.IsPart],
 ) -> None:
-    """Gives a durable folder the name of the target; the old one, if any, gets the other name.
+    """Renames a durable folder to its target; exchanges the names if there is an old folder.
 
     Raises:
         DestinationExists: another process was faster, or put a file of its own into the old folder,
@@ -222,7 +224,7 @@ def put(path: Path, target: Path, force: bool) -> None:
             return  # the temporary name goes with the temporary
         except FileExistsError:
             raise DestinationExists(target, "is already there", "choose another name") from None
-        except OSError:  # a file system without hard links
+        except OSError:  # the file system has no hard links
             if system.rename_new(path, target):
                 return
             if os.path.lexists(target):
@@ -233,7 +235,7 @@ def put(path: Path, target: Path, force: bool) -> None:
 
 
 def is_placed(path: Path, target: Path) -> bool:
-    """Whether a temporary has become its target, wherever the writer was interrupted."""
+    """Whether a temporary has become its target, also if the writer was interrupted in between."""
     try:
         return os.path.samefile(path, target)
     except FileNotFoundError:
@@ -241,7 +243,7 @@ def is_placed(path: Path, target: Path) -> bool:
 
 
 def is_same(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one file or folder that is there."""
+    """Whether two paths lead to the same existing file or folder."""
     try:
         return os.path.samefile(path, other)
     except FileNotFoundError:
@@ -251,7 +253,7 @@ def is_same(path: Path, other: Path) -> bool:
 def check_target(
     target: Path, force: bool, sources: Sequence[Path], folder: bool = False
 ) -> os.stat_result | None:
-    """The status of the file, or folder, to replace; None where there is none.
+    """The status of the file or folder to replace; None if it does not exist.
 
     Raises:
         DestinationExists, WriteFailed.

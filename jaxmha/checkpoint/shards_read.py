@@ -1,4 +1,4 @@
-"""Checkpoints in several files, and the JSON index that says which tensor is where.
+"""Reads checkpoints in several files, with a JSON index that maps tensors to files.
 
 Format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
@@ -48,8 +48,8 @@ def read(source: Source, limits: Limits) -> Contents:
     """Opens every shard and checks that index and shards agree.
 
     Raises:
-        MalformedFile, AmbiguousFile, PathEscape, IncompleteCheckpoint, BudgetExceeded, and what
-        the shards raise, with their own paths.
+        MalformedFile, AmbiguousFile, PathEscape, IncompleteCheckpoint, BudgetExceeded, and the
+        errors of the shards, with their own paths.
     """
     path = source.path
     index = parse(source, limits)
@@ -105,7 +105,7 @@ def _register(budget: Budget, index: Index, file: str, contents: Contents) -> No
 
 
 def _check_whole(path: Path, budget: Budget, index: Index) -> None:
-    """Raises IncompleteCheckpoint or MalformedFile unless the shards hold all that the index lists."""
+    """Raises IncompleteCheckpoint or MalformedFile unless the shards hold everything in the index."""
     if missing := index.shards.keys() - budget.info.keys():
         file = index.shards[min(missing)]
         raise IncompleteCheckpoint(path, f"is not in {shown(file)}", _AGAIN, min(missing))
@@ -159,14 +159,14 @@ def suffix(path: Path) -> str:
     """The suffix of the shards of an index.
 
     Raises:
-        MalformedFile: the name of the index does not tell.
+        MalformedFile: the name of the index has no such suffix.
     """
     name = path.name.lower()
     for ending in READERS:
         if name.endswith(ending + SUFFIX):
             return ending
     known = ", ".join(f"{ending}{SUFFIX}" for ending in READERS)
-    raise MalformedFile(path, "the name does not tell the format of the shards", f"use {known}")
+    raise MalformedFile(path, "the name does not show the format of the shards", f"use {known}")
 
 
 def parse(source: Source, limits: Limits) -> Index:

@@ -1,4 +1,4 @@
-"""One descriptor on one regular file, read by position."""
+"""A regular file that is opened once and read by position."""
 
 import mmap
 import os
@@ -72,7 +72,7 @@ class Source:
             self._map = np.frombuffer(whole, np.uint8)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Exactly count bytes.
+        """Reads exactly count bytes.
 
         Raises:
             MalformedFile: the range leaves the file.  IntegrityError: the file shrank.
@@ -80,7 +80,7 @@ class Source:
         return self.read_array(offset, count).tobytes()
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Exactly count bytes: a fresh array, or read-only over the map; errors as in `read`."""
+        """Reads exactly count bytes into a new array, or returns a view of the map; errors as `read`."""
         self._check_range(offset, count)
         if self._map is not None:
             return self._map[offset : offset + count]
@@ -97,7 +97,7 @@ class Source:
             )
 
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
-        """Fills an array; errors as in `read`."""
+        """Fills an array; raises as `read` does."""
         done, count = 0, raw.size
         while done < count:
             view = raw[done : done + _MOST_AT_ONCE].data
@@ -112,7 +112,7 @@ class Source:
             done += got
 
     def stream(self, offset: int, count: int) -> Iterator[memoryview]:
-        """The same bytes in pieces that are valid one at a time; errors as in `read`."""
+        """Yields a range in pieces, each valid until the next; raises as `read` does."""
         buffer = np.empty(min(count, _PIECE), np.uint8)
         for at in range(0, count, _PIECE):
             piece = buffer[: min(_PIECE, count - at)]
@@ -120,7 +120,7 @@ class Source:
             yield piece.data
 
     def check_unchanged(self) -> None:
-        """Raises IntegrityError if size or modification time moved since opening."""
+        """Raises IntegrityError if size or modification time changed since opening."""
         if _identity(os.fstat(self.fd)) != self._identity:
             raise self._changed()
 
@@ -131,14 +131,14 @@ class Source:
 
     def close(self) -> None:
         """Closes the descriptor; doing so twice is fine."""
-        self._map = None  # unmapped when the last array over it is gone
+        self._map = None  # unmapped when the last view is freed
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Section(Source):
-    """A part of an open file, read as if it were a file. It does not close the file."""
+    """A range of an open file with the interface of a file; closing it does not close the file."""
 
     def __init__(self, whole: Source, offset: int, size: int) -> None:
         self.whole, self.offset = whole, offset
@@ -146,12 +146,12 @@ class Section(Source):
         self.fd = whole.fd
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Exactly count bytes; errors as in `read`."""
+        """Reads exactly count bytes; raises as `read` does."""
         self._check_range(offset, count)
         return self.whole.read_array(self.offset + offset, count)
 
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
-        """Fills an array; errors as in `read`."""
+        """Fills an array; raises as `read` does."""
         self.whole.read_into(raw, self.offset + offset)
 
     def check_unchanged(self) -> None:
@@ -159,7 +159,7 @@ class Section(Source):
         self.whole.check_unchanged()
 
     def close(self) -> None:
-        """Nothing: the whole file stays open."""
+        """Does nothing: the whole file stays open."""
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -19,7 +19,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 StrPath = str | os.PathLike[str]
-NO_LOCKS = "this system has no file locks that tell whether its writer is still running"
+NO_LOCKS = "this system has no file locks, so its writer may still be running"
 _PIECE = 1 << 20
 _CWD, _NEW, _EXCHANGE = -100, 1, 2  # arguments of renameat2(2)
 _position = threading.Lock()  # descriptors share one position where reads have none of their own
@@ -199,7 +199,7 @@ def flush_data(fd: int) -> None:
 
 
 def drop_cached(fd: int, offset: int, count: int) -> None:
-    """Asks the system to forget its copy of a range of a durable file; 0 bytes mean up to its end."""
+    """Requests to drop the cached copy of a range of a durable file; 0 bytes: up to its end."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)

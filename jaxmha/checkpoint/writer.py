@@ -1,4 +1,4 @@
-"""Writing a checkpoint: all of it, verified, or nothing."""
+"""Writes a checkpoint: complete and verified, or not at all."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ SHARD_SIZE = 5 * 10**9
 
 @dataclass(frozen=True)
 class Written:
-    """What was written.
+    """The result of a write.
 
     Attributes:
         path: the target.
@@ -39,8 +39,8 @@ class Written:
         info: name -> TensorInfo, as written.
         digests: name -> digest, as written and read back.
         losses: name -> Loss, for every tensor whose dtype was changed.
-        kept: the files that an interrupted write of the same had completed.
-        notes: on files next to the target that look like temporaries of it and were left alone.
+        kept: complete files of an interrupted write that were kept.
+        notes: lines on files next to the target that look like temporaries of it and were not removed.
     """
 
     path: Path
@@ -140,7 +140,7 @@ def _plan(
     progress: Progress | None,
 ) -> Plan:
     algorithm = digest if digest is not None and digest != "fast" else digests.usual()
-    digests.hasher(algorithm, target)  # raises here and not halfway
+    digests.hasher(algorithm, target)  # raise before anything is written
     info, declared, load = _tensors(target, tensors, dtype)
     return Plan(
         target,
@@ -216,7 +216,7 @@ def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
 
 
 def _refuse_other_files(path: Path) -> None:
-    """Raises DestinationExists unless a folder is a checkpoint of orbax and nothing else."""
+    """Raises DestinationExists unless a folder holds an orbax checkpoint and nothing else."""
     problem = "is a folder that is no orbax checkpoint"
     if os.path.isfile(path / orbax.TREE):
         others = temporaries.others(path, orbax_parts.of(path))
@@ -224,11 +224,11 @@ def _refuse_other_files(path: Path) -> None:
             return
         problem = f"holds {shown(others[0])}, which is no part of an orbax checkpoint"
         problem += f", and {len(others) - 1} more" * (len(others) > 1)
-    raise DestinationExists(path, problem, "move it away, or choose another name")
+    raise DestinationExists(path, problem, "remove or rename it, or choose another name")
 
 
 def compare(plan: Plan, written: reader.Checkpoint) -> None:
-    """Raises WriteFailed unless a file holds what the plan wrote, by digest of its data."""
+    """Raises WriteFailed unless the digests of a file are those that the plan wrote."""
     same = dict(written.info) == dict(plan.info) and (
         dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
     )
@@ -320,7 +320,7 @@ def _tensors(
 
 
 class _Counter:
-    """Adds bytes up and reports them."""
+    """Counts bytes and reports them to `progress`."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress

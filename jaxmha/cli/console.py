@@ -58,7 +58,7 @@ def one_message() -> Iterator[None]:
 
 
 def check_text(path: Path, force: bool, sources: Sequence[Path]) -> None:
-    """Raises ValueError unless `put_text` could write this file; call it before long work."""
+    """Raises ValueError unless `put_text` can write this file; call it before long work."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no such folder")
     if table.by_suffix(path) is not None:

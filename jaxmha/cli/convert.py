@@ -90,7 +90,7 @@ Part = Annotated[
         "--part",
         metavar="I/N",
         help="With --resume: write every N-th shard from the I-th on, and no index. Other processes "
-        "write the other parts meanwhile, on any machine that reaches both files; the same command "
+        "write the other parts meanwhile, on any machine with access to both files; the same command "
         "without --part then completes and checks the whole.",
     ),
 ]

@@ -220,7 +220,7 @@ def show(name: str, found: Attribution) -> None:
     for sentence in found.idle:
         out.print(f"without effect here: {escape(sentence)}", highlight=False)
     print_some(
-        [f"[red]kept otherwise:[/red] {escape(sentence)}" for sentence in found.stored],
+        [f"[red]stored differently:[/red] {escape(sentence)}" for sentence in found.stored],
     )
 
 

@@ -1,4 +1,4 @@
-"""`jaxmha verify`: compares two checkpoints, whatever their formats and layouts."""
+"""`jaxmha verify`: compares two checkpoints of any formats and layouts."""
 
 from pathlib import Path
 from typing import Annotated

@@ -116,7 +116,7 @@ FACTS: dict[str, dict[str, str]] = {
     },
     "capped_logits": _NONE,
     "masked_logits": {
-        "torch": "-inf; is_causal is a hint beside attn_mask, which need_weights=False replaces by "
+        "torch": "-inf; is_causal is a hint in addition to attn_mask, which need_weights=False replaces by "
         "the top-left triangle",
         "keras": f"about -2.4e38; {_SCORES} -1e9, in float16 -3e4",
         "tensorflow": f"about -2.4e38; {_SCORES} -1e9, in float16 -3e4",
@@ -147,7 +147,7 @@ FACTS: dict[str, dict[str, str]] = {
         "jax": "left to the caller",
     },
 }
-_ANSWERS = {"nan": "NaN", "zero": "0", "mean": "the mean of all values"}
+_FULLY_MASKED = {"nan": "NaN", "zero": "0", "mean": "the mean of all values"}
 _OTHER = {
     "nonzero": "other dtypes: nonzero = True, so that an additive mask is inverted",
     "added": "floats are added",
@@ -204,8 +204,8 @@ def _softmax(framework: str) -> list[str]:
     dtypes = {"input": "in the input dtype", "float32": "in float32 always", None: ""}
     lines = []
     for path, label in shown.items():
-        answer = f"a row with nothing left is {_ANSWERS[known[path].fully_masked]}"
-        said = ", ".join(filter(None, (dtypes[known[path].softmax], answer)))
+        empty = f"a row with nothing left is {_FULLY_MASKED[known[path].fully_masked]}"
+        said = ", ".join(filter(None, (dtypes[known[path].softmax], empty)))
         lines.append(f"{label}: {said}" if label else said)
     return lines
 

@@ -1,7 +1,7 @@
 """Folders that orbax writes: a JSON tree of names, and arrays in the zarr format of tensorstore.
 
-Everything declared is checked here; tensorstore reads the chunks and their checksums. Written are
-the same files, array by array, which orbax itself would want in memory together.
+This module checks everything that they declare; tensorstore reads the chunks and their checksums. It
+writes the same files array by array, while orbax needs all arrays in memory together.
 
 Format: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
 """
@@ -50,7 +50,7 @@ _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List"
 
 
 def places(folder: Folder, limits: Limits) -> dict[str, str]:
-    """Where the arrays of the tree are stored -> their names; raises as `read` does."""
+    """Storage key -> name of every array in the tree; raises as `read` does."""
     return _leaves(folder.path, _document(folder, Budget(folder.path, folder.size, limits)), limits)
 
 
@@ -89,7 +89,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
 
 
 def write(path: Path, plan: Plan) -> None:
-    """Writes into an empty folder; memory for one tensor and some chunks.
+    """Writes into an empty folder; holds one tensor and some chunks in memory.
 
     Raises:
         WriteFailed.
@@ -163,7 +163,7 @@ def _tree(names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
 
 
 def _gathered(blocks: Iterator[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Bytes in pieces of a size, the last may be smaller."""
+    """Regroups blocks of bytes to pieces of one size; the last may be smaller."""
     piece, used = np.empty(size, np.uint8), 0
     for block in blocks:
         while block.size:
@@ -182,7 +182,7 @@ def _names(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def check(plan: Plan) -> None:
-    """Raises unless names are a tree, their keys distinct and no paths, and dtypes known.
+    """Raises unless names form a tree, keys are distinct and no paths, and dtypes are known.
 
     Raises:
         MissingDependency, PathEscape, AmbiguousFile, UnsupportedDtype, UnsupportedFormat.
@@ -209,7 +209,7 @@ def check(plan: Plan) -> None:
 
 
 def _leaves(path: Path, tree: dict[str, Any], limits: Limits) -> dict[str, str]:
-    """Where the arrays of the tree are stored -> their names."""
+    """Storage key -> name of every array in the tree."""
     entries = tree.get("tree_metadata")
     if not isinstance(entries, dict) or type(tree.get("use_zarr3", False)) is not bool:
         raise MalformedFile(path, "tree_metadata is not a JSON object", AGAIN, TREE)
@@ -251,7 +251,9 @@ def _written(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        code = re.search(r"os_error_code='(\d+)'", str(e))  # says more than all calls above it
+        code = re.search(
+            r"os_error_code='(\d+)'", str(e)
+        )  # more precise than the text of the exception
         reason = os.strerror(int(code[1])) if code else " ".join(str(e).split())[:100]
         remedy = "check the folder and its free space"
         raise WriteFailed(path, f"tensorstore cannot write it ({reason})", remedy) from e

@@ -56,7 +56,7 @@ ZARR3 = Zarr("zarr.json", "zarr3", zarr.read3)
 
 
 class KeyStore:
-    """The keys of a folder or of the database in it, and what is stored under them.
+    """The keys of a folder, or of the database in it, and the values stored under them.
 
     Raises:
         MalformedFile, IncompleteCheckpoint, UnsupportedFormat, BudgetExceeded.
@@ -75,7 +75,7 @@ class KeyStore:
     def document(self, key: str, name: str) -> dict[str, Any]:
         """A JSON document."""
         most = self._budget.limits.document_bytes
-        # One byte more than is allowed, so that a larger one shows. A database gives whole values.
+        # Read one byte more than allowed to notice larger documents. A database returns whole values.
         raw = self._read(key, slice(0, most + 1) if self._store is None else None, name)
         self._budget.spend("its zarr document", len(raw), most, name)
         return json_text.parse(raw.strip(), self._budget, AGAIN, name, numbers=True)
