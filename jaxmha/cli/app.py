@@ -10,6 +10,7 @@ import typer
 from jaxmha import __version__
 from jaxmha.cli import convert, describe, diff, explain, inspect, plan, plot, verify
 from jaxmha.cli.console import out
+from jaxmha.cli.options import suffixes
 
 # Each module has its `command` and its EXAMPLES; `--help` lists the commands in this order.
 COMMANDS = {
@@ -29,8 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Converts checkpoints between torch, Keras, Flax and Hugging Face: attention and the other "
     "layers.\n\n"
-    "Files: .safetensors (one, or shards with an index), .pt (zip), .weights.h5, .keras (read only), "
-    ".npz, orbax folders. Nothing in a file is ever executed.\n\n"
+    f"Files: {suffixes()}. Nothing in a file is ever executed.\n\n"
     "Exit codes: 0 success, 1 the two sides differ or a part was not compared, 2 bad input.",
 )
 

@@ -20,7 +20,7 @@ from jaxmha.cli.console import (
     put_text,
 )
 from jaxmha.cli.convert_output import print_conversion
-from jaxmha.cli.options import Json, NumHeads, Source, option, parse_bytes
+from jaxmha.cli.options import Json, NumHeads, Source, option, parse_bytes, suffixes
 from jaxmha.cli.plan import (
     AttentionOnly,
     Choices,
@@ -49,8 +49,7 @@ DigestName = Enum(  # type: ignore[misc]
 Destination = Annotated[
     Path,
     typer.Argument(
-        help="The file to write; its suffix names the format: .safetensors, "
-        ".safetensors.index.json (shards), .pt, .weights.h5, .npz or .orbax (a folder).",
+        help=f"The file to write; its suffix names the format: {suffixes(to_write=True)}.",
         show_default=False,
     ),
 ]

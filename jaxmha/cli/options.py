@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from typer.models import OptionInfo
 
+from jaxmha import checkpoint
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import guess, known
 from jaxmha.converters.migrate import pipeline
@@ -25,6 +26,18 @@ def option(
     """An option with its names, separated by spaces, and its help text."""
     made: OptionInfo = typer.Option(*names.split(), help=about, min=min, show_default=show_default)
     return made
+
+
+def suffixes(*, to_write: bool = False) -> str:
+    """The suffixes of all formats, or of those that are written, for help texts."""
+    names = []
+    for format in checkpoint.FORMATS:
+        is_written = format.write is not None or format.folder or format.sharded
+        kind = {format.folder: " (a folder)", format.sharded: " (shards)"}.get(True, "")
+        kind = kind if is_written else " (read only)"
+        if is_written or not to_write:
+            names.append(format.suffixes[0] + kind)
+    return ", ".join(names)
 
 
 Json = Annotated[bool, option("--json", "Print JSON for scripts.")]

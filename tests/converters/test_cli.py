@@ -147,6 +147,14 @@ def test_a_command_is_one_module_of_its_name() -> None:
     assert [command.name for command in app.registered_commands] == list(COMMANDS)
 
 
+def test_help_names_every_format() -> None:
+    formats = {format.suffixes[0] for format in checkpoint.FORMATS}
+    assert all(suffix in cli("--help").stdout for suffix in formats)
+    written = " ".join(cli("convert", "--help").stdout.replace("│", " ").split())
+    assert all(suffix in written for suffix in formats - {".keras"})
+    assert ".keras" not in written
+
+
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help(command: list[str]) -> None:
     result = cli(*command, "--help")
