@@ -72,8 +72,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "self_attn.out_proj.weight": np.ones((6, 6), "f"),
     }
     for name in FILES:
-        sharded = {"shard_size": 200} if name.endswith(".json") else {}
-        checkpoint.write(folder / name, tensors, **sharded)
+        size = 200 if name.endswith(".json") else None
+        checkpoint.write(folder / name, tensors, shard_size=size)
     return folder
 
 
@@ -163,8 +163,8 @@ def posix_names(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in windows.MODULES)
         elif isinstance(node, ast.ImportFrom):
             if node.module in windows.MODULES:
-                yield node.module
-            elif node.module in modules:
+                yield str(node.module)
+            elif node.module is not None and node.module in modules:
                 names = {alias.name for alias in node.names} - modules[node.module]
                 yield from (f"{node.module}.{name}" for name in names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
