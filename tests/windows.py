@@ -14,184 +14,39 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # The public names of Python 3.11 to 3.13 on Windows, from the stubs of typeshed.
-OS = frozenset(
-    [
-        "DirEntry",
-        "EX_OK",
-        "F_OK",
-        "O_APPEND",
-        "O_BINARY",
-        "O_CREAT",
-        "O_EXCL",
-        "O_NOINHERIT",
-        "O_RANDOM",
-        "O_RDONLY",
-        "O_RDWR",
-        "O_SEQUENTIAL",
-        "O_SHORT_LIVED",
-        "O_TEMPORARY",
-        "O_TEXT",
-        "O_TRUNC",
-        "O_WRONLY",
-        "P_DETACH",
-        "P_NOWAIT",
-        "P_NOWAITO",
-        "P_OVERLAY",
-        "P_WAIT",
-        "PathLike",
-        "R_OK",
-        "SEEK_CUR",
-        "SEEK_END",
-        "SEEK_SET",
-        "TMP_MAX",
-        "W_OK",
-        "X_OK",
-        "abort",
-        "access",
-        "add_dll_directory",
-        "altsep",
-        "chdir",
-        "chmod",
-        "close",
-        "closerange",
-        "cpu_count",
-        "curdir",
-        "defpath",
-        "device_encoding",
-        "devnull",
-        "dup",
-        "dup2",
-        "environ",
-        "error",
-        "execl",
-        "execle",
-        "execlp",
-        "execlpe",
-        "execv",
-        "execve",
-        "execvp",
-        "execvpe",
-        "extsep",
-        "fdopen",
-        "fsdecode",
-        "fsencode",
-        "fspath",
-        "fstat",
-        "fsync",
-        "ftruncate",
-        "get_exec_path",
-        "get_handle_inheritable",
-        "get_inheritable",
-        "get_terminal_size",
-        "getcwd",
-        "getcwdb",
-        "getenv",
-        "getlogin",
-        "getpid",
-        "getppid",
-        "isatty",
-        "kill",
-        "linesep",
-        "link",
-        "listdir",
-        "lseek",
-        "lstat",
-        "makedirs",
-        "mkdir",
-        "name",
-        "open",
-        "pardir",
-        "path",
-        "pathsep",
-        "pipe",
-        "popen",
-        "putenv",
-        "read",
-        "readlink",
-        "remove",
-        "removedirs",
-        "rename",
-        "renames",
-        "replace",
-        "rmdir",
-        "scandir",
-        "sep",
-        "set_handle_inheritable",
-        "set_inheritable",
-        "spawnl",
-        "spawnle",
-        "spawnv",
-        "spawnve",
-        "startfile",
-        "stat",
-        "stat_result",
-        "statvfs_result",
-        "strerror",
-        "supports_bytes_environ",
-        "supports_dir_fd",
-        "supports_effective_ids",
-        "supports_fd",
-        "supports_follow_symlinks",
-        "symlink",
-        "system",
-        "terminal_size",
-        "times",
-        "times_result",
-        "truncate",
-        "umask",
-        "uname_result",
-        "unlink",
-        "unsetenv",
-        "urandom",
-        "utime",
-        "waitpid",
-        "waitstatus_to_exitcode",
-        "walk",
-        "write",
-    ]
+OS = _names(
+    """
+    DirEntry EX_OK F_OK O_APPEND O_BINARY O_CREAT O_EXCL O_NOINHERIT O_RANDOM O_RDONLY O_RDWR
+    O_SEQUENTIAL O_SHORT_LIVED O_TEMPORARY O_TEXT O_TRUNC O_WRONLY P_DETACH P_NOWAIT P_NOWAITO
+    P_OVERLAY P_WAIT PathLike R_OK SEEK_CUR SEEK_END SEEK_SET TMP_MAX W_OK X_OK abort access
+    add_dll_directory altsep chdir chmod close closerange cpu_count curdir defpath
+    device_encoding devnull dup dup2 environ error execl execle execlp execlpe execv execve
+    execvp execvpe extsep fdopen fsdecode fsencode fspath fstat fsync ftruncate get_exec_path
+    get_handle_inheritable get_inheritable get_terminal_size getcwd getcwdb getenv getlogin
+    getpid getppid isatty kill linesep link listdir lseek lstat makedirs mkdir name open pardir
+    path pathsep pipe popen putenv read readlink remove removedirs rename renames replace rmdir
+    scandir sep set_handle_inheritable set_inheritable spawnl spawnle spawnv spawnve startfile
+    stat stat_result statvfs_result strerror supports_bytes_environ supports_dir_fd
+    supports_effective_ids supports_fd supports_follow_symlinks symlink system terminal_size
+    times times_result truncate umask uname_result unlink unsetenv urandom utime waitpid
+    waitstatus_to_exitcode walk write
+    """
 )
-SIGNAL = frozenset(
-    [
-        "CTRL_BREAK_EVENT",
-        "CTRL_C_EVENT",
-        "Handlers",
-        "NSIG",
-        "SIGABRT",
-        "SIGBREAK",
-        "SIGFPE",
-        "SIGILL",
-        "SIGINT",
-        "SIGSEGV",
-        "SIGTERM",
-        "SIG_DFL",
-        "SIG_IGN",
-        "Signals",
-        "default_int_handler",
-        "getsignal",
-        "raise_signal",
-        "set_wakeup_fd",
-        "signal",
-        "strsignal",
-        "valid_signals",
-    ]
+SIGNAL = _names(
+    """
+    CTRL_BREAK_EVENT CTRL_C_EVENT Handlers NSIG SIGABRT SIGBREAK SIGFPE SIGILL SIGINT SIGSEGV
+    SIGTERM SIG_DFL SIG_IGN Signals default_int_handler getsignal raise_signal set_wakeup_fd
+    signal strsignal valid_signals
+    """
 )
 # Modules of the standard library that Windows lacks.
-MODULES = frozenset(
-    [
-        "curses",
-        "fcntl",
-        "grp",
-        "posix",
-        "pty",
-        "pwd",
-        "readline",
-        "resource",
-        "syslog",
-        "termios",
-        "tty",
-    ]
-)
+MODULES = _names("curses fcntl grp posix pty pwd readline resource syslog termios tty")
 _BINARY = 1 << 30
 
 
