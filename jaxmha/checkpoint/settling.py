@@ -29,7 +29,8 @@ def settle(fd: int) -> None:
     whole = [(0, 0)]  # to the end
     last = max(0, size - _SAMPLE) // _SAMPLE * _SAMPLE
     sample = [*((at, _SAMPLE) for at in range(0, size, _STEP)), (last, 0)]
-    system.drop_cached(fd, whole if size <= _WHOLE else sample)
+    for at, count in whole if size <= _WHOLE else sample:
+        system.drop_cached(fd, at, count)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,18 +198,11 @@ def flush_data(fd: int) -> None:
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
-def drop_cached(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """Requests to replace the cached copy of ranges of a durable file by what the disk holds.
-
-    The system reads the ranges again in the background, so that the disk works while the caller
-    computes. A range is an offset and a number of bytes; 0 bytes mean up to the end of the file.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for advice in (os.POSIX_FADV_DONTNEED, os.POSIX_FADV_WILLNEED):
-        for offset, count in ranges:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, offset, count, advice)
+def drop_cached(fd: int, offset: int, count: int) -> None:
+    """Requests to drop the cached copy of a range of a durable file; 0 bytes: up to its end."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:
