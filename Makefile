@@ -50,6 +50,7 @@ throughput: $(VENV)/installed  ## migrate 2 GiB beside cp + sync + one read: som
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy
+	$(RUN) python -m tests.glossary
 
 wheel: $(VENV)/installed
 	$(RUN) python -m tests.wheel

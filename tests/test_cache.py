@@ -191,13 +191,13 @@ def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxmha import cached_attention as module
 
     folded = []
-    logits = module._logits
+    query_key = module._query_key
 
     def spy(rows: Any, keys: Any, *others: Any) -> Any:
         jax.debug.callback(lambda: folded.append(keys.shape[2]))
-        return logits(rows, keys, *others)
+        return query_key(rows, keys, *others)
 
-    monkeypatch.setattr(module, "_logits", spy)
+    monkeypatch.setattr(module, "_query_key", spy)
     jax.clear_caches()  # type: ignore[no-untyped-call]
     params, x = make()
     _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 2048))
@@ -313,7 +313,7 @@ def test_no_room_is_never_silent() -> None:
     assert np.isnan(np.asarray(out)).all((1, 2)).tolist() == [True, False, False]
     with pytest.raises(ValueError, match=r"T=8 new tokens do not fit into the S=7 slots"):
         jaxmha.decode_step(params, x[:, :8], cache)
-    with pytest.raises(ValueError, match=r"beside a window of 6: it needs 8"):
+    with pytest.raises(ValueError, match=r"with a window of 6: it needs 8"):
         jaxmha.decode_step(params, x[:, :2], cache, mask=Mask.window(6, 0))
 
 

@@ -63,6 +63,18 @@ def test_float64_is_not_rounded() -> None:
             run(params, x[:, :1], cache)
 
 
+@pytest.mark.parametrize("run", [jaxmha.prefill, jaxmha.decode_step])
+def test_float64_inputs_and_parameters_are_not_rounded(run: Any) -> None:
+    params, x = make()
+    cache = KVCache.empty(params, B, T)
+    with pytest.raises(TypeError, match="x is float64"):
+        run(params, np.asarray(x[:, :1], np.float64), cache)
+    assert params.out is not None
+    wide = params._replace(out=jaxmha.Projection(np.asarray(params.out.kernel, np.float64)))
+    with pytest.raises(TypeError, match=r"params\.out\.kernel is float64"):
+        run(wide, x[:, :1], cache)
+
+
 @pytest.mark.everyday(dtype=["float8_e4m3fn"])
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("dtype", [*FLOAT8, "float16", "bfloat16"])

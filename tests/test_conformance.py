@@ -187,7 +187,7 @@ def test_poisoned_queries(implementation: str) -> None:
 @pytest.mark.parametrize("array", ["query", "key", "value"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_heads_stay_apart(implementation: str, name: str, array: str, poison: float) -> None:
-    """What is not finite in one head changes no other head, nor slopes of what others answer."""
+    """What is not finite in one head changes no other head, nor gradients of what others answer."""
     case = BY_NAME[name]
     arrays = cases.arrays(case, "float32")
     heads, groups = slice(1 if array == "query" else case.G, None), slice(1, None)
@@ -197,17 +197,17 @@ def test_heads_stay_apart(implementation: str, name: str, array: str, poison: fl
         out, lse = run(arrays)
         return (out[:, :, heads] ** 2).sum() + lse[:, heads].sum()
 
-    slopes_of = jax.jit(jax.grad(of_others))
-    (out, lse), slopes = run(arrays), slopes_of(arrays)
+    grads_of = jax.jit(jax.grad(of_others))
+    (out, lse), grads = run(arrays), grads_of(arrays)
     spoiled = arrays | {array: arrays[array].copy()}
     spoiled[array][0, 1, 0, 0] = poison
-    (spoiled_out, spoiled_lse), spoiled_slopes = run(spoiled), slopes_of(spoiled)
+    (spoiled_out, spoiled_lse), spoiled_grads = run(spoiled), grads_of(spoiled)
     for kept, (x, y) in {
         "out": (spoiled_out[:, :, heads], out[:, :, heads]),
         "lse": (spoiled_lse[:, heads], lse[:, heads]),
-        "query": (spoiled_slopes["query"][:, :, heads], slopes["query"][:, :, heads]),
-        "key": (spoiled_slopes["key"][:, :, groups], slopes["key"][:, :, groups]),
-        "value": (spoiled_slopes["value"][:, :, groups], slopes["value"][:, :, groups]),
+        "query": (spoiled_grads["query"][:, :, heads], grads["query"][:, :, heads]),
+        "key": (spoiled_grads["key"][:, :, groups], grads["key"][:, :, groups]),
+        "value": (spoiled_grads["value"][:, :, groups], grads["value"][:, :, groups]),
     }.items():
         tolerance.assert_close(x, y, kept)
     assert poison == np.inf or np.isnan(spoiled_out[0]).any()
@@ -302,8 +302,8 @@ def test_remat(implementation: str, names: tuple[str, ...]) -> None:
     of = conformance.scalar(SMALL, implementation, "float32")
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     again = jax.checkpoint(lambda x: of(x, others), policy=policy)
-    slopes = jax.jit(jax.grad(lambda x: of(x, others)))(inside)
-    jax.tree.map(tolerance.assert_close, jax.jit(jax.grad(again))(inside), slopes)
+    grads = jax.jit(jax.grad(lambda x: of(x, others)))(inside)
+    jax.tree.map(tolerance.assert_close, jax.jit(jax.grad(again))(inside), grads)
 
 
 @pytest.mark.slow_variants("*", "!blocked")
@@ -413,7 +413,8 @@ def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) 
 
     def naive(request: Request) -> Result:
         logits = jnp.einsum("btnh,bsnh->bnts", request.query, request.key)
-        allowed = request.mask.to_array(*logits.shape[2:])
+        T, S = logits.shape[2:]
+        allowed = request.mask.to_array(T, S)
         weights = jax.nn.softmax(jnp.where(allowed, logits, -1e30))
         out = jnp.einsum("bnts,bsnh->btnh", weights, request.value)
         return Result(out, weights, jax.nn.logsumexp(logits, -1))

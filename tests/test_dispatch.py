@@ -133,7 +133,9 @@ def test_unknown_platform() -> None:
 def test_a_host_without_cudnn_lowers_plain_xla() -> None:
     """JAX cannot trace cuDNN here, and says so; explain is not asked for a program."""
     with jaxmha.lowering_for("h200"):
-        with pytest.raises(UnsupportedError, match="JAX asks the cuDNN of this machine"):
+        with pytest.raises(
+            UnsupportedError, match="JAX reads the version of cuDNN on this machine"
+        ):
             jax.eval_shape(
                 lambda x: jaxmha.dot_product_attention(x, x, x, implementation="cudnn"), HALF
             )
@@ -146,8 +148,8 @@ def test_a_host_without_cudnn_lowers_plain_xla() -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A machine that takes itself for one with a GPU, whose cuDNN is its contract."""
-    live = platforms.named("h200")._replace(live=True)
-    monkeypatch.setattr(platforms, "_live", lambda: live)
+    present = platforms.named("h200")._replace(present=True)
+    monkeypatch.setattr(platforms, "_default", lambda: present)
     # What runs is lowered for the CPU that is there.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
     calls = cudnn_contract.install(monkeypatch)
@@ -184,7 +186,7 @@ def test_a_broken_kernel_means_the_next_and_one_warning(
     def bent(x: Any) -> Any:
         return x
 
-    bent.defvjp(lambda x: (x, None), lambda _, slope: (1.5 * slope,))
+    bent.defvjp(lambda x: (x, None), lambda _, grad: (1.5 * grad,))
 
     def broken(*args: Any, **options: Any) -> Any:
         if defect == "raises":
@@ -244,7 +246,7 @@ def test_the_trial_is_right_about_a_right_kernel(dense: bool) -> None:
 
 def test_default_device_counts() -> None:
     with jax.default_device(jax.devices("cpu")[0]):
-        assert platforms.current() == platforms.Platform("cpu", "cpu", live=True)
+        assert platforms.current() == platforms.Platform("cpu", "cpu", present=True)
 
 
 def test_the_private_call_is_as_it_was() -> None:
@@ -278,11 +280,11 @@ def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:
         return sum(part.astype(jnp.float32).sum() for part in jax.tree.leaves(found))
 
     queries = jnp.stack([x, 2 * x])
-    slopes = jax.jit(jax.vmap(jax.grad(value)))(queries)
+    grads = jax.jit(jax.vmap(jax.grad(value)))(queries)
     assert gpu[-1]["T"] == 6
     want = jax.jit(jax.vmap(jax.grad(plain)))(queries)
     largest = float(jnp.abs(want.astype(jnp.float32)).max())
-    error = jnp.abs(slopes.astype(jnp.float32) - want.astype(jnp.float32)).max()
+    error = jnp.abs(grads.astype(jnp.float32) - want.astype(jnp.float32)).max()
     assert float(error) <= 2**-7 * largest
 
 

@@ -81,20 +81,20 @@ def test_policies(implementation: str, dtype: str) -> None:
         def one(arrays: dict[str, Any]) -> Any:
             return attend(arrays, implementation, policy, asked)
 
-        slopes = jax.grad(loss)({name: arrays[name] for name in ("query", "key", "value")})
+        grads = jax.grad(loss)({name: arrays[name] for name in ("query", "key", "value")})
         batched = jax.vmap(one)(jax.tree.map(lambda x: x[None], arrays))
-        return one(arrays), jax.tree.map(lambda x: x[0], batched), slopes
+        return one(arrays), jax.tree.map(lambda x: x[0], batched), grads
 
     with jax.enable_x64(dtype == "float64"):
         arrays = cases.arrays(CASE, dtype)
         calls = [(p, a) for p in POLICIES for a in ASKED if supported(implementation, p, a)]
         assert len(calls) >= 5
         answers = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
-        for call, (jitted, batched, slopes) in zip(calls, answers, strict=True):
+        for call, (jitted, batched, grads) in zip(calls, answers, strict=True):
             check(jitted, arrays, *call)
             check(batched, arrays, *call)
-            for slope in slopes.values():
-                assert np.isfinite(np.asarray(slope, np.float64)).all()
+            for grad in grads.values():
+                assert np.isfinite(np.asarray(grad, np.float64)).all()
 
 
 @pytest.mark.slow_variants("*few_queries*", "reference-nan", "reference-mean")

@@ -162,7 +162,7 @@ def test_cudnn_is_asked_for_no_more_than_needed(
 def test_what_is_normalised_matters(
     cudnn: Any, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    """Without lengths, and without the slope of lse, the suite fails."""
+    """Without lengths, and without the gradient of lse, the suite fails."""
     monkeypatch.setattr(
         adapter, without, {"_lengths": lambda *_: None, "_sum": lambda a, b: a}[without]
     )

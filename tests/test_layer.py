@@ -13,7 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxmha
-from jaxmha import Mask, MHAParams, Projection, Semantics, dropout
+from jaxmha import Mask, MHAParams, Projection, Semantics, dims, dropout
 from tests import cases, reference, tolerance
 from tests.cases import LAYERS, LayerCase
 
@@ -186,7 +186,7 @@ def test_gradients(policy: str) -> None:
     part = np.random.default_rng(2).standard_normal(expected(case, leaves, inputs, others)[0].shape)
     found = jax.jit(jax.grad(of, argnums=(0, 1)))(leaves, inputs, others)
     rng = np.random.default_rng(3)
-    for tree, slopes in zip((leaves, inputs), found, strict=True):
+    for tree, grads in zip((leaves, inputs), found, strict=True):
         for name, x in tree.items():
             want = []
             places = [tuple(rng.integers(0, x.shape)) for _ in range(4)]
@@ -198,8 +198,8 @@ def test_gradients(policy: str) -> None:
                     x1, x2 = (t | {name: moved} if t is tree else t for t in (leaves, inputs))
                     sides.append((expected(case, x1, x2, others)[0] * part).sum())
                 want.append((sides[0] - sides[1]) / (2 * tolerance.STEP))
-            got = np.asarray([slopes[name][place] for place in places])
-            tolerance.assert_slopes(got, np.asarray(want), name)
+            got = np.asarray([grads[name][place] for place in places])
+            tolerance.assert_gradients(got, np.asarray(want), name)
     check_grads(  # type: ignore[no-untyped-call]
         lambda *x: of(*x, others), (leaves, inputs), order=1, modes=["rev"], rtol=1e-6, atol=1e-6
     )
@@ -423,3 +423,26 @@ def test_mutants_fail(mutant: str) -> None:
 
 def test_bfloat16_is_that_of_ml_dtypes() -> None:
     assert cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("call", ["layer", "prefill", "decode_step"])
+def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a call that is traced anew; what comes later is handed the sizes."""
+    checked = []
+
+    def spy(name: str, *rest: Any) -> None:
+        checked.append(name)
+        dims.bind(name, *rest)
+
+    for module in ("attention", "kv_cache", "params", "projections"):
+        monkeypatch.setattr(f"jaxmha.{module}.bind", spy)
+    params = jaxmha.init_params(KEY, num_heads=2, features=6)
+    cache, x = jaxmha.KVCache.empty(params, 1, 5), jnp.ones((1, 3, 6))
+    checked.clear()
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    if call == "layer":
+        jax.eval_shape(jaxmha.multi_head_attention, params, x)
+    else:
+        jax.eval_shape(getattr(jaxmha, call), params, x, cache)
+    assert "params.query.kernel" in checked
+    assert len(set(checked)) == len(checked)

@@ -6,7 +6,9 @@ rounds.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ import numpy as np
 import jaxmha
 from experiments import command
 from jaxmha import Mask
-from jaxmha.implementations.tiled import bands, tiling
+from jaxmha.implementations.tiled import bands, tuning
 
 HERE = Path(__file__).parent
 EXAMPLES = """examples:
@@ -30,11 +32,11 @@ MIB = 2**20
 
 
 class Setting(NamedTuple):
-    """One way to cut: constants of the library that take its place, and what it is called."""
+    """One tuning: entries of the library's table that it replaces; no bands if `bands` is False."""
 
     name: str
-    module: Any
-    constants: dict[str, Any]
+    entries: dict[str, Any]
+    bands: bool = True
 
 
 class Question(NamedTuple):
@@ -52,70 +54,78 @@ class Question(NamedTuple):
 
 
 def _bytes(name: str, *counts: int) -> tuple[Setting, ...]:
-    return tuple(Setting(f"{c} MiB", tiling, {name: {"cpu": c * MIB}}) for c in counts)
+    return tuple(Setting(f"{c} MiB", {name: c * MIB}) for c in counts)
 
 
 def _rows(name: str, *counts: int) -> tuple[Setting, ...]:
-    free = {"TARGET_OF_KERNEL": {"cpu": MIB}, "MOST_OF_LEAST": 64 * MIB}
-    return tuple(Setting(f"{c} rows", tiling, {name: c, **free}) for c in counts)
+    free = {"kernel_bytes": MIB, "least_rows_bytes": 64 * MIB}
+    return tuple(Setting(f"{c} rows", {name: c, **free}) for c in counts)
 
 
-BLOCKS = Setting("blocks", bands, {"kind": lambda *_: None})
+BLOCKS = Setting("blocks", {}, bands=False)
 
 
 def _row_bands(*rules: tuple[tuple[int, int], ...]) -> tuple[Setting, ...]:
     def name(rule: tuple[tuple[int, int], ...]) -> str:
         return ", ".join(f"up to {count} of {least}" for least, count in rule)
 
-    return (BLOCKS, *(Setting(name(rule), bands, {"OF_ROWS": rule}) for rule in rules))
+    return (BLOCKS, *(Setting(name(rule), {"row_bands": rule}) for rule in rules))
 
 
 def _key_bands(*counts: int) -> tuple[Setting, ...]:
-    return (BLOCKS, *(Setting(f"up to {c} bands", bands, {"MOST": c}) for c in counts))
+    return (BLOCKS, *(Setting(f"up to {c} bands", {"key_bands": c}) for c in counts))
 
 
 def _sides(name: str, *sides: tuple[int, int]) -> tuple[Setting, ...]:
     return tuple(
-        Setting(
-            f"{side}, {c} MiB", tiling, {name: {"cpu": side}, "TARGET_OF_HEADS": {"cpu": c * MIB}}
-        )
-        for side, c in sides
+        Setting(f"{side}, {c} MiB", {name: side, "heads_bytes": c * MIB}) for side, c in sides
     )
+
+
+@contextmanager
+def tuned(setting: Setting) -> Iterator[None]:
+    """The library under this setting."""
+    table = replace(tuning.TUNING["cpu"], **setting.entries)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(tuning.TUNING, cpu=table))
+        if not setting.bands:
+            stack.enter_context(mock.patch.object(bands, "kind", return_value=None))
+        yield
 
 
 QUESTIONS = (
     Question(
         "rows of a block without conditions", "plain", False, ((1, 1024), (1, 2048), (1, 4096)),
-        _rows("LEAST_OF_KERNEL", 256, 512, 1024, 2048), "1024 rows",
+        _rows("least_rows_kernel", 256, 512, 1024, 2048), "1024 rows",
     ),
     Question(
         "rows of a block without conditions, in the gradient", "plain", True,
-        ((1, 1024), (1, 2048), (1, 4096)), _rows("LEAST_OF_GRADIENT", 256, 512, 1024), "512 rows",
+        ((1, 1024), (1, 2048), (1, 4096)), _rows("least_rows_gradient", 256, 512, 1024), "512 rows",
     ),
     Question(
         "bytes of a small head of 77 keys, in units of 256 KiB", "cross", False,
         ((2, 512), (2, 1023), (2, 2048)),
-        tuple(Setting(f"{c}", tiling, {"FEW_KEYS_TIMES": c}) for c in (1, 2, 4, 16)), "4",
+        tuple(Setting(f"{c}", {"few_keys_factor": c}) for c in (1, 2, 4, 16)), "4",
     ),
     Question(
         "bytes of the heads of a block of 77 keys, in the gradient", "cross", True,
-        ((2, 512), (2, 1024), (1, 2048), (8, 1024)), _bytes("TARGET_OF_FEW_KEYS", 2, 4, 8, 16), "8 MiB",
+        ((2, 512), (2, 1024), (1, 2048), (8, 1024)), _bytes("few_keys_gradient_bytes", 2, 4, 8, 16), "8 MiB",
     ),
     Question(
         "bytes of scores up to which few steps are no loop", "plain", False,
-        ((1, 512), (2, 512), (4, 333), (1, 1024)), _bytes("BYTES_OF_FEW_STEPS", 0, 16, 32), "16 MiB",
+        ((1, 512), (2, 512), (4, 333), (1, 1024)), _bytes("unroll_bytes", 0, 16, 32), "16 MiB",
     ),
     Question(
         "bytes of the heads of a block", "plain", False, ((2, 333), (2, 512), (8, 512)),
-        _bytes("TARGET_OF_HEADS", 1, 2, 4, 8), "4 MiB",
+        _bytes("heads_bytes", 1, 2, 4, 8), "4 MiB",
     ),
     Question(
         "bytes of the heads of a block, in the gradient", "plain", True,
-        ((2, 333), (2, 512), (8, 512)), _bytes("TARGET_OF_HEADS", 1, 2, 4, 8), "4 MiB",
+        ((2, 333), (2, 512), (8, 512)), _bytes("heads_bytes", 1, 2, 4, 8), "4 MiB",
     ),
     Question(
         "bytes of a block with a bias, in the gradient", "biased", True, ((1, 1024), (1, 2048)),
-        _bytes("TARGET", 1, 2, 4, 8), "2 MiB",
+        _bytes("tile_bytes", 1, 2, 4, 8), "2 MiB",
     ),
     Question(
         "bands of causal rows", "causal", False, ((2, 512), (1, 1024), (1, 2048), (1, 4096)),
@@ -129,12 +139,12 @@ QUESTIONS = (
     Question(
         "rows and keys of a block, where some are left out", "causal", True,
         ((2, 512), (1, 1024), (1, 2048), (1, 4096)),
-        _sides("SIDE", (256, 2), (512, 2), (512, 4), (1024, 4)), "512, 4 MiB",
+        _sides("side", (256, 2), (512, 2), (512, 4), (1024, 4)), "512, 4 MiB",
     ),
     Question(
         "rows and keys of a block within a window of 256 keys", "windowed", True,
         ((1, 1024), (1, 2048), (1, 4096)),
-        _sides("SIDE_OF_WINDOW", (64, 2), (64, 4), (128, 4), (256, 4)), "64, 4 MiB",
+        _sides("window_side", (64, 2), (64, 4), (128, 4), (256, 4)), "64, 4 MiB",
     ),
 )  # fmt: skip
 
@@ -171,7 +181,7 @@ def measure(question: Question, B: int, T: int, rounds: int) -> dict[str, Any]:
     for setting in question.settings:
         forget: Any = jax.clear_caches
         forget()
-        with mock.patch.multiple(setting.module, **setting.constants):
+        with tuned(setting):
             start = time.perf_counter()
             compiled[setting.name] = jax.jit(lambda *x: function(*x)).lower(*arguments).compile()
         found[setting.name] = {"compile": time.perf_counter() - start, "seconds": []}

@@ -26,7 +26,7 @@ from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands, comparison, oracle, weights
-from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.params import check
 
 HERE = Path(__file__).parent
@@ -52,37 +52,37 @@ class Row:
     milliseconds: float
 
 
-def layers(side: BlockSide) -> Iterator[tuple[str, Any, Any]]:
+def layers(block: ComparedBlock) -> Iterator[tuple[str, Any, Any]]:
     """A live layer of every framework with these weights, and its converter."""
-    yield "torch", torch.to_module(side.params, side.semantics), torch
-    yield "keras", keras.to_module(side.params, side.semantics), keras
-    yield "linen", flax.to_module(side.params, side.semantics, kind="linen"), flax
-    yield "nnx", flax.to_module(side.params, side.semantics, kind="nnx"), flax
+    yield "torch", torch.to_module(block.params, block.semantics), torch
+    yield "keras", keras.to_module(block.params, block.semantics), keras
+    yield "linen", flax.to_module(block.params, block.semantics, kind="linen"), flax
+    yield "nnx", flax.to_module(block.params, block.semantics, kind="nnx"), flax
 
 
-def run_block(name: str, side: BlockSide) -> Row:
+def run_block(name: str, block: ComparedBlock) -> Row:
     """Loads, runs and reads back one block."""
     start = time.perf_counter()
-    sizes = check(side.params)
-    dtype = np.asarray(side.params.query.kernel).dtype
+    sizes = check(block.params)
+    dtype = np.asarray(block.params.query.kernel).dtype
     x = np.random.default_rng(0).normal(size=(len(LENGTHS), T, sizes["Dq"])).astype(dtype)
     mask = (np.arange(T) < np.array(LENGTHS)[:, None])[:, None, None]
-    exact = oracle.run(side.params, side.semantics, x, x, x, mask=mask).output
+    exact = oracle.run(block.params, block.semantics, x, x, x, mask=mask).output
     floor = oracle.rounding_floor(exact, dtype)
 
     def error(forward: Callable[..., NDArray], *layer: Any) -> float:
         out = np.asarray(forward(*layer, x, x, x, mask), np.float64)
         return float(np.sqrt(np.mean(np.square(out - exact)))) / floor
 
-    errors, identical = {"jaxmha": error(side.forward)}, True
-    for framework, layer, converter in layers(side):
+    errors, identical = {"jaxmha": error(block.forward)}, True
+    for framework, layer, converter in layers(block):
         errors[framework] = error(converter.forward, layer)
         pair = layer if isinstance(layer, tuple) else (layer,)
         params, semantics = converter.from_module(*pair)
-        back = side._replace(params=params, semantics=semantics)
-        identical &= not weights.differences_of(side.params, back.params)
+        back = block._replace(params=params, semantics=semantics)
+        identical &= not weights.differences_of(block.params, back.params)
     elapsed = 1e3 * (time.perf_counter() - start)
-    return Row(name, side.layout, sizes["N"], sizes["Dq"], identical, errors, elapsed)
+    return Row(name, block.layout, sizes["N"], sizes["Dq"], identical, errors, elapsed)
 
 
 def run_file(path: Path, layout: str, folder: Path) -> dict[str, Any]:
@@ -122,7 +122,9 @@ def main() -> None:
         sys.exit(f"{arguments.weights}: no weights there; `make weights` fetches them")
     console = Console()
     console.width = max(console.width, 116)  # the table needs it
-    blocks = [(label(path, side), side) for path in paths for side in comparands.read(path).blocks]
+    blocks = [
+        (label(path, block), block) for path in paths for block in comparands.read(path).blocks
+    ]
     rows = [run_block(*b) for b in track(blocks, "blocks", console=console, transient=True)]
     trips = []
     with tempfile.TemporaryDirectory() as folder:
@@ -145,11 +147,11 @@ def main() -> None:
     sys.exit(0 if fine else 1)
 
 
-def label(path: Path, side: BlockSide) -> str:
+def label(path: Path, block: ComparedBlock) -> str:
     """Package, variant and the last parts of the prefix: what a reader tells blocks by."""
     package = path.relative_to(path.parents[2 if path.suffix == ".safetensors" else 3]).parts
     variant = package[-2] if package[-2] != "model" else "MiniLM"
-    number = next(part for part in side.name.split(".") if part.isdigit())
+    number = next(part for part in block.name.split(".") if part.isdigit())
     return f"{variant} layer {number}"
 
 

@@ -173,7 +173,7 @@ def error(layout: str, masked: str, path: Path) -> float:
     ]
     with sharding.use(mesh, **names):
         spreading = jax.jit(run)
-        got, again = (spreading(from_leaves(arrays), *spread) for _ in range(2))
+        got, again = (spreading(from_leaves({**arrays}), *spread) for _ in range(2))
     implementation = None
     expected = jax.jit(run)(whole, x, slope)
     same = all(

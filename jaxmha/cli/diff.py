@@ -26,8 +26,8 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import attribution, comparison, forward_check, other_tensors
 from jaxmha.converters.verify.attribution import Attribution, percent
 from jaxmha.converters.verify.captured_layer import Inputs, Layer, as_inputs, of_block
-from jaxmha.converters.verify.comparands import BlockSide, Side
-from jaxmha.converters.verify.weights import kept_otherwise
+from jaxmha.converters.verify.comparands import Comparand, ComparedBlock
+from jaxmha.converters.verify.weights import stored_differently
 from jaxmha.semantics import PATHS
 
 EXAMPLES = (
@@ -156,7 +156,7 @@ def command(
 
 
 def _attribute(
-    pair: tuple[BlockSide, BlockSide],
+    pair: tuple[ComparedBlock, ComparedBlock],
     inputs: Inputs,
     masks: Masks,
     presets: tuple[str | None, str | None],
@@ -166,11 +166,13 @@ def _attribute(
         for side, mask, preset in zip(pair, masks, presets, strict=True)
     )
     found = attribution.between(first, second, inputs)
-    return replace(found, stored=kept_otherwise(pair[0].params, pair[1].params, found.moves))
+    return replace(
+        found, idle_weights=stored_differently(pair[0].params, pair[1].params, found.changes_output)
+    )
 
 
 def _rest(
-    sides: tuple[Side, Side], block: str | None
+    sides: tuple[Comparand, Comparand], block: str | None
 ) -> tuple[other_tensors.Outside, tuple[str, ...]]:
     """The comparison of the tensors outside attention, unless a block is named; and notes."""
     if block is not None:
@@ -220,7 +222,7 @@ def show(name: str, found: Attribution) -> None:
     for sentence in found.idle:
         out.print(f"without effect here: {escape(sentence)}", highlight=False)
     print_some(
-        [f"[red]stored differently:[/red] {escape(sentence)}" for sentence in found.stored],
+        [f"[red]stored differently:[/red] {escape(sentence)}" for sentence in found.idle_weights],
     )
 
 
@@ -236,7 +238,7 @@ def _read(path: Path) -> dict[str, NDArray]:
     return arrays
 
 
-def _inputs(side: BlockSide, file: Mapping[str, NDArray] | None, seed: int) -> Inputs:
+def _inputs(side: ComparedBlock, file: Mapping[str, NDArray] | None, seed: int) -> Inputs:
     if file is None:
         return forward_check.inputs(side, seed)
     given = {name: file[name] for name in ("query", "key", "value") if name in file}

@@ -123,7 +123,7 @@ def command(
         choices = Choices(to, from_, num_heads, dtype, others, attention_only, fold_scale)
         plan, resolved = pipeline.plan(source, **choices.keywords(), in_file=to.endswith("-file"))
         if output is not None:
-            text = plan_toml.dumps(plan, dict(resolved.by_move))
+            text = plan_toml.dumps(plan, dict(resolved.by_step))
             put_text(output, text, force, files_of(source))
         if as_json:
             print_json(_to_json(plan, resolved))
@@ -140,14 +140,14 @@ def files_of(source: Path) -> list[Path]:
 def _to_json(plan: Plan, resolved: Resolved) -> dict[str, Any]:
     modules = [
         {
-            "kind": move.kind,
-            "layout": move.layout,
-            "from": move.source,
-            "to": move.target,
-            "as": move.becomes,
-            "num_heads": move.num_heads,
-            "confidence": move.confidence,
-            "why": move.why,
+            "kind": step.kind,
+            "layout": step.layout,
+            "from": step.source,
+            "to": step.target,
+            "as": step.becomes,
+            "num_heads": step.num_heads,
+            "confidence": step.confidence,
+            "why": step.why,
             "tensors": {
                 name: {
                     "sources": one.sources,
@@ -158,7 +158,7 @@ def _to_json(plan: Plan, resolved: Resolved) -> dict[str, Any]:
                 for name, one in tensors.items()
             },
         }
-        for move, tensors in resolved.by_move
+        for step, tensors in resolved.by_step
     ]
     head = {
         key: getattr(plan, key) for key in ("source", "digest", "to", "others", "dtype", "notes")
@@ -167,17 +167,17 @@ def _to_json(plan: Plan, resolved: Resolved) -> dict[str, Any]:
 
 
 def _print(plan: Plan, resolved: Resolved, output: Path | None) -> None:
-    for move, tensors in resolved.by_move:
-        heads = f", {move.num_heads} heads ({move.heads_from})" * (move.num_heads is not None)
-        sure = f" ({move.confidence}: {move.why})" if move.confidence else f" ({move.why})"
-        kind = "carried over" if move.kind == "other" else f"{move.kind}, {move.layout}{heads}"
-        start = f"{kind}: {move.source or '(top)'} -> {move.target or '(top)'}{sure}"
+    for step, tensors in resolved.by_step:
+        heads = f", {step.num_heads} heads ({step.heads_from})" * (step.num_heads is not None)
+        sure = f" ({step.confidence}: {step.why})" if step.confidence else f" ({step.why})"
+        kind = "carried over" if step.kind == "other" else f"{step.kind}, {step.layout}{heads}"
+        start = f"{kind}: {step.source or '(top)'} -> {step.target or '(top)'}{sure}"
         print_line(escape(start))
-        for name, one in tensors.items() if move.kind != "other" else ():
+        for name, one in tensors.items() if step.kind != "other" else ():
             arrow = f"  {one.arrow}" if one.arrow else ""
             line = f"    {', '.join(one.sources)} -> {name} {one.info.shape}{arrow}"
             print_line(f"[dim]{escape(line)}[/dim]")
-    counts = Counter(move.kind for move in plan.moves)
+    counts = Counter(step.kind for step in plan.steps)
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     out.print(f"{len(resolved.made)} tensors: {kinds}", highlight=False)
     print_notes([*plan.notes, *resolved.notes])

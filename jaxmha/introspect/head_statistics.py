@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 
 # Rows of weights may sum to 1 + ROUNDED, because they may have been rounded to half precision.
 ROUNDED = 0.02
@@ -35,7 +35,7 @@ class HeadStatistics(NamedTuple):
 
 
 def head_statistics(
-    weights: object,
+    weights: AnyArray,
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     *,
@@ -92,7 +92,7 @@ def head_statistics(
     return found
 
 
-def as_weights(weights: object, batch: int | None = None) -> NDArray:
+def as_weights(weights: AnyArray, batch: int | None = None) -> NDArray:
     """Weights as `(N, T, S)`; for `(B, N, T, S)` the batch row with index `batch`.
 
     Raises:

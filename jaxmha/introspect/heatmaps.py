@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import AnyArray, NDArray
 from jaxmha.introspect.head_statistics import as_weights, check_tokens
 from jaxmha.introspect.svg import INK, adaptive
 
@@ -28,7 +28,7 @@ SHOWN = 24  # characters of a token shown
 
 
 def plot_attention(
-    weights: object,
+    weights: AnyArray,
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     *,

@@ -136,13 +136,13 @@ def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["subclassed", "functional"])
 def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path: Path) -> None:
     """Under the paths that its model loads."""
-    source, there, back = (
+    source, present, back = (
         folder / f"{name}.weights.h5",
         tmp_path / "a.pt",
         tmp_path / "b.weights.h5",
     )
-    cli("convert", source, there, "--to", "linear", "--num-heads", N)
-    cli("convert", there, back, "--to", "dense", "--num-heads", N)
+    cli("convert", source, present, "--to", "linear", "--num-heads", N)
+    cli("convert", present, back, "--to", "dense", "--num-heads", N)
     with checkpoint.open(source) as first, checkpoint.open(back) as last:
         named = {name for name in first if name.startswith("up")} | set(last)
         if name == "subclassed":
@@ -156,9 +156,9 @@ def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path
 
 
 def test_keras_loads_what_was_converted(folder: Path, tmp_path: Path) -> None:
-    there, back = tmp_path / "a.pt", tmp_path / "b.weights.h5"
-    cli("convert", folder / "subclassed.weights.h5", there, "--to", "linear", "--num-heads", N)
-    cli("convert", there, back, "--to", "dense", "--num-heads", N)
+    present, back = tmp_path / "a.pt", tmp_path / "b.weights.h5"
+    cli("convert", folder / "subclassed.weights.h5", present, "--to", "linear", "--num-heads", N)
+    cli("convert", present, back, "--to", "dense", "--num-heads", N)
     model = subclassed()
     model.load_weights(back)
     assert comparison.compare(model, folder / "subclassed.weights.h5").same

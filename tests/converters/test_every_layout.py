@@ -26,8 +26,8 @@ from jaxmha.converters.layout import (
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.linear import import_params
-from jaxmha.layer import combine
 from jaxmha.params import CANONICAL, from_leaves, leaves
+from jaxmha.projections import combine
 from jaxmha.rotary import rope
 from tests.converters.test_live_classes import randomised
 

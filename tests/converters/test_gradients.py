@@ -84,6 +84,10 @@ def assert_all_close(
         assert_close(array, theirs[key], key, scale, close)
 
 
+def _gradient(tensor: Any) -> NDArray:
+    return to_numpy(tensor.grad)
+
+
 def torch_gradients(
     layer: Any, inputs: Inputs, cotangent: NDArray, mask: NDArray | None, bias: NDArray | None
 ) -> tuple[Gradients, NDArray | None]:
@@ -100,9 +104,9 @@ def torch_gradients(
         need_weights=False,
     )
     framework.sum(out * to_torch(cotangent)).backward()  # type: ignore[no-untyped-call]
-    weights = {name: to_numpy(p.grad) for name, p in layer.named_parameters()}
-    query, key, value = (to_numpy(x.grad) for x in tensors)
-    return (weights, (query, key, value)), None if added is None else to_numpy(added.grad)
+    weights = {name: _gradient(p) for name, p in layer.named_parameters()}
+    query, key, value = (_gradient(x) for x in tensors)
+    return (weights, (query, key, value)), None if added is None else _gradient(added)
 
 
 def flax_gradients(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("test_round_trip.py", "test_parity.py", "test_gradients.py", "test_refusals.py")
+FILES = ("test_round_trip.py", "test_parity.py", "test_gradients.py", "test_validation.py")
 
 
 def run(backend: str, choice: str) -> subprocess.CompletedProcess[str]:

@@ -143,7 +143,7 @@ def assert_exact(found: dict[str, list[Measured]]) -> None:
     assert good, "\n".join(lines)
 
 
-def test_there_are_enough_configurations() -> None:
+def test_enough_configurations() -> None:
     assert len(layers.VARIANTS) * DRAWS * len(layers.masks(layers.S)) >= 200
 
 

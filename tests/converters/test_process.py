@@ -224,10 +224,10 @@ def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
 
 
 def test_parts_that_make_no_sense(tmp_path: Path) -> None:
-    for words, message in ((["--part", "1/2"], "requires --resume"),
+    for phrase, message in ((["--part", "1/2"], "requires --resume"),
                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
         done = CliRunner().invoke(
-            app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *words]
+            app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *phrase]
         )
         assert done.exit_code == 2
         assert message in done.output

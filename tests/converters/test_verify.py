@@ -144,7 +144,7 @@ def test_dropped_key_bias_is_seen(params: MHAParams, layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "stage"),
+    ("known_error", "stage"),
     [
         (lambda p: p._replace(query=p.key, key=p.query), "query"),
         (lambda p: spoiled(p, "query.kernel", lambda x: transposed(x)), "query"),
@@ -158,9 +158,9 @@ def test_dropped_key_bias_is_seen(params: MHAParams, layer: Any) -> None:
     ],
 )
 def test_the_first_stage_that_departs(
-    params: MHAParams, layer: Any, mistake: Any, stage: str
+    params: MHAParams, layer: Any, known_error: Any, stage: str
 ) -> None:
-    found = report(layer, mistake(params))
+    found = report(layer, known_error(params))
     assert not found.same
     assert found.departs is not None
     assert found.departs.split(" ")[0].rstrip(":") == stage
@@ -168,7 +168,7 @@ def test_the_first_stage_that_departs(
 
 
 def transposed(kernel: np.ndarray) -> np.ndarray:
-    """The mistake that square weights let through."""
+    """The known errors that square weights let through."""
     D = len(kernel)
     return np.ascontiguousarray(kernel.reshape(D, D).T).reshape(kernel.shape)
 
@@ -344,12 +344,12 @@ def test_what_is_not_compared_is_counted(layer: Any) -> None:
     assert comparison.compare(state, state, num_heads=heads).notes == ()
     found = comparison.compare({**state, **one}, {**state, **two}, num_heads=heads)
     assert (found.same, found.different) == (False, False)
-    assert [(left.name, left.side) for left in found.not_compared] == [
+    assert [(left.name, left.source) for left in found.not_compared] == [
         ("a0", "first"),
         ("b0", "second"),
         ("b1", "second"),
     ]
-    assert "not compared: a0, of the first: nothing in the second has this name" in str(found)
+    assert "not compared: a0, of the first: no tensor of the second has this name" in str(found)
 
 
 def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
@@ -384,7 +384,7 @@ def test_a_transpose_is_the_same_only_between_layouts() -> None:
     assert comparison.compare(one, same, num_heads=N).outside.keys() == {"mlp.weight"}
     found = comparison.compare(one, moved, num_heads=N)
     assert found.same
-    assert "stored transposed, and else the same: mlp.weight" in found.notes
+    assert "stored transposed, and otherwise the same: mlp.weight" in found.notes
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])

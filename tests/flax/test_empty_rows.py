@@ -14,7 +14,7 @@ from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from tests.flax import test_same as same
 from tests.flax.common import DQ, B, N, Row, T, inputs, normal, pairs, randomise, theirs
-from tests.flax.test_every_argument import slopes
+from tests.flax.test_every_argument import grads
 
 ROWS = (
     Row("float32", same.WIDE, 2),
@@ -54,7 +54,7 @@ def test_linen_and_its_gradients(row: Row) -> None:
 
     (expected, out), (actual, mine) = theirs(loss(flax), variables, x), loss(ours)(variables, x)
     same.agree(mine, out, row)
-    slopes(expected, actual, row)
+    grads(expected, actual, row)
 
 
 @pytest.mark.everyday(row=["float32"])

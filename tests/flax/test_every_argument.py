@@ -63,10 +63,10 @@ def test_every_argument_is_in_the_grid(flax: Any, rows: tuple[Row, ...]) -> None
     assert set(inspect.signature(flax.__init__).parameters) - named == set()
 
 
-def slopes(expected: Any, actual: Any, row: Row) -> None:
+def grads(expected: Any, actual: Any, row: Row) -> None:
     """Asserts that gradients agree, in floors of the dtype that the row computes in.
 
-    The slope of a key bias is 0 but for noise at the scale of the others.
+    The gradient of a key bias is 0 but for noise at the scale of the others.
     """
     dtype = np.dtype(row.settings.get("dtype", row.dtype))
     allowed = FLOORS[dtype.name] * (4 * LAYER if dtype.itemsize == 2 else 4)
@@ -96,7 +96,7 @@ def test_gradients_of_linen(row: Row) -> None:
 
         return jax.jit(jax.grad(of, (0, 1)))
 
-    slopes(theirs(loss(flax), variables, x), loss(ours)(variables, x), row)
+    grads(theirs(loss(flax), variables, x), loss(ours)(variables, x), row)
 
 
 def both(row: Row, **more: Any) -> tuple[Any, Any, Any]:
@@ -127,7 +127,7 @@ def test_gradients_of_nnx(row: Row) -> None:
         return jnp.vdot(out, normal("cotangent", out.shape))
 
     step = nnx.jit(nnx.grad(loss, argnums=(0, 1)))
-    slopes(theirs(step, flax, x), step(ours, x), row)
+    grads(theirs(step, flax, x), step(ours, x), row)
 
 
 def narrow(rows: tuple[Row, ...]) -> list[Row]:

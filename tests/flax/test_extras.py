@@ -153,8 +153,8 @@ def test_rotated_layer_ignores_what_nothing_attends() -> None:
         tree = {name: getattr(params, name)._asdict() for name in ("query", "key", "value", "out")}
         return jnp.square(module.apply({"params": tree}, *x, mask=mask)).sum()
 
-    slopes = jax.jit(jax.grad(loss))
-    clean, dirty = slopes(params, x), slopes(params, poisoned)
+    grads = jax.jit(jax.grad(loss))
+    clean, dirty = grads(params, x), grads(params, poisoned)
     chex.assert_tree_all_finite(clean)
     chex.assert_trees_all_equal(dirty, clean, strict=True)
 

@@ -255,7 +255,7 @@ def test_gradients_of_linen() -> None:
     actual = jax.jit(loss(ours))(variables, x)
     assert structure(actual) == structure(expected)
     for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
-        # The slope of a bias of keys is 0 but for noise at the scale of the others.
+        # The gradient of a bias of keys is 0 but for noise at the scale of the others.
         if "key" in name and "bias" in name:
             assert np.abs(a - e).max() < 1e-5
         else:
@@ -270,10 +270,10 @@ def test_gradients_of_nnx() -> None:
     (x,) = inputs(Row("", {}))
     cotangent = normal("cotangent", (B, T, DQ))
 
-    def slopes(module: Any) -> Any:
+    def grads(module: Any) -> Any:
         return nnx.grad(lambda m, x: jnp.vdot(m(x, mask=pairs(T)), cotangent))(module, x)
 
-    expected, actual = theirs(nnx.jit(slopes), flax), nnx.jit(slopes)(ours)
+    expected, actual = theirs(nnx.jit(grads), flax), nnx.jit(grads)(ours)
     for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
         if "key" in name and "bias" in name:
             assert np.abs(a - e).max() < 1e-5

@@ -225,6 +225,6 @@ def test_exclusions_in_a_layer() -> None:
         ({"mask": np.ones((T, S)), "bias": np.ones((S, S))}, ValueError, "T=5"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         import_masks(**arguments)

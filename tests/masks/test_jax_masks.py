@@ -151,6 +151,6 @@ def test_unbatched_and_jit() -> None:
         ({"local_window_size": -1}, ValueError, "window sides"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         import_masks(num_heads=N, **arguments)

@@ -141,14 +141,14 @@ def test_explicit_types(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [linen, nnx])
 def test_gradients_of_explicit_types(run: Callable[[Any], Any]) -> None:
-    def slopes(x: Any) -> Any:
+    def grads(x: Any) -> Any:
         out, pull = jax.vjp(run, x)
         return pull(out)
 
     devices = mesh(True, data=2, tensor=2, context=2)
     with jax.set_mesh(devices):
-        found = jax.jit(slopes)(put(devices, X, "data", "context"))
-    assert_alike(found, jax.jit(slopes)(X))
+        found = jax.jit(grads)(put(devices, X, "data", "context"))
+    assert_alike(found, jax.jit(grads)(X))
 
 
 def test_explicit_caches_stay_where_they_lie() -> None:

@@ -1,4 +1,4 @@
-"""Layers beside attention: the tables against live layers, and how each kind is told."""
+"""Layers next to attention: the tables against live layers, and how each kind is told."""
 
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,8 @@ def test_flax_computes_what_torch_does(kind: str) -> None:
     state = {f"embed.{name}": tensor for name, tensor in theirs.state_dict().items()}
     # a transposed or plain convolution is told by its bias, an embedding by its name
     moved = pipeline.convert_state(state, to="flax")
-    there = nnx.to_flat_state(nnx.state(ours))
-    new = [(path, v.replace(moved[f"embed/{path[-1]}"])) for path, v in there]
+    present = nnx.to_flat_state(nnx.state(ours))
+    new = [(path, v.replace(moved[f"embed/{path[-1]}"])) for path, v in present]
     nnx.update(ours, nnx.from_flat_state(new))
     x = inputs.transpose(0, 2, 3, 1) if kind == "convolution" else inputs
     out = np.asarray(ours(x))
@@ -170,7 +170,9 @@ def test_flax_computes_what_torch_does(kind: str) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def told(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+def reported(
+    shapes: dict[str, tuple[int, ...]],
+) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
     """Kind and confidence by prefix, and what is left over."""
     state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     found, others = other_layers.find(state, [])
@@ -178,7 +180,7 @@ def told(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[str, str]]
 
 
 def test_shapes_decide_where_they_can() -> None:
-    found, others = told(
+    found, others = reported(
         {
             "l.weight": (5, 3), "l.bias": (5,),
             "c.weight": (3, 5), "c.bias": (5,),
@@ -204,7 +206,7 @@ def test_shapes_decide_where_they_can() -> None:
 
 
 def test_names_decide_where_shapes_cannot_and_nothing_else_is_guessed() -> None:
-    found, others = told(
+    found, others = reported(
         {
             "tok_embed.weight": (7, 5),
             "out_proj2.weight": (7, 5),
@@ -274,19 +276,19 @@ def test_other_convolutions_are_not_taken_for_ordinary_ones(which: str) -> None:
     assert all("could be transposed or depthwise" in why for why in others.values())
 
 
-def test_patches_are_told_by_name() -> None:
-    found, _ = told(
+def test_patches_are_reported_by_name() -> None:
+    found, _ = reported(
         {"patch_embed.proj.weight": (5, 3, 2, 2), "patch_embedding.weight": (5, 3, 2, 2)}
     )
     assert set(found.values()) == {("convolution", "by name")}
-    found, others = told(
+    found, others = reported(
         {"patch_embed.deconv.weight": (5, 3, 2, 2), "dispatch.weight": (5, 3, 2, 2)}
     )
     assert (found, len(others)) == ({}, 2)
 
 
 def test_what_only_a_name_calls_an_embedding() -> None:
-    found, others = told(
+    found, others = reported(
         {
             "embed_out.weight": (7, 5),
             "unembed.weight": (7, 5),
@@ -310,8 +312,8 @@ def torch_block() -> dict[str, NDArray]:
     return {f"blocks.0.attn.{name}": to_numpy(x) for name, x in layer.state_dict().items()}
 
 
-def test_layers_are_judged_by_the_framework_of_the_attention_beside_them() -> None:
-    """PReLUs, a LayerScale, a GroupNorm, a depthwise convolution and bare parameters beside attention of
+def test_layers_are_judged_by_the_framework_of_the_attention_next_to_them() -> None:
+    """PReLUs, a LayerScale, a GroupNorm, a depthwise convolution and bare parameters next to attention of
     torch."""
     parameters = {
         "act.weight": np.full(1, 0.25),
@@ -366,9 +368,9 @@ def test_what_only_a_name_tells_is_noted(tmp_path: Path) -> None:
     state = torch_block() | {"embed_in.weight": np.ones((7, 5), np.float32)}
     checkpoint.write(tmp_path / "a.npz", state)
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=2)
-    (note,) = [note for note in done.notes if "only the name tells" in note]
+    (note,) = [note for note in done.notes if "kinds known only by name" in note]
     assert "embed_in (embedding)" in note
     done = pipeline.convert(
         tmp_path / "a.npz", tmp_path / "c.npz", to="flax", num_heads=2, attention_only=True
     )
-    assert not any("only the name tells" in note for note in done.notes)
+    assert not any("kinds known only by name" in note for note in done.notes)

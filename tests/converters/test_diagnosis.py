@@ -23,7 +23,7 @@ Leaves = dict[str, NDArray]
 
 
 def draw(rng: np.random.Generator) -> tuple[Leaves, int, int]:
-    """Square weights, so that no shape gives a mistake away; N, H >= 2, and N != H."""
+    """Square weights, so that no shape gives a known error away; N, H >= 2, and N != H."""
     N, H = (int(n) for n in rng.choice([2, 3, 4, 5, 6], size=2, replace=False))
     D = N * H
     shapes = {
@@ -126,7 +126,7 @@ CASTS = [(reverse, cast) for cast in (None, np.float16, ml_dtypes.bfloat16) for 
 
 
 def named(name: str, casts: Sequence[tuple[int, Any]], seed: int = 0) -> int:
-    """How many of the draws with the mistake are explained by it."""
+    """How many of the draws with the known error are explained by it."""
     rng, count = np.random.default_rng(seed), 0
     for i in range(DRAWS):
         right, _, _ = draw(rng)
@@ -236,7 +236,7 @@ def test_wrong_head_count_of_other_layers(extra: str) -> None:
         ("out.bias", None),
     ],
 )
-def test_a_bias_of_zeros_is_no_mistake(name: str, zero: float | None) -> None:
+def test_a_bias_of_zeros_is_no_error(name: str, zero: float | None) -> None:
     x, _, _ = draw(np.random.default_rng(6))
     x[name] = np.zeros_like(x[name])
     other = {k: v for k, v in x.items() if k != name}
@@ -251,7 +251,9 @@ def test_a_bias_of_zeros_is_no_mistake(name: str, zero: float | None) -> None:
             assert "zero: it changes nothing" in str(found)
 
 
-def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> comparands.BlockSide:
+def live_block(
+    wrong: str, params: MHAParams, semantics: Semantics = Semantics()
+) -> comparands.ComparedBlock:
     """A side whose layer computes something of its own, in float64 rounded to its dtype."""
 
     def forward(query: NDArray, key: NDArray, value: NDArray, mask: Any = None) -> NDArray:
@@ -270,7 +272,7 @@ def live(wrong: str, params: MHAParams, semantics: Semantics = Semantics()) -> c
             out[dead] = np.nan
         return out.astype(query.dtype)
 
-    return comparands.BlockSide("", "a layer", params, semantics, forward, live=True)
+    return comparands.ComparedBlock("", "a layer", params, semantics, forward, is_live=True)
 
 
 DONE = (
@@ -295,11 +297,13 @@ def test_what_a_live_layer_does_is_named(name: str) -> None:
             for k, v in x.items()
         }
         params = from_leaves(dict(x))
-        found = forward_check.explain_forward(live(name, params), seed)
+        found = forward_check.explain_forward(live_block(name, params), seed)
         count += found is not None and found.startswith(name)
         assert found is None or name not in ("noise", "right")
         if seed < 6:
-            report = comparison.compare_blocks(live(name, params), live("right", params), seed)
+            report = comparison.compare_blocks(
+                live_block(name, params), live_block("right", params), seed
+            )
             assert report.same == (name == "right")
             assert report.explanation == found
     assert count == 0 if name in ("noise", "right") else count >= 0.99 * DRAWS
@@ -327,7 +331,7 @@ def test_correct_layers_in_half_precision_are_not_accused(
     converter = {"torch": torch, "keras": keras, "nnx": flax}[framework]
     config = layers.configs(framework)[0]
     for seed in range(count):
-        layer = layers.build(config, dtype, seed, spread=(0.35, 0.1, 2.0)[seed % 3])
+        layer = layers.build(config, dtype, seed, deviation=(0.35, 0.1, 2.0)[seed % 3])
         report = comparison.compare(layer, converter.from_module(layer), seed=seed).blocks[0]
         assert report.same, f"{seed}: {report}"
 

@@ -1,4 +1,4 @@
-"""Every refusal of every table, made from the table itself; each message is read.
+"""Every error of every table, made from the table itself; each message is read.
 
 A row of a table that nobody thought of when writing a test is tested all the same: the cases are
 all ties, leaves, groups and settings of all layouts.
@@ -22,7 +22,7 @@ from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, check, from_leaves, leaves
 from tests.converters.test_every_layout import params_of
 
-# Written here and not read from refusals.py: how to evaluate, which no layer has to hold.
+# Written here and not read from errors.py: how to evaluate, which no layer has to hold.
 EVALUATION = {"fully_masked", "softmax_dtype", "precision"}
 OTHER: dict[str, Any] = {
     "scale": 0.37,
@@ -79,13 +79,13 @@ def ties(layout: Layout) -> Iterator[tuple[str, Case]]:
         # What is tied to this letter in turn breaks as well and may be said first.
         turned = {x for x, (to, _) in layout.ties.items() if letter in to.split()}
         got = places(shape, letter, *tied.split())
-        words = [rf"cannot hold {letter}={other} with {product}: {re.escape(reason)}; got {got}"]
-        words += [
+        text = [rf"cannot hold {letter}={other} with {product}: {re.escape(reason)}; got {got}"]
+        text += [
             rf"cannot hold {x}=\d+ with {letter}={other}: {re.escape(layout.ties[x][1])}; "
             f"got {places(shape, x, letter)}"
             for x in turned
         ]
-        message = rf"^layout {layout.name} ({'|'.join(words)})$"
+        message = rf"^layout {layout.name} ({'|'.join(text)})$"
         yield f"{letter} is not {tied}", Case(layout, shape, layout.semantics, message)
 
 
@@ -290,8 +290,8 @@ def test_import_is_refused(name: str) -> None:
     refused_import(name)
 
 
-def test_every_refusal_is_among_them() -> None:
-    """A `raise` in refusals.py that no case reaches fails here: its message would be unread."""
+def test_every_error_is_among_them() -> None:
+    """A `raise` in errors.py that no case reaches fails here: its message would be unread."""
     source = ast.parse(inspect.getsource(validation))
     raises = {node.lineno for node in ast.walk(source) if isinstance(node, ast.Raise)}
     refused = [refused_export(name) for name in CASES] + [refused_import(name) for name in IMPORTS]
@@ -324,7 +324,7 @@ def test_what_is_spoiled_above_is_held(layout: Layout) -> None:
         assert transform.export_params(layout, params_of(layout), rate)
 
 
-def test_every_kind_of_refusal_of_every_table_is_among_them() -> None:
+def test_every_kind_of_error_of_every_table_is_among_them() -> None:
     for layout in registry.LAYOUTS:
         names = [name.split(": ")[1] for name in CASES if name.startswith(f"{layout.name}: ")]
         assert {f"{letter} is not {tied}" for letter, (tied, _) in layout.ties.items()} <= {*names}

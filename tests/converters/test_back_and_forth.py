@@ -1,6 +1,6 @@
 """A -> B -> A keeps every tensor's name, dtype, shape and bytes, whatever holds the content.
 
-Random layouts, formats, dtypes, neighbours and key orders; what B cannot hold is refused.
+Random layouts, formats, dtypes, other layers and key orders; what B cannot hold is refused.
 """
 
 import os
@@ -40,9 +40,9 @@ CASES = [
 
 
 def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> dict[str, NDArray]:
-    """Two blocks, the neighbours that the layout's framework has, and what nobody understands."""
+    """Two blocks, the other layers that the layout's framework has, and what nobody understands."""
     state: dict[str, NDArray] = {}
-    convention = layer_layouts.beside(layout.name)
+    convention = layer_layouts.convention_of(layout.name)
     s = layout.separator
     groups = {x.name: group for x, group in keras.IN_FILE.values()}
     for i in range(2):
@@ -131,7 +131,7 @@ def held() -> list[tuple[Case, Case]]:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(500, marks=pytest.mark.slow)])
-def test_there_and_back(count: int, held: list[tuple[Case, Case]]) -> None:
+def test_back_and_forth(count: int, held: list[tuple[Case, Case]]) -> None:
     @seed(int(os.environ["JAXMHA_PROPERTY_SEED"]))
     @settings(
         max_examples=count,

@@ -45,7 +45,7 @@ REFUSED = (
 
 @pytest.mark.usefixtures("no_shape_hook")
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda r: r.why)
-def test_refusals_say_why(refused: Refused) -> None:
+def test_errors_say_why(refused: Refused) -> None:
     with pytest.raises(refused.error, match=refused.why):
         import_masks(**{"num_heads": N, **refused.arguments})
 
