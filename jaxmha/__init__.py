@@ -1,6 +1,7 @@
 """Multi-head attention for JAX: exact, and the same in every framework."""
 
 from jaxmha import sharding as sharding
+from jaxmha._checkout import find_converters as _find_converters
 from jaxmha.attention import dot_product_attention as dot_product_attention
 from jaxmha.explain import explain as explain
 from jaxmha.implementations.platforms import lowering_for as lowering_for
@@ -18,3 +19,5 @@ from jaxmha.rotary import rope as rope
 from jaxmha.semantics import Semantics as Semantics
 
 __version__ = "0.1.0"
+
+_find_converters()
