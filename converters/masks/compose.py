@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
     ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): crop or \
     pad the mask to the call, or export it for the sizes that it has
     """
-    given: Mask = as_mask(mask)
+    given: Mask = as_mask(cast("Mask | NDArray | None", mask))  # `Mask.dense` refuses other types
     known = dict(sizes)
     if (given.query_segments is None) != (given.key_value_segments is None):
         raise ValueError(

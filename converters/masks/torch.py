@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
 import numpy as np
 from einops import rearrange
@@ -151,7 +151,7 @@ def export_masks(
     batch = () if batch_size is None else (batch_size,)
     sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
     T, S, extra = query_length, key_length, int(add_bias_kv) + int(add_zero_attn)
-    mask = as_mask(mask)
+    mask = as_mask(cast("Mask | NDArray | None", mask))  # `Mask.dense` refuses other types
     if extra and _is_triangle(mask, T, S + extra):
         return {"attn_mask": ~np.tri(T, S, dtype=bool), "is_causal": True, "need_weights": False}
     if mask.array is not None:

@@ -235,7 +235,7 @@ def put(path: Path, target: Path, force: bool) -> None:
 
 
 def is_placed(path: Path, target: Path) -> bool:
-    """Whether a temporary has become its target, also if the writer was interrupted in between."""
+    """True if a temporary has become its target, also if the writer was interrupted in between."""
     try:
         return os.path.samefile(path, target)
     except FileNotFoundError:
@@ -243,7 +243,7 @@ def is_placed(path: Path, target: Path) -> bool:
 
 
 def is_same(path: Path, other: Path) -> bool:
-    """Whether two paths lead to the same existing file or folder."""
+    """True if two paths lead to the same existing file or folder."""
     try:
         return os.path.samefile(path, other)
     except FileNotFoundError:

@@ -49,7 +49,7 @@ class Loss(NamedTuple):
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is a real floating-point one, of NumPy or ml_dtypes.
+    """True if a dtype is a real floating-point one, of NumPy or ml_dtypes.
 
     Example:
         >>> is_float(BFLOAT16), is_float(np.dtype(int))

@@ -105,7 +105,7 @@ def check_form(text: Any, path: str | os.PathLike[str]) -> None:
 
 
 def is_digest(text: Any) -> bool:
-    """Whether a value from a file has the form of a digest."""
+    """True if a value from a file has the form of a digest."""
     algorithm, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
     return LENGTHS.get(algorithm) == len(digits) and set(digits) <= set("0123456789abcdef")
 

@@ -118,7 +118,7 @@ class Budget:
 
 
 def is_text(text: str) -> bool:
-    """Whether a string can be written as UTF-8: without surrogates."""
+    """True if a string can be written as UTF-8: without surrogates."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 

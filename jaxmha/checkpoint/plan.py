@@ -101,7 +101,7 @@ class Plan:
         return [*self.metadata.items(), *self.names.items()]
 
     def casts(self, name: str) -> bool:
-        """Whether writing this tensor changes its dtype."""
+        """True if writing this tensor changes its dtype."""
         return self.declared[name].dtype != self.info[name].dtype
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:

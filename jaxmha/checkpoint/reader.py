@@ -146,7 +146,7 @@ class Checkpoint(Lazy):
 
     @property
     def reads_parts(self) -> bool:
-        """Whether `part` reads less than the whole tensor."""
+        """True if `part` reads less than the whole tensor."""
         return self._part is not None
 
     def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:

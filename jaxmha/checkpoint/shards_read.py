@@ -98,8 +98,8 @@ def _register(budget: Budget, index: Index, file: str, contents: Contents) -> No
     for name, info in contents.info.items():
         if index.shards.get(name) != file:
             listed = index.shards.get(name)
-            said = f"the index says {shown(listed)}" if listed else "not in the index"
-            raise AmbiguousFile(path, f"is in {shown(file)}, {said}", _AGAIN, name)
+            indexed = f"the index says {shown(listed)}" if listed else "not in the index"
+            raise AmbiguousFile(path, f"is in {shown(file)}, {indexed}", _AGAIN, name)
         budget.build(_KEPT, "the index", name)
         budget.tensor(name, info.shape, info.dtype)
 

@@ -159,9 +159,9 @@ def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
     """The part of the names that differs between writes; with `resume`, a hash of what is written."""
     if resume is None:
         return secrets.token_hex(_TAG // 2)
-    said = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
-    said.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_TAG]
+    settings = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
+    settings.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:_TAG]
 
 
 def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
@@ -302,7 +302,7 @@ def _tag_of(shard: Path) -> str:
 def _is_complete(
     piece: Plan, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
 ) -> bool:
-    """Whether a shard of an interrupted write is complete and valid; takes over its digests."""
+    """True if a shard of an interrupted write is complete and valid; takes over its digests."""
     if not shard.exists():
         return False
     found: dict[str, str] = {}

@@ -34,7 +34,7 @@ def _flags(*names: str) -> int:
 
 
 def has_locks() -> bool:
-    """Whether `lock` shows other processes that a writer is running."""
+    """True if `lock` shows other processes that a writer is running."""
     return fcntl is not None
 
 
@@ -83,7 +83,7 @@ def set_mode(fd: int, path: Path, mode: int) -> None:
 
 
 def is_of_user(status: os.stat_result) -> bool:
-    """Whether a file belongs to the user of this process; True where files have no user ids."""
+    """True if a file belongs to the user of this process; True where files have no user ids."""
     return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
 
 

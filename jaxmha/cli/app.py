@@ -31,7 +31,7 @@ app = typer.Typer(
     help="Converts checkpoints between torch, Keras, Flax and Hugging Face: attention and the other "
     "layers.\n\n"
     f"Files: {suffixes()}. Nothing in a file is ever executed.\n\n"
-    "Exit codes: 0 success, 1 the two sides differ or a part was not compared, 2 bad input.",
+    "Exit codes: 0 success, 1 the two sources differ or a part was not compared, 2 bad input.",
 )
 
 

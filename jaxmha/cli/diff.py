@@ -59,7 +59,7 @@ INPUTS = {"query", "key", "value", "mask", "mask_a", "mask_b"}
 WIDTH = 10  # characters of the bar for the whole difference
 
 
-MaskOption = Annotated[MaskName, option("--mask", "Mask of both sides, for drawn inputs.")]
+MaskOption = Annotated[MaskName, option("--mask", "Mask of both sources, for drawn inputs.")]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Difference:
     """The result of the command.
 
     Attributes:
-        blocks: name -> attribution, for every block that both sides have.
-        only_a: blocks that only the first side has. only_b: the same for the second.
+        blocks: name -> attribution, for every block that both sources have.
+        only_a: blocks that only the first source has. only_b: the same for the second.
         rest: comparison of the tensors outside attention.
         notes: lines for the user.
     """
@@ -81,13 +81,13 @@ class Difference:
 
     @property
     def different(self) -> bool:
-        """Whether anything but rounding differs."""
+        """True if anything but rounding differs."""
         missing = self.only_a or self.only_b or self.rest.differing
         return bool(missing) or not all(one.same for one in self.blocks.values())
 
     @property
     def same(self) -> bool:
-        """Whether everything was compared and nothing but rounding differs."""
+        """True if everything was compared and nothing but rounding differs."""
         return not self.different and not self.rest.left
 
     def to_json(self) -> dict[str, Any]:
@@ -133,12 +133,12 @@ def command(
         if file is not None and (mask is not MaskName.none or mask_b):  # type: ignore[attr-defined]
             raise ValueError("--mask is for drawn inputs: put masks into the file of --inputs")
         masks = _masks(file) or (MASKS[mask.value], MASKS[(mask_b or mask).value])
-        sides = comparison.read_both(a, b, num_heads)
-        pairs, only_a, only_b, notes = comparison.pair(sides[0].blocks, sides[1].blocks)
+        sources = comparison.read_both(a, b, num_heads)
+        pairs, only_a, only_b, notes = comparison.pair(sources[0].blocks, sources[1].blocks)
         if block is not None:
             pairs, only_a, only_b = [p for p in pairs if p[0].name == block], (), ()
         if not pairs:
-            named = ", ".join(side.name or "(top)" for side in sides[0].blocks[:5])
+            named = ", ".join(one.name or "(top)" for one in sources[0].blocks[:5])
             raise ValueError(
                 f"no block in common{f' named {block}' if block else ''}: {a} has {named}"
             )
@@ -146,7 +146,7 @@ def command(
         for x, y in items("comparing", as_json)(pairs):
             drawn = _inputs(x, file, seed)
             found[x.name or y.name] = _attribute((x, y), drawn, masks, (as_a, as_b))
-        rest, more = _rest(sides, block)
+        rest, more = _rest(sources, block)
         result = Difference(found, only_a, only_b, rest, (*notes, *more))
         if as_json:
             print_json(result.to_json())
@@ -162,8 +162,8 @@ def _attribute(
     presets: tuple[str | None, str | None],
 ) -> Attribution:
     first, second = (
-        _behaving(of_block(side, inputs, mask, side.name), preset)
-        for side, mask, preset in zip(pair, masks, presets, strict=True)
+        _behaving(of_block(one, inputs, mask, one.name), preset)
+        for one, mask, preset in zip(pair, masks, presets, strict=True)
     )
     found = attribution.between(first, second, inputs)
     return replace(
@@ -172,21 +172,21 @@ def _attribute(
 
 
 def _rest(
-    sides: tuple[Comparand, Comparand], block: str | None
+    sources: tuple[Comparand, Comparand], block: str | None
 ) -> tuple[other_tensors.Outside, tuple[str, ...]]:
     """The comparison of the tensors outside attention, unless a block is named; and notes."""
     if block is not None:
         note = f"--block names only {block or '(top)'}: nothing else was compared"
         return other_tensors.NOTHING, (note,)
-    rest = other_tensors.compare(sides[0].source, sides[1].source)
-    return rest, (*rest.notes, *dict.fromkeys((*sides[0].notes, *sides[1].notes)))
+    rest = other_tensors.compare(sources[0].source, sources[1].source)
+    return rest, (*rest.notes, *dict.fromkeys((*sources[0].notes, *sources[1].notes)))
 
 
 def _print(result: Difference) -> None:
     for name, one in result.blocks.items():
         show(name, one)
     for name in (*result.only_a, *result.only_b):
-        out.print(f"only on one side: {escape(name)}", highlight=False)
+        out.print(f"only in one source: {escape(name)}", highlight=False)
     print_outside(result.rest.differing, result.rest.left)
     for note in result.notes:
         out.print(escape(note), highlight=False)
@@ -238,11 +238,11 @@ def _read(path: Path) -> dict[str, NDArray]:
     return arrays
 
 
-def _inputs(side: ComparedBlock, file: Mapping[str, NDArray] | None, seed: int) -> Inputs:
+def _inputs(block: ComparedBlock, file: Mapping[str, NDArray] | None, seed: int) -> Inputs:
     if file is None:
-        return forward_check.inputs(side, seed)
+        return forward_check.inputs(block, seed)
     given = {name: file[name] for name in ("query", "key", "value") if name in file}
-    return as_inputs(given, side.params)
+    return as_inputs(given, block.params)
 
 
 def _masks(file: Mapping[str, NDArray] | None) -> Masks | None:

@@ -76,7 +76,7 @@ class Choices:
 
     @property
     def beyond_layout(self) -> bool:
-        """Whether an option other than --to was given."""
+        """True if an option other than --to was given."""
         given = (self.from_, self.num_heads, self.dtype, self.others)
         return any(given) or self.attention_only or self.fold_scale
 

@@ -205,8 +205,8 @@ def _softmax(framework: str) -> list[str]:
     lines = []
     for path, label in shown.items():
         empty = f"a row with nothing left is {_FULLY_MASKED[known[path].fully_masked]}"
-        said = ", ".join(filter(None, (dtypes[known[path].softmax], empty)))
-        lines.append(f"{label}: {said}" if label else said)
+        text = ", ".join(filter(None, (dtypes[known[path].softmax], empty)))
+        lines.append(f"{label}: {text}" if label else text)
     return lines
 
 
@@ -225,8 +225,8 @@ def stored(
       ValueError: an unknown framework.
     """
     one_of("framework", framework, (None, *FRAMEWORKS))
-    there = leaves(params)
-    own: Arrays = {n: ((n, CANONICAL[n], tuple(x.shape)),) for n, x in there.items()}
+    arrays = leaves(params)
+    own: Arrays = {n: ((n, CANONICAL[n], tuple(x.shape)),) for n, x in arrays.items()}
     layouts = FRAMEWORKS[framework].layouts if framework is not None else ()
     reasons = []
     for layout in layouts:
@@ -235,7 +235,7 @@ def stored(
         except ValueError as error:
             reasons.append(str(error))
             continue
-        entries = [entry for entry in layout.entries if entry.leaves[0] in there]
+        entries = [entry for entry in layout.entries if entry.leaves[0] in arrays]
         found = {
             leaf: (entry.key, entry.axes, _shape(entry, sizes))
             for entry in entries

@@ -146,8 +146,8 @@ def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget)
         budget.give_back(_FORM_BYTES)
         info, declared = budget.tensor(name, entry.shape, entry.dtype), entry.end - entry.begin
         if declared != info.nbytes:
-            said = f"{declared} bytes declared for shape {info.shape} of {info.dtype}, which has "
-            raise MalformedFile(source.path, f"{said}{info.nbytes}", _AGAIN, name)
+            sizes = f"{declared} bytes declared for shape {info.shape} of {info.dtype}, which has "
+            raise MalformedFile(source.path, f"{sizes}{info.nbytes}", _AGAIN, name)
         offsets[name] = start + entry.begin
     position = start
     # Empty tensors start at the same offset as the next one.

@@ -165,7 +165,7 @@ def _is_written(format: Format) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder that orbax wrote.
+    """True if a path is a folder that orbax wrote.
 
     Raises:
         UnsupportedFormat: a folder that another framework wrote; the message has the remedy.
@@ -234,8 +234,8 @@ def file_in(path: Path) -> Path:
         )
         raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
     inside = [name for name in names if os.path.isdir(path / name) and _holds_one(path / name)]
-    there = ", ".join(inside[:_LISTED] or names[:_LISTED])
-    holding = "its folders " + there if inside else (f"only {there}" if names else "nothing")
+    listed = ", ".join(inside[:_LISTED] or names[:_LISTED])
+    holding = "its folders " + listed if inside else (f"only {listed}" if names else "nothing")
     raise IncompleteCheckpoint(
         path,
         f"is a directory without a checkpoint: it holds {holding}",

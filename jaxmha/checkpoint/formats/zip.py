@@ -288,11 +288,11 @@ def _local(source: Source, entry: _Entry) -> int:
         _fail(source, AmbiguousFile, "the two zip headers give different names", entry.name)
     if _FULL32 in (size, compressed) and (entry.size, entry.compressed) != (size, compressed):
         size, compressed = _zip64(source, extra, 2, entry.name)
-    said = (flags, method, crc, compressed, size)
+    header = (flags, method, crc, compressed, size)
     true = (entry.flags, entry.method, entry.crc, entry.compressed, entry.size)
     # With a descriptor, checksum and sizes come after the data and are zero here.
     later = (*true[:2], 0, 0, 0) if flags & _DESCRIPTOR else true
-    if said not in (true, later):
+    if header not in (true, later):
         _fail(source, AmbiguousFile, "the two zip headers contradict each other", entry.name)
     if _extra(extra, _DIGEST) != entry.digest:
         _fail(source, AmbiguousFile, "the two zip headers give different digests", entry.name)
