@@ -10,7 +10,11 @@ import pytest
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
 from tests.zoo import one, pool
 
-NEVER = ("silently wrong", "not found", "misleading", "crash")
+# From the best class to the worst that may be; a type may become better.
+ALLOWED = (
+    "right", "no attention", "positions said", "parts said", "carried, said", "refused", "not run",
+    "cannot be built",
+)  # fmt: skip
 EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").read_text())
 GROUPS = 6
 
@@ -25,8 +29,8 @@ def a_tenth() -> list[str]:
 
 
 def judge(model_type: str, label: str) -> None:
-    assert label not in NEVER, model_type
-    assert label == EXPECTED[model_type], model_type
+    assert label in ALLOWED, model_type
+    assert ALLOWED.index(label) <= ALLOWED.index(EXPECTED[model_type]), model_type
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
