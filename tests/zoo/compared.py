@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+import jaxmha
 from jaxmha.converters.discovery.positions import turned
 
 KINDS = ("equal", "bias", "rotary", "other")  # from the best to the worst
@@ -124,6 +125,44 @@ def _compare(
                 "other", float(np.abs(apart).max() / size), f"logits times {np.median(ratio):.4g}"
             )
     return Outcome("other", float(np.abs(apart).max() / size), "logits")
+
+
+def with_jaxmha(
+    params: Any, semantics: Any, given: list[Any], logits: Any, out: Any, positions: Any
+) -> float:
+    """The error of jaxmha's own output on the same inputs, with the same mask and the positions."""
+    N = params.query.kernel.shape[-2]
+    *_, T, S = logits.shape
+    valid = logits.detach().double().numpy().reshape(-1, N, T, S) > MASKED
+    sides = [x.detach().double().numpy() for x in given]
+    target = out.detach().double().numpy()
+    best = float("inf")
+    for swapped in (False, True):
+        try:
+            sizes = (T, S, S)
+            rows = [_rows(x, len(valid), n, swapped) for x, n in zip(sides, sizes, strict=True)]
+        except ValueError:
+            continue
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+            q, k, v = jaxmha.project(wide, *rows, semantics=semantics)
+            bias = None
+            if positions is not None:
+                q, k = turned(positions, q, k)
+                bias = None if positions.added is None else positions.added.bias(T, S)[None]
+            heads = jaxmha.dot_product_attention(
+                q,
+                k,
+                v,
+                bias=bias,
+                mask=valid,
+                scale=semantics.scale,
+                logits_soft_cap=semantics.logits_soft_cap,
+                implementation="reference",
+            )
+            mine = np.asarray(jaxmha.combine(wide, heads, semantics=semantics))
+        best = min(best, _error(mine, target, valid.any((1, 3))))
+    return best
 
 
 def _shift(apart: Any, valid: Any) -> Any:

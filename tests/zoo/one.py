@@ -129,8 +129,11 @@ def record(model: Any, model_type: str) -> tuple[Any, dict[str, str]]:
     return best
 
 
-def check(model_type: str, seed: int = 0) -> dict[str, Any]:
-    """The result of one type: its class, its blocks, and what was said."""
+def check(model_type: str, seed: int = 0, whole: bool = True) -> dict[str, Any]:
+    """The result of one type: its class, its blocks, and what was said.
+
+    `whole`: jaxmha itself computes one block of every kind as well, which compiles for seconds.
+    """
     warnings.simplefilter("ignore")
     start = time.perf_counter()
     if model_type in UNBUILT:
@@ -152,7 +155,7 @@ def check(model_type: str, seed: int = 0) -> dict[str, Any]:
         return {"type": model_type, "class": "cannot be built", "why": why}
     model, run, ran, factor = made
     try:
-        found = _judged(model, run)
+        found = _judged(model, run, whole)
     except CannotBuildError as error:
         return {"type": model_type, "class": "cannot be built", "why": str(error)}
     if not found["softmaxes"] and all(ran.values()):
@@ -169,7 +172,7 @@ def _of_sizes(error: str) -> bool:
     return not error.startswith(("TypeError", "no arguments", "inputs"))
 
 
-def _judged(model: Any, run: Any) -> dict[str, Any]:
+def _judged(model: Any, run: Any, whole: bool) -> dict[str, Any]:
     import torch
 
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
@@ -181,6 +184,6 @@ def _judged(model: Any, run: Any) -> dict[str, Any]:
         blocks, said = judged.read(folder)
         held = judged.rows_of(model)
         owned = [None if p is None else judged.owners(b, p, held) for b, p, *_ in blocks]
-        return judged.judge(run, blocks, owned, said, held)
+        return judged.judge(run, blocks, owned, said, held, whole)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
