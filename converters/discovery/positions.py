@@ -120,7 +120,8 @@ class Alibi(NamedTuple):
     def bias(self, T: int, S: int) -> NDArray:
         """The bias, `N T S`; the last query stands at the last key."""
         distance = np.arange(T)[:, None] + S - T - np.arange(S)
-        return -np.asarray(self.rates)[:, None, None] * distance
+        found: NDArray = -np.asarray(self.rates)[:, None, None] * distance
+        return found
 
 
 class Buckets(NamedTuple):

@@ -88,7 +88,7 @@ def _softmax(run: Run, real: Any) -> Any:
             out = real(*args, **kwargs)
         finally:
             run.inside = not outermost
-        given = args[0] if args else kwargs.get("input")
+        given: Any = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if outermost and dim is not None and dim % given.ndim == given.ndim - 1:
             run.softmax(given, out)

@@ -145,6 +145,8 @@ def with_jaxmha(
             continue
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+            q: Any
+            k: Any
             q, k, v = jaxmha.project(wide, *rows, semantics=semantics)
             bias = None
             if positions is not None:

@@ -204,7 +204,7 @@ def _size(config: Any) -> tuple[int, int]:
     size = _first(config, "image_size", 64)
     if isinstance(size, dict):
         size = (size["height"], size["width"])
-    return tuple(size)[-2:] if isinstance(size, list | tuple) else (size, size)  # type: ignore[return-value]
+    return tuple(size)[-2:] if isinstance(size, list | tuple) else (size, size)
 
 
 def pixels(config: Any, frames: int = 0) -> Any:

@@ -20,7 +20,6 @@ from jaxmha.converters.discovery.positions import Positions, positions_of
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
-from jaxmha.params import leaves
 from tests.zoo import compared
 from tests.zoo.capture import Call, Run, Softmax
 from tests.zoo.overrides import NO_ATTENTION
@@ -74,14 +73,13 @@ Rows = Mapping[tuple[int, float, float], str]
 
 def owners(block: Block, params: MHAParams, rows: Rows) -> Owner:
     """The modules of a model in memory that hold the kernels of a block, found by their numbers."""
-    found = []
-    for name in ("query", "key", "value"):
-        kernel = np.asarray(getattr(params, name).kernel)
-        found.append(_held(kernel.reshape(kernel.shape[0], -1).T, rows))
+    query, key, value = (
+        _held((x := np.asarray(one.kernel)).reshape(x.shape[0], -1).T, rows) for one in params[:3]
+    )
     if params.out is None:
-        return Owner(*found, "")
+        return Owner(query, key, value, "")
     kernel = np.asarray(params.out.kernel)
-    return Owner(*found, _held(kernel.reshape(-1, kernel.shape[-1]).T, rows))
+    return Owner(query, key, value, _held(kernel.reshape(-1, kernel.shape[-1]).T, rows))
 
 
 def _held(matrix: NDArray, rows: Rows) -> str:
@@ -113,7 +111,7 @@ def read(
     files = [x for x in folder.iterdir() if x.name.endswith((".safetensors", ".index.json"))]
     source = next((f for f in files if f.name.endswith(".index.json")), files[0])
     info = pipeline.inspect(source)
-    blocks = []
+    blocks: list[tuple[Block, MHAParams | None, Semantics | None, str]] = []
     with checkpoint.open(source) as file:
         shapes = attention_blocks.shapes(file)
         found = behaviours.told(attention_blocks.find(shapes), file)
@@ -389,7 +387,9 @@ def _given(calls: list[Call], whole: bool) -> list[Any]:
         return [_first(c.args, c.kwargs) for c in calls]
     args, kwargs = calls[0].args, calls[0].kwargs
     names = ("query", "key", "value")
-    found = [kwargs.get(n, args[i] if i < len(args) else None) for i, n in enumerate(names)]
+    found: list[Any] = [
+        kwargs.get(n, args[i] if i < len(args) else None) for i, n in enumerate(names)
+    ]
     first = found[0] if found[0] is not None else _first(args, kwargs)
     tensor = [
         x if hasattr(x, "is_floating_point") and x.is_floating_point() and x.ndim > 1 else first
@@ -400,7 +400,3 @@ def _given(calls: list[Call], whole: bool) -> list[Any]:
 
 def _first(args: Any, kwargs: Any) -> Any:
     return next(x for x in (*args, *kwargs.values()) if hasattr(x, "shape"))
-
-
-def parameters(params: MHAParams) -> Iterator[str]:
-    yield from leaves(params)

@@ -79,9 +79,8 @@ def _with_sections(content: dict[str, Any]) -> dict[str, Any]:
         and "num_attention_heads" in found
         and re.search(SECTIONS, str(found.get("model_type")))
     ):
-        width = found.get("head_dim") or found.get("hidden_size", 0) // found.get(
-            "num_attention_heads", 1
-        )
+        features: Any = found.get("hidden_size", 0)
+        width: Any = found.get("head_dim") or features // found["num_attention_heads"]
         half = int(width * rope.get("partial_rotary_factor", 1)) // 2
         third = half // 3
         found["rope_parameters"] = rope | {"mrope_section": [half - 2 * third, third, third]}
