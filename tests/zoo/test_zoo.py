@@ -25,7 +25,7 @@ def a_tenth() -> list[str]:
     built = {t for t, label in EXPECTED.items() if label != "cannot be built"}
     families = [sorted(built & set(types.split())) for types in MODEL_TYPES.values()]
     families.append(sorted(built - {t for family in families for t in family}))
-    return sorted({t for family in families for t in drawn.sample(family, -(-len(family) // 12))})
+    return sorted({t for family in families for t in drawn.sample(family, -(-len(family) // 20))})
 
 
 def judge(model_type: str, label: str) -> None:
