@@ -39,7 +39,7 @@ class Block(NamedTuple):
         None  # the family with such blocks there, and its pattern
     )
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
-    told: bool = False  # `behaviours` gave the layout the semantics that the configuration tells
+    configured: bool = False  # `behaviours` put semantics of the configuration into the layout
 
     @property
     def family(self) -> tuple[str, str] | None:
@@ -49,7 +49,7 @@ class Block(NamedTuple):
     @property
     def refused(self) -> str:
         """Why this layout misreads the family's blocks; "" if it reads them correctly."""
-        if self.told:
+        if self.configured:
             return ""
         if self.layout.name in ASKS:
             return f"{self.prefix}: {ASKS[self.layout.name]}"
@@ -231,10 +231,10 @@ def damaged_at(
 
 
 def _has_more(
-    candidate: Layout, prefix: str, there: Sequence[Entry], shapes: Mapping[str, Sequence[int]]
+    candidate: Layout, prefix: str, entries: Sequence[Entry], shapes: Mapping[str, Sequence[int]]
 ) -> bool:
     """True if matrices under a prefix belong neither to the layout nor to norms next to it."""
-    keys = {entry.key: candidate.path(prefix, entry.key) for entry in there}
+    keys = {entry.key: candidate.path(prefix, entry.key) for entry in entries}
     unknown = _unknown(candidate, prefix, keys, shapes)
     return any(len(shapes[name]) >= 2 for name in unknown)
 

@@ -1,6 +1,6 @@
 """Semantics of the blocks of a checkpoint: what config.json and metadata tell, and no tensor.
 
-A block that is told has a layout with these semantics, so that every conversion carries them.
+A block that is configured has a layout with these semantics, so that every conversion carries them.
 """
 
 import json
@@ -22,15 +22,15 @@ METADATA = "jaxmha.semantics"
 _LIMITS = Limits(memory=1 << 20)
 _FROM = "from"
 
-Told = dict[str, Any]
-_Rule = Callable[[Mapping[str, Any]], Told]
+Values = dict[str, Any]
+_Reader = Callable[[Mapping[str, Any]], Values]
 
 
-def _multiplied(own: Mapping[str, Any]) -> Told:
+def _multiplied(own: Mapping[str, Any]) -> Values:
     return {"scale": float(own["attention_multiplier"])}
 
 
-def _capped(own: Mapping[str, Any]) -> Told:
+def _capped(own: Mapping[str, Any]) -> Values:
     cap = own.get("attn_logit_softcapping")
     return {
         "scale": float(own["query_pre_attn_scalar"]) ** -0.5,
@@ -38,13 +38,13 @@ def _capped(own: Mapping[str, Any]) -> Told:
     }
 
 
-def _normalised(own: Mapping[str, Any]) -> Told:
+def _normalised(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "rms", "qk_norm_epsilon": float(own["rms_norm_eps"])}
 
 
 # Model types -> what their configuration tells of every block. Each is compared with the model's own
 # output by the tests of the zoo.
-RULES: tuple[tuple[str, _Rule], ...] = (
+READERS: tuple[tuple[str, _Reader], ...] = (
     (
         "granite granitemoe granitemoeshared granite_docling_text hyperclovax",
         _multiplied,
@@ -60,16 +60,16 @@ RULES: tuple[tuple[str, _Rule], ...] = (
 )
 
 
-def rule(model_type: str) -> _Rule | None:
-    """The rule of a model type.
+def reader_of(model_type: str) -> _Reader | None:
+    """The function that reads the behaviour of a model type from its configuration.
 
-    >>> rule("qwen3") is not None, rule("bert") is None
+    >>> reader_of("qwen3") is not None, reader_of("bert") is None
     (True, True)
     """
-    return next((found for types, found in RULES if model_type in types.split()), None)
+    return next((found for types, found in READERS if model_type in types.split()), None)
 
 
-def told(blocks: Sequence[Block], file: Any) -> list[Block]:
+def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     """The blocks with the semantics that metadata or the configuration next to a file tell.
 
     `file` is an open checkpoint; a state in memory has no configuration.
@@ -79,8 +79,8 @@ def told(blocks: Sequence[Block], file: Any) -> list[Block]:
     found = []
     for block, own, model_type in _parts(blocks, file):
         block = _of_metadata(block, file.metadata)
-        read = rule(model_type)
-        if read is not None and not block.told:
+        read = reader_of(model_type)
+        if read is not None and not block.configured:
             block = _with(block, _values(read, own))
         found.append(block)
     return found
@@ -89,24 +89,26 @@ def told(blocks: Sequence[Block], file: Any) -> list[Block]:
 def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[str, Any], str]]:
     """Every block, the part of the configuration that is its own, and the model type there.
 
-    The model type is "" where the configuration has no rule, or no part for the block.
+    The model type is "" where no reader knows the configuration, or it has no part for the block.
     """
     content = hf_config.readable(file.path)
-    ruled = any(rule(t) for _, t in hf_config.search(content, ["model_type"]) if isinstance(t, str))
-    configured = described.of(file, blocks).heads if ruled else None
+    readable = any(
+        reader_of(t) for _, t in hf_config.search(content, ["model_type"]) if isinstance(t, str)
+    )
+    heads = described.of(file, blocks).heads if readable else None
     for block in blocks:
-        count = configured.part_of(block.prefix) if configured else None
+        count = heads.part_of(block.prefix) if heads else None
         yield (block, *(part(content, count.way[:-1]) if count else ({}, "")))
 
 
-def _values(read: _Rule, own: Mapping[str, Any]) -> Told:
+def _values(read: _Reader, own: Mapping[str, Any]) -> Values:
     try:
         return read(own)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         return {}
 
 
-def _with(block: Block, values: Told) -> Block:
+def _with(block: Block, values: Values) -> Block:
     norms = any("query_norm" in entry.leaves for entry in block.layout.entries)
     if norms != ("qk_norm" in values) or not values:
         return block
@@ -114,7 +116,7 @@ def _with(block: Block, values: Told) -> Block:
         semantics = replace(block.layout.semantics, **values)
     except (TypeError, ValueError):
         return block
-    return block._replace(layout=replace(block.layout, semantics=semantics), told=True)
+    return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
 
 
 def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -135,12 +137,12 @@ def _of_metadata(block: Block, metadata: Mapping[str, str]) -> Block:
     return _with_all(block, {k: v for k, v in dict(values).items() if k != _FROM})
 
 
-def _with_all(block: Block, values: Told) -> Block:
+def _with_all(block: Block, values: Values) -> Block:
     try:
         semantics = Semantics(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{METADATA}.{block.prefix} of the metadata: {error}") from error
-    return block._replace(layout=replace(block.layout, semantics=semantics), told=True)
+    return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
 
 
 def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
@@ -158,7 +160,7 @@ def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
 def carried(blocks: Sequence[Block]) -> set[str]:
     """The parts (`signs.PARTS`) that the semantics of every block has."""
     parts = {"scale": "scale", "logits_soft_cap": "soft_cap", "qk_norm": "qk_norm"}
-    if not blocks or not all(block.told for block in blocks):
+    if not blocks or not all(block.configured for block in blocks):
         return set()
     return {
         part
@@ -183,9 +185,10 @@ def refuse_unread(file: Any, blocks: Sequence[Block]) -> None:
         for way, value in hf_config.search(content, hf_config.BEHAVIOUR)
         if value not in (hf_config.BEHAVIOUR[way[-1]], None)
     ]
-    pairs = zip(_parts(blocks, file), told(blocks, file), strict=True)
+    pairs = zip(_parts(blocks, file), configured(blocks, file), strict=True)
     read = all(
-        block.told if rule(model_type) else model_type for (_, _, model_type), block in pairs
+        block.configured if reader_of(model_type) else model_type
+        for (_, _, model_type), block in pairs
     )
-    if not (settings and read and all(rule(t) in (_multiplied, _capped) for t in settings)):
+    if not (settings and read and all(reader_of(t) in (_multiplied, _capped) for t in settings)):
         hf_config.refuse_behaviour(file.path)

@@ -71,10 +71,10 @@ def find(
                 break
     prefixes = [
         prefix
-        for prefix, there in roles.items()
-        if any(needed <= there.keys() for needed in _TOGETHER)
+        for prefix, own in roles.items()
+        if any(needed <= own.keys() for needed in _TOGETHER)
         and not _within(prefix, damaged)
-        and _is_attention(prefix, there, shapes)
+        and _is_attention(prefix, own, shapes)
     ]
     return {
         prefix: tuple(name for name in shapes if _under(name, prefix) and name not in taken)
@@ -83,15 +83,13 @@ def find(
     }
 
 
-def _is_attention(
-    prefix: str, there: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
-) -> bool:
-    if {"key", "value"} <= there.keys() or {"query", "key value"} <= there.keys():
+def _is_attention(prefix: str, own: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
+    if {"key", "value"} <= own.keys() or {"query", "key value"} <= own.keys():
         return True
-    if there.keys() == {"query key value"} and "in_proj" in there["query key value"]:
+    if own.keys() == {"query key value"} and "in_proj" in own["query key value"]:
         own = [name for name in shapes if _under(name, prefix)]
         return bool(_PLACE.search(prefix)) and not any(_MAMBA.search(name) for name in own)
-    return bool(_PLACE.search(prefix)) or {"query key value"} <= there.keys()
+    return bool(_PLACE.search(prefix)) or {"query key value"} <= own.keys()
 
 
 def _under(name: str, prefix: str) -> bool:

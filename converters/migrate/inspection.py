@@ -106,7 +106,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     """
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
-        found = behaviours.told(attention_blocks.find(all_shapes), file)
+        found = behaviours.configured(attention_blocks.find(all_shapes), file)
         description = described.of(file, found)
         infos = []
         for block in found:

@@ -123,7 +123,7 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     taken = _taken(plan)
     names = [name for name in file.info if name not in taken]
     unconverted.refuse(file.path, names, layouts)
-    blocks = behaviours.told(attention_blocks.find(shapes(file)), file)
+    blocks = behaviours.configured(attention_blocks.find(shapes(file)), file)
     return unconverted.notes(file.path, names, layouts, behaviours.carried(blocks))
 
 
@@ -261,9 +261,9 @@ def _resolved(
             found.notes.append(notes.of_groups([step.target for step in found.blocks]))
         if given:
             check_heads(found, file)
-    told = {step.target for step, block in found.blocks.items() if block.told}
+    configured = {step.target for step, block in found.blocks.items() if block.configured}
     targets = {step.target for step, _ in found.by_step if step.kind == "attention"}
-    read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file), told)
+    read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file), configured)
     return found
 
 

@@ -174,7 +174,7 @@ def _blocks(file: Tensors, from_: Layout | None) -> list[Block]:
     """
     shapes = _shapes(file)
     known = registry.LAYOUTS if from_ is None else [from_]
-    found = behaviours.told(attention_blocks.find(shapes, known), file)
+    found = behaviours.configured(attention_blocks.find(shapes, known), file)
     if broken := attention_blocks.damaged(shapes, found, known):
         raise ValueError(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"

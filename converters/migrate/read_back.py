@@ -88,11 +88,11 @@ def refuse(
     prefixes: set[str],
     target: Layout,
     source: Mapping[str, Sequence[int]],
-    told: set[str] = frozenset(),  # type: ignore[assignment]
+    configured: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> None:
     """Raises ValueError if a destination could not be read back as the same layers.
 
-    `prefixes` are the prefixes of its blocks; `told` those of them that need the configuration of
+    `prefixes` are the prefixes of its blocks; `configured` those of them that need the configuration of
     their model, which their source had. `source` are the shapes of the source: damage that it
     already has is not reported.
     """
@@ -110,7 +110,7 @@ def refuse(
             f"block {min(missing)} could not be read back as layout {target.name}: name another "
             "layout"
         )
-    known = [b._replace(told=b.prefix in told) for b in attention_blocks.find(shapes)]
+    known = [b._replace(configured=b.prefix in configured) for b in attention_blocks.find(shapes)]
     broken = attention_blocks.damaged_at(shapes, known)
     if (
         new := broken.keys()

@@ -116,7 +116,7 @@ def _blocks(plan: Plan, file: Tensors) -> dict[tuple[str, str, frozenset[str]], 
     return {
         (name, block.prefix, frozenset(block.keys.values())): block
         for name in layouts
-        for block in behaviours.told(
+        for block in behaviours.configured(
             attention_blocks.find(shapes, [attention_blocks.named(name)]), file
         )
     }

@@ -51,7 +51,7 @@ def test_the_configuration_tells_semantics_and_the_file_keeps_them(
     there.parent.mkdir()
     pipeline.convert(path, there, to="jaxmha")
     with checkpoint.open(there) as file:
-        (block,) = behaviours.told(attention_blocks.find(attention_blocks.shapes(file)), file)
+        (block,) = behaviours.configured(attention_blocks.find(attention_blocks.shapes(file)), file)
         params, semantics = block.read(file)
     assert semantics == Semantics(**told)
     assert (params.query_norm is not None) == ("qk_norm" in told)

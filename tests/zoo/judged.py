@@ -114,7 +114,7 @@ def read(
     blocks: list[tuple[Block, MHAParams | None, Semantics | None, str]] = []
     with checkpoint.open(source) as file:
         shapes = attention_blocks.shapes(file)
-        found = behaviours.told(attention_blocks.find(shapes), file)
+        found = behaviours.configured(attention_blocks.find(shapes), file)
         told = described.of(file, found)
         tensors = _Lazy(file)
         for block in found:
