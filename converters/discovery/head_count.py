@@ -10,7 +10,7 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.converters.discovery import hf_config
 from jaxmha.converters.discovery.attention_blocks import Block
-from jaxmha.converters.discovery.hf_config import CONFIG
+from jaxmha.converters.discovery.hf_config import CONFIG, Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
 from jaxmha.dims import bind, parse
 
@@ -232,31 +232,34 @@ def in_config(path: Path) -> Configured | None:
         found = [x for x in hf_config.search(content, CONFIG_KEYS) if x[1] is not None]
     except (ValueError, RecursionError) as error:
         return Configured(config, (), hf_config.unreadable(path, error))
-    most = Limits.dimension
-    found = [(way, tuple(x) if isinstance(x, list) else (x,)) for way, x in found]
-    if impossible := [
-        (way, list(x) if len(x) != 1 else x[0])
-        for way, x in found
-        if not x or any(type(n) is not int or not 0 < n <= most for n in x)
-    ]:
+    stages = [(way, _positive(value)) for way, value in found]
+    if impossible := [pair for pair, (_, read) in zip(found, stages, strict=True) if not read]:
         shown = ", ".join(
             f"{printable(': '.join((CONFIG, *way)))} is {checkpoint_errors.shown(x)}"
             for way, x in impossible[:_SHOWN]
         )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
-    counts = tuple(_count(way, x[0], x if len(x) > 1 else ()) for way, x in found)
+    counts = tuple(_count(way, heads) for way, heads in stages)
     values = [value for _, value in hf_config.search(content, ["model_type"])]
     types = {value for value in values if isinstance(value, str)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
     return Configured(config, counts, families=named) if counts else None
 
 
-def _count(way: Sequence[str], heads: int, stages: tuple[int, ...] = ()) -> Count:
+def _positive(value: Json) -> tuple[int, ...]:
+    """A head count, or one for every stage; empty if a number is none."""
+    values = value if isinstance(value, list) else [value]
+    counts = [n for n in values if type(n) is int and 0 < n <= Limits.dimension]
+    return tuple(counts) if len(counts) == len(values) else ()
+
+
+def _count(way: Sequence[str], heads: tuple[int, ...]) -> Count:
     own = CONFIG_KEYS[way[-1]]
     parts = (*map(_part, way[:-1]), *own)
     alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
-    return Count(heads, ": ".join((CONFIG, *way)), parts, alone, tuple(way), stages)
+    stages = heads if len(heads) > 1 else ()
+    return Count(heads[0], ": ".join((CONFIG, *way)), parts, alone, tuple(way), stages)
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

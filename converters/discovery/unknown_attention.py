@@ -87,8 +87,8 @@ def _is_attention(prefix: str, own: Mapping[str, str], shapes: Mapping[str, Sequ
     if {"key", "value"} <= own.keys() or {"query", "key value"} <= own.keys():
         return True
     if own.keys() == {"query key value"} and "in_proj" in own["query key value"]:
-        own = [name for name in shapes if _under(name, prefix)]
-        return bool(_PLACE.search(prefix)) and not any(_MAMBA.search(name) for name in own)
+        inside = [name for name in shapes if _under(name, prefix)]
+        return bool(_PLACE.search(prefix)) and not any(_MAMBA.search(name) for name in inside)
     return bool(_PLACE.search(prefix)) or {"query key value"} <= own.keys()
 
 
