@@ -40,7 +40,8 @@ POLICIES: tuple[FullyMasked, ...] = ("zero", "nan", "mean")
 
 def supported(implementation: str, policy: FullyMasked, asked: Asked) -> bool:
     """What an implementation declines, the reference does."""
-    declined = asked.weights or (policy == "mean" and asked.dropout > 0)
+    never = policy == "mean" or implementation == "native"
+    declined = asked.weights or (never and asked.dropout > 0)
     return not (implementation in conformance.WITHOUT_WEIGHTS and declined)
 
 
@@ -85,9 +86,11 @@ def test_policies(implementation: str, dtype: str) -> None:
         return one(arrays), jax.tree.map(lambda x: x[0], batched), slopes
 
     with jax.enable_x64(dtype == "float64"):
+        if conformance.declines(CASE, implementation, dtype):
+            return
         arrays = cases.arrays(CASE, dtype)
         calls = [(p, a) for p in POLICIES for a in ASKED if supported(implementation, p, a)]
-        assert len(calls) >= 5
+        assert len(calls) >= 3
         answers = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
         for call, (jitted, batched, slopes) in zip(calls, answers, strict=True):
             check(jitted, arrays, *call)

@@ -1,0 +1,127 @@
+"""The operands of the native kernels, and what their shapes have in common."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations.tiled.block_mask import Pairs
+
+# Beyond any position; the kernels take such a bound for none.
+FAR = 2**40
+
+
+class Settings(NamedTuple):
+    """The static config of a kernel.
+
+    Attributes:
+      scale: of the logits. soft_cap: None: none.
+      below, above: `i - below <= j <= i + above`; FAR: no bound.
+      out: dtype of the output.
+    """
+
+    scale: float
+    soft_cap: float | None
+    below: int
+    above: int
+    out: np.dtype[Any]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the FFI calls."""
+        return {
+            "scale": np.float32(self.scale),
+            "soft_cap": np.float32(self.soft_cap or 0.0),
+            "below": np.int64(self.below),
+            "above": np.int64(self.above),
+        }
+
+
+class Problem(NamedTuple):
+    """Operands of every kernel; an array without elements stands for an absent one.
+
+    Every operand has the same batch axes in front, each of its full size or 1, so that vmap adds
+    one more: the axes that have a meaning are counted from the last.
+
+    Attributes:
+      query: `B T N H`. key: `B S K H`. value: `B S K h`.
+      bias: `b n t s`, float32. allowed: `b n t s`, the dense mask.
+      rows: `b T`. keys: `b S`. query_ids: `b T`. key_ids: `b S`.
+      offset: `b`, causal offsets: `j <= i + offset`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array
+    allowed: jax.Array
+    rows: jax.Array
+    keys: jax.Array
+    query_ids: jax.Array
+    key_ids: jax.Array
+    offset: jax.Array
+
+
+class Residuals(NamedTuple):
+    """What the gradients read besides the problem, with the same batch axes.
+
+    Attributes:
+      row_max, row_sum: `B N T`, of the logits and of the exponentials below the row max.
+      d_out: `B T N h`. d_lse: `B N T` or absent.
+    """
+
+    row_max: jax.Array
+    row_sum: jax.Array
+    d_out: jax.Array
+    d_lse: jax.Array
+
+
+# Axes of operands and results after the batch axes.
+AXES = Problem(3, 3, 3, 3, 3, 1, 1, 1, 1, 0)  # type: ignore[arg-type]
+AXES_OF_RESIDUALS = Residuals(2, 2, 3, 2)  # type: ignore[arg-type]
+
+
+def absent(dtype: Any) -> jax.Array:
+    """Stands for an operand that there is not."""
+    return jnp.zeros((0,), dtype)
+
+
+def given(x: Any) -> Any:
+    """The operand, or None if it is absent."""
+    return x if x.size else None
+
+
+def problem(query: Any, key: Any, value: Any, bias: Any, pairs: Pairs) -> Problem:
+    """Operands of a request without empty axes; its window and static offset are in `Settings`."""
+
+    def or_absent(x: Any, dtype: Any) -> Any:
+        return absent(dtype) if x is None else jnp.asarray(x, dtype)
+
+    ids = pairs.segments or (None, None)
+    offset = None if isinstance(pairs.above, int) else pairs.above
+    return Problem(
+        query,
+        key,
+        value,
+        or_absent(bias, jnp.float32),
+        or_absent(pairs.array, jnp.bool_),
+        or_absent(pairs.rows, jnp.bool_),
+        or_absent(pairs.keys, jnp.bool_),
+        or_absent(ids[0], jnp.int32),
+        or_absent(ids[1], jnp.int32),
+        or_absent(offset, jnp.int32),
+    )
+
+
+def bounds(pairs: Pairs) -> tuple[int, int]:
+    """Static bounds below and above."""
+    left, right = pairs.window
+    above = [x for x in (right, pairs.above) if isinstance(x, int)]
+    return FAR if left is None else left, min([FAR, *above])
+
+
+def batch(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The batch axes that operands have together."""
+    shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, axes, strict=True) if x.size]
+    return np.broadcast_shapes(*shapes)

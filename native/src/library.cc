@@ -1,0 +1,47 @@
+#include "library.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxmha {
+namespace {
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+
+Isa found_isa() {
+  __builtin_cpu_init();
+  const char* const named = std::getenv("JAXMHA_NATIVE");
+  const bool narrow = named != nullptr && !std::strcmp(named, "avx2");
+  if (has_avx512() && !narrow) return Isa::avx512;
+  return has_avx2() ? Isa::avx2 : Isa::none;
+}
+
+}  // namespace
+
+Isa usable_isa() {
+  static const Isa found = found_isa();
+  return found;
+}
+
+}  // namespace jaxmha
+
+#pragma GCC visibility push(default)
+const char* jaxmha_cpu_version() { return JAXMHA_CPU_VERSION; }
+const char* jaxmha_cpu_isa() {
+  const jaxmha::Isa isa = jaxmha::usable_isa();
+  return isa == jaxmha::Isa::avx512 ? "avx512" : isa == jaxmha::Isa::avx2 ? "avx2" : "";
+}
+int jaxmha_cpu_interface() { return JAXMHA_CPU_INTERFACE; }
+int jaxmha_cpu_ffi_major() { return XLA_FFI_API_MAJOR; }
+int jaxmha_cpu_ffi_minor() { return XLA_FFI_API_MINOR; }
+#pragma GCC visibility pop

@@ -1,0 +1,46 @@
+#include "scores.h"
+
+#include <cmath>
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+
+void clear_scores(long keys, long lanes, const float* key, long ldk, const float* query, long H,
+                  float* scores, float* row_max) {
+  for (long j = 0; j < lanes; j += NR, query += NR * W, scores += NR * W, row_max += NR * W)
+    switch (std::min<long>(NR, lanes - j)) {
+      case 1: score_strip<1>(keys, key, ldk, query, H, scores, row_max); break;
+      case 2: score_strip<2>(keys, key, ldk, query, H, scores, row_max); break;
+#if defined(__AVX512F__)
+      case 3: score_strip<3>(keys, key, ldk, query, H, scores, row_max); break;
+      case 4: score_strip<4>(keys, key, ldk, query, H, scores, row_max); break;
+#endif
+    }
+}
+
+void apply_conditions(const TileOfScores& t) {
+  const Vector masked = set1(-INFINITY), one = set1(1.f), cap = set1(t.soft_cap);
+  for (long key = 0; key < t.keys; key++)
+    for (long j = 0; j < t.lanes; j++) {
+      const long at = key * ROWS + j * W;
+      Vector x = load(t.scores + at);
+      if (t.soft_cap != 0.f) {
+        const Vector bent = tanh(div(x, cap));
+        if (t.slope) store(t.slope + at, fma(sub(set1(0.f), bent), bent, one));
+        x = mul(cap, bent);
+      }
+      if (t.bias) x = add(x, load(t.bias + at));
+      store(t.scores + at, select(nonzero(t.allowed + at), x, masked));
+    }
+}
+
+void update_row_max(const TileOfScores& t, float* row_max) {
+  for (long j = 0; j < t.lanes; j++) {
+    Vector m = load(row_max + j * W);
+    for (long key = 0; key < t.keys; key++) m = max(m, load(t.scores + key * ROWS + j * W));
+    store(row_max + j * W, m);
+  }
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha
