@@ -31,7 +31,8 @@ ISAS = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
                "-Wno-maybe-uninitialized"],  # GCC 12, of its own headers
 }  # fmt: skip
-KERNELS = ["conditions", "keys", "scores", "forward", "gradient", "backward", "bias_gradient"]
+KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
+KERNELS += ["gradient", "backward", "bias_gradient"]
 GENERIC = ["handlers", "library", "operands", "parallel", "scratch"]
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]

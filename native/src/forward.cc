@@ -1,6 +1,7 @@
 // Attention by online softmax over blocks of keys. Source: Dao et al., "FlashAttention" (2022).
 #include <cmath>
 
+#include "few_rows.h"
 #include "keys.h"
 #include "kernels.h"
 #include "scores.h"
@@ -174,6 +175,7 @@ void attend_heads(const Forward& f, const Packed& packed, long end, long size, P
 
 void attend(const Forward& f, Pool& pool) {
   const Problem& p = f.problem;
+  if (are_few_rows(f)) return attend_few_rows(f, pool);
   const long size = rows_of_item(p, pool.threads()), width = padded(p.h), heads = p.B * p.K;
   const size_t of_head = p.S * (p.H + width) + 32;
   const bool read_once = p.group() * ((p.T + size - 1) / size) == 1;

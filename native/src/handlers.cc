@@ -37,7 +37,7 @@ ffi::Error run(ffi::ThreadPool threads, const Reader& reader, const Call& call,
 ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias, Any allowed,
                   Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
                   Result row_max, Result row_sum, float scale, float soft_cap, int64_t below,
-                  int64_t above) {
+                  int64_t above, bool gradient) {
   Reader reader(*out);
   Forward call{};
   call.problem = reader.problem(query, key, value,
@@ -47,6 +47,7 @@ ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bi
   call.out = reader.heads("out", *out, {p.T, p.N, p.h}, true);
   call.row_max = reader.result("row_max", *row_max, {p.N, p.T});
   call.row_sum = reader.result("row_sum", *row_sum, {p.N, p.T});
+  call.gradient = gradient;
   return run(threads, reader, call, avx512::attend, avx2::attend);
 }
 
@@ -125,7 +126,8 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxmha_cpu_attend, jaxmha::attend,
-    JAXMHA_PROBLEM.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_ATTRIBUTES);
+    JAXMHA_PROBLEM.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_ATTRIBUTES
+        .Attr<bool>("gradient"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxmha_cpu_attend_backward, jaxmha::attend_backward,
     JAXMHA_PROBLEM.JAXMHA_FIVE.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT

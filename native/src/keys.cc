@@ -38,5 +38,15 @@ void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_
   }
 }
 
+bool finite_keys(const Problem& p, long b, long kv, long k0, long count) {
+  for (long j = k0; j < k0 + count; j++) {
+    fetch(p.key.at(b, std::min(j + AHEAD, p.S - 1), kv), p.H * size_of(p.key.type));
+    fetch(p.value.at(b, std::min(j + AHEAD, p.S - 1), kv), p.h * size_of(p.value.type));
+    if (!all_finite(reinterpret_cast<const float*>(p.key.at(b, j, kv)), p.H)) return false;
+    if (!all_finite(reinterpret_cast<const float*>(p.value.at(b, j, kv)), p.h)) return false;
+  }
+  return true;
+}
+
 }  // namespace JAXMHA_ISA
 }  // namespace jaxmha

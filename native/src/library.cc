@@ -1,7 +1,7 @@
 #include "library.h"
 
 #include <cstdlib>
-#include <cstring>
+#include <string_view>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -20,9 +20,10 @@ bool has_avx512() {
 
 Isa found_isa() {
   __builtin_cpu_init();
-  const char* const named = std::getenv("JAXMHA_NATIVE");
-  const bool narrow = named != nullptr && !std::strcmp(named, "avx2");
-  if (has_avx512() && !narrow) return Isa::avx512;
+  const char* const given = std::getenv("JAXMHA_NATIVE");
+  const std::string_view named = given == nullptr ? "" : given;
+  if (named == "none") return Isa::none;  // as on a CPU that is too old
+  if (has_avx512() && named != "avx2") return Isa::avx512;
   return has_avx2() ? Isa::avx2 : Isa::none;
 }
 

@@ -61,6 +61,7 @@ struct Forward {
   Problem problem;
   Heads out;
   float *row_max, *row_sum;
+  bool gradient;  // whether one reads the row statistics
 };
 
 struct Cotangents {

@@ -90,7 +90,7 @@ def _lse(row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
     # The gradient reads the output too, and rounding it would move every gradient of its row.
-    wide = settings._replace(out=np.dtype(np.float32))
+    wide = settings._replace(out=np.dtype(np.float32), gradient=True)
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     row = [checkpoint_name(x, "attention_lse") for x in row]  # type: ignore[no-untyped-call]

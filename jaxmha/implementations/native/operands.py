@@ -19,6 +19,7 @@ class Settings(NamedTuple):
       scale: of the logits. soft_cap: None: none.
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
+      gradient: whether one reads the row statistics of the forward pass.
     """
 
     scale: float
@@ -26,10 +27,11 @@ class Settings(NamedTuple):
     below: int
     above: int
     out: np.dtype[Any]
+    gradient: bool = False
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the FFI calls."""
+        """The attributes that all FFI calls have."""
         return {
             "scale": np.float32(self.scale),
             "soft_cap": np.float32(self.soft_cap or 0.0),

@@ -1,16 +1,19 @@
 """The native kernels in plain XLA, with the same operands and results.
 
 A program contains them in place of the native ones where it may run elsewhere or is cut over
-devices: exported, lowered for another platform, or partitioned by XLA.
+devices: exported, lowered for another platform, or partitioned by XLA. Second derivatives
+differentiate them, computed by `reference`: a custom gradient has no forward mode.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request
 from jaxmha.implementations.native.operands import (
     AXES,
@@ -27,11 +30,11 @@ from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
 
-def attend(settings: Settings, *operands: Any) -> list[Any]:
+def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
     """Output, row max and row sum; the row max is the lse here, and the row sum 1."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
-        out, lse = _attend(settings, Problem(*operands))
+        out, lse = _attend(by, settings, Problem(*operands))
         some = lse != -jnp.inf
         row_max = jnp.where(some, lse, np.finfo(np.float32).min)
         return out.astype(settings.out), row_max, some.astype(np.float32)
@@ -39,14 +42,14 @@ def attend(settings: Settings, *operands: Any) -> list[Any]:
     return list(_over_batch(one, operands, tuple(AXES)))
 
 
-def attend_backward(settings: Settings, *operands: Any) -> list[Any]:
+def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
     """Gradients of query, key and value; and delta, which only the native kernels use."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)
 
         def run(query: Any, key: Any, value: Any) -> Any:
-            return _attend(settings, problem._replace(query=query, key=key, value=value))
+            return _attend(by, settings, problem._replace(query=query, key=key, value=value))
 
         found = _pulled(run, problem[:3], residuals)
         return *found, jnp.zeros(residuals.row_max.shape, np.float32)
@@ -55,14 +58,14 @@ def attend_backward(settings: Settings, *operands: Any) -> list[Any]:
     return list(_over_batch(one, operands, axes))
 
 
-def bias_gradient(settings: Settings, *operands: Any) -> list[Any]:
+def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
     """The gradient of the bias."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)
 
         def run(bias: Any) -> Any:
-            return _attend(settings, problem._replace(bias=bias))
+            return _attend(by, settings, problem._replace(bias=bias))
 
         return _pulled(run, (problem.bias,), residuals)
 
@@ -83,7 +86,7 @@ def _pulled(run: Callable[..., Any], primals: tuple[Any, ...], residuals: Residu
     )
 
 
-def _attend(settings: Settings, problem: Problem) -> tuple[Any, Any]:
+def _attend(by: ModuleType, settings: Settings, problem: Problem) -> tuple[Any, Any]:
     query, key, value, bias, *_ = problem
     offset = given(problem.offset)
     above = settings.above if settings.above < FAR else None
@@ -101,7 +104,7 @@ def _attend(settings: Settings, problem: Problem) -> tuple[Any, Any]:
         array=given(problem.allowed),
     )
     semantics = Semantics(scale=settings.scale, logits_soft_cap=settings.soft_cap)
-    found = blocked.attend(
+    found = by.attend(
         Request(query, key, value, given(bias), mask, semantics, None, False, return_lse=True)
     )
     return found.out, found.lse
@@ -127,3 +130,21 @@ def _over_batch(
     in_axes = tuple(0 if one else None for one in mapped)
     result: tuple[Any, ...] = jax.vmap(inner, in_axes)(*rest)
     return result
+
+
+def differentiated(
+    kernel: Callable[..., list[Any]], settings: Settings, primals: Any, tangents: Any
+) -> tuple[list[Any], list[Any]]:
+    """Results of a kernel and their tangents; None: an operand has no tangent."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+    def run(*arrays: Any) -> list[Any]:
+        operands = list(primals)
+        for i, x in zip(moving, arrays, strict=True):
+            operands[i] = x
+        return kernel(settings, *operands, by=reference)
+
+    found: tuple[list[Any], list[Any]] = jax.jvp(
+        run, [primals[i] for i in moving], [tangents[i] for i in moving]
+    )
+    return found

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmha.implementations.native import portable
@@ -72,6 +72,12 @@ def _made(
         found = primitive.bind(*moved, settings=settings)
         return found, [0] * len(found)
 
+    def differentiated(primals: Any, tangents: Any, *, settings: Settings) -> Any:
+        moving = [
+            None if type(x) is ad.Zero or x.dtype == jax.dtypes.float0 else x for x in tangents
+        ]
+        return portable.differentiated(elsewhere, settings, primals, moving)
+
     def in_xla(*operands: Any, settings: Settings) -> list[Any]:
         return elsewhere(settings, *operands)
 
@@ -81,7 +87,8 @@ def _made(
     def lower(context: Any, *operands: Any, settings: Settings) -> Any:
         if may_move(context.module_context):
             return lower_in_xla(context, *operands, settings=settings)
-        return lower_call(context, *operands, **settings.attributes)
+        more = {"gradient": settings.gradient} if name == "attend" else {}
+        return lower_call(context, *operands, **settings.attributes, **more)
 
     def run(*operands: Any, settings: Settings) -> Any:
         return xla.apply_primitive(primitive, *operands, settings=settings)
@@ -89,6 +96,7 @@ def _made(
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = differentiated
     mlir.register_lowering(primitive, lower_in_xla)
     mlir.register_lowering(primitive, lower, platform="cpu")
     return primitive
