@@ -52,7 +52,6 @@ def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
     stack = [cases.arrays(CASE, seed=seed) for seed in range(3)]
     arrays = dict(stack[0])
     each = np.stack([x[mapped] for x in stack])
-    inside, others = conformance.split(arrays)
 
     def of(x: Any, implementation: str) -> Any:
         one = arrays | {mapped: x}
@@ -107,7 +106,9 @@ def test_second_derivatives() -> None:
             parts = zip(jax.tree.leaves(gradient(x)), jax.tree.leaves(along), strict=True)
             return sum((a * b).sum() for a, b in parts)
 
-        return jax.jit(lambda x: (jax.grad(product)(x), jax.jvp(gradient, (x,), (along,))[1]))(inside)
+        return jax.jit(lambda x: (jax.grad(product)(x), jax.jvp(gradient, (x,), (along,))[1]))(
+            inside
+        )
 
     found, want = seconds("native"), seconds("reference")
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
@@ -448,7 +449,7 @@ def test_long_rows_with_masks() -> None:
 
 def test_handlers_are_those_of_the_build() -> None:
     """The number of the interface stands in two files."""
-    build = (ROOT / "native" / "build.py").read_text()
+    build = (ROOT / "native" / "build_library.py").read_text()
     assert f"\nINTERFACE = {library.INTERFACE}\n" in build
     if not conformance.ABSENT:
         found = ctypes.CDLL(str(ROOT / "native" / "jaxmha_cpu" / "libjaxmha_cpu.so"))

@@ -16,7 +16,7 @@ import jax
 
 # The environment variable that switches the implementation off (0), or narrows it to AVX2 (avx2).
 SWITCH = "JAXMHA_NATIVE"
-# Of the handlers: their operands, results and attributes. The same as in native/build.py.
+# Of the handlers: their operands, results and attributes. The same as in native/build_library.py.
 INTERFACE = 1
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",

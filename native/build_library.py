@@ -1,6 +1,6 @@
 """Builds jaxmha_cpu/libjaxmha_cpu.so with a C++17 compiler and the FFI headers of jaxlib.
 
-    python build.py [--sanitize] [--output FILE]
+    python build_library.py [--sanitize] [--optional] [--output FILE]
 
 The compiler is that of CXX, else c++, g++ or clang++.
 """
@@ -90,19 +90,33 @@ def build(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
         os.replace(f"{output}.new", output)  # a process may have the old one open
 
 
+def up_to_date(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
+    """Builds, unless the library is there already, of the same sources."""
+    stamp, now = output.with_suffix(".digest"), digest() + " sanitized" * sanitize
+    if output.exists() and stamp.exists() and stamp.read_text() == now:
+        return
+    build(output, sanitize=sanitize)
+    stamp.write_text(now)
+    print(f"jaxmha-cpu: built {output}", file=sys.stderr)
+
+
 def main() -> None:
-    """The command line; a library of the same sources is kept."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Build the native CPU kernels of jaxmha.")
     parser.add_argument("--sanitize", action="store_true", help="with ASan and UBSan")
+    parser.add_argument(
+        "--optional", action="store_true", help="without a compiler, say so and go on"
+    )
     parser.add_argument("--output", type=Path, default=LIBRARY)
     given = parser.parse_args()
-    stamp, now = given.output.with_suffix(".digest"), digest() + " sanitized" * given.sanitize
-    if given.output.exists() and stamp.exists() and stamp.read_text() == now:
+    if given.optional and compiler() is None:
+        print("jaxmha-cpu: skipped, there is no C++ compiler", file=sys.stderr)
         return
-    build(given.output, sanitize=given.sanitize)
-    stamp.write_text(now)
-    print(f"jaxmha-cpu: built {given.output}", file=sys.stderr)
+    up_to_date(given.output, sanitize=given.sanitize)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"jaxmha-cpu: {error.cmd[0]} failed, see above") from None
