@@ -29,7 +29,7 @@ COMMON += ["-Wextra", "-Wno-unused-parameter"]
 ISAS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
-               "-Wno-maybe-uninitialized"],  # GCC 12, of its own headers
+               "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # GCC 12, of its own headers
 }  # fmt: skip
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["gradient", "backward", "bias_gradient"]

@@ -69,12 +69,12 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
 void add_products(long count, const float* exps, const float* d_exps, float* delta) {
   const Vector zero = set1(0.f);
   for (long j = 0; j < ROWS / W; j++) {
-    Vector sum = zero;
+    Sum sums[2];
     for (long key = 0; key < count; key++) {
       const Vector x = load(exps + key * ROWS + j * W), y = load(d_exps + key * ROWS + j * W);
-      sum = add(sum, select(is_zero(x), zero, mul(x, y)));
+      sums[key % 2].add_next(select(is_zero(x), zero, mul(x, y)));
     }
-    store(delta + j * W, add(load(delta + j * W), sum));
+    store(delta + j * W, add(load(delta + j * W), sums[0].with(sums[1])));
   }
 }
 
@@ -141,7 +141,7 @@ void write_rows(Item& w, long n) {
   const Problem& p = w.p;
   for (long r = 0; r < w.panel.rows; r++) {
     float* const row = w.d_query + r * w.sizes.H;
-    for (long x = 0; x < p.H; x++) row[x] *= p.scale;
+    for (long x = 0; x < p.H; x++) row[x] *= p.scale * p.rest;
     write_row(row, w.g.d_query.type, p.H, w.g.d_query.at(w.b, w.panel.r0 + r, n));
     w.g.delta[(w.b * p.N + n) * p.T + w.panel.r0 + r] = w.delta[r];
   }
@@ -192,6 +192,7 @@ void write_keys(const Backward& g, const Sizes& s, long head, long k0, long coun
       for (long x = 0; x < p.H; x++) key[x] += key[part * step + x];
       for (long x = 0; x < p.h; x++) value[x] += value[part * step + x];
     }
+    for (long x = 0; x < p.H; x++) key[x] *= p.rest;
     write_row(key, g.d_key.type, p.H, g.d_key.at(head / p.K, j, head % p.K));
     write_row(value, g.d_value.type, p.h, g.d_value.at(head / p.K, j, head % p.K));
   }

@@ -85,6 +85,7 @@ bool apply(const Item& w, long n, long k0, long count) {
   for (long r = 0; r < p.T && kind != Tile::clear; r++)
     for (long key = 0; key < count; key++) {
       float& x = scores[r * KEYS + key];
+      if (p.whole_logits()) x *= p.rest;
       if (p.soft_cap != 0.f) x = p.soft_cap * std::tanh(x / p.soft_cap);
       if (view.has_bias()) x += w.bias[key * ROWS + r];
       if (kind == Tile::masked || !w.allowed[key * ROWS + r]) x = -INFINITY;
@@ -93,16 +94,16 @@ bool apply(const Item& w, long n, long k0, long count) {
 }
 
 // Scores of a row become exponentials; the state of the row is rescaled.
-void exponentials(long count, float* scores, float* row_max, float* row_sum, float* out, long h) {
+void exponentials(long count, const Exponent& exponent, float* scores, float* row_max, float* row_sum, float* out, long h) {
   float m = *row_max;
   for (long key = 0; key < count; key++) m = scores[key] > m ? scores[key] : m;
   std::fill(scores + count, scores + KEYS, -INFINITY);
   const float before = *row_max;
   float rescale[W];
-  store(rescale, exp(set1(before - m)));
+  store(rescale, exp(set1(before - m), exponent));
   Vector total = set1(0.f);
   for (long key = 0; key < KEYS; key += W) {
-    const Vector x = exp(sub(load(scores + key), set1(m)));
+    const Vector x = exp(sub(load(scores + key), set1(m)), exponent);
     store(scores + key, x);
     total = add(total, x);
   }
@@ -146,7 +147,7 @@ void visit_keys(Item& w, const State& state, long first, long end) {
     for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
     for (long row = 0; some && row < w.rows; row++) {
       float* const out = state.out + row * w.h;
-      exponentials(count, w.scores + row * KEYS, state.row_max + row, state.row_sum + row, out,
+      exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row, state.row_sum + row, out,
                    w.h);
       add_values(w, row, count, values, value_stride, out);
     }
@@ -170,7 +171,7 @@ void join(const Forward& f, long b, long kv, float* states, long ranges) {
     for (long i = 0; i < ranges; i++) {
       const State one(states + i * step, rows, h);
       float factor[W];
-      store(factor, exp(set1(one.row_max[row] - m)));
+      store(factor, exp(set1(one.row_max[row] - m), Exponent(p.exponent())));
       total += one.row_sum[row] * factor[0];
       for (long x = 0; x < h; x++)
         out[x] = (i ? out[x] : 0.f) + one.out[row * h + x] * factor[0];

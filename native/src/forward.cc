@@ -11,7 +11,7 @@ namespace jaxmha {
 namespace JAXMHA_ISA {
 namespace {
 
-constexpr long KEYS = 192;  // of a block
+constexpr long KEYS = 96;   // of a block
 constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
 constexpr long CHUNK = 256;  // keys of an item of packing
 
@@ -70,27 +70,28 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
   }
 }
 
-// Scores become exponentials below the new row max; returns nothing else than alpha and row sum.
-void exponentials(long keys, long lanes, float* scores, const float* before, const float* now,
-                  float* alpha, float* row_sum) {
+// Scores become exponentials below the new row max.
+void exponentials(long keys, long lanes, const Exponent& exponent, float* scores,
+                  const float* before, const float* now, float* alpha, float* row_sum) {
   for (long j = 0; j < lanes; j++) {
-    const Vector m = load(now + j * W), factor = exp(sub(load(before + j * W), m));
-    Vector even = set1(0.f), odd = set1(0.f);
+    const Vector m = load(now + j * W), factor = exp(sub(load(before + j * W), m), exponent);
+    Sum even, odd;  // two, since each waits for its last addition
     long key = 0;
     for (; key + 2 <= keys; key += 2) {
       float* const at = scores + key * ROWS + j * W;
-      const Vector x = exp(sub(load(at), m)), y = exp(sub(load(at + ROWS), m));
+      const Vector x = exp(sub(load(at), m), exponent);
+      const Vector y = exp(sub(load(at + ROWS), m), exponent);
       store(at, x), store(at + ROWS, y);
-      even = add(even, x), odd = add(odd, y);
+      even.add_next(x), odd.add_next(y);
     }
     if (key < keys) {
       float* const at = scores + key * ROWS + j * W;
-      const Vector x = exp(sub(load(at), m));
+      const Vector x = exp(sub(load(at), m), exponent);
       store(at, x);
-      even = add(even, x);
+      even.add_next(x);
     }
     store(alpha + j * W, factor);
-    store(row_sum + j * W, fma(load(row_sum + j * W), factor, add(even, odd)));
+    store(row_sum + j * W, fma(load(row_sum + j * W), factor, even.with(odd)));
   }
 }
 
@@ -109,19 +110,27 @@ void visit(Item& w, long panel, long k0, long count, const float* keys, const fl
   float* const row_max = w.row_max + panel * ROWS;
   std::copy(row_max, row_max + ROWS, w.now);
   if (kind == Tile::clear) {
-    clear_scores(count, lanes, keys, p.H, query, p.H, w.scores, w.now);
+    clear_scores(count, lanes, keys, p.H, query, p.H, p.terms(), w.scores, w.now);
   } else {
-    product<Into::replaced>(count, lanes, p.H, {keys, p.H, 1}, query, ROWS, w.scores, ROWS);
+    short_products(count, lanes, p.H, p.terms(), keys, p.H, query, w.scores);
     const float* const bias = w.view.has_bias() ? w.bias : nullptr;
-    const TileOfScores tile{count, lanes, w.scores, w.allowed, bias, p.soft_cap};
+    const float rest = p.whole_logits() ? p.rest : 1.f;
+    const TileOfScores tile{count, lanes, w.scores, w.allowed, bias, rest, p.soft_cap};
     apply_conditions(tile);
     update_row_max(tile, w.now);
   }
-  exponentials(count, lanes, w.scores, row_max, w.now, w.alpha, w.row_sum + panel * ROWS);
+  exponentials(count, lanes, Exponent(p.exponent()), w.scores, row_max, w.now, w.alpha,
+               w.row_sum + panel * ROWS);
   std::copy(w.now, w.now + ROWS, row_max);
   // The sum of a block first, then that of blocks: rounding grows with the length of a chain.
-  product<Into::rescaled>(here, w.width / W, count, {w.scores, 1, ROWS}, values, w.width,
-                          w.out + panel * ROWS * w.width, w.width, w.alpha);
+  const long terms = p.terms() < 32 ? 2 * p.terms() : KEYS;
+  float* const out = w.out + panel * ROWS * w.width;
+  product<Into::rescaled>(here, w.width / W, std::min(terms, count), {w.scores, 1, ROWS}, values,
+                          w.width, out, w.width, w.alpha);
+  for (long k = terms; k < count; k += terms)
+    product<Into::added>(here, w.width / W, std::min(terms, count - k),
+                         {w.scores + k * ROWS, 1, ROWS}, values + k * w.width, w.width, out,
+                         w.width);
 }
 
 void finish(Item& w) {

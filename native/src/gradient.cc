@@ -52,17 +52,19 @@ bool exponentials(const Problem& p, const View& view, const Panel& panel, long k
   const Tile kind = view.tile(panel.r0, panel.rows, k0, count, memory.allowed, memory.bias);
   if (kind == Tile::masked) return false;
   const long lanes = ROWS / W;
-  product<Into::replaced>(count, lanes, p.H, {keys, key_width, 1}, panel.query, ROWS, exps, ROWS);
+  short_products(count, lanes, p.H, p.terms(), keys, key_width, panel.query, exps);
   if (kind == Tile::mixed) {
     const float* const bias = view.has_bias() ? memory.bias : nullptr;
-    apply_conditions({count, lanes, exps, memory.allowed, bias, p.soft_cap, slope});
+    const float rest = p.whole_logits() ? p.rest : 1.f;
+    apply_conditions({count, lanes, exps, memory.allowed, bias, rest, p.soft_cap, slope});
   }
+  const Exponent exponent(p.exponent());
   for (long j = 0; j < lanes; j++) {
     const Vector m = load(panel.row_max + j * W), zero = set1(0.f);
     const Lanes dead = is_zero(load(panel.alive + j * W));
     for (long key = 0; key < count; key++) {
       float* const at = exps + key * ROWS + j * W;
-      store(at, select(dead, zero, exp(sub(load(at), m))));
+      store(at, select(dead, zero, exp(sub(load(at), m), exponent)));
     }
   }
   return true;

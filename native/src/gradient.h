@@ -11,7 +11,7 @@ namespace JAXMHA_ISA {
 // Cotangents are divided by the row sum once, so that exponentials stand for weights.
 struct Panel {
   long r0, rows;             // rows in use
-  float *query, *query_rows;  // H ROWS and ROWS H', scaled
+  float *query, *query_rows;  // H ROWS and ROWS H', times scale
   float *d_out, *d_out_rows;  // h ROWS and ROWS h', divided by the row sum
   float *row_max;             // ROWS; the largest float32 where a row attends nothing
   float *row_sum;             // ROWS; 1 where a row attends nothing
@@ -37,8 +37,7 @@ bool exponentials(const Problem& p, const View& view, const Panel& panel, long k
 // Cotangents of the exponentials, `keys ROWS`.
 inline void cotangents(const Problem& p, const Panel& panel, long count, const float* values,
                        long value_width, float* to) {
-  product<Into::replaced>(count, ROWS / W, p.h, {values, value_width, 1}, panel.d_out, ROWS, to,
-                          ROWS);
+  short_products(count, ROWS / W, p.h, p.terms(), values, value_width, panel.d_out, to);
 }
 
 }  // namespace JAXMHA_ISA

@@ -36,13 +36,13 @@ ffi::Error run(ffi::ThreadPool threads, const Reader& reader, const Call& call,
 
 ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias, Any allowed,
                   Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
-                  Result row_max, Result row_sum, float scale, float soft_cap, int64_t below,
+                  Result row_max, Result row_sum, float scale, float rest, float soft_cap, int64_t below,
                   int64_t above, bool gradient) {
   Reader reader(*out);
   Forward call{};
   call.problem = reader.problem(query, key, value,
                                 {bias, allowed, rows, keys, query_ids, key_ids, offset},
-                                {scale, soft_cap, below, above});
+                                {scale, rest, soft_cap, below, above});
   const Problem& p = call.problem;
   call.out = reader.heads("out", *out, {p.T, p.N, p.h}, true);
   call.row_max = reader.result("row_max", *row_max, {p.N, p.T});
@@ -66,13 +66,13 @@ void read_cotangents(Reader& reader, Cotangents& to, Any row_max, Any row_sum, A
 ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
                            Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                            Any row_max, Any row_sum, Any d_out, Any d_lse, Any out, Result d_query,
-                           Result d_key, Result d_value, Result delta, float scale, float soft_cap,
+                           Result d_key, Result d_value, Result delta, float scale, float rest, float soft_cap,
                            int64_t below, int64_t above) {
   Reader reader(*d_query);
   Backward call{};
   call.problem = reader.problem(query, key, value,
                                 {bias, allowed, rows, keys, query_ids, key_ids, offset},
-                                {scale, soft_cap, below, above});
+                                {scale, rest, soft_cap, below, above});
   const Problem& p = call.problem;
   read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
   call.out = reader.heads("out", out, {p.T, p.N, p.h});
@@ -87,14 +87,14 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
 ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
                          Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                          Any row_max, Any row_sum, Any d_out, Any d_lse, Any delta, Result d_bias,
-                         float scale, float soft_cap, int64_t below, int64_t above) {
+                         float scale, float rest, float soft_cap, int64_t below, int64_t above) {
   Reader reader(std::vector<Any>{query, key, value, bias, allowed, rows, keys, query_ids, key_ids,
                                  offset, row_max, row_sum, d_out, d_lse, delta},
                 {3, 3, 3, 3, 3, 1, 1, 1, 1, 0, 2, 2, 3, 2, 2});
   BiasGradient call{};
   call.problem = reader.problem(query, key, value,
                                 {bias, allowed, rows, keys, query_ids, key_ids, offset},
-                                {scale, soft_cap, below, above});
+                                {scale, rest, soft_cap, below, above});
   const Problem& p = call.problem;
   read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
   call.delta = reader.batched<const float>("delta", delta, {p.N, p.T});
@@ -121,7 +121,7 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
 #define JAXMHA_FIVE JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
 #define JAXMHA_RESULT Ret<xla::ffi::AnyBuffer>()
 #define JAXMHA_ATTRIBUTES \
-  Attr<float>("scale").Attr<float>("soft_cap").Attr<int64_t>("below").Attr<int64_t>("above")
+  Attr<float>("scale").Attr<float>("rest").Attr<float>("soft_cap").Attr<int64_t>("below").Attr<int64_t>("above")
 
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -172,7 +172,7 @@ Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
     fail("key", key, "sizes of at least 1, and K that divides N");
     return p;
   }
-  p.scale = attributes.scale, p.soft_cap = attributes.soft_cap;
+  p.scale = attributes.scale, p.rest = attributes.rest, p.soft_cap = attributes.soft_cap;
   p.query = heads("query", query, {p.T, p.N, p.H});
   p.key = heads("key", key, {p.S, p.K, p.H});
   p.value = heads("value", value, {p.S, p.K, p.h});

@@ -20,7 +20,7 @@ struct ConditionBuffers {
 };
 
 struct Attributes {
-  float scale, soft_cap;
+  float scale, rest, soft_cap;
   int64_t below, above;
 };
 

@@ -48,11 +48,20 @@ struct Conditions {
 
 struct Problem {
   long B, T, S, N, K, H, h;
-  float scale, soft_cap;  // soft_cap 0: none
+  // The scale of the logits is scale * rest: queries are multiplied by a power of two, exactly, and
+  // the exponent by a rest in [1, 2).
+  float scale, rest, soft_cap;  // soft_cap 0: none
   Heads query, key, value;
   Pairs<const float> bias;
   Conditions conditions;
   long group() const { return N / K; }
+  // Terms of a partial sum of a product: rounding grows with the length of a sum, and exp magnifies
+  // that of large logits. Shorter sums cost time, which small problems spend elsewhere. All kernels
+  // sum scores alike, so that the gradient finds those of the forward pass.
+  long terms() const { return T * S <= 1 << 14 ? 8 : 32; }
+  // Soft caps and biases need whole logits; else scores and row statistics lack this factor.
+  bool whole_logits() const { return bias || soft_cap != 0.f; }
+  float exponent() const { return whole_logits() ? 1.f : rest; }
 };
 
 // Row statistics `B N T`: the largest logit (the lowest float32 where no key is allowed) and the

@@ -6,24 +6,36 @@ namespace jaxmha {
 namespace JAXMHA_ISA {
 
 void clear_scores(long keys, long lanes, const float* key, long ldk, const float* query, long H,
-                  float* scores, float* row_max) {
+                  long terms, float* scores, float* row_max) {
   for (long j = 0; j < lanes; j += NR, query += NR * W, scores += NR * W, row_max += NR * W)
     switch (std::min<long>(NR, lanes - j)) {
-      case 1: score_strip<1>(keys, key, ldk, query, H, scores, row_max); break;
-      case 2: score_strip<2>(keys, key, ldk, query, H, scores, row_max); break;
+      case 1: score_strip<1>(keys, key, ldk, query, H, terms, scores, row_max); break;
+      case 2: score_strip<2>(keys, key, ldk, query, H, terms, scores, row_max); break;
 #if defined(__AVX512F__)
-      case 3: score_strip<3>(keys, key, ldk, query, H, scores, row_max); break;
-      case 4: score_strip<4>(keys, key, ldk, query, H, scores, row_max); break;
+      case 3: score_strip<3>(keys, key, ldk, query, H, terms, scores, row_max); break;
+      case 4: score_strip<4>(keys, key, ldk, query, H, terms, scores, row_max); break;
 #endif
     }
 }
 
+void short_products(long count, long lanes, long depth, long terms, const float* rows,
+                    long stride, const float* columns, float* to) {
+  const auto part = [&](auto into, long p) {
+    product<into()>(count, lanes, std::min(terms, depth - p), {rows + p, stride, 1},
+                    columns + p * ROWS, ROWS, to, ROWS);
+  };
+  part(std::integral_constant<Into, Into::replaced>(), 0);
+  for (long p = terms; p < depth; p += terms)
+    part(std::integral_constant<Into, Into::added>(), p);
+}
+
 void apply_conditions(const TileOfScores& t) {
   const Vector masked = set1(-INFINITY), one = set1(1.f), cap = set1(t.soft_cap);
+  const Vector rest = set1(t.rest);
   for (long key = 0; key < t.keys; key++)
     for (long j = 0; j < t.lanes; j++) {
       const long at = key * ROWS + j * W;
-      Vector x = load(t.scores + at);
+      Vector x = mul(load(t.scores + at), rest);
       if (t.soft_cap != 0.f) {
         const Vector bent = tanh(div(x, cap));
         if (t.slope) store(t.slope + at, fma(sub(set1(0.f), bent), bent, one));

@@ -81,11 +81,11 @@ def attend(request: Request) -> Result:
 def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array, Any]:
     """Output `B T N h` and lse `B N T` (None unless it is read), -inf on fully masked rows."""
     out, *row = primitives.attend(settings, Problem(*problem))
-    return out, _lse(*row) if reads_lse else None
+    return out, _lse(settings, Problem(*problem), *row) if reads_lse else None
 
 
-def _lse(row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
-    return row_max + jnp.log(row_sum)
+def _lse(settings: Settings, problem: Problem, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+    return row_max * operands.unit(settings, problem) + jnp.log(row_sum)
 
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
@@ -94,7 +94,7 @@ def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     row = [checkpoint_name(x, "attention_lse") for x in row]  # type: ignore[no-untyped-call]
-    found = out.astype(settings.out), _lse(*row) if reads_lse else None
+    found = out.astype(settings.out), _lse(settings, Problem(*problem), *row) if reads_lse else None
     return found, (problem, out, row)
 
 

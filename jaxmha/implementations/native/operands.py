@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.implementations.tiled.block_mask import Pairs
+from jaxmha.matmul import split_scale
 
 # Beyond any position; the kernels take such a bound for none.
 FAR = 2**40
@@ -33,7 +34,8 @@ class Settings(NamedTuple):
     def attributes(self) -> dict[str, Any]:
         """The attributes that all FFI calls have."""
         return {
-            "scale": np.float32(self.scale),
+            "scale": np.float32(split_scale(self.scale)[0]),
+            "rest": np.float32(split_scale(self.scale)[1]),
             "soft_cap": np.float32(self.soft_cap or 0.0),
             "below": np.int64(self.below),
             "above": np.int64(self.above),
@@ -69,7 +71,7 @@ class Residuals(NamedTuple):
     """What the gradients read besides the problem, with the same batch axes.
 
     Attributes:
-      row_max, row_sum: `B N T`, of the logits and of the exponentials below the row max.
+      row_max, row_sum: `B N T`, of the logits (divided by `unit`) and of the exponentials below.
       d_out: `B T N h`. d_lse: `B N T` or absent.
     """
 
@@ -87,6 +89,12 @@ AXES_OF_RESIDUALS = Residuals(2, 2, 3, 2)  # type: ignore[arg-type]
 def absent(dtype: Any) -> jax.Array:
     """Stands for an operand that there is not."""
     return jnp.zeros((0,), dtype)
+
+
+def unit(settings: Settings, problem: Problem) -> float:
+    """The factor that the row max lacks; soft caps and biases are applied to whole logits."""
+    whole = settings.soft_cap is not None or problem.bias.size
+    return 1.0 if whole else split_scale(settings.scale)[1]
 
 
 def given(x: Any) -> Any:

@@ -24,6 +24,7 @@ from jaxmha.implementations.native.operands import (
     Settings,
     batch,
     given,
+    unit,
 )
 from jaxmha.implementations.tiled import attention as blocked
 from jaxmha.mask import Mask
@@ -31,12 +32,13 @@ from jaxmha.semantics import Semantics
 
 
 def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Output, row max and row sum; the row max is the lse here, and the row sum 1."""
+    """Output, row max and row sum; the row max is that of the lse here, and the row sum 1."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
-        out, lse = _attend(by, settings, Problem(*operands))
+        problem = Problem(*operands)
+        out, lse = _attend(by, settings, problem)
         some = lse != -jnp.inf
-        row_max = jnp.where(some, lse, np.finfo(np.float32).min)
+        row_max = jnp.where(some, lse / unit(settings, problem), np.finfo(np.float32).min)
         return out.astype(settings.out), row_max, some.astype(np.float32)
 
     return list(_over_batch(one, operands, tuple(AXES)))
