@@ -447,6 +447,20 @@ def test_long_rows_with_masks() -> None:
             tolerance.assert_close(x, np.asarray(y, np.float64), factor=2)
 
 
+@built
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("threads", [2, 16, 64])
+def test_items_for_many_threads(backward: bool, threads: int) -> None:
+    """No thread waits long for another: items are few times the threads, or many times."""
+    found = ctypes.CDLL(str(ROOT / "native" / "jaxmha_cpu" / "libjaxmha_cpu.so"))
+    count: Any = found.jaxmha_cpu_items
+    count.argtypes, count.restype = [ctypes.c_int, *[ctypes.c_long] * 6], ctypes.c_long
+    for B, T, N, K in ((1, 512, 8, 8), (1, 4096, 8, 8), (1, 2048, 8, 2), (8, 128, 12, 12)):
+        items = count(backward, B, T, T, N, K, threads)
+        busy = items / (threads * -(-items // threads))
+        assert busy >= 0.75, (B, T, N, K, items)
+
+
 def test_handlers_are_those_of_the_build() -> None:
     """The number of the interface stands in two files."""
     build = (ROOT / "native" / "build_library.py").read_text()

@@ -51,7 +51,7 @@ CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Implementations outside plain XLA, and the platform that JAX must lower them for.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # Whether the native kernels are the first choice on CPU; else they run only by name.
-NATIVE_FIRST = True
+NATIVE_FIRST = False
 # Order of preference by platform; "" is every other platform. splash has a good reputation but was
 # never measured here: it runs only by name.
 ORDER: dict[str, tuple[str, ...]] = {

@@ -27,11 +27,12 @@ inline long rows_of_item(const Problem& p, long threads) {
 }
 
 // Parts of the query rows of a key head that are items of the backward pass: enough items for
-// threads, of at least two panels each, within `most` keys of gradients in memory.
+// threads, of two panels each where those are enough, within `most` keys of gradients in memory.
 inline long parts_of_backward(const Problem& p, long threads, long rows, long most) {
   const long heads = p.B * p.K, panels = p.group() * ((p.T + rows - 1) / rows);
   if (threads == 1) return 1;
-  const long wanted = std::min((4 * threads + heads - 1) / heads, panels / 2);
+  const long finest = heads * (panels / 2) >= threads ? panels / 2 : panels;
+  const long wanted = std::min((4 * threads + heads - 1) / heads, finest);
   return std::max(1l, std::min(wanted, most / (heads * p.S)));
 }
 

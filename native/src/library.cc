@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "kernels.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jaxmha {
@@ -45,4 +46,11 @@ const char* jaxmha_cpu_isa() {
 int jaxmha_cpu_interface() { return JAXMHA_CPU_INTERFACE; }
 int jaxmha_cpu_ffi_major() { return XLA_FFI_API_MAJOR; }
 int jaxmha_cpu_ffi_minor() { return XLA_FFI_API_MINOR; }
+long jaxmha_cpu_items(int backward, long B, long T, long S, long N, long K, long threads) {
+  jaxmha::Problem p{};
+  p.B = B, p.T = T, p.S = S, p.N = N, p.K = K;
+  if (backward) return B * K * jaxmha::parts_of_backward(p, threads, 64, 1l << 20);
+  const long rows = jaxmha::rows_of_item(p, threads);
+  return B * N * ((T + rows - 1) / rows);
+}
 #pragma GCC visibility pop

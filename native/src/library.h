@@ -17,4 +17,6 @@ const char* jaxmha_cpu_isa();           // "avx512", "avx2", or "" where no kern
 int jaxmha_cpu_interface();             // of the handlers: their operands and attributes
 int jaxmha_cpu_ffi_major();             // of the headers of XLA that they were compiled with
 int jaxmha_cpu_ffi_minor();
+// Items of work that a problem is cut into, forward or backward.
+long jaxmha_cpu_items(int backward, long B, long T, long S, long N, long K, long threads);
 }

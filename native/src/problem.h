@@ -58,7 +58,8 @@ struct Problem {
   // Terms of a partial sum of a product: rounding grows with the length of a sum, and exp magnifies
   // that of large logits. Shorter sums cost time, which small problems spend elsewhere. All kernels
   // sum scores alike, so that the gradient finds those of the forward pass.
-  long terms() const { return T * S <= 1 << 14 ? 8 : 32; }
+  // 0: sums are of float64.
+  long terms() const { return T * S <= 1024 ? 0 : T * S <= 4096 ? 8 : 32; }
   // Soft caps and biases need whole logits; else scores and row statistics lack this factor.
   bool whole_logits() const { return bias || soft_cap != 0.f; }
   float exponent() const { return whole_logits() ? 1.f : rest; }

@@ -18,8 +18,22 @@ void clear_scores(long keys, long lanes, const float* key, long ldk, const float
     }
 }
 
+// Sums of float64 of the same.
+static void exact_products(long count, long depth, const float* rows, long stride,
+                           const float* columns, float* to) {
+  for (long i = 0; i < count; i++) {
+    double sums[ROWS] = {};
+    for (long p = 0; p < depth; p++) {
+      const double x = rows[i * stride + p];
+      for (long r = 0; r < ROWS; r++) sums[r] += x * columns[p * ROWS + r];
+    }
+    for (long r = 0; r < ROWS; r++) to[i * ROWS + r] = static_cast<float>(sums[r]);
+  }
+}
+
 void short_products(long count, long lanes, long depth, long terms, const float* rows,
                     long stride, const float* columns, float* to) {
+  if (terms == 0) return exact_products(count, depth, rows, stride, columns, to);
   const auto part = [&](auto into, long p) {
     product<into()>(count, lanes, std::min(terms, depth - p), {rows + p, stride, 1},
                     columns + p * ROWS, ROWS, to, ROWS);

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
+from jaxmha import sharding
 from jaxmha.implementations import fully_masked, platforms, shard_map
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.native import library, operands, primitives
@@ -28,7 +30,15 @@ def supports(request: Request) -> str | None:
         return f"it runs on CPU, not on {platform.device}"
     if jax.process_count() > 1:
         return "the processes of one program may not all have it"
+    if jax.device_count() > 1 and not _on_one_device():
+        return "XLA may cut the call over devices: name their axes with jaxmha.sharding.use"
     return library.unavailable() or _declined(request)
+
+
+def _on_one_device() -> bool:
+    """Whether each device runs its own part, so that XLA has no arrays to gather for the kernels."""
+    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    return manual or sharding.current() is not None
 
 
 def _declined(request: Request) -> str | None:
