@@ -54,7 +54,8 @@ def _registered(folder: Path) -> str | None:
     if reason:
         return reason
     for name in HANDLERS.values():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return None
 
 
