@@ -90,9 +90,11 @@ def of_torch(case: Drawn, q: Any, k: Any, v: Any, g: Any, lengths: Any) -> list[
     q, k, v, g = (torch.from_numpy(x).transpose(1, 2) for x in (q, k, v, g))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask = torch.arange(case.S) < torch.from_numpy(lengths)[:, None, None, None]
+    key, value = (x.repeat_interleave(case.G, 1) for x in leaves[1:])
     out = torch.nn.functional.scaled_dot_product_attention(
         leaves[0],
-        *(x.repeat_interleave(case.G, 1) for x in leaves[1:]),
+        key,
+        value,
         attn_mask=mask if case.padded else None,
         is_causal=case.causal,
     )

@@ -112,7 +112,9 @@ def _backward(settings: Settings, reads_lse: bool, saved: Any, cotangents: Any) 
     arrays, out, row = saved
     d_out, d_lse = cotangents
     problem = Problem(*arrays)
-    residuals = Residuals(*row, d_out, d_lse if reads_lse else absent(np.float32))
+    row_max, row_sum = row
+    d_lse = d_lse if reads_lse else absent(np.float32)
+    residuals = Residuals(row_max, row_sum, d_out, d_lse)
     *heads, delta = primitives.attend_backward(settings, problem, residuals, out)
     d_bias = None
     if problem.bias.size:

@@ -81,9 +81,9 @@ class Residuals(NamedTuple):
     d_lse: jax.Array
 
 
-# Axes of operands and results after the batch axes.
-AXES = Problem(3, 3, 3, 3, 3, 1, 1, 1, 1, 0)  # type: ignore[arg-type]
-AXES_OF_RESIDUALS = Residuals(2, 2, 3, 2)  # type: ignore[arg-type]
+# How many axes the fields have after the batch axes, in their order.
+AXES: tuple[int, ...] = (3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
+AXES_OF_RESIDUALS: tuple[int, ...] = (2, 2, 3, 2)
 
 
 def absent(dtype: Any) -> jax.Array:

@@ -41,7 +41,7 @@ def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list
         row_max = jnp.where(some, lse / unit(settings, problem), np.finfo(np.float32).min)
         return out.astype(settings.out), row_max, some.astype(np.float32)
 
-    return list(_over_batch(one, operands, tuple(AXES)))
+    return list(_over_batch(one, operands, AXES))
 
 
 def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
@@ -69,7 +69,7 @@ def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) 
         def run(bias: Any) -> Any:
             return _attend(by, settings, problem._replace(bias=bias))
 
-        return _pulled(run, (problem.bias,), residuals)
+        return tuple(_pulled(run, (problem.bias,), residuals))
 
     axes = (*AXES, *AXES_OF_RESIDUALS, 2)
     return list(_over_batch(one, operands, axes))

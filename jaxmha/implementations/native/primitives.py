@@ -24,7 +24,7 @@ Shapes = list[tuple[tuple[int, ...], Any]]
 
 
 def _attend_shapes(settings: Settings, *operands: Any) -> Shapes:
-    lead = batch(operands, tuple(AXES))
+    lead = batch(operands, AXES)
     T, N, _ = operands[0].shape[-3:]
     rows = (*lead, N, T), np.float32
     return [((*lead, T, N, operands[2].shape[-1]), settings.out), rows, rows]
@@ -44,21 +44,19 @@ def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 
 
-def _made(
-    name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., list[Any]]
-) -> Primitive:
-    primitive = Primitive(f"jaxmha_cpu_{name}")
+def _made(name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., list[Any]]) -> Any:
+    primitive: Any = Primitive(f"jaxmha_cpu_{name}")
     primitive.multiple_results = True
 
     def abstract(*operands: Any, settings: Settings) -> list[Any]:
         like = operands[0]
-        mesh = like.sharding.mesh
+        spec: Any = PartitionSpec
         return [
             like.update(
                 shape=shape,
                 dtype=np.dtype(dtype),
                 weak_type=False,
-                sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(shape))),
+                sharding=NamedSharding(like.sharding.mesh, spec(*[None] * len(shape))),
             )
             for shape, dtype in shapes(settings, *operands)
         ]
@@ -91,7 +89,8 @@ def _made(
         return lower_call(context, *operands, **settings.attributes, **more)
 
     def run(*operands: Any, settings: Settings) -> Any:
-        return xla.apply_primitive(primitive, *operands, settings=settings)
+        apply: Any = xla.apply_primitive
+        return apply(primitive, *operands, settings=settings)
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract)
@@ -125,14 +124,16 @@ BIAS_GRADIENT = _made("bias_gradient", _bias_shapes, portable.bias_gradient)
 
 def attend(settings: Settings, problem: Problem) -> list[Any]:
     """Output `B T N h`, row max and row sum `B N T`."""
-    return ATTEND.bind(*problem, settings=settings)
+    found: list[Any] = ATTEND.bind(*problem, settings=settings)
+    return found
 
 
 def attend_backward(
     settings: Settings, problem: Problem, residuals: Residuals, out: Any
 ) -> list[Any]:
     """Gradients of query, key and value, and delta `B N T`; `out` is the output in float32."""
-    return ATTEND_BACKWARD.bind(*problem, *residuals, out, settings=settings)
+    found: list[Any] = ATTEND_BACKWARD.bind(*problem, *residuals, out, settings=settings)
+    return found
 
 
 def bias_gradient(settings: Settings, problem: Problem, residuals: Residuals, delta: Any) -> Any:
