@@ -51,11 +51,12 @@ soak: $(VENV)/installed  ## fuzz every reader of checkpoints for 10 minutes each
 	$(PIP) install $(QUIET) -c .ci/constraints.txt --group fuzz
 	$(RUN) python -m experiments.fuzz --write
 
-throughput: $(VENV)/installed  ## migrate 2 GiB beside cp + sync + one read: some minutes, quiet machine
+throughput: $(VENV)/installed  ## migrate 2 GiB next to cp + sync + one read: some minutes, quiet machine
 	$(RUN) python -m experiments.throughput --write
 
 lint: $(VENV)/installed
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy
+	$(RUN) python -m tests.glossary
 
 wheel: $(VENV)/installed
 	$(RUN) python -m tests.wheel

@@ -3,7 +3,7 @@
 The layer is called as (query, key, value) without a batch axis. True in its masks means attend.
 """
 
-from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
 
 __all__ = [
@@ -13,4 +13,4 @@ __all__ = [
     "import_params",
 ]
 
-import_params, export_params = verbs(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS)

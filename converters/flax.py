@@ -5,19 +5,27 @@ The layers are called as (query, key, value). True in their masks means attend.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
+import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
-from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
 from jaxmha.converters.layout.validation import leaf_shapes, refuse_sizes
 from jaxmha.converters.masks import flax as _masks
 from jaxmha.extras import needed
 from jaxmha.params import check
+
+if TYPE_CHECKING:
+    from flax import linen, nnx
+
+    Layer: TypeAlias = nnx.Module | linen.Module
+    # A linen module holds no weights: it comes with its variables.
+    LayerOrPair: TypeAlias = nnx.Module | tuple[linen.Module, Mapping[str, Any]]
 
 __all__ = [
     "LAYOUTS",
@@ -31,14 +39,18 @@ __all__ = [
     "from_module",
     "import_masks",
     "import_params",
+    "tensors_of",
     "to_module",
 ]
 
-import_params, export_params = verbs(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS)
 import_masks, export_masks = _masks.import_masks, _masks.export_masks
+tensors_of = live_model.flax
 
 
-def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantics]:
+def from_module(
+    module: "Layer", variables: Mapping[str, Any] | None = None
+) -> tuple[MHAParams, Semantics]:
     """Parameters and behaviour of a live layer, as copies.
 
     `variables` is the tree of a linen module (`{"params": ...}`); an nnx module holds its own.
@@ -65,8 +77,8 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
         instead = ""
         if isinstance(module, nnx.Module) or variables is not None:
             given = "module" if variables is None else "module, variables"
-            shown = f"jaxmha.converters.discovery.live_model.flax({given}).state"
-            instead = live_model.by_hand(module, "flax", shown, variables)
+            shown = f"jaxmha.converters.flax.tensors_of({given}).state"
+            instead = live_model.by_hand(lambda: tensors_of(module, variables), shown)
         raise TypeError(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
             f"{type(module).__name__}{f': {instead}' * bool(instead)}"
@@ -74,8 +86,8 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
     if module.attention_fn is not known:
         name = getattr(module.attention_fn, "__qualname__", repr(module.attention_fn))
         raise ValueError(
-            f"module.attention_fn={name} is not flax's own dot_product_attention: what it computes "
-            "cannot be known; for the weights alone pass their tree to import_params"
+            f"module.attention_fn={name} is not flax's own dot_product_attention, and may compute "
+            "anything; for the weights alone pass their tree to import_params"
         )
     flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(dict(tree)).items()}
     params, semantics = import_params(flat, num_heads=module.num_heads)
@@ -89,13 +101,33 @@ def from_module(module: Any, variables: Any = None) -> tuple[MHAParams, Semantic
     return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared)
 
 
+@overload
+def to_module(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    kind: Literal["nnx"] | None = None,
+    like: "Layer | None" = None,
+) -> "nnx.MultiHeadAttention": ...
+
+
+@overload
+def to_module(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    kind: Literal["linen"],
+    like: "Layer | None" = None,
+) -> "tuple[linen.MultiHeadDotProductAttention, dict[str, Any]]": ...
+
+
 def to_module(
     params: MHAParams,
     semantics: Semantics = Semantics(),
     *,
     kind: Literal["nnx", "linen"] | None = None,
-    like: Any = None,
-) -> Any:
+    like: "Layer | None" = None,
+) -> "LayerOrPair":
     """A live layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
     `kind="linen"` the pair `(linen.MultiHeadDotProductAttention, {"params": ...})`.
 
@@ -105,7 +137,6 @@ def to_module(
     Raises:
       ValueError: the layer cannot hold the parameters or the behaviour; the message says why.
     """
-    import jax
     import jax.numpy as jnp
 
     with needed("flax"):
@@ -140,15 +171,15 @@ def to_module(
         rngs=nnx.Rngs(0, params=fresh),
         **settings,
     )
-    there = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    shapes = {path: variable.get_value().shape for path, variable in there}
+    variables_of = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    shapes = {path: variable.get_value().shape for path, variable in variables_of}
     assert shapes == {path: array.shape for path, array in state.items()}, shapes
-    nnx.update(module, nnx.from_flat_state({p: v.replace(state[p]) for p, v in there}))
+    nnx.update(module, nnx.from_flat_state({p: v.replace(state[p]) for p, v in variables_of}))
     return module
 
 
 def _settings(
-    params: MHAParams, semantics: Semantics, sizes: Mapping[str, int], like: Any
+    params: MHAParams, semantics: Semantics, sizes: Mapping[str, int], like: "Layer | None"
 ) -> dict[str, Any]:
     """Constructor arguments that both classes of flax share."""
     settings = {
@@ -168,7 +199,7 @@ def _settings(
     return settings | {name: getattr(like, name) for name in kept if hasattr(like, name)}
 
 
-def _exact(key: str, array: NDArray) -> Any:
+def _exact(key: str, array: NDArray) -> jax.Array:
     import jax.numpy as jnp
 
     moved = jnp.array(array, copy=True)
@@ -180,7 +211,7 @@ def _exact(key: str, array: NDArray) -> Any:
     return moved
 
 
-def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]]:
     """Path and layer of every nnx.MultiHeadAttention in a model; a linen pair has path ""."""
     with needed("flax"):
         from flax import linen, nnx
@@ -195,7 +226,7 @@ def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def forward(
-    module: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+    module: "LayerOrPair", query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
 ) -> NDArray:
     """Runs a live layer (nnx, or a linen pair) on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`.
 

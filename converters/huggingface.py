@@ -3,7 +3,7 @@
 The checkpoint's config.json holds the head count (`num_attention_heads`, `n_head`, `num_heads`).
 """
 
-from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.huggingface import BERT, GPT2, LAYOUTS, NEOX, T5, TIMM, VIT, WHISPER
 
 __all__ = [
@@ -19,4 +19,4 @@ __all__ = [
     "import_params",
 ]
 
-import_params, export_params = verbs(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS)

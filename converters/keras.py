@@ -5,13 +5,13 @@ are variable paths (`query/kernel`), or paths in a `.weights.h5` file (`query_de
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
-from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.keras import (
     GROUPED,
@@ -26,6 +26,9 @@ from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.masks.keras import attention_classes, attention_layers
 from jaxmha.extras import needed
 from jaxmha.params import check
+
+if TYPE_CHECKING:
+    import keras
 
 __all__ = [
     "GROUPED",
@@ -42,15 +45,17 @@ __all__ = [
     "implicit_masks",
     "import_masks",
     "import_params",
+    "tensors_of",
     "to_module",
 ]
 
-import_params, export_params = verbs(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS)
 import_masks, export_masks = _masks.import_masks, _masks.export_masks
 implicit_masks = _masks.implicit_masks
+tensors_of = live_model.keras
 
 
-def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantics]:
+def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams, Semantics]:
     """Parameters and behaviour of a built `keras.layers.MultiHeadAttention` or
     `GroupQueryAttention`, as copies.
 
@@ -63,7 +68,7 @@ def from_module(layer: Any, variables: None = None) -> tuple[MHAParams, Semantic
     """
     if not isinstance(layer, attention_classes()):
         by_hand = live_model.by_hand(
-            layer, "keras", "jaxmha.converters.discovery.live_model.keras(layer).state"
+            lambda: tensors_of(layer), "jaxmha.converters.keras.tensors_of(layer).state"
         )
         raise TypeError(
             "expected a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
@@ -111,8 +116,8 @@ def to_module(
     semantics: Semantics = Semantics(),
     *,
     kind: Literal["mha", "gqa"] | None = None,
-    like: Any = None,
-) -> Any:
+    like: "keras.Layer | None" = None,
+) -> "keras.Layer":
     """A built `keras.layers.MultiHeadAttention` with these weights, or with fewer key/value
     heads or `kind="gqa"` a `GroupQueryAttention`; loaded strictly.
 
@@ -149,9 +154,9 @@ def to_module(
             sizes["N"], sizes["H"], value_dim=sizes["h"], **settings
         )
     layer.build(*((None, None, sizes[width]) for width in ("Dq", "Dv", "Dk")))
-    there = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
-    assert there.keys() == state.keys(), (there.keys(), state.keys())
-    for key, variable in there.items():
+    variables_of = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
+    assert variables_of.keys() == state.keys(), (variables_of.keys(), state.keys())
+    for key, variable in variables_of.items():
         variable.assign(state[key].reshape(variable.shape))
         kept = to_numpy(variable).reshape(state[key].shape)
         if kept.dtype != state[key].dtype or kept.tobytes() != state[key].tobytes():
@@ -163,7 +168,7 @@ def to_module(
 
 
 # Settings that follow from weights and behaviour, and are never copied from `like`.
-_SAID = frozenset(
+_DERIVED = frozenset(
     [
         "num_heads",
         "key_dim",
@@ -181,14 +186,14 @@ _SAID = frozenset(
 )
 
 
-def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
+def _settings_of(like: "keras.Layer", grouped: bool, Do: int) -> dict[str, Any]:
     """The settings that `to_module` copies from another layer."""
     if not isinstance(like, attention_classes()):
         raise TypeError(
             "like must be a keras.layers.MultiHeadAttention or GroupQueryAttention, got "
             f"{type(like).__name__}"
         )
-    config = {k: v for k, v in like.get_config().items() if k not in _SAID}
+    config = {k: v for k, v in like.get_config().items() if k not in _DERIVED}
     shape = config.pop("output_shape", None)
     if not grouped and shape is not None and np.prod(shape) == Do:
         config["output_shape"] = shape
@@ -199,7 +204,11 @@ def _settings_of(like: Any, grouped: bool, Do: int) -> dict[str, Any]:
 
 
 def forward(
-    layer: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+    layer: "keras.Layer",
+    query: NDArray,
+    key: NDArray,
+    value: NDArray,
+    mask: NDArray | None = None,
 ) -> NDArray:
     """Runs the live layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 

@@ -1,6 +1,6 @@
 """Imports and exports attention of linear layers: torch Linear, Keras Dense, or matrices."""
 
-from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.linear import ANNOTATED, DENSE, LAYOUTS, LINEAR, LLAMA, MATRICES
 
 __all__ = [
@@ -14,4 +14,4 @@ __all__ = [
     "import_params",
 ]
 
-import_params, export_params = verbs(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS)

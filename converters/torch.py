@@ -7,19 +7,22 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
-from jaxmha.converters.layout.api import verbs
+from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import torch as _masks
 from jaxmha.extras import needed
 from jaxmha.params import check
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "LAYOUTS",
@@ -34,11 +37,13 @@ __all__ = [
     "import_masks",
     "import_params",
     "path_of",
+    "tensors_of",
     "to_module",
     "weights_of",
 ]
 
-import_params, export_params = verbs(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS)
+tensors_of = live_model.torch
 import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
 
 
@@ -66,7 +71,7 @@ class Imported(_Pair):
         return made
 
 
-def from_module(module: Any, variables: None = None) -> Imported:
+def from_module(module: "torch.nn.Module", variables: None = None) -> Imported:
     """Parameters and behaviour of a live `torch.nn.MultiheadAttention`, as copies.
 
     jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, torch's default, takes `(T, B,
@@ -89,7 +94,7 @@ def from_module(module: Any, variables: None = None) -> Imported:
 
     if not isinstance(module, torch.nn.MultiheadAttention):
         instead = (
-            live_model.by_hand(module, "torch", "module.state_dict()")
+            live_model.by_hand(lambda: tensors_of(module), "module.state_dict()")
             if isinstance(module, torch.nn.Module)
             else ""
         )
@@ -103,8 +108,8 @@ def from_module(module: Any, variables: None = None) -> Imported:
         )
     if type(module).forward is not torch.nn.MultiheadAttention.forward:
         raise ValueError(
-            f"{type(module).__name__} has a forward of its own, so that its parameters do not say what "
-            "it computes: take them by import_params(module.state_dict(), num_heads=...)"
+            f"{type(module).__name__} has a forward of its own, so its parameters do not determine its "
+            "output: take them by import_params(module.state_dict(), num_heads=...)"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
@@ -113,7 +118,7 @@ def from_module(module: Any, variables: None = None) -> Imported:
     return weights_of(module)
 
 
-def weights_of(module: Any) -> Imported:
+def weights_of(module: "torch.nn.MultiheadAttention") -> Imported:
     """Parameters and behaviour of a layer, even if it has its own forward or hooks."""
     params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
     semantics = replace(
@@ -127,9 +132,9 @@ def to_module(
     semantics: Semantics = Semantics(),
     *,
     kind: None = None,
-    like: Any = None,
+    like: "torch.nn.MultiheadAttention | None" = None,
     batch_first: bool | None = None,
-) -> Any:
+) -> "torch.nn.MultiheadAttention":
     """A `torch.nn.MultiheadAttention` in eval mode with these weights, loaded strictly.
 
     By default it takes `(B, T, Dq)`, as jaxmha does and torch by default does not. With
@@ -169,7 +174,9 @@ def to_module(
     return module.train(like is not None and like.training)
 
 
-def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+def attention_layers(
+    model: "torch.nn.Module",
+) -> Iterator[tuple[str, "torch.nn.MultiheadAttention"]]:
     """Path and layer of every `torch.nn.MultiheadAttention` in a model; "" for the model itself."""
     with needed("torch"):
         import torch
@@ -180,7 +187,11 @@ def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def forward(
-    module: Any, query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+    module: "torch.nn.MultiheadAttention",
+    query: NDArray,
+    key: NDArray,
+    value: NDArray,
+    mask: NDArray | None = None,
 ) -> NDArray:
     """Runs the live module on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 

@@ -1,4 +1,4 @@
-"""Figures as SVG that read well on light and dark pages, and are the same bytes for the same data."""
+"""Figures that read well on light and dark pages, and are the same bytes for the same data."""
 
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,21 @@ def style() -> Any:
 
 
 def save(figure: Any, path: Path, *, about: str) -> None:
-    """Writes an SVG and closes the figure.
+    """Writes an SVG or a PNG and closes the figure.
 
     Args:
         figure: of matplotlib, made under `style`. Lines and text of no colour of their own are
-            drawn in `INK`.
-        path: ends in .svg.
+            drawn in `INK`. Or the text of an SVG.
+        path: ends in .svg or .png.
         about: what one sees, for readers who do not see it.
     """
+    if isinstance(figure, str):
+        path.write_text(figure)
+        return
+    if path.suffix == ".png":
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+        return
     with style():
         figure.savefig(path, metadata={"Date": None, "Title": about, "Creator": None})
     plt.close(figure)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from experiments import machine
@@ -17,7 +16,7 @@ from jaxmha.checkpoint.atomic import replace_by
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 STORING = (
-    "experiments/records.py",
+    *(f"experiments/{name}.py" for name in ("records", "frame", "machine", "pages")),
     *(f"jaxmha/checkpoint/{name}.py" for name in ("atomic", "settling", "temporaries")),
 )
 
@@ -28,16 +27,16 @@ def save(
     *,
     command: str,
     seed: int | str | None = None,
-    workers: Mapping[str, str] = MappingProxyType({}),
+    sources: Mapping[str, str] | None = None,
 ) -> None:
     """Puts a result in place in one step.
 
     Args:
         path: of the JSON file.
         found: what was measured; numbers, strings, lists and dicts. Not-a-number is refused.
-        command: that makes the file anew.
+        command: that makes the file again.
         seed: what the draws started from, or a rule for it; None where nothing is drawn.
-        workers: `sources()` of other processes that took part.
+        sources: of all processes that took part, if not those of this one.
     """
     record = {
         "command": command,
@@ -46,7 +45,7 @@ def save(
         "machine": machine.describe(),
         "versions": machine.versions(),
         **found,
-        "sources": {**workers, **sources()},
+        "sources": loaded() if sources is None else dict(sources),
     }
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     replace_by(path, text.encode(), force=True, mode=0o644)
@@ -76,17 +75,23 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def sources() -> dict[str, str]:
-    """Digests of all modules of this repository that the process has loaded.
+def loaded() -> dict[str, str]:
+    """Digests of all modules of this repository that the process has loaded, and of their data.
 
     But for pages, and what only stores: what is said of results does not make them others.
     """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = (Path(file).resolve() for file in files if file)
-    inside = (path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT))
+    inside = {path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT)}
+    data = {
+        path.relative_to(ROOT)
+        for folder in {ROOT / path.parent for path in inside}
+        for path in folder.glob("*.toml")
+        if folder != ROOT
+    }
     return {
         str(path): digest(ROOT / path)
-        for path in sorted(inside)
+        for path in sorted(inside | data)
         if path.parts[0] in ("jaxmha", "converters", "experiments")
         and path.name != "page.py"
         and str(path) not in STORING
@@ -101,7 +106,8 @@ def digest(path: Path) -> str:
 
 @cache  # many results are of the same sources
 def _digest(path: Path, *_: int) -> str:
-    return digest_of(path.read_bytes())
+    source = path.read_bytes()
+    return digest_of(source) if path.suffix == ".py" else hashlib.sha256(source).hexdigest()[:16]
 
 
 def digest_of(source: bytes) -> str:
@@ -118,7 +124,7 @@ def digest_of(source: bytes) -> str:
 
 
 def stale(path: Path) -> str | None:
-    """Why a result must be made anew, or None."""
+    """Why a result must be made again, or None."""
     if not path.is_file():
         return "there is none"
     try:

@@ -1,6 +1,7 @@
 """Multi-head attention for JAX: exact, and the same in every framework."""
 
 from jaxmha import sharding as sharding
+from jaxmha._checkout import find_converters as _find_converters
 from jaxmha.attention import dot_product_attention as dot_product_attention
 from jaxmha.explain import explain as explain
 from jaxmha.implementations.platforms import lowering_for as lowering_for
@@ -8,13 +9,15 @@ from jaxmha.initializers import init_params as init_params
 from jaxmha.kv_cache import KVCache as KVCache
 from jaxmha.kv_cache import decode_step as decode_step
 from jaxmha.kv_cache import prefill as prefill
-from jaxmha.layer import combine as combine
 from jaxmha.layer import multi_head_attention as multi_head_attention
-from jaxmha.layer import project as project
 from jaxmha.mask import Mask as Mask
 from jaxmha.params import MHAParams as MHAParams
 from jaxmha.params import Projection as Projection
+from jaxmha.projections import combine as combine
+from jaxmha.projections import project as project
 from jaxmha.rotary import rope as rope
 from jaxmha.semantics import Semantics as Semantics
 
 __version__ = "0.1.0"
+
+_find_converters()

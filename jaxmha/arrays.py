@@ -25,7 +25,7 @@ __all__ = [
 FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".numpy()"}
 
 
-def are_arrays(**arguments: Any) -> None:
+def are_arrays(**arguments: object) -> None:
     """Raises TypeError for an argument that is neither None nor an array of NumPy or JAX."""
     for name, value in arguments.items():
         if value is None or _is_fine(value):
@@ -37,7 +37,7 @@ def are_arrays(**arguments: Any) -> None:
             )
 
 
-def _is_fine(leaf: Any) -> bool:
+def _is_fine(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and in_jax(leaf.dtype))
 
 
@@ -48,7 +48,7 @@ def in_jax(dtype: np.dtype[Any]) -> bool:
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
 
 
-def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
     """A dtype argument as NumPy's dtype; TypeError that names it for anything else, even None."""
     found: np.dtype[Any] | None = None
     with suppress(TypeError):
@@ -58,17 +58,17 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     return found
 
 
-def made_array(name: str, value: Any) -> str:
+def made_array(name: str, value: object) -> str:
     """The end of an error message: how to convert a list to an array."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
 
 
-def is_rounded(dtype: Any) -> bool:
+def is_rounded(dtype: DTypeLike) -> bool:
     """True if JAX silently converts the dtype to another, as it does to 64 bits without x64."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
-def none_foreign(name: str, tree: Any) -> None:
+def none_foreign(name: str, tree: object) -> None:
     """Raises TypeError for a leaf that is a tensor of another framework (without importing it) or a
     NumPy array of a dtype that JAX lacks."""
     if all(map(_is_fine, jax.tree.leaves(tree))):  # paths cost more than all other checks

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
 from jaxmha.dims import bind
+from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
 from jaxmha.mask import Mask
+from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
 
 
@@ -201,7 +203,7 @@ def dot_product_attention(
         checks.flag("return_lse", return_lse),
         checks.flag("return_residual", return_residual),
     )
-    keywords = _keywords(
+    keywords = mask_of_keywords(
         checks.flag("is_causal", is_causal),
         query_seq_lengths,
         key_value_seq_lengths,
@@ -233,63 +235,33 @@ class Returned(NamedTuple):
     residual: bool
 
 
-def _keywords(
-    is_causal: bool, query_lengths: Any, key_value_lengths: Any, window: Any, segment_ids: Any
-) -> Mask:
-    """Combines the keyword arguments that restrict attention to one mask."""
-    several = isinstance(segment_ids, tuple | list)
-    ids = tuple(segment_ids) if several else (segment_ids, segment_ids)
-    if len(ids) != 2:
-        raise ValueError(
-            "segment_ids must be one array (B, T), or a pair of query ids (B, T) and key/value ids "
-            f"(B, S), got {len(ids)}"
-        )
-    are_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
-    for x in ids:
-        are_arrays(segment_ids=x)
-    return Mask(
-        0 if is_causal else None,
-        checks.window(window).window_size,
-        query_lengths=query_lengths,
-        key_value_lengths=key_value_lengths,
-        query_segments=ids[0],
-        key_value_segments=ids[1],
-    )
-
-
-_KEYWORDS = {
-    "query_lengths": "query_seq_lengths",
-    "key_value_lengths": "key_value_seq_lengths",
-    "query_segments": "segment_ids",
-    "key_value_segments": "segment_ids",
-}
-
-
-def _places(query: Any, *_: Any, returned: Returned, **__: Any) -> Any:
-    spread = sharding.of_heads(query)
-    if spread is None:
+def _output_specs(
+    query: jax.Array, *_: object, returned: Returned, **__: object
+) -> tuple[sharding.Axes, object] | None:
+    found = sharding_of_heads(query)
+    if found is None:
         return None
-    more = [spread.pairs] * (bool(returned.weights) + returned.lse)
-    more += [spread.heads] * returned.residual
-    return spread.axes, (spread.heads, *more) if more else spread.heads
+    more = [found.scores] * (bool(returned.weights) + returned.lse)
+    more += [found.heads] * returned.residual
+    return found.axes, (found.heads, *more) if more else found.heads
 
 
 @partial(jax.jit, static_argnames=("returned", "implementation"))
-@sharding.by_types(_places)
+@by_types(_output_specs)
 def _dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
     mask: Mask,
     keywords: Mask,
-    scale: Any,
-    dropout_key: Any,
+    scale: jax.Array | None,
+    dropout_key: PRNGKeyArray | None,
     semantics: Semantics,
     *,
     returned: Returned,
     implementation: str | tuple[str, ...] | None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     if query.ndim not in (3, 4):
         raise ValueError(f"query: expected axes (B, T, N, H) or (T, N, H), got {query.shape}")
     lead = "B " * (query.ndim - 3)
@@ -303,7 +275,7 @@ def _dot_product_attention(
         x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)
     )
     merged = checks.flatten_mask(mask, batch, sizes) & checks.flatten_mask(
-        keywords, batch, sizes, _KEYWORDS
+        keywords, batch, sizes, KEYWORDS
     )
     bias = None if bias is None else checks.flatten_bias(bias, batch, sizes)
     if scale is not None:
@@ -320,23 +292,27 @@ def _dot_product_attention(
         implementation,
         return_lse=returned.lse or returned.residual,
     )
-    found: list[Any] = [out.astype(dtype)]
+    found = [out.astype(dtype)]
     if weights is not None:
         found.append(weights.astype(dtype))
-    if returned.lse:
+    if returned.lse and lse is not None:
         found.append(lse)
-    if returned.residual:
+    if returned.residual and lse is not None:
         found.append(_residual(lse, bias, merged, sizes, dtype))
     found = [x.reshape(*batch, *x.shape[1:]) for x in found]
     return tuple(found) if len(found) > 1 else found[0]
 
 
 def _residual(
-    lse: Any, bias: jax.Array | None, mask: Mask, sizes: dict[str, int], dtype: np.dtype[Any]
+    lse: jax.Array,
+    bias: jax.Array | None,
+    mask: Mask,
+    sizes: dict[str, int],
+    dtype: np.dtype[np.floating],
 ) -> jax.Array:
     """lse as `jax.nn` returns it: there a mask replaces logits by a finite float32 constant."""
     if not mask.empty:
-        masked: Any = lse == -jnp.inf
+        masked = lse == -jnp.inf
         if bias is not None:  # keys that a bias excludes are -inf in jax.nn too
             some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)
             masked &= sharding.in_order(some, 2)
@@ -351,7 +327,7 @@ def attend(
     bias: jax.Array | None,
     mask: Mask,
     semantics: Semantics,
-    dropout_key: Any,
+    dropout_key: PRNGKeyArray | None,
     return_weights: ReturnWeights,
     implementation: str | Sequence[str] | None,
     *,
@@ -385,15 +361,8 @@ def attend(
     return Result(out, weights, lse)
 
 
-def as_mask(mask: Any) -> Mask:
-    """A mask argument (array, `Mask` or None) as a Mask."""
-    if mask is None:
-        return Mask()
-    return mask if isinstance(mask, Mask) else Mask.dense(mask)
-
-
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     """Converts a list of names to a tuple, so that it can be a static argument of jit."""
-    if isinstance(implementation, str | implementations.Question):
+    if isinstance(implementation, str | implementations.SupportQuery):
         return implementation
     return tuple(implementation) if isinstance(implementation, Iterable) else implementation

@@ -1,179 +1,261 @@
-"""Attention over a cache of keys and values, where each sequence has its own length.
+"""Attention over a cache of keys and values, where each sequence has its own length."""
 
-Source of the online softmax: Milakov and Gimelshein, "Online normalizer calculation for
-softmax" (2018).
-"""
-
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from jaxmha import bias_kv
 from jaxmha.arrays import Array
-from jaxmha.implementations import platforms
+from jaxmha.implementations import online_softmax, platforms
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
 from jaxmha.implementations.shard_map import alike
 from jaxmha.mask import Mask
 from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.params import MHAParams
-from jaxmha.semantics import Semantics
+from jaxmha.semantics import Precision, Semantics
 
 BLOCK = 512  # keys per tile: the cost of a step grows with the tokens, not with the slots
 WORTH_A_COPY = 4  # copying a key costs about as much as attending so many
 
+# A cache of keys `B K S H`, values `B K S h`, and lengths `B`.
+Cache: TypeAlias = tuple[Array, Array, Array]
 
-def refuse_structure(mask: Mask) -> None:
+
+def reject_structure(mask: Mask) -> None:
     """Raises ValueError for conditions of a mask that a step over a cache does not support."""
     names = ("causal_offset", "query_lengths", "key_value_lengths", "query_padding")
-    refused = [name for name in names if getattr(mask, name) is not None]
-    refused += ["segments"] * (mask.query_segments is not None)
-    if refused:
+    unsupported = [name for name in names if getattr(mask, name) is not None]
+    unsupported += ["segments"] * (mask.query_segments is not None)
+    if unsupported:
         raise ValueError(
-            f"mask: a decoding step is causal and knows its lengths, got {', '.join(refused)}: "
+            f"mask: a decoding step is causal and knows its lengths, got {', '.join(unsupported)}: "
             "give window, key/value padding or a Boolean array over the slots of the cache"
         )
 
 
+class _Matmul(NamedTuple):
+    """How the matmuls of a step are computed: dtype of operands and sums, precision, platform, and
+    the factor of the logits that the queries do not include."""
+
+    operands: np.dtype[np.floating]
+    accumulate: np.dtype[np.floating]
+    precision: Precision
+    platform: str
+    scale: float
+
+    def einsum(self, axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The product in the accumulation dtype."""
+        return jnp.einsum(
+            axes, a, b, precision=self.precision, preferred_element_type=self.accumulate
+        )
+
+
+class _Step(NamedTuple):
+    """One step over a cache; the query heads of a group are rows `r` of one matmul.
+
+    Attributes:
+      rows: scaled queries.
+      keys, values: of the cache, S slots.
+      last: position of the latest token of each sequence.
+      positions: of the queries.
+      mask: window, key/value padding and array over slots, with one batch axis.
+    """
+
+    rows: Float[jax.Array, "B K r H"]
+    keys: Float[jax.Array, "B K S H"]
+    values: Float[jax.Array, "B K S h"]
+    last: Int[jax.Array, "B 1"]
+    positions: Int[jax.Array, "B T"]
+    mask: Mask
+    matmul: _Matmul
+    soft_cap: float | None
+
+    @property
+    def left(self) -> int | None:
+        """The left side of the window."""
+        return None if self.mask.window_size is None else self.mask.window_size[0]
+
+
 def attend_cache(
     params: MHAParams,
-    query: jax.Array,
-    cache: tuple[Array, Array, Array],
-    positions: jax.Array,
+    query: Float[jax.Array, "B T N H"],
+    cache: Cache,
+    positions: Int[jax.Array, "B T"],
     mask: Mask,
     semantics: Semantics,
     block: int,
-) -> jax.Array:
-    """Attention of `B T N H` queries at `positions` over a cache and the extra positions.
+) -> Float[jax.Array, "B T N h"]:
+    """Attention of queries over a cache and the extra positions.
 
     Args:
       params: of the layer, for its extra positions.
-      query: `B T N H`.
-      cache: keys `B K S H`, values `B K S h`, and lengths `B` with the queries' own tokens.
-      positions: `B T`.
+      query: projected queries.
+      cache: its lengths include the queries' own tokens.
+      positions: of the queries.
       mask: of one batch axis: window, key/value padding and array over slots.
       semantics: as in `multi_head_attention`.
-      block: keys read at a time.
+      block: keys per tile.
     """
-    cached_keys, cached_values, lengths = map(jnp.asarray, cache)
-    (B, T, N, H), (_, K, S, h) = query.shape, cached_values.shape
-    G, dtype = N // K, query.dtype
+    (B, T, N, _), (_, _, S, h) = query.shape, cache[1].shape
     if 0 in (B, T, S):
-        return jnp.zeros((B, T, N, h), dtype)
-    accumulate = accumulation_dtype(dtype)
+        return jnp.zeros((B, T, N, h), query.dtype)
+    step = _step(query, cache, positions, mask, semantics)
+    state = _over_slots(step, block)
+    state = _over_extras(step, params, semantics, state)
+    out, _, row_sum = online_softmax.normalize(state)
+    if semantics.fully_masked == "nan":
+        out = jnp.where(row_sum == 0, jnp.nan, out)
+    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
+
+
+def _step(
+    query: Float[jax.Array, "B T N H"],
+    cache: Cache,
+    positions: Int[jax.Array, "B T"],
+    mask: Mask,
+    semantics: Semantics,
+) -> _Step:
+    keys, values, lengths = map(jnp.asarray, cache)
+    (B, T, N, H), K = query.shape, keys.shape[1]
+    accumulate = accumulation_dtype(query.dtype)
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     # A bfloat16 cache is multiplied directly: a copy in float32 takes longer than the matmuls.
-    common = _common_dtype(query.dtype, cached_keys.dtype, cached_values.dtype)
+    common = _common_dtype(query.dtype, keys.dtype, values.dtype)
     platform = platforms.current().name
     operands = operand_dtype(common, semantics.precision, platform)
     precision = resolved(semantics.precision) if operands is None else "default"
     scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
     operands = operands or accumulate
-    product = partial(jnp.einsum, precision=precision, preferred_element_type=accumulate)
-    rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, G, H), 1, 3)
-    rows = rows.reshape(B, K, G * T, H).astype(operands)
-    rows, cached_keys, cached_values, lengths, positions, mask = alike(
-        (rows, cached_keys, cached_values, lengths, positions, mask)
+    rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, N // K, H), 1, 3)
+    rows = rows.reshape(B, K, N // K * T, H).astype(operands)
+    rows, keys, values, lengths, positions, mask = alike(
+        (rows, keys, values, lengths, positions, mask)
     )
+    matmul = _Matmul(operands, accumulate, precision, platform, rest)
     last = lengths[:, None] - 1
-    left, _ = mask.window_size or (None, None)
+    return _Step(rows, keys, values, last, positions, mask, matmul, semantics.logits_soft_cap)
+
+
+def _over_slots(step: _Step, block: int) -> State:
+    """The state over all valid slots: reads the cache whole, or the tiles that are in use."""
+    S = step.keys.shape[2]
     size = min(block, S)
+    start = _empty_state(step)
+    used = jnp.minimum(jnp.max(step.last) + 1, S)
 
-    def allowed(slots: jax.Array) -> jax.Array:
-        """Mask tile `B n T slots`: a slot's token is valid, causal, and within the window."""
-        tokens = last - (last - slots.reshape(1, -1)) % S  # latest token in the slot
-        i, j = positions[:, None, :, None], tokens[:, None, None]
-        there = (j >= 0) & (j <= i)
-        if left is not None:
-            there &= j >= i - left
-        if mask.key_value_padding is not None:
-            there &= jnp.take(mask.key_value_padding, slots, 1)[:, None, None]
-        if mask.array is not None:
-            array = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], S))
-            there &= jnp.take(array, slots, 3)
-        return there
-
-    def fold(
-        state: tuple[Any, ...], keys: Any, values: Any, there: Any, *, dead_too: bool = False
-    ) -> tuple[Any, ...]:
-        """Online softmax: folds a tile of keys `B K s H` into the row max, row sum and output.
-
-        `dead_too`: skips zeroing of unattended values, which are multiplied by weights of 0.
-        """
-        highest, total, out = state
-        n, s = there.shape[1], keys.shape[2]
-        pairs = there if n > 1 else jnp.broadcast_to(there, (B, K * G, T, s))
-        pairs = pairs.reshape(B, K, G * T, s)
-        keys, values = keys.astype(operands), values.astype(operands)
-        if not dead_too:
-            values = jnp.where(pairs.any(2)[..., None], values, 0.0)  # 0 * NaN is NaN
-        logits = _logits(rows, keys, product, platform)
-        if rest != 1.0:
-            logits *= rest
-        if semantics.logits_soft_cap is not None:
-            logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
-        logits = jnp.where(pairs, logits, -jnp.inf)
-        higher = jnp.maximum(highest, logits.max(-1))
-        exps, shrink = jnp.exp(logits - higher[..., None]), jnp.exp(highest - higher)
-        weighed = product("bkrs,bksh->bkrh", exps.astype(operands), values)
-        return higher, total * shrink + exps.sum(-1), out * shrink[..., None] + weighed
-
-    shape = (B, K, G * T)
-    lowest = float(np.finfo(accumulate).min)  # finite: -inf - -inf would be NaN
-    nothing: tuple[Any, ...] = (
-        jnp.full(shape, lowest, accumulate),
-        jnp.zeros(shape, accumulate),
-        jnp.zeros((*shape, h), accumulate),
-    )
-    nothing, _ = alike((nothing, rows))
-    used = jnp.minimum(jnp.max(last) + 1, S)
-
-    def whole() -> tuple[Any, ...]:
+    def whole() -> State:
         slots = jnp.arange(S, dtype=np.int32)
-        return fold(nothing, cached_keys, cached_values, allowed(slots), dead_too=True)
+        mask = _allowed(step, slots)
+        return _fold(step, start, step.keys, step.values, mask, all_finite=True)
 
-    def block_of(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def tile(i: jax.Array | int, state: State) -> State:
         # The last tile is moved back to fit; its overlap with the tile before is masked.
-        start = jnp.minimum(i * size, S - size)
+        first = jnp.minimum(i * size, S - size)
         keys, values = (
-            jax.lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cached_keys, cached_values)
+            jax.lax.dynamic_slice_in_dim(x, first, size, 2) for x in (step.keys, step.values)
         )
-        slots = start + jnp.arange(size, dtype=np.int32)
+        slots = first + jnp.arange(size, dtype=np.int32)
         new = (slots >= i * size).reshape(1, 1, 1, size)
-        return fold(state, keys, values, allowed(slots) & new)
+        return _fold(step, state, keys, values, _allowed(step, slots) & new)
 
-    def by_blocks() -> tuple[Any, ...]:
+    def by_tiles() -> State:
         first = jnp.zeros((), used.dtype)
-        if left is not None:  # until a sequence wraps around, tiles before every window are skipped
-            before = jnp.maximum(jnp.min(positions) - left, 0)
-            first = jnp.where(jnp.max(last) < S, before // size, 0).astype(used.dtype)
-        last_block = (used + size - 1) // size
-        state: tuple[Any, ...] = jax.lax.fori_loop(first, last_block, block_of, nothing)
+        if step.left is not None:
+            # Until a sequence wraps around, tiles before every window are skipped.
+            before = jnp.maximum(jnp.min(step.positions) - step.left, 0)
+            first = jnp.where(jnp.max(step.last) < S, before // size, 0).astype(used.dtype)
+        state: State = jax.lax.fori_loop(first, (used + size - 1) // size, tile, start)
         return state
 
     # Slicing a tile copies it, which costs more than reading the whole cache if much of it is used.
     # Reading it whole fails if unattended slots hold NaN; the loop over tiles is then correct.
     much = used * WORTH_A_COPY > S
-    state = jax.lax.cond(much, whole, lambda: nothing)
-    state = jax.lax.cond(much & jnp.isfinite(state[2]).all(), lambda: state, by_blocks)
+    state: State = jax.lax.cond(much, whole, lambda: start)
+    chosen: State = jax.lax.cond(much & jnp.isfinite(state.out).all(), lambda: state, by_tiles)
+    return chosen
 
-    heads = (jnp.zeros((B, 0, K, x), accumulate) for x in (H, h))
-    more = [
-        bias_kv.append(x, y, semantics)
-        for x, y in zip(heads, (params.bias_k, params.bias_v), strict=True)
-    ]
-    if more[0].shape[1]:
-        keys, values = (jnp.moveaxis(x, 1, 2) for x in more)
-        state = fold(state, keys, values, jnp.ones((B, 1, T, keys.shape[2]), bool))
-    _, total, out = state
-    out = out / jnp.where(total == 0, 1.0, total)[..., None]
-    empty = (total == 0)[..., None]
-    if semantics.fully_masked == "nan":
-        out = jnp.where(empty, jnp.nan, out)
-    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(dtype)
+
+def _empty_state(step: _Step) -> State:
+    shape, h = step.rows.shape[:3], step.values.shape[3]
+    out, per_row = (jnp.zeros((*shape, size), step.matmul.accumulate) for size in (h, 1))
+    state, _ = alike((empty_state(out, per_row), step.rows))
+    return state
+
+
+def _over_extras(step: _Step, params: MHAParams, semantics: Semantics, state: State) -> State:
+    """Folds in the extra positions (`bias_k`, `bias_v`, zeros), which every query attends."""
+    (B, K, _, H), h = step.rows.shape, step.values.shape[3]
+    empty = [jnp.zeros((B, 0, K, size), step.matmul.accumulate) for size in (H, h)]
+    keys = jnp.moveaxis(bias_kv.append(empty[0], params.bias_k, semantics), 1, 2)
+    values = jnp.moveaxis(bias_kv.append(empty[1], params.bias_v, semantics), 1, 2)
+    if not keys.shape[2]:
+        return state
+    T = step.positions.shape[1]
+    return _fold(step, state, keys, values, jnp.ones((B, 1, T, keys.shape[2]), bool))
+
+
+def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T s"]:
+    """Mask tile: a slot's token is valid, causal, and within the window."""
+    S = step.keys.shape[2]
+    tokens = step.last - (step.last - slots.reshape(1, -1)) % S  # latest token in the slot
+    i, j = step.positions[:, None, :, None], tokens[:, None, None]
+    allowed = (j >= 0) & (j <= i)
+    if step.left is not None:
+        allowed &= j >= i - step.left
+    if step.mask.key_value_padding is not None:
+        padding = jnp.asarray(step.mask.key_value_padding)
+        allowed &= jnp.take(padding, slots, 1)[:, None, None]
+    if step.mask.array is not None:
+        array = jnp.broadcast_to(step.mask.array, (*step.mask.array.shape[:3], S))
+        allowed &= jnp.take(array, slots, 3)
+    return allowed
+
+
+def _fold(
+    step: _Step,
+    state: State,
+    keys: Float[jax.Array, "B K s H"],
+    values: Float[jax.Array, "B K s h"],
+    allowed: Bool[jax.Array, "B n T s"],
+    *,
+    all_finite: bool = False,
+) -> State:
+    """Folds a tile of keys into the state.
+
+    `all_finite`: skips zeroing of unattended values, whose weight is 0: 0 * NaN is NaN.
+    """
+    (B, K, r, _), matmul = step.rows.shape, step.matmul
+    n, T, s = allowed.shape[1:]
+    mask = allowed if n > 1 else jnp.broadcast_to(allowed, (B, K * (r // T), T, s))
+    mask = mask.reshape(B, K, r, s)
+    keys, values = keys.astype(matmul.operands), values.astype(matmul.operands)
+    if not all_finite:
+        values = jnp.where(mask.any(2)[..., None], values, 0.0)
+    logits = _query_key(step.rows, keys, matmul)
+    if matmul.scale != 1.0:
+        logits *= matmul.scale
+    logits, _ = cap_and_mask(logits, step.soft_cap, mask)
+
+    def weigh(exps: jax.Array) -> jax.Array:
+        return matmul.einsum("bkrs,bksh->bkrh", exps.astype(matmul.operands), values)
+
+    return online_softmax.fold(logits, weigh, state)
+
+
+def _query_key(
+    rows: Float[jax.Array, "B K r H"], keys: Float[jax.Array, "B K s H"], matmul: _Matmul
+) -> Float[jax.Array, "B K r s"]:
+    """The matmul of rows and keys."""
+    if rows.shape[2] == 1 or matmul.platform != "cpu":
+        return matmul.einsum("bkrh,bksh->bkrs", rows, keys)
+    # On CPUs, few rows times many keys is several times slower than keys times rows; the barrier
+    # keeps XLA from swapping the operands back.
+    found = matmul.einsum("bksh,bkrh->bksr", keys, rows)
+    return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]
 
 
 def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
@@ -185,20 +267,10 @@ def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(condition, infinite - infinite, x)
 
 
-def _common_dtype(query: np.dtype[Any], *cached: np.dtype[Any]) -> np.dtype[Any]:
+def _common_dtype(
+    query: np.dtype[np.generic], *cached: np.dtype[np.generic]
+) -> np.dtype[np.generic]:
     """The promoted dtype; float8, a storage dtype, is widened to the dtype of the queries."""
     wide = [dtype for dtype in cached if dtype.itemsize > 1]
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(query, *wide))
-
-
-def _logits(
-    rows: jax.Array, keys: jax.Array, product: Callable[..., jax.Array], platform: str
-) -> jax.Array:
-    """Logits `B K r s` of rows `B K r H` and keys `B K s H`."""
-    if rows.shape[2] == 1 or platform != "cpu":
-        return product("bkrh,bksh->bkrs", rows, keys)
-    # On CPUs, few rows times many keys is several times slower than keys times rows; the barrier
-    # keeps XLA from swapping the operands back.
-    found = product("bksh,bkrh->bksr", keys, rows)
-    return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]

@@ -3,19 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmha.arrays import DTypeLike, are_arrays, as_dtype, is_rounded, none_foreign
+from jaxmha.arrays import Array, DTypeLike, are_arrays, as_dtype, is_rounded, none_foreign
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 
 
-def no_silent_rounding(**arguments: Any) -> None:
+def no_silent_rounding(**arguments: object) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
     if not is_rounded(np.float64):
         return
@@ -31,7 +31,7 @@ def no_silent_rounding(**arguments: Any) -> None:
                 )
 
 
-def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
+def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.floating]:
     """A dtype that can hold heads; TypeError unless it is floating with a sign and a zero, and JAX
     has it without rounding."""
     dtype = as_dtype(name, dtype)
@@ -49,7 +49,7 @@ def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     return dtype
 
 
-def are_of(kind: type, **arguments: Any) -> None:
+def are_of(kind: type, **arguments: object) -> None:
     """Raises TypeError for an argument that is not of the type `kind`, or holds tensors of another
     framework."""
     for name, value in arguments.items():
@@ -58,7 +58,7 @@ def are_of(kind: type, **arguments: Any) -> None:
         none_foreign(name, value)
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """A static bool; TypeError for anything else, 0 and 1 included."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
@@ -69,25 +69,26 @@ def flag(name: str, value: Any) -> bool:
     )
 
 
-def window(sides: Any) -> Mask:
+def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
     """Converts `local_window_size`, w or (left, right), to a mask."""
     if sides is None:
         return Mask()
+    both: Any = sides
     if isinstance(sides, np.ndarray | jax.Array) and sides.ndim:
         if sides.ndim > 1:
             raise ValueError(f"local_window_size must be w or (left, right), got {sides!r}")
-        sides = tuple(sides)
-    if not isinstance(sides, Sequence) or isinstance(sides, str):
-        sides = (sides, sides)
-    if len(sides) != 2:
-        raise ValueError(f"local_window_size must be w or (left, right), got {sides!r}")
-    return Mask.window(*sides)
+        both = tuple(sides)
+    if not isinstance(both, Sequence) or isinstance(both, str):
+        both = (both, both)
+    if len(both) != 2:
+        raise ValueError(f"local_window_size must be w or (left, right), got {both!r}")
+    return Mask.window(*both)
 
 
-def are_sizes(*, least: int = 1, most: int | None = None, **arguments: Any) -> None:
+def are_sizes(*, least: int = 1, most: int | None = None, **arguments: object) -> None:
     """Raises ValueError for an argument that is neither None nor an integer from least to most."""
     for name, size in arguments.items():
-        if size is None or export.is_symbolic_dim(size):
+        if size is None or export.is_symbolic_dim(cast(int, size)):
             continue
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
@@ -95,17 +96,17 @@ def are_sizes(*, least: int = 1, most: int | None = None, **arguments: Any) -> N
             raise ValueError(f"{name} must be at most {most}, got {size!r}")
 
 
-def promoted(**arrays: Any) -> np.dtype[Any]:
+def promoted(**arrays: Array | None) -> np.dtype[np.floating]:
     """The promoted dtype of the arrays that are not None; TypeError unless all are floating."""
-    there = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in there.items():
+    given = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in given.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be a floating array, got {array.dtype}")
     try:
         with jax.numpy_dtype_promotion("standard"):
-            return np.dtype(jnp.result_type(*there.values()))
+            return np.dtype(jnp.result_type(*given.values()))
     except jax.dtypes.TypePromotionError:  # JAX does not promote float8
-        dtypes = ", ".join(f"{name} is {array.dtype}" for name, array in there.items())
+        dtypes = ", ".join(f"{name} is {array.dtype}" for name, array in given.items())
         raise TypeError(f"no common dtype: {dtypes}; cast them to one") from None
 
 
@@ -158,7 +159,7 @@ def flatten_mask(
     return replace(mask, **arrays)
 
 
-def flatten_bias(bias: Any, batch: Sequence[int], sizes: dict[str, int]) -> jax.Array:
+def flatten_bias(bias: Array, batch: Sequence[int], sizes: dict[str, int]) -> jax.Array:
     """A bias argument with four axes, each of full size or 1; TypeError unless floating."""
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         instead = "a Boolean array, True = attend, belongs in mask="
@@ -168,7 +169,7 @@ def flatten_bias(bias: Any, batch: Sequence[int], sizes: dict[str, int]) -> jax.
 
 
 def flatten_batch(
-    name: str, array: Any, batch: Sequence[int], axes: str, sizes: dict[str, int]
+    name: str, array: Array, batch: Sequence[int], axes: str, sizes: dict[str, int]
 ) -> jax.Array:
     """Flattens the leading axes `*B` of an array to one batch axis before `axes`.
 
@@ -217,10 +218,10 @@ def _missing_axes(
     name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
 ) -> str:
     """A hint for error messages: how to insert the missing axes into a batched array."""
-    keys, pairs = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
+    keys, scores = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name})" * (name == "mask")
         return f": of (*B, S) make (*B, 1, 1, S), {name}[..., None, None, :]{padding}"
-    if batch and shape == pairs:
+    if batch and shape == scores:
         return f": of (*B, T, S) make (*B, 1, T, S), {name}[..., None, :, :]"
     return ""

@@ -4,21 +4,20 @@ The draw of an entry depends on the key and its position (b, n, t, s) alone, so 
 implementation, tile size and sharding drops the same entries.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool
+from jaxtyping import Bool, PRNGKeyArray, UInt32
 
 from jaxmha.arrays import Array
+from jaxmha.implementations.base import Part
 
 
 def keep(
-    key: Array,
+    key: PRNGKeyArray,
     rate: float,
     shape: tuple[int, int, int, int],
     broadcast: tuple[str, ...] = (),
-    part: Any = None,
+    part: Part | None = None,
 ) -> Bool[jax.Array, "B N T S"]:
     """Keep-mask: True, with probability `1 - rate`, where a weight is kept.
 
@@ -27,7 +26,7 @@ def keep(
       rate: probability of dropping, in [0, 1).
       shape: (B, N, T, S).
       broadcast: axes of BNTS that share a draw; their size in the result is 1.
-      part: a `base.Part`, the position within a larger request; None: this is the whole.
+      part: the position within a larger request; None: this is the whole.
 
     >>> import jax
     >>> keep(jax.random.key(0), 0.5, (1, 2, 3, 5), ("N",)).shape
@@ -37,23 +36,28 @@ def keep(
         1 if axis in broadcast else size for axis, size in zip("BNTS", shape, strict=True)
     )
 
-    def places(size: int) -> jax.Array:
+    def positions(size: int) -> jax.Array:
         return jnp.arange(size, dtype=jnp.uint32)
 
-    rows = places(B * N * T)
+    rows = positions(B * N * T)
     if part is not None:
         first_b, first_n = (0 if a in broadcast else x for a, x in zip("BN", part[:2], strict=True))
         heads = 1 if "N" in broadcast else part.N
         b, n = (
-            places(size) + jnp.asarray(first).astype(jnp.uint32)
+            positions(size) + jnp.asarray(first).astype(jnp.uint32)
             for size, first in ((B, first_b), (N, first_n))
         )
         b, n = b.reshape(B, 1, 1), n.reshape(1, N, 1)
-        rows = ((b * heads + n) * T + places(T).reshape(1, 1, T)).reshape(-1)
-    return draw(threefry(key), rate, rows, places(S)).reshape(B, N, T, S)
+        rows = ((b * heads + n) * T + positions(T).reshape(1, 1, T)).reshape(-1)
+    return draw(threefry(key), rate, rows, positions(S)).reshape(B, N, T, S)
 
 
-def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> jax.Array:
+def draw(
+    key: PRNGKeyArray,
+    rate: float,
+    rows: UInt32[jax.Array, "rows"],
+    columns: UInt32[jax.Array, "columns"],
+) -> Bool[jax.Array, "rows columns"]:
     """Keep-mask of the entries `(rows, columns)`: entry (b, n, t, s) has row `(b * N + n) * T + t`
     and column s, with size 1 for axes that share a draw."""
     row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
@@ -63,7 +67,7 @@ def draw(key: jax.Array, rate: float, rows: jax.Array, columns: jax.Array) -> ja
     return kept
 
 
-def threefry(key: Array) -> jax.Array:
+def threefry(key: Array) -> PRNGKeyArray:
     """Converts a key to threefry: vectorised, other generators may not distinguish keys."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim != (0 if typed else 1):
@@ -71,8 +75,8 @@ def threefry(key: Array) -> jax.Array:
             "expected one PRNG key for dropout, such as jax.random.key(0), got an array of "
             f"{key.dtype} with shape {key.shape}"
         )
-    words = jnp.asarray(jax.random.key_data(key) if typed else key)
-    plain: jax.Array = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
-    for i in range(2, words.shape[0]):
-        plain = jax.random.fold_in(plain, words[i])
-    return plain
+    integers = jnp.asarray(jax.random.key_data(key) if typed else key)
+    threefry_key: jax.Array = jax.random.wrap_key_data(integers[:2], impl="threefry2x32")
+    for i in range(2, integers.shape[0]):
+        threefry_key = jax.random.fold_in(threefry_key, integers[i])
+    return threefry_key

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
+from jaxmha.arrays import Array
 from jaxmha.attention import dot_product_attention
-from jaxmha.implementations import Question, platforms
+from jaxmha.implementations import SupportQuery, platforms
+from jaxmha.mask import Mask
+
+Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,13 @@ class Explanation:
     reasons: tuple[tuple[str, str | None], ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every candidate with `chosen`, `could` (supported, not chosen), or why it cannot.
+        """Every candidate with `chosen`, `supported` (and not chosen), or why it cannot.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
-        [('blocked', 'chosen'), ('reference', 'could')]
+        [('blocked', 'chosen'), ('reference', 'supported')]
         """
         return [
-            (name, reason or ("chosen" if name == self.chosen else "could"))
+            (name, reason or ("chosen" if name == self.chosen else "supported"))
             for name, reason in self.reasons
         ]
 
@@ -45,11 +49,11 @@ class Explanation:
 
 
 def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | Mask | None = None,
     *,
     platform: str | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -92,10 +96,10 @@ def explain(
         if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(x))
     }
     static = {name: x for name, x in options.items() if name not in traced}
-    question = Question(implementation)
+    query_support = SupportQuery(implementation)
     with platforms.lowering_for(platform) if platform is not None else nullcontext():
-        call = partial(dot_product_attention, **static, implementation=question)
+        call = partial(dot_product_attention, **static, implementation=query_support)
         jax.eval_shape(call, **arrays, **traced)
         device = platforms.current().device
-    chosen = next((name for name, reason in question.answer if reason is None), None)
-    return Explanation(device, chosen, tuple(question.answer))
+    chosen = next((name for name, reason in query_support.reasons if reason is None), None)
+    return Explanation(device, chosen, tuple(query_support.reasons))

@@ -9,8 +9,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
 
-from jaxmha.arrays import Array, DTypeLike
+from jaxmha.arrays import DTypeLike
 from jaxmha.checks import are_sizes, floating_dtype
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.params import MHAParams, Projection
@@ -18,7 +19,7 @@ from jaxmha.semantics import one_of
 
 
 def init_params(
-    key: Array,
+    key: PRNGKeyArray,
     *,
     num_heads: int,
     features: int,
@@ -90,7 +91,7 @@ def init_params(
     compute = accumulation_dtype(dtype)
     keys = jax.random.split(key, 6)
 
-    def uniform(key: Array, shape: tuple[int, ...], bound: float) -> jax.Array:
+    def uniform(key: jax.Array, shape: tuple[int, ...], bound: float) -> jax.Array:
         drawn: jax.Array = jax.random.uniform(key, shape, compute, -bound, bound)
         return drawn.astype(dtype)
 

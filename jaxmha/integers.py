@@ -4,48 +4,59 @@ JAX without x64 silently truncates 64-bit integers to their lowest 32 bits, and 
 overflow.
 """
 
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.arrays import is_rounded
+from jaxmha.arrays import Array, is_rounded
+
+# An integer or an array of integers; anything else is returned unchanged.
+Bound = TypeVar("Bound")
 
 # Larger than any position; the sum of both still fits 32 bits.
 FAR = 2**30
 _LIMITS = np.iinfo(np.int32)
 
 
-def library(*arrays: Any) -> Any:
+def library(*arrays: object) -> ModuleType:
     """`jax.numpy` if any array is JAX's, else NumPy, so that converters need no device."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def near(bound: Any) -> Any:
+def near(bound: Bound) -> Bound:
     """Clips an offset or a length, or an array of them as int32, to +-FAR."""
+    clipped: Any = bound
     if isinstance(bound, int):
-        return max(-FAR, min(bound, FAR))
-    bound = narrow(bound)
-    return library(bound).clip(bound, -FAR, FAR) if is_integers(bound) else bound
+        clipped = max(-FAR, min(bound, FAR))
+    elif is_integers(bound):
+        clipped = library(bound).clip(narrow(bound), -FAR, FAR)
+    found: Bound = clipped
+    return found
 
 
-def narrow(bound: Any) -> Any:
+def narrow(bound: Bound) -> Bound:
     """Converts integers of any dtype to int32, clipped to its range.
 
     Anything but an array of integers is returned unchanged.
     """
     if not is_integers(bound) or bound.dtype == np.int32:
         return bound
-    given = _limits(bound)
-    low, high = max(_LIMITS.min, int(given.min)), min(_LIMITS.max, int(given.max))
-    if (low, high) != (given.min, given.max):
+    clipped: Any = bound
+    least, most = _limits(bound)
+    low, high = max(_LIMITS.min, least), min(_LIMITS.max, most)
+    if (low, high) != (least, most):
         # Bounds in the dtype of the array: NumPy and JAX agree on no other form.
-        bound = library(bound).clip(bound, *np.asarray([low, high], given.dtype))
-    return bound.astype(np.int32)
+        clipped = library(bound).clip(bound, *np.asarray([low, high], bound.dtype))
+    found: Bound = clipped.astype(np.int32)
+    return found
 
 
-def comparable(query_ids: Any, key_value_ids: Any) -> tuple[Any, Any]:
+def comparable(
+    query_ids: Array | None, key_value_ids: Array | None
+) -> tuple[Array | None, Array | None]:
     """Converts both ids to one dtype that JAX has, preserving which ids are equal.
 
     Ids that JAX would truncate are renumbered.
@@ -72,20 +83,22 @@ def comparable(query_ids: Any, key_value_ids: Any) -> tuple[Any, Any]:
     )
 
 
-def is_integers(x: Any) -> bool:
+def is_integers(x: object) -> TypeGuard[Array]:
     return isinstance(x, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
         x.dtype, np.integer
     )
 
 
-def _limits(x: Any) -> Any:
-    return jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]
+def _limits(x: Array | np.integer[Any]) -> tuple[int, int]:
+    """The smallest and largest integer of the dtype."""
+    info = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]
+    return int(info.min), int(info.max)
 
 
-def _fitting(ids: Any) -> Any:
+def _fitting(ids: Array) -> Array:
     """Ids as int32 where they are known to fit."""
-    given = _limits(ids)
-    if given.min >= _LIMITS.min and given.max <= _LIMITS.max:
+    least, most = _limits(ids)
+    if least >= _LIMITS.min and most <= _LIMITS.max:
         return ids.astype(np.int32)
     if library(ids) is jnp:
         return ids
@@ -93,11 +106,11 @@ def _fitting(ids: Any) -> Any:
     return ids.astype(np.int32) if fits else ids
 
 
-def _known(x: Any) -> bool:
+def _known(x: Array) -> bool:
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
-def _renumbered(*pair: Any) -> tuple[Any, Any]:
+def _renumbered(*pair: Array) -> tuple[Array, Array]:
     """Ids by rank among all ids of both arrays; negative ids stay negative."""
     ids = [np.asarray(x) for x in pair]
     bits = np.concatenate([x.astype(np.uint64).reshape(-1) for x in ids])  # negatives wrap around

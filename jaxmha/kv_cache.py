@@ -1,9 +1,8 @@
 """Decoding with a cache of keys and values: `KVCache`, `prefill` and `decode_step`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,17 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, DTypeLike, are_arrays
-from jaxmha.attention import as_mask, attend, hashable
-from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, refuse_structure
+from jaxmha.attention import attend, hashable
+from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, reject_structure
 from jaxmha.dims import bind
+from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.integers import FAR, near
-from jaxmha.layer import combine, project
 from jaxmha.mask import Mask
+from jaxmha.mask_arguments import as_mask
 from jaxmha.params import MHAParams, check
+from jaxmha.projections import combine_checked, compute_dtype, project_checked
+from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Semantics
-
-Rotate = Callable[[Any, Any], Any]
 
 
 class KVCache(NamedTuple):
@@ -71,7 +71,16 @@ class KVCache(NamedTuple):
         sizes = check(params)
         checks.are_sizes(least=0, batch_size=batch_size)
         checks.are_sizes(least=0, most=FAR, length=length)
-        dtype = checks.promoted(**_kernels(params)) if dtype is None else dtype
+        dtype = (
+            checks.promoted(
+                **{
+                    "params.key.kernel": params.key.kernel,
+                    "params.value.kernel": params.value.kernel,
+                }
+            )
+            if dtype is None
+            else dtype
+        )
         dtype = checks.floating_dtype(dtype)
         shape = (batch_size, sizes["K"], length)
         return cls(
@@ -90,7 +99,7 @@ def prefill(
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "B T Do"], KVCache]:
+) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
     """Causal self-attention over prompts; returns the output and a cache of these prompts alone.
 
     Args:
@@ -126,32 +135,35 @@ def prefill(
         cache,
         as_mask(mask),
         semantics,
-        rotate=_static(rotate),
+        rotate=static_rotation(rotate),
         implementation=hashable(implementation),
     )
     return out, kept
 
 
-def _places(params: MHAParams, x: Any, cache: KVCache, *_: Any, **__: Any) -> Any:
+def _output_specs(
+    params: MHAParams, x: jax.Array, cache: KVCache, *_: object, **__: object
+) -> tuple[sharding.Axes, object] | None:
     """Specs of the outputs: a cache keeps its sharding."""
-    spread = sharding.of_features(x, params.query.kernel)
-    kept: Any = KVCache(*(sharding.spec(*sharding.spec_of(part)) for part in cache))  # type: ignore[arg-type]
-    return spread and (spread.axes, (spread.features, kept))
+    found = sharding_of_features(x, params.query.kernel)
+    kept = KVCache(*(sharding.spec(*spec_of(part)) for part in cache))  # type: ignore[arg-type]
+    return found and (found.axes, (found.features, kept))
 
 
 @partial(jax.jit, static_argnames=("rotate", "implementation"))
-@sharding.by_types(_places)
+@by_types(_output_specs)
 def _prefill(
     params: MHAParams,
-    x: Any,
+    x: jax.Array,
     cache: KVCache,
     mask: Mask,
     semantics: Semantics,
     *,
-    rotate: Any,
-    implementation: Any,
-) -> Any:
-    B, T, S = _sizes(params, x, cache)
+    rotate: Rotate | None,
+    implementation: str | tuple[str, ...] | None,
+) -> tuple[jax.Array, KVCache]:
+    sizes = _sizes(params, x, cache)
+    B, T, S = sizes["B"], sizes["T"], sizes["S"]
     left = None if mask.window_size is None else mask.window_size[0]
     if T > S and (left is None or left >= S):
         raise ValueError(
@@ -160,9 +172,8 @@ def _prefill(
         )
     positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
     query, key, value = _heads(params, x, semantics, positions, rotate)
-    sizes = {**check(params), "T": T, "S": T}
     extra = bias_kv.count(params, semantics)
-    wide = bias_kv.widen_mask(mask & Mask.causal(), extra, (B,), sizes)
+    wide = bias_kv.widen_mask(mask & Mask.causal(), extra, (B,), {**sizes, "S": T})
     result = attend(
         query,
         bias_kv.append(key, params.bias_k, semantics),
@@ -179,7 +190,7 @@ def _prefill(
         lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
     fresh = cache._replace(lengths=jnp.zeros(B, np.int32))
     kept = _write(fresh, key, value, lengths)
-    return combine(params, result.out, semantics=semantics), kept
+    return _combine(params, result.out, semantics), kept
 
 
 def decode_step(
@@ -190,7 +201,7 @@ def decode_step(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
-) -> tuple[Float[Array, "B T Do"], KVCache]:
+) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
     """Appends tokens to the cache; each attends to all tokens before it and to itself.
 
     The cost of a step grows with the longest sequence, not with the slots of the cache. Each
@@ -226,37 +237,38 @@ def decode_step(
     """
     cache = _checked(params, x, cache, semantics)
     mask = as_mask(mask)
-    refuse_structure(mask)
+    reject_structure(mask)
     if semantics.fully_masked == "mean":
         raise ValueError(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
             "use 'zero' or 'nan'"
         )
     out, longer = _decode_step(
-        params, x, cache, mask, semantics, rotate=_static(rotate), block=BLOCK
+        params, x, cache, mask, semantics, rotate=static_rotation(rotate), block=BLOCK
     )
     return out, longer
 
 
 @partial(jax.jit, static_argnames=("rotate", "block"))
-@sharding.by_types(_places)
+@by_types(_output_specs)
 def _decode_step(
     params: MHAParams,
-    x: Any,
+    x: jax.Array,
     cache: KVCache,
     mask: Mask,
     semantics: Semantics,
     *,
-    rotate: Any,
+    rotate: Rotate | None,
     block: int,
-) -> Any:
-    B, T, S = _sizes(params, x, cache)
+) -> tuple[jax.Array, KVCache]:
+    sizes = _sizes(params, x, cache)
+    B, T, S = sizes["B"], sizes["T"], sizes["S"]
     lengths = _counts(jnp.asarray(cache.lengths))
     left, _ = mask.window_size or (None, None)
     if T > S or (left is not None and left < S < left + T):
         raise ValueError(
             f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
-            f"{'' if left is None else f' beside a window of {left}'}: it needs "
+            f"{'' if left is None else f' with a window of {left}'}: it needs "
             f"{T if left is None else left + T}"
         )
     rings = left is not None and left + T <= S
@@ -264,37 +276,17 @@ def _decode_step(
     positions = lengths[:, None] + tokens
     query, key, value = _heads(params, x, semantics, positions, rotate)
     cache = _write(cache._replace(lengths=lengths), key, value, jnp.full(B, T, np.int32))
-    mask = checks.flatten_mask(mask, (B,), {**check(params), "T": T, "S": S})
+    mask = checks.flatten_mask(mask, (B,), sizes)
     out = attend_cache(params, query, cache, positions, mask, semantics, block)
     # Positions are counted up to FAR, in a ring buffer too.
     out = nan_where((lengths + T > (FAR if rings else S)).reshape(B, 1, 1, 1), out)
-    return combine(params, out, semantics=semantics), cache
+    return _combine(params, out, semantics), cache
 
 
-@dataclass(frozen=True)
-class _Rotation:
-    """A `functools.partial` that compares by its parts, for use as a static argument."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-
-    def __call__(self, heads: jax.Array, positions: jax.Array) -> Any:
-        return self.function(*self.args, heads, positions, **dict(self.keywords))
+ArrayT = TypeVar("ArrayT", bound=Array)
 
 
-def _static(rotate: Rotate | None) -> Rotate | None:
-    if type(rotate) is not partial:
-        return rotate
-    found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))
-    try:
-        hash(found)
-    except TypeError:  # an argument is an array
-        return rotate
-    return found
-
-
-def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) -> KVCache:
+def _checked(params: MHAParams, x: Array, cache: KVCache, semantics: Semantics) -> KVCache:
     """Checks the arguments; returns the cache, NumPy lengths narrowed to int32 before jit would
     truncate them."""
     checks.are_of(MHAParams, params=params)
@@ -302,7 +294,8 @@ def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) ->
     checks.are_of(Semantics, semantics=semantics)
     are_arrays(x=x)
     are_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
-    checks.no_silent_rounding(**{"cache.key": cache.key, "cache.value": cache.value})
+    stored = {"cache.key": cache.key, "cache.value": cache.value}
+    checks.no_silent_rounding(params=params, x=x, **stored)
     for name in ("key", "value"):
         checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
     if not jnp.issubdtype(cache.lengths.dtype, np.integer):
@@ -312,17 +305,17 @@ def _checked(params: MHAParams, x: Any, cache: KVCache, semantics: Semantics) ->
     return cache._replace(lengths=_counts(cache.lengths))
 
 
-def _counts(lengths: Any) -> Any:
+def _counts(lengths: ArrayT) -> ArrayT:
     """Clips lengths of any integer dtype to int32 of at least 0, with room for a sum with T."""
-    return near(lengths).clip(0)
+    return near(lengths).clip(0)  # type: ignore[return-value]
 
 
-def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
-    """Checks every shape of a call and returns B, T and S."""
+def _sizes(params: MHAParams, x: jax.Array, cache: KVCache) -> dict[str, int]:
+    """Checks every shape of a call and returns the sizes by letter; S counts slots."""
     sizes = check(params)
     bind("x", x.shape, "B T Dq", sizes)
-    spread = sharding.current()
-    if sizes["T"] > 1 and spread is not None and spread.zigzag:
+    mesh_axes = sharding.current()
+    if sizes["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
         raise ValueError(
             f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
             "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
@@ -334,19 +327,34 @@ def _sizes(params: MHAParams, x: Any, cache: KVCache) -> tuple[int, int, int]:
             f"a cache is for self-attention, and params read inputs of Dq={sizes['Dq']}, "
             f"Dk={sizes['Dk']}, Dv={sizes['Dv']} features"
         )
-    return sizes["B"], sizes["T"], sizes["S"]
+    return sizes
 
 
 def _heads(
-    params: MHAParams, x: Any, semantics: Semantics, positions: Any, rotate: Rotate | None
-) -> tuple[Any, Any, Any]:
-    query, key, value = project(params, x, semantics=semantics)
+    params: MHAParams,
+    x: jax.Array,
+    semantics: Semantics,
+    positions: jax.Array,
+    rotate: Rotate | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Projected heads of checked inputs, rotated."""
+    dtype = compute_dtype(params, x=x)
+    query, key, value = project_checked(params, x, None, None, semantics, dtype)
     if rotate is not None:
         query, key = rotate(query, positions), rotate(key, positions)
     return query, key, value
 
 
-def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KVCache:
+def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics) -> jax.Array:
+    return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads))
+
+
+def _write(
+    cache: KVCache,
+    key: Float[jax.Array, "B T K H"],
+    value: Float[jax.Array, "B T K h"],
+    counts: Int[jax.Array, "B"],
+) -> KVCache:
     """Writes the first `counts` of T new tokens `B T K H`, `B T K h` into the cache at its
     lengths."""
     S, T = cache.key.shape[2], key.shape[1]
@@ -369,7 +377,3 @@ def _write(cache: KVCache, key: Any, value: Any, counts: Int[Array, " B"]) -> KV
         write(jnp.asarray(cache.value), value, rows, slots),
         starts + counts,
     )
-
-
-def _kernels(params: MHAParams) -> dict[str, Any]:
-    return {"params.key.kernel": params.key.kernel, "params.value.kernel": params.value.kernel}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from operator import index
+from types import ModuleType
 from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import jax
@@ -173,12 +174,12 @@ class Mask:
             other = Mask.dense(other)
         # A mask holds one pair of segment ids: the second pair becomes a dense array.
         if self.query_segments is not None and other.query_segments is not None:
-            ids = other.query_segments, other.key_value_segments
-            same = _same_segment(*ids, library(*ids))
+            xp = library(other.query_segments, other.key_value_segments)
+            same = _same_segment(other.query_segments, other.key_value_segments, xp)
             other = replace(other, query_segments=None, key_value_segments=None) & Mask(array=same)
         return Mask(
             *(
-                b if a is None else a if b is None else _MEET[field.name](a, b)
+                b if a is None else a if b is None else _INTERSECTION[field.name](a, b)
                 for field in fields(Mask)
                 for a, b in [(getattr(self, field.name), getattr(other, field.name))]
             )
@@ -207,7 +208,7 @@ class Mask:
         """True if there is no condition at all."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
-    def to_array(self, T: int, S: int, xp: Any = jnp) -> Bool[Array, "#B #N T S"]:
+    def to_array(self, T: int, S: int, xp: ModuleType = jnp) -> Bool[Array, "#B #N T S"]:
         """Materialises the mask, broadcastable to BNTS, by `jax.numpy` or by `numpy`."""
         i, j = (xp.arange(size, dtype=np.int32) for size in (T, S))
         i, j = i.reshape(1, 1, T, 1), j.reshape(1, 1, 1, S)
@@ -253,7 +254,7 @@ class Mask:
 _FIELDS = tuple(field.name for field in fields(Mask))  # the static ones first
 
 
-def _are_integers(kind: str, *, optional: bool = False, **arguments: Any) -> None:
+def _are_integers(kind: str, *, optional: bool = False, **arguments: object) -> None:
     for name, value in arguments.items():
         if value is None and optional:
             continue
@@ -264,7 +265,7 @@ def _are_integers(kind: str, *, optional: bool = False, **arguments: Any) -> Non
             raise TypeError(f"{name} must be {kind}, got {found}{made_array(name, value)}")
 
 
-def _side(side: Any, window: tuple[Any, Any]) -> int | None:
+def _side(side: int | None, window: tuple[object, object]) -> int | None:
     if side is None:
         return None
     shown = f"({window[0]}, {window[1]})"
@@ -284,21 +285,23 @@ def _side(side: Any, window: tuple[Any, Any]) -> int | None:
     return found
 
 
-def _over_rows(per_batch: Any, xp: Any) -> Any:
-    return xp.reshape(xp.asarray(per_batch, np.int32), (-1, 1, 1, 1))
+def _over_rows(per_batch: int | np.integer[Any] | Array, xp: ModuleType) -> Array:
+    column: Array = xp.reshape(xp.asarray(per_batch, np.int32), (-1, 1, 1, 1))
+    return column
 
 
-def _same_segment(query_ids: Any, key_value_ids: Any, xp: Any) -> Any:
-    return (
-        xp.asarray(query_ids)[..., None, :, None] == xp.asarray(key_value_ids)[..., None, None, :]
-    )
+def _same_segment(query_ids: Array | None, key_value_ids: Array | None, xp: ModuleType) -> Array:
+    rows = xp.asarray(query_ids)[..., None, :, None]
+    same: Array = rows == xp.asarray(key_value_ids)[..., None, None, :]
+    return same
 
 
-def _smaller(a: Any, b: Any) -> Any:
+def _smaller(a: int | Array, b: int | Array) -> int | Array:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     xp = library(a, b)
-    return xp.minimum(xp.asarray(a, np.int32), xp.asarray(b, np.int32))
+    smaller: Array = xp.minimum(xp.asarray(a, np.int32), xp.asarray(b, np.int32))
+    return smaller
 
 
 def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -308,14 +311,15 @@ def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     return left, right
 
 
-def _both(a: Any, b: Any) -> Any:
+def _both(a: Array, b: Array) -> Array:
     rank, xp = max(a.ndim, b.ndim), library(a, b)
     a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
-    return xp.logical_and(a, b)
+    both: Array = xp.logical_and(a, b)
+    return both
 
 
 # The intersection of two conditions of one kind.
-_MEET: dict[str, Any] = {
+_INTERSECTION: dict[str, Any] = {
     "causal_offset": _smaller,
     "window_size": _narrower,
     "query_lengths": _smaller,

@@ -23,8 +23,8 @@ def describe(mask: "Mask") -> str:
     >>> describe(Mask.causal(2) & Mask.window(3, None))
     'Mask(causal_offset=2, window_size=(3, None))'
     """
-    there = {field.name: getattr(mask, field.name) for field in fields(mask)}
-    shown = ", ".join(f"{k}={_short(v)}" for k, v in there.items() if v is not None)
+    values = {field.name: getattr(mask, field.name) for field in fields(mask)}
+    shown = ", ".join(f"{k}={_short(v)}" for k, v in values.items() if v is not None)
     return f"Mask({shown})"
 
 
@@ -60,18 +60,18 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
 
 def _corner(mask: "Mask") -> "Mask":
     """The mask of the shown positions alone, so that a long mask is never materialised."""
-    cut = {}
+    shown = {}
     for name in _POSITIONS:
         if getattr(mask, name) is not None:
-            cut[name] = getattr(mask, name)[..., :LARGEST]
+            shown[name] = getattr(mask, name)[..., :LARGEST]
     if mask.array is not None and mask.array.ndim:
-        cut["array"] = mask.array[..., :LARGEST]
+        shown["array"] = mask.array[..., :LARGEST]
         if mask.array.ndim > 1:
-            cut["array"] = cut["array"][..., :LARGEST, :]
-    return replace(mask, **cut)
+            shown["array"] = shown["array"][..., :LARGEST, :]
+    return replace(mask, **shown)
 
 
-def _row(row: Any, S: int) -> str:
+def _row(row: np.ndarray[Any, np.dtype[np.bool_]], S: int) -> str:
     cells = [ATTENDS if allowed else EXCLUDED for allowed in row]
     return " ".join([*cells, *_more(S, "columns")])
 
@@ -90,7 +90,7 @@ def _length(mask: "Mask", side: str, axis: int) -> int:
     return max(SIDE, 0 if lengths is None else int(np.max(lengths, initial=0)))
 
 
-def _short(value: Any) -> str:
-    if not hasattr(value, "shape"):
+def _short(value: object) -> str:
+    if not isinstance(value, jax.Array | np.ndarray):
         return str(value)
     return f"{value.dtype}[{', '.join(map(str, value.shape))}]"

@@ -1,13 +1,14 @@
 """Matmuls and sums with small rounding errors."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmha.arrays import DTypeLike
+from jaxmha.semantics import Precision
 
 # Backends compute a small matmul as a plain loop over k terms, whose error grows with k. Pairwise
 # summation of parts has an error that grows with the terms of a part and the logarithm of the
@@ -19,8 +20,12 @@ ROWS = 32  # rows summed in one step
 
 
 def matmul(
-    a: jax.Array, b: jax.Array, *, precision: Any = None, dtype: np.dtype[Any] | None = None
-) -> jax.Array:
+    a: Float[jax.Array, "*b m k"],
+    b: Float[jax.Array, "*b k n"],
+    *,
+    precision: Precision = None,
+    dtype: np.dtype[np.floating] | None = None,
+) -> Float[jax.Array, "*b m n"]:
     """`a @ b` over `(..., m, k)` and `(..., k, n)` with equal leading axes, accumulated in `dtype`.
 
     The precision defaults to that of JAX's configuration, else to `highest`: float32 stays float32.
@@ -56,7 +61,9 @@ def matmul(
     return sums[0]
 
 
-def operand_dtype(dtype: DTypeLike, precision: Any, platform: str) -> np.dtype[Any] | None:
+def operand_dtype(
+    dtype: DTypeLike, precision: Precision, platform: str
+) -> np.dtype[np.floating] | None:
     """The matmul operand dtype of heads of `dtype`; None: the accumulation dtype.
 
     bfloat16 is multiplied directly, except on CPUs, which would cast it to float32 repeatedly, and
@@ -66,8 +73,9 @@ def operand_dtype(dtype: DTypeLike, precision: Any, platform: str) -> np.dtype[A
     ...     [operand_dtype(jnp.bfloat16, None, platform) for platform in ("cuda", "cpu")]
     [dtype(bfloat16), None]
     """
-    native = dtype == jnp.bfloat16 and _asked(precision) is None and platform != "cpu"
-    return np.dtype(dtype) if native else None
+    native = dtype == jnp.bfloat16 and _chosen(precision) is None and platform != "cpu"
+    operands: np.dtype[np.floating] = np.dtype(jnp.bfloat16)
+    return operands if native else None
 
 
 def split_scale(scale: float) -> tuple[float, float]:
@@ -80,16 +88,16 @@ def split_scale(scale: float) -> tuple[float, float]:
     return scale / rest, rest
 
 
-def resolved(precision: Any) -> Any:
+def resolved(precision: Precision) -> Precision:
     """The given precision, else that of JAX's configuration, else the highest."""
-    return _asked(precision) or "highest"
+    return _chosen(precision) or "highest"
 
 
-def _asked(precision: Any) -> Any:
+def _chosen(precision: Precision) -> Precision:
     return precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
-def pairwise_sum(x: jax.Array) -> jax.Array:
+def pairwise_sum(x: Float[jax.Array, "*b k"]) -> Float[jax.Array, "*b 1"]:
     """The sum over the last axis, with keepdims; its error grows as the logarithm of the axis size.
 
     >>> import jax.numpy as jnp
@@ -107,7 +115,7 @@ def pairwise_sum(x: jax.Array) -> jax.Array:
     return x
 
 
-def sum_of_rows(x: jax.Array) -> jax.Array:
+def sum_of_rows(x: Float[jax.Array, "*b rows n"]) -> Float[jax.Array, "*b 1 n"]:
     """The sum over the second-to-last axis, with keepdims; XLA:CPU takes several times as long to
     sum more than 32 rows in one step.
 

@@ -1,5 +1,11 @@
 """Rotary position embedding, for use between `project` and `combine`."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -14,7 +20,7 @@ def rope(
     *,
     base: float = 10000.0,
     interleaved: bool = False,
-) -> Float[Array, "*B T N H"]:
+) -> Float[jax.Array, "*B T N H"]:
     """Rotates pairs of features of queries or keys by angles proportional to the position.
 
     Pair p rotates by `positions * base ** (-2 * p / H)`, so that `rope(q, i) @ rope(k, j)` depends
@@ -59,8 +65,8 @@ def rope(
         )
     dtype = accumulation_dtype(x.dtype)
     frequency = jnp.asarray(base, dtype) ** (-jnp.arange(0, H, 2, dtype=dtype) / H)
-    places = jnp.asarray(positions).astype(dtype).reshape(*lead, T, 1, 1)
-    angle = places * frequency.reshape((1,) * (places.ndim - 1) + frequency.shape)
+    at = jnp.asarray(positions).astype(dtype).reshape(*lead, T, 1, 1)
+    angle = at * frequency.reshape((1,) * (at.ndim - 1) + frequency.shape)
     angle = jnp.broadcast_to(angle, (*batch, T, 1, H // 2))
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
@@ -68,5 +74,34 @@ def rope(
     pairs = exact.reshape(*x.shape[:-1], *((H // 2, 2) if interleaved else (2, H // 2)))
     axis = -1 if interleaved else -2
     a, b = jnp.take(pairs, 0, axis), jnp.take(pairs, 1, axis)
-    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
-    return turned.reshape(x.shape).astype(x.dtype)
+    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+# `rotate(heads, positions)`.
+Rotate: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """A `functools.partial` that compares by its parts, for use as a static argument."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
+        rotated: jax.Array = self.function(*self.args, heads, positions, **dict(self.keywords))
+        return rotated
+
+
+def static_rotation(rotate: Rotate | None) -> Rotate | None:
+    """`rotate` as a static argument of jit."""
+    if type(rotate) is not partial:
+        return rotate
+    found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))
+    try:
+        hash(found)
+    except TypeError:  # an argument is an array
+        return rotate
+    return found

@@ -242,7 +242,7 @@ _ARRAYS = (
 )
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} must be a Python number, since it is static, got {type(value).__name__}"
@@ -253,13 +253,13 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _axes(names: Any) -> tuple[str, ...]:
+def _axes(names: object) -> tuple[str, ...]:
     if isinstance(names, Collection) and all(name in ("B", "N", "T", "S") for name in names):
         return tuple(names)
     raise ValueError(f"dropout_broadcast must be names of axes among B, N, T, S, got {names!r}")
 
 
-def _precision(value: Any) -> Any:
+def _precision(value: object) -> object:
     """Normalises a precision to JAX's name, or one name per operand; algorithms are kept."""
     presets = jax.lax.DotAlgorithmPreset
     if value is None or isinstance(value, jax.lax.DotAlgorithm | presets):

@@ -14,11 +14,9 @@ sharding, and `use` is not needed.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxmha.arrays import Array
 from jaxmha.params import CANONICAL, MHAParams, check, leaves
 
-Names = str | tuple[str, ...] | None
+__all__ = ["activations", "named", "specs", "unzigzag", "use", "zigzag", "zigzag_order"]
+
+Names: TypeAlias = str | tuple[str, ...] | None
+Specs = TypeVar("Specs")  # a pytree of partition specs
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Axes:
 
 
 # A user context is part of JAX's cache keys: other axes compile another program.
-_AXES: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+AXES: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
 def use(
@@ -91,8 +92,8 @@ def use(
     ...     current().batch
     ('data',)
     """
-    axes = Axes(mesh, (*_names(data), *_names(fsdp)), _names(tensor), context, zigzag)
-    named = (*axes.batch, *axes.heads, *_names(context))
+    axes = Axes(mesh, (*names_of(data), *names_of(fsdp)), names_of(tensor), context, zigzag)
+    named = (*axes.batch, *axes.heads, *names_of(context))
     for name in named:
         if name not in mesh.shape:
             raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, not {name!r}")
@@ -100,7 +101,7 @@ def use(
         raise ValueError(f"every axis of the mesh has one purpose, got {named}")
     if zigzag and context is None:
         raise ValueError("zigzag is an order of positions along the axis context: name it")
-    entered: AbstractContextManager[None] = _AXES(axes)
+    entered: AbstractContextManager[None] = AXES(axes)
     return entered
 
 
@@ -110,13 +111,13 @@ def current() -> Axes | None:
     Raises:
       ValueError: `jax.set_mesh` has set another mesh.
     """
-    axes: Axes | None = _AXES.value
+    axes: Axes | None = AXES.value
     if axes is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return axes
-    for name in (*axes.batch, *axes.heads, *_names(axes.context)):
+    for name in (*axes.batch, *axes.heads, *names_of(axes.context)):
         if mesh.shape.get(name) != axes.mesh.shape[name]:
             raise ValueError(
                 f"sharding.use names axis {name!r} of a mesh {dict(axes.mesh.shape)}, and the mesh "
@@ -166,10 +167,10 @@ def specs(
     leading = len(shapes["query.kernel"]) - 3
     sizes = check(params, leading)
     mesh = mesh or _mesh()
-    heads, features = _names(tensor), _names(fsdp)
-    asked = {*_names(data), *features, *heads}
+    heads, features = names_of(tensor), names_of(fsdp)
+    used = {*names_of(data), *features, *heads}
     # Rejects axes that `use` rejects.
-    use(mesh or AbstractMesh((1,) * len(asked), tuple(asked)), data=data, fsdp=fsdp, tensor=tensor)
+    use(mesh or AbstractMesh((1,) * len(used), tuple(used)), data=data, fsdp=fsdp, tensor=tensor)
 
     def divides(names: tuple[str, ...], size: int) -> bool:
         if mesh is None:
@@ -182,18 +183,17 @@ def specs(
         )
     where = {"N": heads, "K": heads, **dict.fromkeys(("Dq", "Dk", "Dv", "Do"), features)}
 
-    def of_leaf(name: str) -> Any:
-        letters = CANONICAL[name].split()
+    def spec_of_leaf(name: str) -> PartitionSpec:
         kernel = name.endswith("kernel")
-        placed: list[Any] = [None] * leading
-        for letter in letters:
+        axes: list[Names] = [None] * leading
+        for letter in CANONICAL[name].split():
             names = where.get(letter, ())
-            split = names and (kernel or letter in "NK") and divides(names, sizes[letter])
-            placed.append(names if split else None)
-        return spec(*placed)
+            sharded = names and (kernel or letter in "NK") and divides(names, sizes[letter])
+            axes.append(names if sharded else None)
+        return spec(*axes)
 
     # Leaves of the pytree come in the same order.
-    found: MHAParams = jax.tree.unflatten(jax.tree.structure(params), map(of_leaf, shapes))
+    found: MHAParams = jax.tree.unflatten(jax.tree.structure(params), map(spec_of_leaf, shapes))
     return found
 
 
@@ -209,20 +209,21 @@ def activations(
     P(('data', 'fsdp'), None, None)
     """
     del tensor
-    return spec((*_names(data), *_names(fsdp)), _names(context), None)
+    return spec((*names_of(data), *names_of(fsdp)), names_of(context), None)
 
 
-def named(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
-    """`NamedSharding` of every spec.
+def named(mesh: Mesh | AbstractMesh, specs: Specs) -> Specs:
+    """`NamedSharding` of every spec of a pytree.
 
     >>> named(jax.make_mesh((1,), ("data",)), [PartitionSpec("data")])[0].spec
     P('data',)
     """
-    return jax.tree.map(
+    shardings: Specs = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         specs,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
+    return shardings
 
 
 def zigzag(x: Array, devices: int, axis: int = 1) -> Array:
@@ -262,108 +263,17 @@ def zigzag_order(size: int, devices: int) -> np.ndarray[Any, np.dtype[Any]]:
     return parts[order.reshape(-1)].reshape(-1)
 
 
-def in_order(x: Any, axis: int) -> Any:
+@overload
+def in_order(x: None, axis: int) -> None: ...
+@overload
+def in_order(x: Array, axis: int) -> jax.Array: ...
+def in_order(x: Array | None, axis: int) -> jax.Array | None:
     """Reorders an axis of true positions to the order of the features (zig-zag if in use)."""
     axes = current()
     if x is None or axes is None or not axes.zigzag or x.shape[axis] == 1:
-        return x
+        return x  # type: ignore[return-value]  # NumPy stays NumPy
     assert axes.context is not None
     return jnp.take(x, zigzag_order(x.shape[axis], axes.size((axes.context,))), axis)
-
-
-class Spread(NamedTuple):
-    """Sharding read from the types of arrays on a mesh of explicit axes.
-
-    Attributes:
-      axes: mesh axes of attention; those of B are of the first batch axis.
-      features: spec of `(*B, T, D)`.
-      heads: spec of `(*B, T, N, H)`.
-      pairs: spec of `(*B, N, T, S)`, and of `(*B, N, T)`.
-    """
-
-    axes: Axes
-    features: PartitionSpec
-    heads: PartitionSpec
-    pairs: PartitionSpec
-
-
-def of_features(x: Any, kernel: Any) -> Spread | None:
-    """The sharding of features `(*B, T, D)` and of their heads by a kernel `(D, N, H)`.
-
-    None: the mesh has no explicit axes.
-
-    Raises:
-      ValueError: an axis of the mesh has two purposes.
-    """
-    if not _is_explicit(x) or x.ndim < 2 or kernel.ndim != 3:
-        return None  # wrong shapes are reported by the shape checks
-    *rows, _ = spec_of(x)
-    return _spread(x, rows, spec_of(kernel)[1])
-
-
-def of_heads(x: Any) -> Spread | None:
-    """The sharding of heads `(*B, T, N, H)`; None: the mesh has no explicit axes."""
-    if not _is_explicit(x) or x.ndim < 3:
-        return None
-    *rows, heads, _ = spec_of(x)
-    return _spread(x, rows, heads)
-
-
-def _spread(x: Any, rows: Sequence[Names], heads: Names) -> Spread:
-    *batch, t = rows
-    for letter, names in (*(("B", b) for b in batch), ("T", t)):
-        for name in {*_names(names)} & {*_names(heads)}:
-            raise ValueError(
-                f"{letter} and heads both lie on axis {name!r} of the mesh: make {letter} of the "
-                "features whole with jax.sharding.reshard, or lay heads of the parameters on "
-                "another axis"
-            )
-    chosen: Axes | None = _AXES.value
-    along = _names(t)
-    if chosen is not None and chosen.zigzag and len(along) != 1 and x.shape[len(batch)] > 1:
-        raise ValueError(
-            f"T={x.shape[len(batch)]} positions in zig-zag order lie on {along} by their types: "
-            f"put them on the axis {chosen.context!r}"
-        )
-    axes = Axes(
-        jax.typeof(x).sharding.mesh,
-        _names(batch[0]) if batch else (),
-        _names(heads),
-        along[0] if len(along) == 1 else None,
-        chosen is not None and chosen.zigzag,
-    )
-    return Spread(axes, spec(*rows), spec(*rows, heads), spec(*batch, heads, t))
-
-
-def by_types(
-    specs: Callable[..., tuple[Axes, Any] | None],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function of arrays: on explicit mesh axes, the compiler shards its body except
-    attention (`jax.sharding.auto_axes`).
-
-    Args:
-      specs: computes, from the same arguments, the axes and the partition specs of the outputs;
-        None: the mesh has no explicit axes. Keyword arguments are static.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def spread(*arguments: Any, **static: Any) -> Any:
-            found = specs(*arguments, **static)
-            if found is None:
-                return function(*arguments, **static)
-            axes, out = found
-            arrays, tree = jax.tree.flatten(arguments)
-
-            def inside(*arrays: Any) -> Any:
-                with _AXES(axes):
-                    return function(*jax.tree.unflatten(tree, arrays), **static)
-
-            return jax.sharding.auto_axes(inside, out_sharding=named(axes.mesh, out))(*arrays)
-
-        return spread
-
-    return decorate
 
 
 def spec(*axes: Names) -> PartitionSpec:
@@ -378,27 +288,16 @@ def spec(*axes: Names) -> PartitionSpec:
     return PartitionSpec(*(names or None for names in entries))  # type: ignore[no-untyped-call]
 
 
-def spec_of(x: Any) -> tuple[Any, ...]:
-    """The explicit partition spec of an array, one entry per axis; None for axes without one."""
-    spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
-    return (*spec, *(None,) * (x.ndim - len(spec)))
-
-
-def _is_explicit(x: Any) -> bool:
-    if not isinstance(x, jax.Array):
-        return False
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
 def _mesh() -> Mesh | AbstractMesh | None:
-    axes: Axes | None = _AXES.value
+    axes: Axes | None = AXES.value
     if axes is not None:
         return axes.mesh
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
-def _names(names: Names) -> tuple[str, ...]:
+def names_of(names: Names) -> tuple[str, ...]:
+    """The names of mesh axes as a tuple."""
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 

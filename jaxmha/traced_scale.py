@@ -1,7 +1,5 @@
 """Traced scale: an array, such as a learned temperature, with a gradient."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jaxmha.implementations.tiled import block_mask
 from jaxmha.mask import Mask
 
 
-def split(scale: Any) -> tuple[Any, Array | None]:
+def split(scale: float | Array | None) -> tuple[float | None, jax.Array | None]:
     """Splits a scale into the static one, a number or None, and the traced one, or None.
 
     Raises:
@@ -48,7 +46,7 @@ def scaled(
     accumulate = accumulation_dtype(heads[0].dtype)
     query, key, value = (x.astype(accumulate) for x in heads)
     (B, T, N, _), S = query.shape, key.shape[1]
-    rows, _ = block_mask.live_heads(mask, bias, B, N, T, S)
+    rows, _ = block_mask.attended_per_head(mask, bias, B, N, T, S)
     if rows is not None:
         rows = jnp.moveaxis(sharding.in_order(rows, 2), 1, 2)[..., None]
         query = jnp.where(rows, query, 0.0)

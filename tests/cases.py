@@ -147,11 +147,6 @@ def arrays(case: Case, dtype: DTypeLike = np.float32, seed: int = 0) -> dict[str
     return found
 
 
-def ids(case: Case) -> str:
-    """The name, for pytest."""
-    return case.name
-
-
 EVERYTHING = Case(
     "everything",
     bias="BNTS",

@@ -4,8 +4,10 @@ The tests choose implementations, cases and dtypes; a check compiles what it nee
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,6 +19,7 @@ from jaxmha import dropout
 from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS, UnsupportedError
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.native import library
+from jaxmha.implementations.tiled.tuning import TUNING
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
@@ -41,6 +44,11 @@ def expected(case: Case, arrays: dict[str, Any]) -> reference.Answer:
         )
         options["dropout_keep"] = np.asarray(draws)
     return reference.dot_product_attention(**arrays, **options)
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
+    """Changes the tuning table of CPUs."""
+    monkeypatch.setitem(TUNING, "cpu", replace(TUNING["cpu"], **sizes))
 
 
 def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, Any]], Any]:
@@ -133,8 +141,8 @@ def scalar(case: Case, implementation: str, dtype: str = "float64") -> Callable[
 
 def both(function: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = False) -> Any:
     """Compiled: the value alone, then it and its gradients, which may be another program."""
-    slopes = jax.value_and_grad(function, argnums, has_aux=has_aux)
-    return jax.jit(lambda *arguments: (function(*arguments), slopes(*arguments)))
+    grads = jax.value_and_grad(function, argnums, has_aux=has_aux)
+    return jax.jit(lambda *arguments: (function(*arguments), grads(*arguments)))
 
 
 def split(arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,24 +152,24 @@ def split(arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def gradients(case: Case, implementation: str, dtype: str, entries: int | None = None) -> None:
-    """Gradients of the functional are the slopes of the specification."""
+    """Gradients of the functional are the gradients of the specification."""
     if declines(case, implementation, dtype):
         return
     arrays = cases.arrays(case, dtype)
     found = jax.jit(jax.grad(scalar(case, implementation, dtype)))(*split(arrays))
-    for name, slopes in finite_differences(case, dtype, entries).items():
+    for name, grads in finite_differences(case, dtype, entries).items():
         assert found[name].dtype == arrays[name].dtype
-        slope = np.asarray(found[name])
-        assert np.isfinite(slope.astype(np.float64)).all(), f"gradient of {name} is not finite"
-        known = ~np.isnan(slopes)
-        tolerance.assert_slopes(slope[known], slopes[known], f"gradient of {name}")
+        grad = np.asarray(found[name])
+        assert np.isfinite(grad.astype(np.float64)).all(), f"gradient of {name} is not finite"
+        known = ~np.isnan(grads)
+        tolerance.assert_gradients(grad[known], grads[known], f"gradient of {name}")
 
 
 def finite_differences(case: Case, dtype: str, entries: int | None = None) -> dict[str, Any]:
-    """Slopes of the functional of the specification, entry by entry; NaN: not computed.
+    """Gradients of the functional of the specification, entry by entry; NaN: not computed.
 
     `entries` random ones per array, or all. Entries that are infinite (-inf in a bias) have
-    slope 0: a pair that is excluded stays so.
+    gradient 0: a pair that is excluded stays so.
     """
     parts = coefficients(case, dtype)
     arrays = {
@@ -178,21 +186,21 @@ def finite_differences(case: Case, dtype: str, entries: int | None = None) -> di
     rng = np.random.default_rng(3)
     found = {}
     for name, x in split(arrays)[0].items():
-        slopes = np.full(x.shape, np.nan)
+        grads = np.full(x.shape, np.nan)
         places = list(np.ndindex(*x.shape))
         if entries is not None:
             places = [places[p] for p in rng.permutation(len(places))[:entries]]
         for place in places:
             if not np.isfinite(x[place]):
-                slopes[place] = 0.0
+                grads[place] = 0.0
                 continue
             sides = []
             for step in (tolerance.STEP, -tolerance.STEP):
                 moved = x.copy()
                 moved[place] += step
                 sides.append(of(expected(case, arrays | {name: moved})))
-            slopes[place] = (sides[0] - sides[1]) / (2 * tolerance.STEP)
-        found[name] = slopes
+            grads[place] = (sides[0] - sides[1]) / (2 * tolerance.STEP)
+        found[name] = grads
     return found
 
 
@@ -237,12 +245,12 @@ def kernel(case: Case, implementation: str, dtype: str, *, lse: bool) -> None:
     inside, others = split(arrays)
     with jax.enable_x64(True):
         wide = {name: x.astype(np.float64) for name, x in inside.items()}
-        slopes = jax.tree.map(np.asarray, of("reference")(wide, others)[0])
-    for name, slope in slopes.items():
+        grads = jax.tree.map(np.asarray, of("reference")(wide, others)[0])
+    for name, grad in grads.items():
         assert found[name].dtype == arrays[name].dtype
         actual = np.asarray(found[name])
         assert np.isfinite(actual.astype(np.float64)).all(), f"gradient of {name} is not finite"
-        tolerance.assert_slopes(actual, slope, f"gradient of {name}")
+        tolerance.assert_gradients(actual, grad, f"gradient of {name}")
 
 
 def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
@@ -268,12 +276,12 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
         for name in ("key", "value"):
             spoiled[name] = arrays[name].copy()
             spoiled[name][where] = poison
-        (_, spoiled_alone), ((_, spoiled_answer), slopes) = compiled(*split(spoiled))
+        (_, spoiled_alone), ((_, spoiled_answer), grads) = compiled(*split(spoiled))
         for x, y in zip((*spoiled_alone, *spoiled_answer), (*alone, *answer), strict=True):
             tolerance.assert_same(x, y, f"output, weights or lse {x.shape} with {poison}")
-        for name, slope in slopes.items():
-            assert np.isfinite(slope.astype(np.float32)).all(), f"gradient of {name}, {poison}"
-            tolerance.assert_same(slope, clean[name], f"gradient of {name} with {poison}")
+        for name, grad in grads.items():
+            assert np.isfinite(grad.astype(np.float32)).all(), f"gradient of {name}, {poison}"
+            tolerance.assert_same(grad, clean[name], f"gradient of {name} with {poison}")
 
 
 def inputs_unchanged(case: Case, implementation: str) -> None:
@@ -284,4 +292,4 @@ def inputs_unchanged(case: Case, implementation: str) -> None:
     before = jax.tree.map(np.copy, arrays)
     shown = implementation not in WITHOUT_WEIGHTS
     jax.block_until_ready(call(case, implementation, return_weights=shown)(arrays))  # type: ignore[no-untyped-call]
-    jax.tree.map(tolerance.assert_same, arrays, before)
+    chex.assert_trees_all_equal(arrays, before, strict=True)

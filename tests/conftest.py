@@ -3,7 +3,6 @@
 import os
 import random
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 # Before any framework is imported.
@@ -14,12 +13,25 @@ os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrang
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+from tests import variants
+
+# Shapes in signatures are checked in every call. Modules without shapes are left to mypy: checking
+# their calls too takes more than half of a run.
+ROOT = Path(__file__).parent.parent
+SHAPED = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "jaxmha").rglob("*.py")
+    if "from jaxtyping import" in path.read_text()
+]
+install_import_hook(SHAPED, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 # What one worker or an earlier run compiled is not compiled again.
-PROGRAMS = Path(__file__).parent.parent / ".pytest_cache" / "programs"
+PROGRAMS = ROOT / ".pytest_cache" / "programs"
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
@@ -55,16 +67,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return None if isinstance(val, str) else variants.name_of(val)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what slow.txt lists."""
-    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
-    globs = [line for line in lines if line and not line.startswith("#")]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Marks slow variants. A whole run raises where a mark names none."""
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        fitting = [glob for glob in globs if fnmatchcase(name, glob.removeprefix("!"))]
-        if fitting and not fitting[-1].startswith("!"):
+        if variants.is_slow(item):
             item.add_marker("slow")
+    if config.args == config.getini("testpaths") and (unused := [*variants.unused(items)]):
+        raise pytest.UsageError("\n".join(unused))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from experiments import records
 from experiments.dataflow import page as dataflow
 from experiments.dataflow import walk
 from experiments.dataflow.choices import CHOICES, SHAPES, Choice, ratio
+from experiments.pictures import figure
 from experiments.pictures import page as pictures
 from jaxmha.converters import describe
 
@@ -72,10 +73,10 @@ def test_heads_follow_the_results() -> None:
     text = pictures.text(record)
     assert len(record["heads"]) * len(record["heads"][0]) == text.count("\n| ") - sum(
         text.count(line) for line in ("\n| what", "\n| layer.head", "\n| all keys")
-    ) - len(pictures.KINDS)
+    ) - len(figure.KINDS)
     other = copy.deepcopy(record)
     other["heads"][3][7]["next"] = 0.9876
-    assert pictures.best(other, "next") == (3, 7)
+    assert figure.best(other, "next") == (3, 7)
     assert "head 7 of layer 3 99% to the next" in pictures.conclusion(other)
     assert "| next token | 3.7 | 98.8% |" in pictures.text(other)
     assert "98.8%" not in text

@@ -22,11 +22,10 @@ from jaxmha.implementations.tiled import (
     loop,
     schedule,
     tile,
-    tiling,
 )
+from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
-from tests.everyday import everyday
 
 BY_NAME = {case.name: case for case in CASES}
 # One row and one key of one head; three keys; and two of four heads with four keys of `several`. T
@@ -56,6 +55,9 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(name)
 
 
+@pytest.mark.slow_variants(
+    "*multi_query", "*causal_long", "*mask_rows", "*dropout", "two_rows-bias_per_head"
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,6 +76,7 @@ def test_values(name: str, tiny: str) -> None:
     conformance.values(BY_NAME[name], tiny, "float32", jit=True)
 
 
+@pytest.mark.slow_variants("*dropout_shared", "*window_sides")
 @pytest.mark.parametrize("name", ["window_sides", "dropout_shared", "everything"])
 def test_gradients(name: str, tiny: str) -> None:
     conformance.gradients(BY_NAME[name], tiny, "float32", entries=5)
@@ -95,7 +98,7 @@ SEVERAL = (
             mask="1NTS", bias="B1TS", bias_excludes=True, logits_soft_cap=1.3, dropout_rate=0.3),
     # Without conditions all keys are one block.
     several("no condition", bias="BNTS", dropout_rate=0.3),
-    # Slopes are summed over axes that the bias broadcasts, block after block.
+    # Gradients are summed over axes that the bias broadcasts, block after block.
     *(
         several(f"bias {axes}", bias=axes, local_window_size=(4, 3), dropout_rate=0.3)
         for axes in ("BNTS", "B1TS", "1NTS", "11TS", "BN1S", "BNT1", "11T1", "111S", "1111")
@@ -103,25 +106,26 @@ SEVERAL = (
 )  # fmt: skip
 
 
+@pytest.mark.everyday(case=["window"])
 @pytest.mark.parametrize("tiny", TINY[2:], indirect=True, ids=["two_heads"])
-@pytest.mark.parametrize("case", everyday(SEVERAL, "window"))
+@pytest.mark.parametrize("case", SEVERAL)
 def test_every_slope_over_several_blocks(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every entry, not of a few, against those of the reference in float64."""
     plans = []
 
-    def seen(plan: tiling.Plan, *rest: Any) -> Any:
+    def seen(plan: Tiling, *rest: Any) -> Any:
         plans.append(plan)
         return loop.backward(plan, *rest)
 
     monkeypatch.setattr(attention, "backward", seen)
     conformance.kernel(case, tiny, "float32", lse=case.fully_masked == "zero")
     (plan,) = plans
-    assert plan.blocks > 1
+    assert plan.query_tiles > 1
     assert plan.steps > 1
     if case.name != "no condition":
-        assert plan.chunks > 1
+        assert plan.kv_tiles > 1
         assert plan.heads > 1
 
 
@@ -129,7 +133,7 @@ def test_sizes_of_one_call_are_those_of_its_gradient(monkeypatch: pytest.MonkeyP
     """They may have changed when the gradient is traced."""
     plans = []
 
-    def seen(plan: tiling.Plan, *rest: Any) -> Any:
+    def seen(plan: Tiling, *rest: Any) -> Any:
         plans.append(plan)
         return loop.backward(plan, *rest)
 
@@ -159,13 +163,14 @@ def long_case(**changes: Any) -> tuple[Case, dict[str, Any]]:
     return case, cases.arrays(case, "float32")
 
 
+@pytest.mark.slow_variants("window")
 @pytest.mark.parametrize(
     "changes", [{"is_causal": True, "bias": "N1S"}, {"local_window_size": (37, 11)}],
     ids=["causal and bias", "window"],
 )  # fmt: skip
 def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, Any]) -> None:
     case, arrays = long_case(**changes)
-    slopes = {}
+    grads = {}
     for name in ("blocked", "reference"):
 
         def of(inside: dict[str, Any], name: str = name) -> Any:
@@ -173,9 +178,9 @@ def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, An
             live = jnp.where(lse == -jnp.inf, 0.0, lse)
             return (out * out).sum() + jnp.sin(live).sum()
 
-        slopes[name] = jax.jit(jax.grad(of))(arrays)
-    for name, slope in slopes["blocked"].items():
-        tolerance.assert_close(slope, np.asarray(slopes["reference"][name]), name, factor=2.0)
+        grads[name] = jax.jit(jax.grad(of))(arrays)
+    for name, grad in grads["blocked"].items():
+        tolerance.assert_close(grad, np.asarray(grads["reference"][name]), name, factor=2.0)
 
 
 @pytest.mark.parametrize("S", [5, 61])
@@ -183,19 +188,19 @@ def test_more_than_33_thousand_rows(S: int) -> None:
     """Programs of a product and a sum over very many rows have been compiled wrongly before."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, n, 8, 3)).astype(np.float32) for n in (4219, S, S))
-    slope = rng.standard_normal(q.shape).astype(np.float32)
+    grad = rng.standard_normal(q.shape).astype(np.float32)
     out, pull = jax.vjp(
         lambda *heads: jaxmha.dot_product_attention(*heads, implementation="blocked"), q, k, v
     )
-    wide: Any = [np.moveaxis(x.astype(np.float64), 2, 1) for x in (q, k, v, slope)]
+    wide: Any = [np.moveaxis(x.astype(np.float64), 2, 1) for x in (q, k, v, grad)]
     q, k, v, g = wide
     weights = np.exp(q @ k.mT * 3**-0.5)
     weights /= weights.sum(-1, keepdims=True)
-    slopes = g @ v.mT
-    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * 3**-0.5
+    grads = g @ v.mT
+    grads = weights * (grads - (weights * grads).sum(-1, keepdims=True)) * 3**-0.5
     tolerance.assert_close(out, np.moveaxis(weights @ v, 1, 2))
-    want = slopes @ k, slopes.mT @ q, weights.mT @ g
-    for x, y in zip(pull(slope), want, strict=True):
+    want = grads @ k, grads.mT @ q, weights.mT @ g
+    for x, y in zip(pull(grad), want, strict=True):
         tolerance.assert_close(x, np.moveaxis(y, 1, 2), factor=tolerance.BACKWARD)
 
 
@@ -272,29 +277,29 @@ def test_explain() -> None:
         jaxmha.explain(x, x, x, implementation="unknown")
 
 
-def _changed_table(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    right = schedule.table
+def _changed_schedule(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    right = schedule.make_schedule
 
-    def table(*given: Any) -> Any:
+    def make(*given: Any) -> Any:
         found = right(*given)
         return None if found is None else change(found)
 
-    monkeypatch.setattr(schedule, "table", table)
+    monkeypatch.setattr(loop, "make_schedule", make)
 
 
-def _last_chunk_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(x: schedule.Reach) -> schedule.Reach:
+def _last_kv_tile_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(x: schedule.Schedule) -> schedule.Schedule:
         needed = jnp.maximum(x.needed - 1, 0)
-        return x._replace(needed=needed, clear=jnp.minimum(x.clear, needed))
+        return x._replace(needed=needed, unmasked=jnp.minimum(x.unmasked, needed))
 
-    _changed_table(monkeypatch, change)
-
-
-def _edges_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    _changed_table(monkeypatch, lambda x: x._replace(clear=x.needed))
+    _changed_schedule(monkeypatch, change)
 
 
-def _lse_slope_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def _edges_unmasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed_schedule(monkeypatch, lambda x: x._replace(unmasked=x.needed))
+
+
+def _lse_gradient_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.core
 
     def core(*arguments: Any) -> Any:
@@ -305,12 +310,12 @@ def _lse_slope_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _draws_of_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    right: Any = dropout.kept
+    right: Any = dropout.keep_mask
 
-    def kept(*given: Any) -> Any:
+    def keep_mask(*given: Any) -> Any:
         return right(*given[:-1], given[-1]._replace(t=0))
 
-    monkeypatch.setattr(loop, "kept", kept)
+    monkeypatch.setattr(loop, "keep_mask", keep_mask)
 
 
 def _in_the_gradient(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,18 +329,18 @@ def _in_the_gradient(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "backward", backward)
 
 
-def _first_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = layout.add
-    monkeypatch.setattr(layout, "add", lambda plan, x, j, more: right(plan, x, 0, more))
+def _first_kv_tile_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layout.add_to_kv_tile
+    monkeypatch.setattr(layout, "add_to_kv_tile", lambda plan, x, j, more: right(plan, x, 0, more))
 
 
 def _bias_of_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    right: Any = loop._add_bias_slope
+    right: Any = loop._add_bias_gradient
 
     def add(*given: Any) -> Any:
         return right(*given[:-1], given[-1]._replace(t=0))
 
-    monkeypatch.setattr(loop, "_add_bias_slope", add)
+    monkeypatch.setattr(loop, "_add_bias_gradient", add)
 
 
 def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,18 +352,19 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_mask, "mask_or_bias", swapped)
 
 
+@pytest.mark.slow_variants("dropout-two_rows", "*again-two_rows", "first rows-two_rows")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize(
-    ("mutate", "name", "slopes"),
+    ("mutate", "name", "grads"),
     [
-        (_last_chunk_lost, "window_sides", False),
-        (_lse_slope_lost, "multi_query", True),
+        (_last_kv_tile_lost, "window_sides", False),
+        (_lse_gradient_lost, "multi_query", True),
         (_draws_of_the_first_block, "dropout", False),
         (_groups_swapped, "bias_per_head", False),
         (partial(_in_the_gradient, _draws_of_the_first_block), "dropout", True),
-        (partial(_in_the_gradient, _last_chunk_lost), "window_sides", True),
+        (partial(_in_the_gradient, _last_kv_tile_lost), "window_sides", True),
         (partial(_in_the_gradient, _groups_swapped), "everything", True),
-        (_first_chunk_only, "lengths", True),
+        (_first_kv_tile_only, "lengths", True),
         (_bias_of_the_first_rows, "everything", True),
     ],
     ids=[
@@ -367,11 +373,11 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_mistakes_are_noticed(
-    mutate: Any, name: str, slopes: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
+    mutate: Any, name: str, grads: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
     check: Any = partial(conformance.values, jit=False)
-    if slopes:
+    if grads:
         check = partial(conformance.gradients, entries=5)
     with pytest.raises(AssertionError):
         check(BY_NAME[name], tiny, "float32")
@@ -379,7 +385,7 @@ def test_mistakes_are_noticed(
 
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True)
 def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _edges_clear(monkeypatch)
+    _edges_unmasked(monkeypatch)
     with pytest.raises(AssertionError):
         conformance.values(BY_NAME["window_sides"], tiny, "float32", jit=False)
 
@@ -387,8 +393,7 @@ def test_edges_are_not_clear(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two rows, up to three."""
-    monkeypatch.setattr(bands, "OF_ROWS", ((2, 3),))
-    monkeypatch.setattr(bands, "ROWS", {"cpu": (3, 9)})
+    conformance.tune(monkeypatch, row_bands=((2, 3),), row_band_range=(3, 9))
 
 
 # Causality alone and keys alone: bands, of which each has all its keys at once.
@@ -400,12 +405,13 @@ BANDS = (
 )
 
 
+@pytest.mark.slow_variants("*", "!rows-two_rows")
 @pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS, ids=[case.name for case in BANDS])
 def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    for name in ("of_rows", "of_keys"):
+    for name in ("attend_row_bands", "attend_key_bands"):
         right = getattr(bands, name)
 
         def band(*arguments: Any, name: str = name, right: Any = right) -> Any:
@@ -414,10 +420,11 @@ def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(bands, name, band)
     conformance.values(case, tiny, "float32", jit=True)
-    assert set(taken) == {"of_rows" if case.is_causal else "of_keys"}
+    assert set(taken) == {"attend_row_bands" if case.is_causal else "attend_key_bands"}
     conformance.gradients(case, tiny, "float32", entries=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     rng = np.random.default_rng(0)
@@ -438,16 +445,17 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Of the queries that are cut: first of all of them, then of each band."""
-    right, found = attention.cut, []
+    right, found = attention.tiling_for, []
 
-    def cut(query: Any, *given: Any, **more: Any) -> Any:
+    def tiling_for(query: Any, *given: Any, **more: Any) -> Any:
         found.append(query.shape)
         return right(query, *given, **more)
 
-    monkeypatch.setattr(attention, "cut", cut)
+    monkeypatch.setattr(attention, "tiling_for", tiling_for)
     return found
 
 
+@pytest.mark.slow_variants("many")
 @pytest.mark.parametrize(
     ("T", "S", "heads", "count"), [(523, 541, 6, 4), (1031, 1063, 2, 5)], ids=["many", "few"]
 )
@@ -467,6 +475,7 @@ def test_bands_of_rows_are_the_reference(
     assert (len(rows), sum(rows)) == (count, T)
 
 
+@pytest.mark.slow_variants("307-*-False")
 @pytest.mark.parametrize(
     ("T", "S", "offset", "banded"),
     [
@@ -494,17 +503,16 @@ def test_bands_of_rows_where_much_is_left_out(
 def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("steps", B=1, T=5, S=7, K=3, G=2, H=7, h=11)
     arrays = cases.arrays(case, "float32")
-    monkeypatch.setattr(tiling, "SMALL_HEAD", {"cpu": 0})
-    monkeypatch.setattr(tiling, "TARGET_OF_HEADS", {"cpu": 1})
+    conformance.tune(monkeypatch, small_head_bytes=0, heads_bytes=1)
     want = np.asarray(conformance.call(case, "reference")(arrays))
     for bytes_, loops in ((2**24, False), (0, True)):
-        monkeypatch.setattr(tiling, "BYTES_OF_FEW_STEPS", {"cpu": bytes_})
+        conformance.tune(monkeypatch, unroll_bytes=bytes_)
         jax.clear_caches()  # type: ignore[no-untyped-call]
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
         assert ("while" in of.lower(arrays).as_text()) == loops
-        slope = jax.jit(jax.value_and_grad(lambda x, of=of: of(x).sum()))
-        assert "while" in slope.lower(arrays).as_text()
+        grad = jax.jit(jax.value_and_grad(lambda x, of=of: of(x).sum()))
+        assert "while" in grad.lower(arrays).as_text()
 
 
 def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +522,7 @@ def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None
     want = np.asarray(conformance.call(case, "reference")(arrays))
     loops = []
     for most in (5, 0):
-        monkeypatch.setattr(tiling, "FEW_BLOCKS", {"cpu": most})
+        conformance.tune(monkeypatch, unroll_query_tiles=most)
         jax.clear_caches()  # type: ignore[no-untyped-call]
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
@@ -524,7 +532,7 @@ def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_heads_of_few_keys_are_together_only_before_a_softmax() -> None:
     def cells(S: int, **more: Any) -> int:
-        return tiling.plan(2, 8, 1, 1024, S, **more).cells
+        return choose_tiling(2, 8, 1, 1024, S, **more).tile_heads
 
     assert cells(77, plain=True) == 16
     assert cells(77, plain=True, gradient=True) == 16
@@ -534,13 +542,14 @@ def test_heads_of_few_keys_are_together_only_before_a_softmax() -> None:
     assert cells(257, plain=True, gradient=True) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_bands")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize("case", BANDS[::2], ids=["rows", "keys"])
 def test_a_band_in_the_wrong_place_is_noticed(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bands, "placed", lambda words, *place: words)
+    monkeypatch.setattr(bands, "shift_seed", lambda seed, *starts: seed)
     with pytest.raises(AssertionError):
         conformance.values(case, tiny, "float32", jit=True)
 
@@ -549,15 +558,17 @@ def test_rows_without_keys_take_the_narrowest_band() -> None:
     B, N, T, S, H = 3, 2, 5, 1024, 7
     widths: list[int] = []
 
-    def run(rules: Any, query: Any, key: Any, value: Any, words: Any, keys: Any) -> Any:
+    def run(config: Any, query: Any, key: Any, value: Any, seed: Any, keys: Any) -> Any:
         jax.debug.callback(lambda: widths.append(key.shape[2]))
         return jnp.full((*query.shape[:3], H), jnp.nan), None
 
     query, key = jnp.ones((B, N, T, H)), jnp.ones((B, N, S, H))
-    there = jnp.arange(S)[None] < jnp.array([[0], [300], [S]])
-    plan = attention.cut(query, key, platform="cpu", skips=True)
-    rules = tile.Rules(None, None, (None, None), None, 0.0, (), lse=False, platform="cpu")
-    out, _ = jax.block_until_ready(bands.of_keys(run, plan, rules, query, key, key, there, None))  # type: ignore[no-untyped-call]
+    valid = jnp.arange(S)[None] < jnp.array([[0], [300], [S]])
+    plan = attention.tiling_for(query, key, platform="cpu", skips=True)
+    config = tile.Config(None, None, (None, None), None, 0.0, (), lse=False, platform="cpu")
+    out, _ = jax.block_until_ready(
+        bands.attend_key_bands(run, plan, config, query, key, key, valid, None)
+    )  # type: ignore[no-untyped-call]
     jax.effects_barrier()  # type: ignore[no-untyped-call]
     assert sorted(widths) == [256, 512, 1024]
     assert not out[0].any()
@@ -582,13 +593,13 @@ def test_blocks_are_cut_for_the_platform_that_is_named(
     implementation: Any, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of the gradient, traced later; beside a kernel for where that does not run."""
-    right, found = tiling.plan, []
+    found = []
 
-    def plan(*sizes: int, **more: Any) -> tiling.Plan:
+    def choose(*sizes: int, **more: Any) -> Tiling:
         found.append((more["platform"], more.get("gradient", False)))
-        return right(*sizes, **more)
+        return choose_tiling(*sizes, **more)
 
-    monkeypatch.setattr(tiling, "plan", plan)
+    monkeypatch.setattr(attention, "choose_tiling", choose)
     x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
 
     def attend(x: Any) -> Any:

@@ -11,7 +11,6 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
 from tests import tolerance
-from tests.everyday import everyday
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
 LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
@@ -52,7 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", everyday(CASES, "everything"))
+@pytest.mark.everyday(what=["everything"])
+@pytest.mark.parametrize("what", CASES)
 def test_steps_are_full_attention(what: str) -> None:
     params, x = make(use_bias_kv=what == "everything")
     want = full(params, x, **CASES[what])
@@ -65,7 +65,9 @@ def test_steps_are_full_attention(what: str) -> None:
     assert cache.lengths.tolist() == [T] * B
 
 
-@pytest.mark.parametrize("dtype", everyday(["bfloat16", "float64"], "float64"))
+@pytest.mark.everyday(dtype=["float64"])
+@pytest.mark.slow_variants("float64")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_dtypes(dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params, x = make(dtype)
@@ -80,6 +82,7 @@ def test_dtypes(dtype: str) -> None:
         tolerance.assert_close(out, np.asarray(want), factor=tolerance.LAYER)
 
 
+@pytest.mark.slow_variants("1-semantics1", "3-semantics0")
 @pytest.mark.parametrize("semantics", [Semantics(), Semantics(scale=-11.0, logits_soft_cap=30.0)])
 @pytest.mark.parametrize("new", [1, 3])
 def test_products_of_bfloat16(semantics: Semantics, new: int) -> None:
@@ -124,6 +127,7 @@ def test_live_logits_of_any_size_beat_masked_ones(logit: float, new: int) -> Non
     assert np.array_equal(out, np.ones((1, new, 1)))
 
 
+@pytest.mark.slow
 def test_sequences_of_different_lengths() -> None:
     """Prompts padded on the right; every sequence goes on from its own end."""
     params, x = make()
@@ -140,6 +144,7 @@ def test_sequences_of_different_lengths() -> None:
         tolerance.assert_close(out[:, 0], np.asarray(want), f"step {step}", factor=2)
 
 
+@pytest.mark.slow_variants("2")
 @pytest.mark.parametrize("new", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_window_goes_round(new: int) -> None:
     """left + T slots hold all that a window sees, whatever the length."""
@@ -155,6 +160,7 @@ def test_a_window_goes_round(new: int) -> None:
         tolerance.assert_close(out, np.asarray(want[:, t : t + new]), f"token {t}", factor=2)
 
 
+@pytest.mark.slow
 def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that do not divide S, of which the first ones are out of the window."""
     from jaxmha import cached_attention as module
@@ -168,6 +174,7 @@ def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
             tolerance.assert_close(out[:, 0], np.asarray(want[:, t]), f"token {t}", factor=2)
 
 
+@pytest.mark.slow_variants("read in blocks")
 @pytest.mark.parametrize("length", [7, 4096], ids=["read whole", "read in blocks"])
 def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
     params, x = make()
@@ -184,13 +191,13 @@ def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxmha import cached_attention as module
 
     folded = []
-    logits = module._logits
+    query_key = module._query_key
 
     def spy(rows: Any, keys: Any, *others: Any) -> Any:
         jax.debug.callback(lambda: folded.append(keys.shape[2]))
-        return logits(rows, keys, *others)
+        return query_key(rows, keys, *others)
 
-    monkeypatch.setattr(module, "_logits", spy)
+    monkeypatch.setattr(module, "_query_key", spy)
     jax.clear_caches()  # type: ignore[no-untyped-call]
     params, x = make()
     _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 2048))
@@ -220,6 +227,7 @@ def test_scan_and_donation() -> None:
     assert cache.lengths.tolist() == [T] * B
 
 
+@pytest.mark.slow
 def test_rollback() -> None:
     """Tokens tried and taken back leave no trace."""
     params, x = make()
@@ -247,6 +255,7 @@ def test_rollback_of_a_cache_that_has_gone_round(taken_back: int, there: bool) -
     assert (tolerance.error(out, want) < tolerance.FLOORS["float32"] * 2) == there
 
 
+@pytest.mark.slow
 def test_prompts_padded_on_the_left() -> None:
     params, x = make()
     there = np.arange(T) >= np.asarray([[2], [0], [3]])
@@ -262,7 +271,9 @@ def test_prompts_padded_on_the_left() -> None:
     tolerance.assert_close(out[:, 0], np.asarray(want[:, 6]), factor=2)
 
 
-@pytest.mark.parametrize("policy", everyday(["zero", "nan"], "zero"))
+@pytest.mark.everyday(policy=["zero"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["zero", "nan"])
 def test_nothing_left(policy: Any) -> None:
     params, x = make()
     semantics = Semantics(fully_masked=policy)
@@ -274,6 +285,7 @@ def test_nothing_left(policy: Any) -> None:
     tolerance.assert_close(out, np.asarray(want))
 
 
+@pytest.mark.slow
 def test_rotary_model() -> None:
     params, x = make()
     H = 6
@@ -289,6 +301,7 @@ def test_rotary_model() -> None:
     tolerance.assert_close(out, np.asarray(want[:, 5:8]), factor=2)
 
 
+@pytest.mark.slow
 def test_no_room_is_never_silent() -> None:
     params, x = make()
     with pytest.raises(ValueError, match=r"T=11 tokens are more than the S=7 slots"):
@@ -300,7 +313,7 @@ def test_no_room_is_never_silent() -> None:
     assert np.isnan(np.asarray(out)).all((1, 2)).tolist() == [True, False, False]
     with pytest.raises(ValueError, match=r"T=8 new tokens do not fit into the S=7 slots"):
         jaxmha.decode_step(params, x[:, :8], cache)
-    with pytest.raises(ValueError, match=r"beside a window of 6: it needs 8"):
+    with pytest.raises(ValueError, match=r"with a window of 6: it needs 8"):
         jaxmha.decode_step(params, x[:, :2], cache, mask=Mask.window(6, 0))
 
 

@@ -15,7 +15,6 @@ import jaxmha
 import jaxmha.flax.nnx
 from jaxmha import KVCache, Mask, Semantics
 from tests import tolerance
-from tests.everyday import everyday
 from tests.test_cache import B, D, T, make
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4")
@@ -39,7 +38,8 @@ def hand_made(cache: KVCache, dtype: Any) -> KVCache:
     return cache._replace(key=cache.key.astype(dtype), value=cache.value.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", everyday(NO_STORAGE, "int8", "float8_e8m0fnu", "float6_e2m3fn"))
+@pytest.mark.everyday(dtype=["int8", "float8_e8m0fnu", "float6_e2m3fn"])
+@pytest.mark.parametrize("dtype", NO_STORAGE)
 def test_dtypes_that_hold_no_keys(dtype: str) -> None:
     """Keys cut to integers would attend in silence."""
     params, x = make()
@@ -63,8 +63,21 @@ def test_float64_is_not_rounded() -> None:
             run(params, x[:, :1], cache)
 
 
+@pytest.mark.parametrize("run", [jaxmha.prefill, jaxmha.decode_step])
+def test_float64_inputs_and_parameters_are_not_rounded(run: Any) -> None:
+    params, x = make()
+    cache = KVCache.empty(params, B, T)
+    with pytest.raises(TypeError, match="x is float64"):
+        run(params, np.asarray(x[:, :1], np.float64), cache)
+    assert params.out is not None
+    wide = params._replace(out=jaxmha.Projection(np.asarray(params.out.kernel, np.float64)))
+    with pytest.raises(TypeError, match=r"params\.out\.kernel is float64"):
+        run(wide, x[:, :1], cache)
+
+
+@pytest.mark.everyday(dtype=["float8_e4m3fn"])
 @pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("dtype", everyday((*FLOAT8, "float16", "bfloat16"), "float8_e4m3fn"))
+@pytest.mark.parametrize("dtype", [*FLOAT8, "float16", "bfloat16"])
 def test_small_dtypes_are_rounded_once(dtype: str, new: int) -> None:
     """A step attends the rounded keys and values exactly."""
     params, x = make()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,11 +42,8 @@ def theirs(*heads: Any, **options: Any) -> Any:
 
 
 def same(a: Any, b: Any, atol: float = 2e-6) -> None:
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64), np.asarray(y, np.float64), atol=atol, rtol=1e-5
-        )
+    chex.assert_trees_all_equal_dtypes(a, b)
+    chex.assert_trees_all_close(a, b, atol=atol, rtol=1e-5)
 
 
 ALIKE: dict[str, dict[str, Any]] = {
@@ -160,6 +158,7 @@ def test_learned_temperature(kind: str) -> None:
     same(found, want, 2e-5)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "few_queries"])
 def test_learned_temperature_of_every_implementation(
     implementation: str, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
 from jaxmha.mask import Mask
 from tests import cases, conformance, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case
-from tests.everyday import everyday
 
 pytestmark = pytest.mark.usefixtures("every_size")
 IMPLEMENTED = conformance.PLAIN
@@ -24,23 +24,28 @@ by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTED)
 BY_NAME = {case.name: case for case in CASES}
 # float64 takes every case; other dtypes differ by their casts alone.
 SOME = ("plain", "multi_query", "bias_excludes", "soft_cap", "empty_mean", "everything")
-by_case = pytest.mark.parametrize("case", CASES, ids=cases.ids)
+by_case = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.everyday(case=SOME)
+@pytest.mark.slow_variants("*few_queries*", "*blocked")
 @by_implementation
-@pytest.mark.parametrize("case", everyday(CASES, *SOME))
+@pytest.mark.parametrize("case", CASES)
 def test_values(implementation: str, case: Case) -> None:
     conformance.values(case, implementation, "float32", jit=False)
 
 
+@pytest.mark.everyday(case=SOME, dtype=["bfloat16"])
+@pytest.mark.slow_variants("*reference", "*few_queries*", "*multi_query*")
 @by_implementation
-@pytest.mark.parametrize("case", everyday(CASES, *SOME))
-@pytest.mark.parametrize("dtype", everyday(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_values_in_half_precision(implementation: str, case: Case, dtype: str) -> None:
     conformance.values(case, implementation, dtype, jit=False)
 
 
-@pytest.mark.parametrize("case", everyday(CASES, "soft_cap", "everything"))
+@pytest.mark.everyday(case=["soft_cap", "everything"])
+@pytest.mark.parametrize("case", CASES)
 def test_products_of_bfloat16(case: Case) -> None:
     """Where devices multiply it: values, lse and gradients are within the same few roundings."""
     with jaxmha.lowering_for("tpu"), jax.default_matmul_precision(None):
@@ -54,6 +59,21 @@ def test_logits_are_scaled_after_products_of_bfloat16() -> None:
         conformance.kernel(case, "blocked", "bfloat16", lse=True)
 
 
+@pytest.mark.slow_variants(
+    "*reference",
+    "!bias_excludes-reference",
+    "!everything-reference",
+    "*few_queries*",
+    "!everything-few_queries",
+    "dropout-blocked",
+    "causal-blocked",
+    "multi_query-blocked",
+    "empty_nan-blocked",
+    "empty_zero-blocked",
+    "mask_rows-blocked",
+    "segments_self-blocked",
+    "multi_head-blocked",
+)
 @by_implementation
 @by_case
 @pytest.mark.usefixtures("x64")
@@ -61,13 +81,15 @@ def test_values_float64(implementation: str, case: Case) -> None:
     conformance.values(case, implementation, "float64", jit=True)
 
 
+@pytest.mark.slow_variants("*reference", "*few_queries*")
 @by_implementation
-@pytest.mark.parametrize("case", CASES[-1:], ids=cases.ids)
+@pytest.mark.parametrize("case", CASES[-1:])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_under_jit(implementation: str, case: Case, dtype: str) -> None:
     conformance.values(case, implementation, dtype, jit=True)
 
 
+@pytest.mark.slow_variants("*reference", "*few_queries*")
 @pytest.mark.slow
 @by_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -75,39 +97,48 @@ def test_gradients(implementation: str, dtype: str) -> None:
     conformance.gradients(SMALL, implementation, dtype)
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 @pytest.mark.usefixtures("x64")
 def test_gradients_float64(implementation: str) -> None:
     conformance.gradients(SMALL, implementation, "float64")
 
 
+@pytest.mark.everyday(name=("unbatched", "empty_mean_lengths", "everything"))
+@pytest.mark.slow_variants(
+    "*reference",
+    "!everything-reference",
+    "*few_queries*",
+    "!everything-few_queries",
+    "empty_mean_lengths-blocked",
+    "unbatched-blocked",
+)
 @by_implementation
 @pytest.mark.parametrize(
     "name",
-    everyday(
-        [
-            "multi_query",
-            "unbatched",
-            "bias_per_head",
-            "causal_long",
-            "empty_zero",
-            "empty_nan",
-            "empty_mean",
-            "empty_mean_lengths",
-            "no_keys_left",
-            "one_key",
-            "dropout_shared",
-            "everything",
-        ],
-        *("unbatched", "empty_mean_lengths", "everything"),
-    ),
+    [
+        "multi_query",
+        "unbatched",
+        "bias_per_head",
+        "causal_long",
+        "empty_zero",
+        "empty_nan",
+        "empty_mean",
+        "empty_mean_lengths",
+        "no_keys_left",
+        "one_key",
+        "dropout_shared",
+        "everything",
+    ],
 )
 def test_gradients_of_case(implementation: str, name: str) -> None:
     conformance.gradients(BY_NAME[name], implementation, "float32", entries=5)
 
 
-@pytest.mark.parametrize("implementation", everyday(IMPLEMENTED, "blocked"))
-@pytest.mark.parametrize("policy", everyday(["zero", "mean"], "zero"))
+@pytest.mark.everyday(implementation=["blocked"], policy=["zero"])
+@pytest.mark.slow_variants("*reference", "*few_queries*")
+@pytest.mark.parametrize("implementation", IMPLEMENTED)
+@pytest.mark.parametrize("policy", ["zero", "mean"])
 @pytest.mark.usefixtures("x64")
 def test_gradients_by_jax(implementation: str, policy: str) -> None:
     case = replace(SMALL, bias_excludes=False, fully_masked=policy)
@@ -122,21 +153,23 @@ def test_gradients_by_jax(implementation: str, policy: str) -> None:
     )
 
 
+@pytest.mark.everyday(case=["poisoned_lengths", "poisoned_bias", "poisoned_everything"])
+@pytest.mark.slow_variants("*reference", "*few_queries*", "!poisoned_everything-few_queries")
 @by_implementation
-@pytest.mark.parametrize(
-    "case", everyday(POISONED, "poisoned_lengths", "poisoned_bias", "poisoned_everything")
-)
+@pytest.mark.parametrize("case", POISONED)
 def test_poisoned_padding(implementation: str, case: Case) -> None:
     conformance.poisoned_padding(case, implementation, "float32")
 
 
+@pytest.mark.slow_variants("*reference", "*few_queries*")
 @pytest.mark.slow
 @by_implementation
-@pytest.mark.parametrize("case", POISONED[:1], ids=cases.ids)
+@pytest.mark.parametrize("case", POISONED[:1])
 def test_poisoned_padding_bfloat16(implementation: str, case: Case) -> None:
     conformance.poisoned_padding(case, implementation, "bfloat16")
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_poisoned_queries(implementation: str) -> None:
     """Rows beyond a query length are 0 whatever they hold, and spoil no gradient."""
@@ -146,15 +179,17 @@ def test_poisoned_queries(implementation: str) -> None:
     clean = of(*conformance.split(arrays))
     spoiled = arrays | {"query": arrays["query"].copy()}
     spoiled["query"][0, 3:] = np.nan
-    jax.tree.map(tolerance.assert_same, of(*conformance.split(spoiled)), clean)
+    chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
 
 
+@pytest.mark.everyday(array=["key"])
+@pytest.mark.slow_variants("*reference", "*few_queries*", "!nan-key-plain-few_queries")
 @by_implementation
 @pytest.mark.parametrize("name", ["plain", "causal"])
-@pytest.mark.parametrize("array", everyday(["query", "key", "value"], "key"))
+@pytest.mark.parametrize("array", ["query", "key", "value"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_heads_stay_apart(implementation: str, name: str, array: str, poison: float) -> None:
-    """What is not finite in one head changes no other head, nor slopes of what others answer."""
+    """What is not finite in one head changes no other head, nor gradients of what others answer."""
     case = BY_NAME[name]
     arrays = cases.arrays(case, "float32")
     heads, groups = slice(1 if array == "query" else case.G, None), slice(1, None)
@@ -164,24 +199,26 @@ def test_heads_stay_apart(implementation: str, name: str, array: str, poison: fl
         out, lse = run(arrays)
         return (out[:, :, heads] ** 2).sum() + lse[:, heads].sum()
 
-    slopes_of = jax.jit(jax.grad(of_others))
-    (out, lse), slopes = run(arrays), slopes_of(arrays)
+    grads_of = jax.jit(jax.grad(of_others))
+    (out, lse), grads = run(arrays), grads_of(arrays)
     spoiled = arrays | {array: arrays[array].copy()}
     spoiled[array][0, 1, 0, 0] = poison
-    (spoiled_out, spoiled_lse), spoiled_slopes = run(spoiled), slopes_of(spoiled)
+    (spoiled_out, spoiled_lse), spoiled_grads = run(spoiled), grads_of(spoiled)
     for kept, (x, y) in {
         "out": (spoiled_out[:, :, heads], out[:, :, heads]),
         "lse": (spoiled_lse[:, heads], lse[:, heads]),
-        "query": (spoiled_slopes["query"][:, :, heads], slopes["query"][:, :, heads]),
-        "key": (spoiled_slopes["key"][:, :, groups], slopes["key"][:, :, groups]),
-        "value": (spoiled_slopes["value"][:, :, groups], slopes["value"][:, :, groups]),
+        "query": (spoiled_grads["query"][:, :, heads], grads["query"][:, :, heads]),
+        "key": (spoiled_grads["key"][:, :, groups], grads["key"][:, :, groups]),
+        "value": (spoiled_grads["value"][:, :, groups], grads["value"][:, :, groups]),
     }.items():
         tolerance.assert_close(x, y, kept)
     assert poison == np.inf or np.isnan(spoiled_out[0]).any()
 
 
+@pytest.mark.everyday(kind=["lengths"])
+@pytest.mark.slow_variants("*reference", "*few_queries*")
 @by_implementation
-@pytest.mark.parametrize("kind", everyday(["lengths", "padding", "dense", "bias"], "lengths"))
+@pytest.mark.parametrize("kind", ["lengths", "padding", "dense", "bias"])
 def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str) -> None:
     """Down to the lowest float32, of the only key that is left; also where a row max is so low."""
     lowest = float(np.finfo(np.float32).min)
@@ -213,6 +250,7 @@ def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str
     assert not np.any(found[1])
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_bias_of_excluded_pairs(implementation: str) -> None:
     """What a bias holds where the mask is False has no influence."""
@@ -222,9 +260,10 @@ def test_bias_of_excluded_pairs(implementation: str) -> None:
     clean = of(*conformance.split(arrays))
     for poison in (np.nan, np.inf, -np.inf):
         spoiled = arrays | {"bias": np.where(arrays["mask"], arrays["bias"], np.float32(poison))}
-        jax.tree.map(tolerance.assert_same, of(*conformance.split(spoiled)), clean)
+        chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_vmap(implementation: str) -> None:
     case = replace(BY_NAME["everything"], dropout_rate=0.0)
@@ -242,6 +281,7 @@ def test_vmap(implementation: str) -> None:
             tolerance.assert_close(shown_weights[row], want.weights)
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_vmap_over_queries_only(implementation: str) -> None:
     case = BY_NAME["bias_full"]
@@ -254,7 +294,9 @@ def test_vmap_over_queries_only(implementation: str) -> None:
         tolerance.assert_close(out[row], want.out)
 
 
-@pytest.mark.parametrize("implementation", everyday(IMPLEMENTED, "blocked"))
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*", "!names1-blocked")
+@pytest.mark.parametrize("implementation", IMPLEMENTED)
 @pytest.mark.parametrize("names", [(), ("attention_out", "attention_lse")])
 def test_remat(implementation: str, names: tuple[str, ...]) -> None:
     """Recomputing gives the same gradients; the names of output and lse are those of a policy."""
@@ -262,10 +304,11 @@ def test_remat(implementation: str, names: tuple[str, ...]) -> None:
     of = conformance.scalar(SMALL, implementation, "float32")
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     again = jax.checkpoint(lambda x: of(x, others), policy=policy)
-    slopes = jax.jit(jax.grad(lambda x: of(x, others)))(inside)
-    jax.tree.map(tolerance.assert_close, jax.jit(jax.grad(again))(inside), slopes)
+    grads = jax.jit(jax.grad(lambda x: of(x, others)))(inside)
+    jax.tree.map(tolerance.assert_close, jax.jit(jax.grad(again))(inside), grads)
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_names_for_remat(implementation: str) -> None:
     arrays = cases.arrays(SMALL, "float32")
@@ -274,6 +317,7 @@ def test_names_for_remat(implementation: str) -> None:
     assert "attention_lse" in program
 
 
+@pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_unbatched_is_a_batch_of_one(implementation: str) -> None:
     case = BY_NAME["unbatched"]
@@ -283,12 +327,15 @@ def test_unbatched_is_a_batch_of_one(implementation: str) -> None:
     tolerance.assert_same(out[0], conformance.call(case, implementation)(arrays))
 
 
+@pytest.mark.everyday(name=["everything"])
+@pytest.mark.slow_variants("*reference", "*few_queries*")
 @by_implementation
-@pytest.mark.parametrize("name", everyday(["everything", "dropout"], "everything"))
+@pytest.mark.parametrize("name", ["everything", "dropout"])
 def test_inputs_unchanged(implementation: str, name: str) -> None:
     conformance.inputs_unchanged(BY_NAME[name], implementation)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @by_implementation
 @pytest.mark.parametrize("what", [False, True, "before_dropout", "after_dropout"])
 @pytest.mark.parametrize("lse", [False, True])
@@ -368,7 +415,8 @@ def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) 
 
     def naive(request: Request) -> Result:
         logits = jnp.einsum("btnh,bsnh->bnts", request.query, request.key)
-        allowed = request.mask.to_array(*logits.shape[2:])
+        T, S = logits.shape[2:]
+        allowed = request.mask.to_array(T, S)
         weights = jax.nn.softmax(jnp.where(allowed, logits, -1e30))
         out = jnp.einsum("bnts,bsnh->btnh", weights, request.value)
         return Result(out, weights, jax.nn.logsumexp(logits, -1))

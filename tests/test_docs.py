@@ -8,11 +8,16 @@ import jax
 import pytest
 
 import jaxmha
+from jaxmha import converters
 
 
 def modules() -> list[str]:
-    found = pkgutil.walk_packages(jaxmha.__path__, "jaxmha.")
-    return ["jaxmha", *(m.name for m in found if not m.name.endswith("__main__"))]
+    # The converters need not be inside the folder of jaxmha.
+    packages = {"jaxmha": jaxmha.__path__, "jaxmha.converters": converters.__path__}
+    found = {
+        m.name for name, path in packages.items() for m in pkgutil.walk_packages(path, f"{name}.")
+    }
+    return sorted({*packages, *(name for name in found if not name.endswith("__main__"))})
 
 
 @pytest.mark.parametrize("name", modules())

@@ -5,18 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from experiments import frame
 from experiments.environment import __main__ as environment
-from experiments.environment import calls, page
+from experiments.environment import page
 
 
 def test_examples() -> None:
-    for module in (environment, calls):
-        assert doctest.testmod(module).attempted
-        assert not doctest.testmod(module).failed
+    assert doctest.testmod(page) == (0, 4)
 
 
 def test_calls_are_timed_eager_and_under_jit() -> None:
-    found = calls.collect(calls=3)
+    found = environment.calls(3)
     assert len(found) == 3
     assert all(0 < x < 1e6 for by_way in found.values() for x in by_way.values())
     assert {tuple(by_way) for by_way in found.values()} == {("eager", "under jit")}
@@ -50,9 +49,10 @@ def test_the_best_setting_is_named() -> None:
 def test_where_nothing_can_be_stored_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "results.json").mkdir()
-    monkeypatch.setattr(environment, "HERE", tmp_path)
+    path = tmp_path / "environment" / "results.json"
+    path.mkdir(parents=True)
+    monkeypatch.setattr(frame, "HERE", tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        environment.main(["--write"])
+        frame.run(environment.EXPERIMENT, ["--write"])
     said = capsys.readouterr().err
-    assert said == f"{tmp_path / 'results.json'}: results cannot be stored there: it is no file\n"
+    assert said == f"{path}: results cannot be stored there: it is no file\n"

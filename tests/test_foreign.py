@@ -114,6 +114,7 @@ def test_torch_tensors_that_numpy_lacks() -> None:
         _attention(query=torch.ones(2, 3, 2, 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["query", "mask of a layer", "key_value of lengths"])
 def test_tensorflow_tensors(what: str) -> None:
     import tensorflow

@@ -11,7 +11,6 @@ import jaxmha
 from jaxmha.semantics import FullyMasked
 from tests import cases, conformance, tolerance
 from tests.cases import Case
-from tests.everyday import everyday
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -68,7 +67,9 @@ def check(got: Any, arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -
         tolerance.assert_close(shown[:, :, 0], np.full((2, CASE.N, CASE.S), row))
 
 
-@pytest.mark.parametrize("dtype", everyday(cases.DTYPES, "bfloat16"))
+@pytest.mark.everyday(dtype=["bfloat16"])
+@pytest.mark.slow_variants("*few_queries*", "reference*", "blocked-bfloat16")
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_policies(implementation: str, dtype: str) -> None:
     """Under jit, vmap and grad, in one program."""
@@ -81,9 +82,9 @@ def test_policies(implementation: str, dtype: str) -> None:
         def one(arrays: dict[str, Any]) -> Any:
             return attend(arrays, implementation, policy, asked)
 
-        slopes = jax.grad(loss)({name: arrays[name] for name in ("query", "key", "value")})
+        grads = jax.grad(loss)({name: arrays[name] for name in ("query", "key", "value")})
         batched = jax.vmap(one)(jax.tree.map(lambda x: x[None], arrays))
-        return one(arrays), jax.tree.map(lambda x: x[0], batched), slopes
+        return one(arrays), jax.tree.map(lambda x: x[0], batched), grads
 
     with jax.enable_x64(dtype == "float64"):
         if conformance.declines(CASE, implementation, dtype):
@@ -92,13 +93,14 @@ def test_policies(implementation: str, dtype: str) -> None:
         calls = [(p, a) for p in POLICIES for a in ASKED if supported(implementation, p, a)]
         assert len(calls) >= (3 if implementation == "native" else 5)
         answers = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
-        for call, (jitted, batched, slopes) in zip(calls, answers, strict=True):
+        for call, (jitted, batched, grads) in zip(calls, answers, strict=True):
             check(jitted, arrays, *call)
             check(batched, arrays, *call)
-            for slope in slopes.values():
-                assert np.isfinite(np.asarray(slope, np.float64)).all()
+            for grad in grads.values():
+                assert np.isfinite(np.asarray(grad, np.float64)).all()
 
 
+@pytest.mark.slow_variants("*few_queries*", "reference-nan", "reference-mean")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_eager(implementation: str, policy: FullyMasked) -> None:

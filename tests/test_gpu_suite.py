@@ -67,7 +67,7 @@ def test_its_float64_is_that_of_the_specification() -> None:
     def total(heads: dict[str, Any]) -> float:
         out, lse = answer(heads).out, answer(heads).lse
         lse = np.where(np.isfinite(lse), lse, 0.0)
-        return float((out * wide["slope"]).sum() + (lse * wide["lse_slope"]).sum())
+        return float((out * wide["cotangent"]).sum() + (lse * wide["lse_cotangent"]).sum())
 
     rng = np.random.default_rng(0)
     for name in ("query", "key", "value", "bias"):
@@ -164,6 +164,7 @@ def test_what_is_there_is_not_measured_again() -> None:
         assert [key in row for row in conformance] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_broken_stops() -> None:
     rows: list[dict[str, Any]] = []
 
@@ -177,6 +178,7 @@ def test_a_process_that_is_broken_stops() -> None:
     assert "all failed before it" in gpu_report.page(results() | {"decode": rows})
 
 
+@pytest.mark.slow
 def test_results_of_another_device_are_not_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +208,7 @@ def results(**peers: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_page_and_aims() -> None:
+def test_page_and_targets() -> None:
     ours = {"seconds": 1e-3, "tflops": 700.0, "bytes": 10}
     found = results(
         jaxmha=ours,
@@ -222,7 +224,7 @@ def test_page_and_aims() -> None:
     assert "| late |  | out of time |" in page
     assert "**failed**: out 9" in page
     assert "80 % of the copy" in page
-    values = {words: value for words, value, _, _ in gpu_report.aims(found)}
+    values = {words: value for words, value, _, _ in gpu_report.targets(found)}
     assert values["TFLOP/s, full forward, H 128, T 8k"] == 700
     assert values["times as fast as jax.nn and Flax, full"] == 8
     assert values["times less memory than they, T 8k"] == 15
@@ -231,7 +233,7 @@ def test_page_and_aims() -> None:
     assert values["times as fast as torch by flash"] is None
     assert values["% of memory bandwidth, attention over a cache"] == 80
     assert values["% of memory bandwidth, decode_step"] is None
-    aims = page.split("## Aims")[1]
+    aims = page.split("## Targets")[1]
     assert "| TFLOP/s, full forward, H 128, T 8k | 700 | >= 660 | yes |" in aims
     assert "| times less memory than they, T 8k | 15 | >= 20 | **no** |" in aims
     assert "not measured" in aims

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 import torch
 
 import jaxmha
-from experiments import records
+from experiments import frame, records
 from experiments.heads import __main__ as command
 from experiments.heads import cases, derivation, figure, measure, page, script
 from experiments.heads.cases import Case
-from experiments.train import beside, data, seeds
+from experiments.train import data, seeds, variants
 from experiments.train.training import Trainer
 from tests.test_train import BOTH, TINY
 from tests.tolerance import assert_close
@@ -28,7 +27,7 @@ h, E, T, S = 3, 21, 5, 11  # heads are 7 wide
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
     """What is committed."""
-    return records.load(command.HERE / "results.json")
+    return records.load(command.EXPERIMENT.path)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,13 +66,15 @@ def test_products_of_heads_add_up_and_ranks_end_at_the_width() -> None:
 def test_gradients_are_slopes_of_the_oracle() -> None:
     matrices, x = measure.drawn(0, E, 2, T)
     rng = np.random.default_rng(1)
-    slope, steps = rng.normal(size=x.shape), [1e-5 * rng.normal(size=(E, E)) for _ in range(3)]
-    found = measure.gradients(matrices, x, h, slope)
+    cotangent, steps = rng.normal(size=x.shape), [1e-5 * rng.normal(size=(E, E)) for _ in range(3)]
+    found = measure.gradients(matrices, x, h, cotangent)
     for i in range(3):
         ends = []
         for sign in (1, -1):
             moved = [m + sign * steps[i] * (j == i) for j, m in enumerate(matrices)]
-            ends.append((measure.exact((moved[0], moved[1], moved[2]), x, h).output * slope).sum())
+            ends.append(
+                (measure.exact((moved[0], moved[1], moved[2]), x, h).output * cotangent).sum()
+            )
         np.testing.assert_allclose((found[i] * steps[i]).sum(), (ends[0] - ends[1]) / 2, rtol=1e-6)
 
 
@@ -148,14 +149,14 @@ def test_words_about_training_follow_the_numbers() -> None:
             "accuracy": [0.7, 0.7],
         },
     }
-    assert beside.rows("kind", runs)[2][1:] == (
+    assert variants.rows("kind", runs)[2][1:] == (
         "1.000 ± 0.000", "1.000 ± 0.000", "70.0 ± 0.0", "2 of 2",
     )  # fmt: skip
-    assert "b: +15.0 ± 7.1 points" in beside.furthest(runs)
-    assert "agree on the sign for b (+15.0)." in beside.furthest(runs)
-    assert "55.0 ± 7.1 % (a) to 70.0 ± 0.0 % (b)" in beside.extremes(runs)
+    assert "b: +15.0 ± 7.1 points" in variants.furthest(runs)
+    assert "agree on the sign for b (+15.0)." in variants.furthest(runs)
+    assert "55.0 ± 7.1 % (a) to 70.0 ± 0.0 % (b)" in variants.extremes(runs)
     runs["b"]["accuracy"] = [0.4, 0.9]
-    assert "agree on the sign for no variant." in beside.furthest(runs)
+    assert "agree on the sign for no variant." in variants.furthest(runs)
 
 
 def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> No
     assert page.QUESTION.endswith("?")
     for name in figure.FIGURES:
         assert f"]({name})" in text
-        assert (command.HERE / name).read_text().startswith("<?xml")
+        assert (command.EXPERIMENT.path.parent / name).read_text().startswith("<?xml")
     seeds_of_script = next(iter(stored["script"].values()))
     assert len(seeds_of_script) == 40
     assert all(seed["equal"] == (seed["same_key"] == 1) for seed in seeds_of_script)
@@ -189,20 +190,19 @@ def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Everything on small sizes, into a folder of its own."""
-    arguments = ["heads", "--steps", "10", "--seeds", "2", "--json", "--write"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(command, "HERE", tmp_path)
+    monkeypatch.setattr(frame, "HERE", tmp_path)
     monkeypatch.setattr(data, "read", lambda T: BOTH)
     monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0, D=16))
     monkeypatch.setattr(command, "OF_LAYERS", 1)
     monkeypatch.setattr(measure, "HEADS", (1, 8))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        command.main()
+        arguments = ["--steps", "10", "--seeds", "2", "--json", "--write"]
+        assert frame.run(command.EXPERIMENT, arguments) == 0
     printed = json.loads(capsys.readouterr().out)
-    written = records.load(tmp_path / "results.json")
+    written = records.load(tmp_path / "heads" / "results.json")
     assert {name: written[name] for name in printed} == printed
-    assert written["command"].endswith("--json --write")
-    assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)
+    assert written["command"] == page.COMMAND
+    assert {file.name for file in tmp_path.glob("*/*.svg")} == set(figure.FIGURES)
 
 
 def test_gradients_are_compared_by_their_numbers(stored: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def test_gradients_are_compared_by_their_numbers(stored: dict[str, Any]) -> None
 
 
 def _layer(wq: Any, wk: Any, wv: Any, wo: Any, heads: int) -> jaxmha.MHAParams:
-    params = measure.cut((wq, wk, wv), heads)
+    params = measure.split((wq, wk, wv), heads)
     if wo is None:
         return params
     return params._replace(out=jaxmha.Projection(wo.reshape(heads, -1, wo.shape[1])))

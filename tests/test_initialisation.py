@@ -78,6 +78,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 FAR = 2.9
 
 
+@pytest.mark.slow_variants("linen*", "keras-value_dim", "flax-grouped")
 @pytest.mark.parametrize(
     ("scheme", "case"),
     [

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,20 @@ import numpy as np
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from experiments import records
+from experiments import frame, records
 from experiments.initialisation import __main__ as command
-from experiments.initialisation import figure, frameworks, learning, measure, page
+from experiments.initialisation import figure, frameworks, measure, page
 from experiments.initialisation.frameworks import STARTS
 from experiments.train import data, seeds
 from experiments.train.training import Trainer
 from tests.converters.layers import foreign
-from tests.everyday import everyday
 from tests.test_train import BOTH, TINY
 
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
     """What is committed."""
-    return records.load(command.HERE / "results.json")
+    return records.load(command.EXPERIMENT.path)
 
 
 def test_the_distance_of_two_samples() -> None:
@@ -48,7 +46,8 @@ def test_moments() -> None:
     assert found["max"] == 3
 
 
-@pytest.mark.parametrize("name", everyday(STARTS, "torch, packed", "torch, four Linear"))
+@pytest.mark.everyday(name=["torch, packed", "torch, four Linear"])
+@pytest.mark.parametrize("name", STARTS)
 def test_fresh_layers_are_ours(name: str) -> None:
     """And a start of one and a half times the spread would be seen."""
     with foreign():
@@ -69,11 +68,11 @@ def test_haiku_has_no_default() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", learning.TRAINED)
+@pytest.mark.parametrize("name", command.TRAINED)
 def test_training_begins_with_the_framework_s_layer(name: str) -> None:
     with foreign():
         model = Trainer(replace(TINY, blocks=2), BOTH).model
-        learning.start(name)(model, 5)
+        command.begin(name)(model, 5)
         for i, block in enumerate(model.blocks):
             drawn = STARTS[name].theirs(5000 + i, TINY.D, TINY.N)
             for projection in ("query", "key", "value", "out"):
@@ -94,7 +93,7 @@ def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> No
     assert page.QUESTION.endswith("?")
     for name in figure.FIGURES:
         assert f"]({name})" in text
-        assert (command.HERE / name).read_text().startswith("<?xml")
+        assert (command.EXPERIMENT.path.parent / name).read_text().startswith("<?xml")
     assert stored["starts"].keys() == STARTS.keys()
     tests = [k for of in stored["starts"].values() for k in of["kernels"].values()]
     assert min(k["test"]["p"] for k in tests) > 0.01 / len(tests)  # one of all in a hundred runs
@@ -116,17 +115,16 @@ def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Everything on small sizes, into a folder of its own."""
-    arguments = ["initialisation", "--steps", "10", "--seeds", "2", "--json", "--write"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(command, "HERE", tmp_path)
+    monkeypatch.setattr(frame, "HERE", tmp_path)
     monkeypatch.setattr(data, "read", lambda T: BOTH)
     monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0))
     with foreign():
-        command.main()
+        arguments = ["--steps", "10", "--seeds", "2", "--json", "--write"]
+        assert frame.run(command.EXPERIMENT, arguments) == 0
     printed = json.loads(capsys.readouterr().out)
-    written = records.load(tmp_path / "results.json")
+    written = records.load(tmp_path / "initialisation" / "results.json")
     assert {name: written[name] for name in printed} == printed
-    assert {file.name for file in tmp_path.glob("*.svg")} == set(figure.FIGURES)
+    assert {file.name for file in tmp_path.glob("*/*.svg")} == set(figure.FIGURES)
 
 
 def test_every_start_that_is_not_trained_has_a_reason(stored: dict[str, Any]) -> None:

@@ -216,6 +216,7 @@ def test_float64_is_another_softmax_than_none() -> None:
             call()
 
 
+@pytest.mark.slow_variants("reference")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
 def test_a_finite_bias_excludes_nothing(implementation: str) -> None:

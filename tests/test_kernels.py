@@ -18,7 +18,6 @@ from jaxmha.implementations.fused import adapter, splash, tokamax
 from tests import cases, conformance, cudnn_contract
 from tests.cases import CASES, POISONED, Case
 from tests.cudnn_contract import MaskType
-from tests.everyday import everyday
 
 
 @pytest.fixture
@@ -65,28 +64,31 @@ def check(case: Case, implementation: str, dtype: str, *, lse: bool) -> None:
         conformance.kernel(case, implementation, dtype, lse=lse)
 
 
+@pytest.mark.everyday(case=EVERYDAY)
+@pytest.mark.slow_variants("bias_per_head", "window_and_lengths")
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("case", everyday(ALL, *EVERYDAY))
+@pytest.mark.parametrize("case", ALL)
 def test_cudnn(case: Case) -> None:
     check(case, "cudnn", "bfloat16", lse=case.bias is None)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+@pytest.mark.parametrize("case", ALL)
 def test_cudnn_without_lse(case: Case) -> None:
     check(case, "cudnn", "bfloat16", lse=False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+@pytest.mark.parametrize("case", ALL)
 def test_cudnn_float16(case: Case) -> None:
     check(case, "cudnn", "float16", lse=case.bias is None)
 
 
+@pytest.mark.everyday(case=["poisoned_causal"])
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("case", everyday(POISONED, "poisoned_causal"))
+@pytest.mark.parametrize("case", POISONED)
 def test_cudnn_poisoned(case: Case) -> None:
     bare = replace(case, logits_soft_cap=None, segments=None, bias=None, bias_excludes=False)
     if "bias" not in case.name:
@@ -160,7 +162,7 @@ def test_cudnn_is_asked_for_no_more_than_needed(
 def test_what_is_normalised_matters(
     cudnn: Any, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    """Without lengths, and without the slope of lse, the suite fails."""
+    """Without lengths, and without the gradient of lse, the suite fails."""
     monkeypatch.setattr(
         adapter, without, {"_lengths": lambda *_: None, "_sum": lambda a, b: a}[without]
     )
@@ -186,28 +188,28 @@ def test_splash_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("splash_here")
-@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+@pytest.mark.parametrize("case", ALL)
 def test_splash(case: Case) -> None:
     check(case, "splash", "float32", lse=case.logits_soft_cap is None)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("splash_here")
-@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+@pytest.mark.parametrize("case", ALL)
 def test_splash_bfloat16(case: Case) -> None:
     check(case, "splash", "bfloat16", lse=False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("splash_here")
-@pytest.mark.parametrize("case", [POISONED[0], POISONED[1], POISONED[2]], ids=cases.ids)
+@pytest.mark.parametrize("case", [POISONED[0], POISONED[1], POISONED[2]])
 def test_splash_poisoned(case: Case) -> None:
     bare = replace(case, bias=None, logits_soft_cap=None)
     conformance.poisoned_padding(bare, "splash", "float32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ALL, ids=cases.ids)
+@pytest.mark.parametrize("case", ALL)
 def test_tokamax(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its public function, by the plain implementation that it has for every device."""
     pytest.importorskip("tokamax")

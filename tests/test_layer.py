@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,10 +13,9 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxmha
-from jaxmha import Mask, MHAParams, Projection, Semantics, dropout
+from jaxmha import Mask, MHAParams, Projection, Semantics, dims, dropout
 from tests import cases, reference, tolerance
 from tests.cases import LAYERS, LayerCase
-from tests.everyday import everyday
 
 BY_NAME = {case.name: case for case in LAYERS}
 KEY = jax.random.key(5)
@@ -105,18 +105,29 @@ def values(case: LayerCase, dtype: str, factor: float = 1.0) -> None:
     tolerance.assert_close(weights, shown, "weights", factor=factor)
 
 
-@pytest.mark.parametrize("case", everyday(LAYERS, "plain", "extras_structure", "norm_rms"))
+@pytest.mark.everyday(case=["plain", "extras_structure", "norm_rms"])
+@pytest.mark.parametrize("case", LAYERS)
 def test_values(case: LayerCase) -> None:
     values(case, "float32")
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+@pytest.mark.slow_variants(
+    "no_biases",
+    "some_biases",
+    "self_unbatched",
+    "both_extras_in_bias",
+    "extras_mean",
+    "both_extras",
+    "norm_layer",
+)
+@pytest.mark.parametrize("case", LAYERS)
 @pytest.mark.usefixtures("x64")
 def test_values_float64(case: LayerCase) -> None:
     values(case, "float64")
 
 
-@pytest.mark.parametrize("dtype", everyday(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.everyday(dtype=["bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["extras_structure", "norm_rms"])
 def test_values_in_half_precision(name: str, dtype: str) -> None:
     values(BY_NAME[name], dtype, tolerance.LAYER)
@@ -164,7 +175,8 @@ def functional(case: LayerCase, **extra: Any) -> Callable[..., Any]:
     return lambda *arrays: (out := run(*arrays), (out * jnp.asarray(part, out.dtype)).sum())[1]
 
 
-@pytest.mark.parametrize("policy", everyday(["zero", "mean"], "zero"))
+@pytest.mark.everyday(policy=["zero"])
+@pytest.mark.parametrize("policy", ["zero", "mean"])
 @pytest.mark.usefixtures("x64")
 def test_gradients(policy: str) -> None:
     """Of every leaf and input, against central differences of the specification and of JAX."""
@@ -174,7 +186,7 @@ def test_gradients(policy: str) -> None:
     part = np.random.default_rng(2).standard_normal(expected(case, leaves, inputs, others)[0].shape)
     found = jax.jit(jax.grad(of, argnums=(0, 1)))(leaves, inputs, others)
     rng = np.random.default_rng(3)
-    for tree, slopes in zip((leaves, inputs), found, strict=True):
+    for tree, grads in zip((leaves, inputs), found, strict=True):
         for name, x in tree.items():
             want = []
             places = [tuple(rng.integers(0, x.shape)) for _ in range(4)]
@@ -186,8 +198,8 @@ def test_gradients(policy: str) -> None:
                     x1, x2 = (t | {name: moved} if t is tree else t for t in (leaves, inputs))
                     sides.append((expected(case, x1, x2, others)[0] * part).sum())
                 want.append((sides[0] - sides[1]) / (2 * tolerance.STEP))
-            got = np.asarray([slopes[name][place] for place in places])
-            tolerance.assert_slopes(got, np.asarray(want), name)
+            got = np.asarray([grads[name][place] for place in places])
+            tolerance.assert_gradients(got, np.asarray(want), name)
     check_grads(  # type: ignore[no-untyped-call]
         lambda *x: of(*x, others), (leaves, inputs), order=1, modes=["rev"], rtol=1e-6, atol=1e-6
     )
@@ -205,12 +217,12 @@ def assert_unmoved(
 
     compiled = jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
     before = compiled(leaves, inputs)
-    for name, x in jax.tree_util.tree_leaves_with_path(before):
-        assert np.isfinite(x).all(), f"not finite: {jax.tree_util.keystr(name)}"
+    chex.assert_tree_all_finite(before)
     for each in spoiled:
-        jax.tree.map(tolerance.assert_same, compiled(leaves, each), before)
+        chex.assert_trees_all_equal(compiled(leaves, each), before, strict=True)
 
 
+@pytest.mark.slow_variants("*", "!lengths-norm_rms")
 @pytest.mark.parametrize(
     ("how", "name"),
     [
@@ -248,6 +260,7 @@ def test_poisoned_padding(how: str, name: str) -> None:
     assert_unmoved(case, leaves, inputs, spoiled, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["self_unbatched", "norm_rms"])
 def test_poisoned_self_attention(name: str) -> None:
     """One array as query, key and value, padded at its end."""
@@ -269,12 +282,11 @@ def test_poison_is_noticed() -> None:
         assert_unmoved(BY_NAME["plain"], leaves, inputs, [spoiled], {})
 
 
+@pytest.mark.everyday(name=("structure", "cross_two_batch_axes"))
+@pytest.mark.slow_variants("structure")
 @pytest.mark.parametrize(
     "name",
-    everyday(
-        ["structure", "norm_layer", "no_out", "cross_two_batch_axes"],
-        *("structure", "cross_two_batch_axes"),
-    ),
+    ["structure", "norm_layer", "no_out", "cross_two_batch_axes"],
 )
 def test_is_combine_of_attention_of_project(name: str) -> None:
     case = BY_NAME[name]
@@ -329,6 +341,7 @@ def test_project_defaults() -> None:
         )
 
 
+@pytest.mark.slow_variants("float16*")
 @pytest.mark.parametrize(
     ("of_params", "of_inputs", "of_output"),
     [
@@ -366,9 +379,10 @@ def test_inputs_unchanged() -> None:
     arrays = cases.layer_arrays(case)
     before = jax.tree.map(np.copy, arrays)
     jax.block_until_ready(call(case)(*arrays))  # type: ignore[no-untyped-call]
-    jax.tree.map(tolerance.assert_same, arrays, before)
+    chex.assert_trees_all_equal(arrays, before, strict=True)
 
 
+@pytest.mark.slow_variants("*bias_kv*")
 @pytest.mark.parametrize(("T", "S"), [(0, 7), (5, 0), (5, 1)])
 @pytest.mark.parametrize("name", ["plain", "zero_attn", "bias_kv"])
 def test_sizes_of_zero_and_one(name: str, T: int, S: int) -> None:
@@ -409,3 +423,26 @@ def test_mutants_fail(mutant: str) -> None:
 
 def test_bfloat16_is_that_of_ml_dtypes() -> None:
     assert cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("call", ["layer", "prefill", "decode_step"])
+def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a call that is traced anew; what comes later is handed the sizes."""
+    checked = []
+
+    def spy(name: str, *rest: Any) -> None:
+        checked.append(name)
+        dims.bind(name, *rest)
+
+    for module in ("attention", "kv_cache", "params", "projections"):
+        monkeypatch.setattr(f"jaxmha.{module}.bind", spy)
+    params = jaxmha.init_params(KEY, num_heads=2, features=6)
+    cache, x = jaxmha.KVCache.empty(params, 1, 5), jnp.ones((1, 3, 6))
+    checked.clear()
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    if call == "layer":
+        jax.eval_shape(jaxmha.multi_head_attention, params, x)
+    else:
+        jax.eval_shape(getattr(jaxmha, call), params, x, cache)
+    assert "params.query.kernel" in checked
+    assert len(set(checked)) == len(checked)

@@ -10,7 +10,6 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
 from jaxmha import Mask
-from tests.everyday import everyday
 
 # No axis of anything else is of these sizes.
 B, T, S, N, K, H = 2, 896, 1408, 4, 2, 64
@@ -74,16 +73,17 @@ def gradient(call: Any, **options: Any) -> Any:
     return of
 
 
+@pytest.mark.everyday(name=["lengths", "padding causal"])
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("name", everyday(CALLS, "lengths", "padding causal"))
+@pytest.mark.parametrize("name", CALLS)
 def test_cudnn(name: str) -> None:
     with jaxmha.lowering_for("h200"):
         text = lowered(CALLS[name], *HEADS, COUNTS, THERE, platform="cuda")
-        slopes = lowered(gradient(CALLS[name]), *HEADS, COUNTS, THERE, platform="cuda")
+        grads = lowered(gradient(CALLS[name]), *HEADS, COUNTS, THERE, platform="cuda")
     assert CUDNN in text
-    assert CUDNN_BACKWARD in slopes
+    assert CUDNN_BACKWARD in grads
     assert no_scores(text)
-    assert no_scores(slopes)
+    assert no_scores(grads)
     # Padding that causality or a window leaves in place is a feature more, never a bias.
     assert "ScaleBias" not in text
 
@@ -113,20 +113,21 @@ def test_layer() -> None:
     assert no_scores(text)
 
 
-@pytest.mark.parametrize("name", everyday(CALLS, "window"))
+@pytest.mark.everyday(name=["window"])
+@pytest.mark.parametrize("name", CALLS)
 def test_splash(name: str) -> None:
     with jaxmha.lowering_for("tpu"):
         text = lowered(
             lambda *x: CALLS[name](*x, implementation="splash"),
             *HEADS, COUNTS, THERE, platform="tpu",
         )  # fmt: skip
-        slopes = lowered(
+        grads = lowered(
             gradient(CALLS[name], implementation="splash"), *HEADS, COUNTS, THERE, platform="tpu"
         )
     assert TPU in text
-    assert slopes.count(TPU) >= 3  # forward, and a kernel each for queries and for keys
+    assert grads.count(TPU) >= 3  # forward, and a kernel each for queries and for keys
     assert no_scores(text)
-    assert no_scores(slopes)
+    assert no_scores(grads)
 
 
 @pytest.mark.usefixtures("cudnn")
@@ -161,7 +162,7 @@ DOT = re.compile(
 def test_products_are_of_what_devices_multiply(
     platform: str, dtype: str, options: dict[str, Any], configured: Any, operands: str
 ) -> None:
-    """Forward and backward; sums are float32. The sums of slope times output are not a product."""
+    """Forward and backward; sums are float32. The sums of gradient times output are not a product."""
     key = jax.random.key(0) if "dropout_rate" in options else None
     heads = array(1, T, 2, H, dtype=dtype)
 

@@ -97,6 +97,7 @@ def test_is_killed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not alive, f"{mistake!r} survives {', '.join(sorted(alive))}"
 
 
+@pytest.mark.slow
 def test_no_mutation_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     for _, dtype, killers in MUTANTS.values():
         assert not killed_by("no mistake", lambda request: request, dtype, killers, monkeypatch)

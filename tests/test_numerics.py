@@ -49,8 +49,8 @@ def test_answers_of_rows_without_keys() -> None:
     mean = np.broadcast_to((x[0] @ value).mean(0), exact.shape)
     outcomes = {"NaN": exact * np.nan, "zero": exact * 0, "mean": mean, "unmasked": exact}
     for name, out in outcomes.items():
-        assert measure.answer(weights, x, out) == name
-    assert measure.answer(weights, x, exact + 1) == "neither"
+        assert measure.outcome(weights, x, out) == name
+    assert measure.outcome(weights, x, exact + 1) == "neither"
 
 
 def test_curves_that_lie_on_each_other_are_one() -> None:

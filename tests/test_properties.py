@@ -4,7 +4,7 @@ import os
 from functools import cache
 from typing import Any
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection
-from tests import conformance, tolerance
-from tests.everyday import everyday
+from tests import conformance
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -139,12 +138,13 @@ def check_layer(implementation: str, **drawn: Any) -> None:
 
 def same(clean: Any, spoiled: Any) -> None:
     """Outputs and gradients are finite, and poison changed no bit of them."""
-    for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(spoiled), strict=True):
-        assert np.isfinite(np.asarray(x)).all()
-        tolerance.assert_same(x, y)
+    chex.assert_tree_all_finite(clean)
+    chex.assert_trees_all_equal(clean, spoiled, strict=True)
 
 
-@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*few_queries*")
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 @seed(SEED)
 @quick
 @draws
@@ -152,7 +152,9 @@ def test_attention(implementation: str, **drawn: Any) -> None:
     check_attention(implementation, **drawn)
 
 
-@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*few_queries*")
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 @seed(SEED)
 @quick
 @draws
@@ -160,6 +162,7 @@ def test_layer(implementation: str, **drawn: Any) -> None:
     check_layer(implementation, **drawn)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.slow
 @implementations
 @seed(SEED)
@@ -169,6 +172,7 @@ def test_attention_at_length(implementation: str, **drawn: Any) -> None:
     check_attention(implementation, **drawn)
 
 
+@pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.slow
 @implementations
 @seed(SEED)

@@ -17,7 +17,7 @@ from rich.console import Console
 from experiments import figures, records
 from experiments.report import __main__ as command
 from experiments.report import build, markup, refresh, registry
-from experiments.report.registry import EXPERIMENTS, Experiment
+from experiments.report.registry import EXPERIMENTS, Entry
 
 FILE = Path(str(records.__file__))
 CHROMIUM = next(
@@ -64,8 +64,8 @@ def test_every_experiment_has_a_row_and_a_page() -> None:
         assert table.count(f"| `{experiment.page.COMMAND}` |") == 1
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.name)
-def test_results_say_what_made_them(experiment: Experiment) -> None:
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_results_say_what_made_them(experiment: Entry) -> None:
     found = registry.found(experiment)
     if found is None:
         assert "none yet" in build.row(experiment)
@@ -171,7 +171,7 @@ def test_a_conclusion_stands_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.found"]
+    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.claims"]
 )
 def test_examples(name: str) -> None:
     result = doctest.testmod(import_module(f"experiments.{name}"))
@@ -179,10 +179,10 @@ def test_examples(name: str) -> None:
     assert result.failed == 0
 
 
-def of(name: str, page: Any) -> Experiment:
+def of(name: str, page: Any) -> Entry:
     """An experiment whose page is not a module."""
 
-    class Given(Experiment):
+    class Given(Entry):
         @property
         def page(self) -> Any:
             return page
@@ -201,21 +201,20 @@ def test_what_fails_is_told_and_the_rest_runs() -> None:
 def test_changed_sources_make_results_stale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        records, "sources", lambda: {"experiments/records.py": records.digest(FILE)}
-    )
+    monkeypatch.setattr(records, "loaded", lambda: {"experiments/records.py": records.digest(FILE)})
     path = tmp_path / "results.json"
     assert records.stale(path) == "there is none"
-    records.save(path, {"n": 1}, command="c", seed=0, workers={"experiments/gone.py": "0"})
+    records.save(path, {"n": 1}, command="c", seed=0, sources={"experiments/gone.py": "0"})
     assert records.stale(path) == "experiments/gone.py changed"
     records.save(path, {"n": 1}, command="c")
     assert records.stale(path) is None
 
 
+@pytest.mark.slow
 def test_words_do_not_make_results_stale() -> None:
     """Pages are loaded here, and are no sources of results."""
     assert EXPERIMENTS[0].page
-    loaded = records.sources()
+    loaded = records.loaded()
     assert "experiments/report/build.py" in loaded
     assert not [name for name in loaded if name.endswith("/page.py")]
 
@@ -242,7 +241,7 @@ def test_the_command_line(
     assert "<h1>" in (tmp_path / "new" / "page.html").read_text()
 
 
-class Moved(Experiment):
+class Moved(Entry):
     """An experiment in another folder."""
 
     @property
@@ -266,7 +265,7 @@ def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "files", dict)
     monkeypatch.setattr(records, "digest", lambda path: "same")
     stored = json.loads(moved.results.read_text())
-    stored["sources"] = dict.fromkeys(stored["sources"], "same")
+    stored["sources"] = dict.fromkeys(records.loaded(), "same")
     moved.results.write_text(json.dumps(stored))
     return folder
 

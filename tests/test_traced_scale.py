@@ -13,7 +13,6 @@ import jaxmha
 from jaxmha import Mask
 from tests import cases, conformance, tolerance
 from tests.cases import CASES, SMALL, Case
-from tests.everyday import everyday
 
 pytestmark = pytest.mark.usefixtures("every_size")
 by_implementation = pytest.mark.parametrize("implementation", conformance.PLAIN)
@@ -69,25 +68,26 @@ def check(case: Case, implementation: str, dtype: str) -> None:
         static = functional(replace(case, scale=SCALE), "reference", dtype)
         gradients, _ = static(exact, others)
     for name, gradient in gradients.items():
-        tolerance.assert_slopes(found[name], np.asarray(gradient), f"gradient of {name}")
+        tolerance.assert_gradients(found[name], np.asarray(gradient), f"gradient of {name}")
 
 
+@pytest.mark.everyday(case=("empty_nan_lengths", "dropout", "everything"))
+@pytest.mark.slow_variants("*few_queries*", "empty_nan*", "*reference")
 @by_implementation
 @pytest.mark.parametrize(
     "case",
-    everyday(
-        [*CASES, SMALL],
-        *("empty_nan_lengths", "dropout", "everything"),
-    ),
+    [*CASES, SMALL],
 )
 @pytest.mark.usefixtures("x64")
 def test_gradients(implementation: str, case: Case) -> None:
     check(case, implementation, "float64")
 
 
+@pytest.mark.everyday(case=["everything"], dtype=["bfloat16"])
+@pytest.mark.slow_variants("*few_queries*", "*reference")
 @by_implementation
-@pytest.mark.parametrize("case", everyday([*CASES, SMALL], "everything"))
-@pytest.mark.parametrize("dtype", everyday(["float32", "bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("case", [*CASES, SMALL])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_of_rounded_heads(implementation: str, case: Case, dtype: str) -> None:
     check(case, implementation, dtype)
 
@@ -107,8 +107,10 @@ EMPTIED: dict[str, Any] = {
 }
 
 
+@pytest.mark.everyday(name=["bias", "segments"])
+@pytest.mark.slow_variants("*few_queries*", "*reference", "segments*")
 @by_implementation
-@pytest.mark.parametrize("name", everyday(EMPTIED, "bias", "segments"))
+@pytest.mark.parametrize("name", EMPTIED)
 def test_queries_that_attend_nothing(implementation: str, name: str) -> None:
     """NaN of theirs reaches neither the gradient of the scale nor another one."""
     arrays = cases.arrays(Case("emptied"))
@@ -132,7 +134,9 @@ def test_queries_that_attend_nothing(implementation: str, name: str) -> None:
         tolerance.assert_same(x, y)
 
 
-@pytest.mark.parametrize("implementation", everyday(conformance.PLAIN, "blocked"))
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*few_queries*")
+@pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_a_scale_for_each_member(implementation: str) -> None:
     """Mapped, and differentiated in the map."""
     arrays = cases.arrays(Case("members"))

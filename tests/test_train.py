@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
 
+from experiments import frame
 from experiments.train import __main__ as command
 from experiments.train import data, training
 from experiments.train.data import Examples
 from experiments.train.model import ATTENTION
 from experiments.train.training import Settings, Trainer, side_by_side, train
-from tests.everyday import everyday
 from tests.tolerance import assert_close, assert_same
 
 TINY = Settings(steps=50, dropout=0.4, batch=3, T=7, D=6, N=2, blocks=1, every=20)
@@ -51,6 +52,7 @@ def interrupt(trainer: Trainer) -> None:
         raise PluggedOutError
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_as_if_it_was_not(tmp_path: Path) -> None:
     whole = train(TINY, BOTH, tmp_path / "whole")
     assert len(set(whole.curve.loss)) == 50
@@ -63,8 +65,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_was_not(tmp_path: Path) -> Non
         train(replace(TINY, seed=1, steps=6), BOTH, tmp_path / "parts", resume=True)
     parts = train(TINY, BOTH, tmp_path / "parts", resume=True)
     assert parts.curve == whole.curve  # floats, so bit for bit
-    for a, e in zip(jax.tree.leaves(parts.state), jax.tree.leaves(whole.state), strict=True):
-        assert_same(a, e)
+    chex.assert_trees_all_equal(parts.state, whole.state, strict=True)
 
 
 KILLED = """
@@ -98,6 +99,7 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert len(json.loads(whole.stdout)["loss"]) == 50
 
 
+@pytest.mark.slow
 def test_either_attention_gives_the_same_curve() -> None:
     settings = [replace(TINY, attention=kind, dropout=0.0) for kind in ATTENTION]
     ours, flax = side_by_side(settings, BOTH, 50)
@@ -107,16 +109,18 @@ def test_either_attention_gives_the_same_curve() -> None:
         assert_close(np.float32(a), np.array(e), f"step {step}")
 
 
-@pytest.mark.parametrize("attention", everyday(ATTENTION, "jaxmha"))
+@pytest.mark.everyday(attention=["jaxmha"])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ATTENTION)
 def test_what_is_beyond_a_length_is_not_read(attention: str) -> None:
     model = Trainer(replace(TINY, attention=attention), BOTH).model
     model.eval()
     texts, lengths, labels = drawn(3)
     lengths = np.array([1, 3, 6], np.int32)
-    losses, _ = training.answers(model, texts, lengths, labels)
+    losses, _ = training.judged(model, texts, lengths, labels)
     other = np.where(np.arange(7) < lengths[:, None], texts, texts + 1)
-    assert_same(training.answers(model, other, lengths, labels)[0], losses)
-    longer, _ = training.answers(model, texts, np.full(3, 7, np.int32), labels)
+    assert_same(training.judged(model, other, lengths, labels)[0], losses)
+    longer, _ = training.judged(model, texts, np.full(3, 7, np.int32), labels)
     assert np.abs(np.asarray(longer) - np.asarray(losses)).min() > 1e-4
 
 
@@ -156,33 +160,32 @@ def test_a_batch_depends_on_its_step_alone() -> None:
 @pytest.mark.parametrize("wrong", ["--steps=0", "--seed=-1", "--dropout=1", "--attention=torch"])
 def test_bad_arguments_end_with_a_message(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command.parsed([wrong])
+        frame.run(command.EXPERIMENT, [wrong])
     assert ended.value.code == 2
     assert wrong.split("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", "--checkpoints", str(tmp_path / "kept"), "--side-by-side", "2"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--json", "--write"])
+    arguments = ["--checkpoints", str(tmp_path / "kept"), "--side-by-side", "2"]
     monkeypatch.setattr(command, "Settings", lambda *_: TINY)
-    monkeypatch.setattr(command, "HERE", tmp_path)
+    monkeypatch.setattr(frame, "HERE", tmp_path)
     monkeypatch.setattr(data, "read", lambda T: BOTH)
-    command.main()
+    frame.run(command.EXPERIMENT, [*arguments, "--json", "--write"])
     results = json.loads(capsys.readouterr().out)
     assert results["settings"] == asdict(TINY)
     assert len(results["curve"]["loss"]) == 50
     assert list(results["side_by_side"]["runs"]) == list(ATTENTION)
-    assert results == json.loads((tmp_path / "results.json").read_text())
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    monkeypatch.setattr(sys, "argv", arguments[:3])
+    stored = json.loads((tmp_path / "train" / "results.json").read_text())
+    assert {name: stored[name] for name in results} == results
+    assert (tmp_path / "train" / "curves.png").stat().st_size > 10_000
     with pytest.raises(SystemExit) as ended:
-        command.main()
+        frame.run(command.EXPERIMENT, arguments[:2])
     assert ended.value.code == 2
     assert "has a checkpoint of step 50" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*arguments[:3], "--resume"])
-    command.main()
+    frame.run(command.EXPERIMENT, [*arguments[:2], "--resume"])
     assert "accuracy" in capsys.readouterr().out
 
 
@@ -205,11 +208,10 @@ def test_a_folder_that_cannot_be_used_ends_with_a_message(
 ) -> None:
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file" / "kept")
-    monkeypatch.setattr(sys, "argv", ["train", "--checkpoints", folder, *more])
     monkeypatch.setattr(command, "Settings", lambda *_: TINY)
     monkeypatch.setattr(data, "read", lambda T: BOTH)
     with pytest.raises(SystemExit) as ended:
-        command.main()
+        frame.run(command.EXPERIMENT, ["--checkpoints", folder, *more])
     assert ended.value.code == 2
     message = capsys.readouterr().err
     assert folder in message
@@ -217,10 +219,10 @@ def test_a_folder_that_cannot_be_used_ends_with_a_message(
 
 
 def test_stored_results_are_of_the_present_command() -> None:
-    results = json.loads((command.HERE / "results.json").read_text())
+    results = json.loads(command.EXPERIMENT.path.read_text())
     assert results["settings"].keys() == asdict(Settings()).keys()
     assert len(results["curve"]["loss"]) == results["settings"]["steps"]
     assert results["curve"]["accuracy"][-1] > 2 * results["most_frequent"]
-    beside = results["side_by_side"]
-    assert beside["difference"] < 1e-5
-    assert {len(run["loss"]) for run in beside["runs"].values()} == {50}
+    compared = results["side_by_side"]
+    assert compared["difference"] < 1e-5
+    assert {len(run["loss"]) for run in compared["runs"].values()} == {50}

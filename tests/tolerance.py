@@ -79,11 +79,11 @@ def assert_same(actual: Any, expected: Any, what: str = "") -> None:
     assert same, f"{what} differs"
 
 
-def assert_slopes(actual: Any, slopes: NDArray[Any], what: str = "") -> None:
-    """Asserts that gradients are the slopes found by central differences of step STEP."""
+def assert_gradients(actual: Any, grads: NDArray[Any], what: str = "") -> None:
+    """Asserts that gradients are the gradients found by central differences of step STEP."""
     actual = np.asarray(actual)
-    floors = FLOORS[actual.dtype.name] * BACKWARD * floor(slopes, actual.dtype)
-    allowed = floors + SLOPES * float(np.abs(slopes).max(initial=1.0))
+    floors = FLOORS[actual.dtype.name] * BACKWARD * floor(grads, actual.dtype)
+    allowed = floors + SLOPES * float(np.abs(grads).max(initial=1.0))
     allowed += CANCELLED if actual.dtype.itemsize == 2 else 0.0
-    worst = float(np.abs(actual.astype(np.float64) - slopes).max(initial=0.0))
-    assert worst <= allowed, f"{what}: {worst:.2e} from the slopes, allowed {allowed:.2e}"
+    worst = float(np.abs(actual.astype(np.float64) - grads).max(initial=0.0))
+    assert worst <= allowed, f"{what}: {worst:.2e} from the gradients, allowed {allowed:.2e}"

@@ -2,16 +2,22 @@
 
 The environment gets only what `pip install jaxmha` brings: jax, numpy, einops, jaxtyping. Then it
 gets what files need, and reads and writes every format without torch, keras, tensorflow and flax.
+
+The wheel is built from the archive of sources, which has no tests. A checkout without links is
+installed as well, plain and editable.
 """
 
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tempfile
 import venv
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tests.checkpoint import hostile
+from tests.test_checkout import without_link
 
 ROOT = Path(__file__).parents[1]
 # What `jaxmha[cli,orbax]` brings, but for orbax itself, which needs more than its format does.
@@ -67,10 +73,12 @@ print("every format is read and written without any framework")
 def main() -> None:
     """Raises CalledProcessError or AssertionError where the wheel is not whole."""
     with tempfile.TemporaryDirectory() as folder:
-        build = [sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT)]
+        build = [sys.executable, "-m", "build", "--outdir", folder, str(ROOT)]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         wheel = next(Path(folder).glob("*.whl"))
         _check_contents(wheel)
+        _check_archive(next(Path(folder).glob("*.tar.gz")))
+        _check_checkout(Path(folder))
         home = Path(folder) / "environment"
         venv.create(home)
         python = str(home / "bin" / "python")
@@ -106,17 +114,50 @@ def sound_files(folder: Path) -> list[Path]:
     return made
 
 
+def _modules() -> set[Path]:
+    """The modules of the checkout by their paths; those behind the link only once."""
+    folders = [ROOT / "jaxmha", ROOT / "converters"]
+    found = {p.relative_to(ROOT) for folder in folders for p in folder.rglob("*.py")}
+    return {path for path in found if path.parts[:2] != ("jaxmha", "converters")}
+
+
 def _check_contents(wheel: Path) -> None:
     """Every module of the checkout is in the wheel exactly once, under its import name."""
-    tracked = {
-        p.relative_to(ROOT)
-        for folder in ("jaxmha", "converters")
-        for p in (ROOT / folder).rglob("*.py")
-    }
-    expected = {str(p) if p.parts[0] == "jaxmha" else str(Path("jaxmha") / p) for p in tracked}
+    paths = _modules()
+    expected = {str(p) if p.parts[0] == "jaxmha" else str(Path("jaxmha") / p) for p in paths}
     with zipfile.ZipFile(wheel) as archive:
         found = [name for name in archive.namelist() if name.endswith(".py")]
     assert sorted(found) == sorted(expected), set(found) ^ expected
+
+
+def _check_archive(archive: Path) -> None:
+    """The archive of sources has every module once, and no tests, which need the whole checkout."""
+    with tarfile.open(archive) as file:
+        inside = [PurePosixPath(*PurePosixPath(name).parts[1:]) for name in file.getnames()]
+    assert not [path for path in inside if "tests" in path.parts]
+    modules = [str(path) for path in inside if path.suffix == ".py"]
+    assert sorted(modules) == sorted(map(str, _modules())), set(modules) ^ {*map(str, _modules())}
+
+
+def _check_checkout(folder: Path) -> None:
+    """A checkout whose link is a text file is installed, plain and editable, and imported.
+
+    The environments take the libraries of this one.
+    """
+    tree = without_link(folder)
+    code = "import jaxmha.converters.torch, jaxmha.converters.checkpoint"
+    for mode in ([], ["--editable"]):
+        home = folder / f"checkout{len(mode)}"
+        venv.create(home)
+        paths = {"base": str(home), "platbase": str(home)}
+        site = Path(sysconfig.get_path("purelib", vars=paths))
+        (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+        python = str(home / "bin" / "python")
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        pip += ["--no-deps", *mode, str(tree)]
+        subprocess.run(pip, check=True)
+        for place in (folder, tree):
+            subprocess.run([python, "-c", code], check=True, cwd=place)
 
 
 if __name__ == "__main__":

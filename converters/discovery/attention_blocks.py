@@ -26,34 +26,36 @@ class Block(NamedTuple):
     layout: Layout
     keys: dict[str, str]  # key of the layout -> name in the file
     unknown: tuple[str, ...] = ()  # names under the prefix that the layout does not know
-    place: tuple[Family, str] | None = None  # the family with such blocks there, and its pattern
+    family_match: tuple[Family, str] | None = (
+        None  # the family with such blocks there, and its pattern
+    )
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
 
     @property
     def family(self) -> tuple[str, str] | None:
         """Name and prefix pattern of the model family that has such blocks at this prefix."""
-        return (self.place[0].name, self.place[1]) if self.place else None
+        return (self.family_match[0].name, self.family_match[1]) if self.family_match else None
 
     @property
     def refused(self) -> str:
         """Why this layout misreads the family's blocks; "" if it reads them correctly."""
-        if self.place is None or not self.place[0].refused:
+        if self.family_match is None or not self.family_match[0].refused:
             return ""
-        return f"{self.prefix} is of {self.place[0].name}: {self.place[0].refused}"
+        return f"{self.prefix} is of {self.family_match[0].name}: {self.family_match[0].refused}"
 
     @property
     def whole(self) -> bool:
         """True if the layout knows every array under the prefix and every group is complete."""
         lacking = {entry.group for entry in self.layout.entries if entry.key not in self.keys}
-        there = {entry.group for entry in self.layout.entries if entry.key in self.keys}
-        return not self.unknown and not lacking & there
+        present = {entry.group for entry in self.layout.entries if entry.key in self.keys}
+        return not self.unknown and not lacking & present
 
     @property
     def why(self) -> str:
         """The reason for this layout: its keys, and its prefix if a family has such blocks."""
-        place = f"and the place of {': '.join(self.family)}" if self.family else "alone"
+        family_match = f"and the prefix of {': '.join(self.family)}" if self.family else "alone"
         other = f"; they fit {', '.join(self.also)} as well" if self.also else ""
-        return f"{len(self.keys)} keys {place}{other}"
+        return f"{len(self.keys)} keys {family_match}{other}"
 
     def read(
         self, tensors: Mapping[str, Any], num_heads: int | None = None
@@ -104,8 +106,10 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
             }
             if _fits(variant, keys, shapes):
                 unknown = _unknown(variant, prefix, keys, shapes)
-                place = model_families.match(variant.name, prefix, shapes)
-                found.setdefault(prefix, []).append(Block(prefix, variant, keys, unknown, place))
+                family_match = model_families.match(variant.name, prefix, shapes)
+                found.setdefault(prefix, []).append(
+                    Block(prefix, variant, keys, unknown, family_match)
+                )
     chosen = [_decide(candidates) for candidates in found.values()]
     return sorted(chosen, key=lambda block: natural(block.prefix))
 
@@ -162,12 +166,14 @@ def damaged_at(
         for prefix in prefixes:
             if re.search(_ASSIGNS, prefix):
                 continue
-            there = [e for e in usual if candidate.path(prefix, e.key) in shapes]
-            first = required[0] in there and 2 * sum(not e.group for e in there) >= len(required)
-            kernels = 2 * sum(not e.group for e in there) > len(required)
-            if prefix in whole or not (first or kernels or 2 * len(there) > len(usual)):
+            present = [e for e in usual if candidate.path(prefix, e.key) in shapes]
+            first = required[0] in present and 2 * sum(not e.group for e in present) >= len(
+                required
+            )
+            most_kernels = 2 * sum(not e.group for e in present) > len(required)
+            if prefix in whole or not (first or most_kernels or 2 * len(present) > len(usual)):
                 continue
-            missing = [e.key for e in required if e not in there]
+            missing = [e.key for e in required if e not in present]
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
@@ -212,13 +218,13 @@ def _unknown(
     if not prefix:
         return ()
     # Keys next to attention in one model stay next to it when the layout changes.
-    beside = {key for other in LAYOUTS for key in other.beside}
-    norms = {module for key in beside if (module := key.removesuffix(".weight")) != key}
+    known_keys = {key for other in LAYOUTS for key in other.other_keys}
+    norms = {module for key in known_keys if (module := key.removesuffix(".weight")) != key}
     start = prefix + layout.separator
 
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
-        return key in beside or (module in norms and array in _OF_NORMS)
+        return key in known_keys or (module in norms and array in _OF_NORMS)
 
     own = set(keys.values())
     return tuple(

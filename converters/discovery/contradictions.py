@@ -6,11 +6,12 @@ configuration may agree in all sizes.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from jaxmha.converters.discovery import family_keymaps, model_families
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.head_count import Configured
+from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
 from jaxmha.converters.discovery.other_layers import split
 from jaxmha.converters.layout import transform
@@ -48,11 +49,13 @@ _FIRST = (
     r"(^|\.)(intermediate\.dense|mlp\.(fc1|gate_proj|up_proj|c_fc|dense_h_to_4h)|fc1|linear1|"
     r"DenseReluDense\.(wi|wi_0))$"
 )
-_WORDS = r"(^|\.)(word_embeddings|embed_tokens|wte|shared|embed_in|token_embedding|tok_embeddings)$"
+_VOCABULARY = (
+    r"(^|\.)(word_embeddings|embed_tokens|wte|shared|embed_in|token_embedding|tok_embeddings)$"
+)
 
 
 def find(
-    content: Any, configured: Configured | None, blocks: Sequence[Block], shapes: Shapes
+    content: Json, configured: Configured | None, blocks: Sequence[Block], shapes: Shapes
 ) -> list[str]:
     """Contradictions between a configuration and tensors, in words; the first of every kind.
 
@@ -62,21 +65,21 @@ def find(
         return []
     found: dict[str, str] = {}
     for block in blocks:
-        for kind, words in _of_block(content, configured, block, shapes):
-            found.setdefault(kind, words)
-    for kind, words in (
+        for kind, text in _of_block(content, configured, block, shapes):
+            found.setdefault(kind, text)
+    for kind, text in (
         *_layers(content, blocks, shapes),
         *_other_layers(content, shapes),
         *_model_type(content, blocks, shapes),
     ):
-        found.setdefault(kind, words)
+        found.setdefault(kind, text)
     return list(found.values())
 
 
 def _of_block(
-    content: dict[str, Any], configured: Configured | None, block: Block, shapes: Shapes
+    content: Mapping[str, Json], configured: Configured | None, block: Block, shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """Contradictions in the sizes of one block, by the configuration of its part of the model."""
+    """Compares the sizes of one block with the configuration of its part of the model."""
     count = configured.part_of(block.prefix) if configured else None
     if configured and configured.counts and count is None:
         return  # the configuration does not cover the block's part
@@ -98,9 +101,9 @@ def _of_block(
         ("head_dim", "features in a head", [sizes.get("H")], _HEAD, _HEAD_LIKE),
         ("kv", "heads of keys and values", [keys], _KEYS, _KEYS_LIKE),
     ):
-        said = _said(own, exact)
-        if said and found[0] is not None and not _sizes(content, like).intersection(found):
-            yield kind, f"{said[0]} is {said[1]}, and {where} has {found[0]} {letter}"
+        stated = _size_in(own, exact)
+        if stated and found[0] is not None and not _sizes(content, like).intersection(found):
+            yield kind, f"{stated[0]} is {stated[1]}, and {where} has {found[0]} {letter}"
 
 
 def _query_rows(block: Block, arrays: Shapes) -> int | None:
@@ -116,10 +119,10 @@ def _query_rows(block: Block, arrays: Shapes) -> int | None:
 
 
 def _layers(
-    content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
+    content: Mapping[str, Json], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """A number of layers that no stack of attention layers in the file has."""
-    named = _said(content, _LAYERS)
+    """Reports a configured number of layers that no stack of attention layers in the file has."""
+    named = _size_in(content, _LAYERS)
     stacks: dict[str, int] = {}
     starts = {
         match[0] for block in blocks if (match := re.match(_STACK, block.prefix.replace("/", ".")))
@@ -133,8 +136,8 @@ def _layers(
         yield "layers", f"{named[0]} is {named[1]}, and {shown}"
 
 
-def _other_layers(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """A vocabulary size, or an inner feed-forward width, that no layer of this kind has."""
+def _other_layers(content: Mapping[str, Json], shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """Reports a configured vocabulary size or feed-forward width that no such layer has."""
     vocabulary, inner = _sizes(content, r"vocab"), _sizes(content, _INNER_LIKE)
     widths = {content[key] for key in _WIDTH if type(content.get(key)) is int}
     books = _sizes(content, r"codebook")
@@ -144,27 +147,27 @@ def _other_layers(content: dict[str, Any], shapes: Shapes) -> Iterator[tuple[str
     fitting: set[str] = set()
     for name, shape in shapes.items():
         prefix, _, key = split(name)
-        place = prefix.replace("/", ".")
+        path = prefix.replace("/", ".")
         if len(shape) != 2 or key not in ("weight", "kernel", "embedding"):
             continue
         apart = [n for n in shape if n not in widths] or shape
         fits = {size for n in apart for size in (n, n / 2)} & inner
         for kind, keys, pattern, fine in (
-            ("vocabulary", ["vocab_size", "n_vocab"], _WORDS, shape[0] in vocabulary),
+            ("vocabulary", ["vocab_size", "n_vocab"], _VOCABULARY, shape[0] in vocabulary),
             ("inner", _INNER, _FIRST, bool(fits)),
         ):
-            if (said := _said(content, keys)) and re.search(pattern, place):
+            if (stated := _size_in(content, keys)) and re.search(pattern, path):
                 unlike.setdefault(
-                    kind, f"{said[0]} is {said[1]}, and {name} has shape {tuple(shape)}"
+                    kind, f"{stated[0]} is {stated[1]}, and {name} has shape {tuple(shape)}"
                 )
                 fitting |= {kind} if fine else set()
-    yield from ((kind, words) for kind, words in unlike.items() if kind not in fitting)
+    yield from ((kind, text) for kind, text in unlike.items() if kind not in fitting)
 
 
 def _model_type(
-    content: dict[str, Any], blocks: Sequence[Block], shapes: Shapes
+    content: Mapping[str, Json], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """A model type whose models have neither attention nor other layers under the file's names."""
+    """Reports a model type whose models have no layers of the names in the file."""
     model_type = content.get("model_type")
     theirs = {
         family
@@ -196,28 +199,34 @@ def _plain(family: str) -> str:
     return re.sub(r" \(.*\)$", "", family)
 
 
-def _at(content: Any, way: Sequence[str]) -> dict[str, Any]:
+def _at(content: Json, way: Sequence[str]) -> Mapping[str, Json]:
     for key in way:
         content = content.get(key) if isinstance(content, dict) else None
     return content if isinstance(content, dict) else {}
 
 
-def _said(content: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, int] | None:
+def _size_in(content: Mapping[str, Json], keys: Sequence[str]) -> tuple[str, int] | None:
     """The first of the keys that holds a size, and the size."""
-    return next(((key, content[key]) for key in keys if type(content.get(key)) is int), None)
+    sizes = ((key, content.get(key)) for key in keys)
+    return next(((key, size) for key, size in sizes if _is_size(size)), None)
 
 
-def _sizes(content: Any, pattern: str) -> set[int]:
+def _is_size(value: Json) -> TypeGuard[int]:
+    """True for an integer; a Boolean is none."""
+    return type(value) is int
+
+
+def _sizes(content: Json, pattern: str) -> set[int]:
     """Every integer under a key that matches the pattern, also inside lists."""
     found: set[int] = set()
     for key, value in _items(content):
         if re.search(pattern, key):
             several = value if isinstance(value, list) else [value]
-            found |= {one for one in several if type(one) is int}
+            found |= {one for one in several if _is_size(one)}
     return found
 
 
-def _items(content: Any) -> Iterator[tuple[str, Any]]:
+def _items(content: Json) -> Iterator[tuple[str, Json]]:
     todo = [content]
     while todo:
         value = todo.pop()

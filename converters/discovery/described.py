@@ -41,21 +41,21 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     configured = head_count.in_config(file.path)
     content = hf_config.readable(file.path)
     by_key, unbiased = hf_config.epsilons(file.path), hf_config.unbiased_norms(file.path)
-    told = list(_unread(file.path))
+    found_notes = list(_unread(file.path))
     if wrong := contradictions.find(content, configured, blocks, shapes):
         path = file.path.parent / hf_config.CONFIG
         configured, by_key, unbiased = _aside(path, wrong, configured), {}, ""
-        told.append(f"{path} was set aside, epsilon and all: {_listed(wrong)}")
+        found_notes.append(f"{path} was set aside, epsilon and all: {_listed(wrong)}")
     by_prefix = keras_config.epsilons(file.config, file.names)
     if wrong := list(keras_config.contradictions(file.config, file.names, shapes)):
         by_prefix = {}
-        told.append(f"{keras_config.WHERE} was set aside: {_listed(wrong)}")
+        found_notes.append(f"{keras_config.WHERE} was set aside: {_listed(wrong)}")
     return Description(
         configured,
         notes.Epsilons(by_key, by_prefix),
         hf_config.offset_norms(file.path),
         unbiased,
-        tuple(map(printable, told)),
+        tuple(map(printable, found_notes)),
     )
 
 

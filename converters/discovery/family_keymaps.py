@@ -149,10 +149,10 @@ def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
     """
     for keymap in KEYMAPS:
         if keymap.family in families:
-            for kind, places in keymap.kinds.items():
-                for place in places.split():
-                    if _ends(prefix, place) and not (place == "norm" and _in_layer(prefix)):
-                        return kind, f"{keymap.family}: {place}"
+            for kind, patterns in keymap.kinds.items():
+                for pattern in patterns.split():
+                    if _ends(prefix, pattern) and not (pattern == "norm" and _in_layer(prefix)):
+                        return kind, f"{keymap.family}: {pattern}"
     return None
 
 
@@ -164,13 +164,13 @@ def _in_layer(path: str) -> bool:
 def is_bare(name: str, families: Iterable[str]) -> bool:
     """True if one of the families has a parameter or buffer of this name outside any layer."""
     return any(
-        _ends(name, place)
+        _ends(name, pattern)
         for keymap in KEYMAPS
         if keymap.family in families
-        for place in keymap.bare.split()
+        for pattern in keymap.bare.split()
     )
 
 
-def _ends(path: str, place: str) -> bool:
-    numbered = re.escape(place).replace(r"\{i\}", r"\d+")
+def _ends(path: str, pattern: str) -> bool:
+    numbered = re.escape(pattern).replace(r"\{i\}", r"\d+")
     return re.search(rf"(^|\.){numbered}$", path.replace("/", ".")) is not None

@@ -51,7 +51,7 @@ class UnusableConfigError(ValueError):
 
 
 class Count(NamedTuple):
-    """A head count, the place it was read from, and the parts of the model it applies to.
+    """A head count, its source, and the parts of the model it applies to.
 
     `parts` runs from the outermost to the innermost. `alone`: the count applies to no other part.
     `way`: the keys that lead to it in the configuration.
@@ -104,11 +104,11 @@ class Configured(NamedTuple):
         path = re.split("[./]", prefix)[:-1]
         if not self.several:
             count = self.counts[0]
-            if self.in_parts and not _place(count.parts, path):
+            if self.in_parts and not _positions(count.parts, path):
                 return f"{count.where} is of its part of the model"
             return count
-        placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
-        best = [c for place, c in placed if place == min(place for place, _ in placed)]
+        placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
+        best = [c for position, c in placed if position == min(position for position, _ in placed)]
         if len({c.heads for c in best}) == 1:
             return best[0]
         shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
@@ -117,7 +117,7 @@ class Configured(NamedTuple):
     def part_of(self, prefix: str) -> Count | None:
         """The head count for the part of the model that contains a prefix, or for all of it."""
         path = re.split("[./]", prefix)[:-1]
-        placed = [(place, c) for c in self.counts if (place := _place(c.parts, path))]
+        placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
         if placed:
             return min(placed, key=lambda one: one[0])[1]
         return self.counts[0] if self.counts and not self.in_parts else None
@@ -138,9 +138,9 @@ def find(
       UnusableConfigError: only the configuration could give the count, and it does not.
       ValueError: the given count contradicts the file.
     """
-    stored = in_shapes(block, shapes)
-    if stored is not None and given in (None, stored):
-        return stored, "shape"
+    in_shape = in_shapes(block, shapes)
+    if in_shape is not None and given in (None, in_shape):
+        return in_shape, "shape"
     kept: tuple[int | None, str] | None = next(
         (
             (int(text), "metadata")
@@ -156,14 +156,14 @@ def find(
         several = {count.heads for count in configured.counts} if configured.several else set()
     if given is None and kept is not None and kept[0] is None:
         remedy = (
-            f"none of them is said to be that of {block.prefix or '(top)'}; {_SINGLY}"
+            f"none of them belongs to {block.prefix or '(top)'}; {_SINGLY}"
             if in_parts
             else "correct it, or pass num_heads= or --num-heads"
         )
         raise UnusableConfigError(f"{kept[1]}: {remedy}")
     if given is None:
         return kept or (None, "not stored: pass --num-heads")
-    if stored is None and kept is not None and kept[0] not in (None, given):
+    if in_shape is None and kept is not None and kept[0] not in (None, given):
         remedy = (
             f"leave it out, or {_SINGLY}"
             if in_parts
@@ -174,7 +174,7 @@ def find(
             + f" for {block.prefix or '(top)'}" * in_parts
             + f": {remedy}"
         )
-    if stored is None and kept is not None and several and given not in several:
+    if in_shape is None and kept is not None and several and given not in several:
         raise ValueError(
             f"num_heads={given} is given for {block.prefix or '(top)'}, and {kept[1]}: {_SINGLY}"
         )
@@ -182,13 +182,12 @@ def find(
 
 
 def by_default(block: Block, given: int | None, configured: Configured | None = None) -> int | None:
-    """The count to pass to `find` for a draft plan.
+    """The caller's head count for a block of a draft plan; None if a configuration gives one.
 
-    The given count applies only to blocks that the configuration does not cover, if the
-    configuration describes parts of the model.
+    Only a configuration that describes parts of the model overrides the caller.
     """
-    told = configured is not None and configured.in_parts and configured.of(block.prefix)[0]
-    return None if told else given
+    covered = configured is not None and configured.in_parts and configured.of(block.prefix)[0]
+    return None if covered else given
 
 
 def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
@@ -223,7 +222,7 @@ def in_config(path: Path) -> Configured | None:
         )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
-    counts = tuple(_count(way, heads) for way, heads in found)
+    counts = tuple(_count(way, heads) for way, heads in found if isinstance(heads, int))
     values = [value for _, value in hf_config.search(content, ["model_type"])]
     types = {value for value in values if isinstance(value, str)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
@@ -253,18 +252,18 @@ def _part(key: str) -> str:
     return key.removesuffix("_config").removesuffix("_cfg")
 
 
-def _place(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
+def _positions(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
     """Positions at which a path names the parts in order, then the length of the path.
 
     The smallest tuple belongs to the outermost part, and among these to the one with most parts.
     Empty if there are no parts, or if the path does not name all of them.
     """
-    places: list[int] = []
+    positions: list[int] = []
     for part in parts:
-        start = places[-1] + 1 if places else 0
+        start = positions[-1] + 1 if positions else 0
         named = re.compile(rf"({_CALLED.get(part, re.escape(part))})(?![a-z])")
         at = next((i for i in range(start, len(path)) if named.match(path[i])), None)
         if at is None:
             return ()
-        places.append(at)
-    return (*places, len(path)) if places else ()
+        positions.append(at)
+    return (*positions, len(path)) if positions else ()

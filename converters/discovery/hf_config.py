@@ -1,15 +1,20 @@
 """Reads facts that no tensor holds from the config.json next to a checkpoint."""
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from jaxmha.checkpoint import json_text
 from jaxmha.checkpoint.errors import BudgetExceeded, UnreadableFile, shown
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.source import Source
+
+if TYPE_CHECKING:
+    Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | int | float | None
+else:
+    Json = object  # runtime checkers do not know recursive types
 
 CONFIG = "config.json"
 _LIMITS = Limits(memory=8 << 20)  # about 30,000 entries; searching them takes 0.1 s
@@ -38,7 +43,7 @@ OFFSET_RMSNORMS = (
 OFFSET_NORMS = "nemotron"
 
 
-def read(path: Path) -> Any:
+def read(path: Path) -> Json:
     """The content of the config.json next to a checkpoint; an empty dict if there is no file.
 
     Raises ValueError or RecursionError if it cannot be read. A FIFO or device is not opened. A
@@ -60,19 +65,20 @@ def read(path: Path) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _parsed(path: Path, raw: bytes) -> Any:
+def _parsed(path: Path, raw: bytes) -> Json:
     """The parsed content of a configuration; cached, since one command reads it several times."""
-    return json_text.load(raw, Budget(path, len(raw), _LIMITS))
+    content: Json = json_text.load(raw, Budget(path, len(raw), _LIMITS))
+    return content
 
 
-def search(content: Any, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Any]]:
+def search(content: Json, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Json]]:
     """Every value under one of the keys, with the path of keys that leads to it.
 
     >>> list(search({"a": [{"n": 3}], "n": 5}, ["n"]))
     [(('a', 'n'), 3), (('n',), 5)]
     """
     # A path is a linked list (key, path of the parent), so that siblings share the path above them.
-    todo: list[tuple[tuple[Any, ...], Any, bool]] = [((), content, False)]
+    todo: list[tuple[tuple[Any, ...], Json, bool]] = [((), content, False)]
     found = 0
     while todo:
         way, value, fresh = todo.pop()
@@ -107,12 +113,12 @@ def refuse_behaviour(path: Path) -> None:
     try:
         content = read(path)
     except BudgetExceeded as error:
-        problem = "is too large to be read, so that nothing is known of what it says of attention"
+        problem = "is too large to be read, and may hold settings of attention"
         remedy = "leave out its labels (id2label, label2id), or move it away"
         raise BudgetExceeded(path.parent / CONFIG, problem, remedy) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{unreadable(path, error)}: nothing is known of what it says of attention; correct it, "
+            f"{unreadable(path, error)}: it may hold settings of attention; correct it, "
             "or move it away"
         ) from error
     for (*_, key), value in search(content, BEHAVIOUR):
@@ -157,8 +163,8 @@ def epsilons(path: Path) -> dict[str, tuple[float, ...]]:
     return {key: tuple(values) for key, values in found.items()}
 
 
-def _is_positive(value: Any) -> bool:
-    if type(value) not in (int, float):
+def _is_positive(value: Json) -> TypeGuard[float]:
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:
         return 0 < float(value) < math.inf
@@ -195,11 +201,11 @@ def unbiased_norms(path: Path) -> str:
     keys = {way[-1] for way, value in search(content, EPSILONS) if value is not None}
     if not keys and any(True for _ in search(content, ["model_type"])):
         return "asked"
-    told = {"rms_norm_eps": "rmsnorm", "layer_norm_eps": "norm"}
-    return told.get(keys.pop(), "") if len(keys) == 1 else ""
+    kinds = {"rms_norm_eps": "rmsnorm", "layer_norm_eps": "norm"}
+    return kinds.get(keys.pop(), "") if len(keys) == 1 else ""
 
 
-def readable(path: Path) -> Any:
+def readable(path: Path) -> Json:
     """As `read`, but empty if the file is unreadable; `head_count.in_config` reports that."""
     try:
         return read(path)

@@ -27,7 +27,9 @@ def layers(content: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]
     found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for _, value in hf_config.search(dict(content), ["layers"]):
         for one in value if isinstance(value, list) else []:
-            settings = one.get("config") if isinstance(one, dict) else None
+            if not isinstance(one, dict):
+                continue
+            settings = one.get("config")
             if isinstance(settings, dict) and isinstance(name := settings.get("name"), str):
                 found.setdefault(name, []).append((str(one.get("class_name")), settings))
     return {name: both[0] for name, both in found.items() if len(both) == 1}
@@ -53,9 +55,9 @@ def contradictions(
         kind, settings = known.get(name, ("", {}))
         for setting, (array, axis) in _SIZES.get(kind, {}).items():
             shape = tuple(shapes.get(f"{group}/{array}", ()))
-            said = settings.get(setting)
-            if type(said) is int and len(shape) > axis and shape[axis] != said:
-                yield f"{setting} of {name} is {said}, and {group}/{array} has shape {shape}"
+            stated = settings.get(setting)
+            if type(stated) is int and len(shape) > axis and shape[axis] != stated:
+                yield f"{setting} of {name} is {stated}, and {group}/{array} has shape {shape}"
 
 
 def _once(names: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 METADATA = "jaxmha.keras.groups"
 
 
-def told(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def from_metadata(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Group and name of every layer by prefix, from the metadata of a converted file."""
     try:
         found = json.loads(metadata.get(METADATA, "{}"))
@@ -22,4 +22,4 @@ def told(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def of(names: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Group and name of every layer by prefix; in a file of Keras the prefixes are the groups."""
-    return {group: (group, name) for group, name in names.items()} or told(metadata)
+    return {group: (group, name) for group, name in names.items()} or from_metadata(metadata)

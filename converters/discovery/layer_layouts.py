@@ -11,6 +11,7 @@ from einops import rearrange
 
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry
+from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
 # Every leaf of these layers and its axes.
@@ -31,14 +32,13 @@ class Convention:
     """The layouts of other layers in one framework.
 
     Attributes:
-      name: of the convention; `layouts` are the attention layouts found in the same files.
+      name: as attention layouts of the same files have it in `Layout.convention`.
       kinds: kind -> arrays; `INSTEAD` gives the replacement for a missing kind.
       epsilon: value that the framework's own norms add to the variance by default.
       group: only for .weights.h5 files: kind -> the name that Keras gives the layer's group.
     """
 
     name: str
-    layouts: str
     kinds: Mapping[str, tuple[Entry, ...]]
     separator: str = "."
     epsilon: Mapping[str, float] = field(default_factory=dict)
@@ -77,9 +77,6 @@ def _convolution(kernel: str, axes: str, bias: str) -> tuple[Entry, ...]:
 
 TORCH = Convention(
     "torch",
-    "torch torch-separate bert vit timm gpt2 gpt-neox t5 whisper linear llama annotated equinox "
-    "linear-wo linear-tutorial linear-query linear-combine linear-to linear-upper linear-qkv-out "
-    "linear-qkv-projection",
     {
         "linear": _linear("weight", "Do Di", "bias"),
         "conv1d": _linear("weight", "Di Do", "bias"),
@@ -92,8 +89,6 @@ TORCH = Convention(
 )
 FLAX = Convention(
     "flax",
-    "flax dense dense-wo dense-tutorial dense-query dense-combine dense-to dense-upper dense-qkv "
-    "dense-qkv-out dense-qkv-projection",
     {
         "linear": _linear("kernel", "Di Do", "bias"),
         "norm": _norm("scale", "bias"),
@@ -106,7 +101,6 @@ FLAX = Convention(
 )
 KERAS = Convention(
     "keras",
-    "keras keras-gqa",
     {
         "linear": _linear("kernel", "Di Do", "bias"),
         "norm": _norm("gamma", "beta"),
@@ -120,9 +114,6 @@ KERAS = Convention(
 _FIRST, _SECOND = "vars/0", "vars/1"
 KERAS_FILE = Convention(
     "keras-file",
-    "keras-file keras-gqa-file dense-file dense-wo-file dense-tutorial-file dense-query-file "
-    "dense-combine-file dense-to-file dense-upper-file dense-qkv-file dense-qkv-out-file "
-    "dense-qkv-projection-file",
     {
         "linear": _linear(_FIRST, "Di Do", _SECOND),
         "norm": _norm(_FIRST, _SECOND),
@@ -142,7 +133,6 @@ KERAS_FILE = Convention(
 )
 HAIKU = Convention(
     "haiku",
-    "haiku",
     {
         "linear": _linear("w", "Di Do", "b"),
         "norm": _norm("scale", "offset"),
@@ -156,13 +146,14 @@ HAIKU = Convention(
 CONVENTIONS = (TORCH, FLAX, KERAS, KERAS_FILE, HAIKU)
 
 
-def beside(layout: str) -> Convention | None:
-    """The convention in whose files an attention layout occurs; None if it has no framework.
+def convention_of(layout: str) -> Convention | None:
+    """The convention in whose files an attention layout occurs; None if it has none.
 
-    >>> beside("bert").name, beside("flax").name, beside("matrices")
-    ('torch', 'flax', None)
+    >>> [c and c.name for c in map(convention_of, ("bert", "flax", "matrices"))]
+    ['torch', 'flax', None]
     """
-    return next((c for c in CONVENTIONS if layout in c.layouts.split()), None)
+    name = {known.name: known.convention for known in LAYOUTS}.get(layout)
+    return next((c for c in CONVENTIONS if c.name == name), None)
 
 
 def tells_norms(convention: Convention) -> bool:
@@ -181,7 +172,7 @@ def named(name: str) -> Convention:
         if convention.name == name:
             return convention
     known = ", ".join(convention.name for convention in CONVENTIONS)
-    raise ValueError(f"unknown convention {name!r} of neighbours: known are {known}")
+    raise ValueError(f"unknown convention {name!r} of other layers: known are {known}")
 
 
 def unpack(entry: Entry, array: NDArray) -> NDArray:

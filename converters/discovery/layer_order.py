@@ -16,17 +16,17 @@ def of_source(names: Iterable[str]) -> Callable[[str], Key]:
     >>> sorted(["l.10.self", "l.10.cross", "l.2.cross", "l.2.self"], key=key)
     ['l.2.self', 'l.2.cross', 'l.10.self', 'l.10.cross']
     """
-    beside: dict[tuple[str, ...], dict[str, int]] = {}
+    ranks_by_parent: dict[tuple[str, ...], dict[str, int]] = {}
     for name in names:
         tokens = _tokens(name)
         for i, token in enumerate(tokens):
-            ranks = beside.setdefault(tokens[:i], {})
+            ranks = ranks_by_parent.setdefault(tokens[:i], {})
             ranks.setdefault(token, len(ranks))
 
     def key(prefix: str) -> Key:
         tokens = _tokens(prefix)
         return [
-            (0, int(token)) if token[0] in "0123456789" else (1, beside[tokens[:i]][token])
+            (0, int(token)) if token[0] in "0123456789" else (1, ranks_by_parent[tokens[:i]][token])
             for i, token in enumerate(tokens)
         ]
 

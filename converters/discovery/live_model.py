@@ -1,13 +1,17 @@
 """Collects the tensors of a live model under the names by which its framework saves them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from keras import Layer
+    from torch import nn
 
 # Attributes in which hand-written attention classes keep the head count.
 HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "num_attention_heads", "heads", "h")
 
 
-class Live(NamedTuple):
+class LiveModel(NamedTuple):
     """The tensors and layers of a live model.
 
     Attributes:
@@ -21,7 +25,7 @@ class Live(NamedTuple):
     names: Mapping[str, str] = {}
 
 
-def torch(module: Any) -> Live:
+def torch(module: "nn.Module") -> LiveModel:
     """The state dict of a torch module, and its layers by path.
 
     >>> from torch import nn
@@ -29,10 +33,10 @@ def torch(module: Any) -> Live:
     ['0.bias', '0.weight']
     """
     state = module.state_dict()
-    return Live(state, dict(module.named_modules(remove_duplicate=False)))
+    return LiveModel(state, dict(module.named_modules(remove_duplicate=False)))
 
 
-def keras(model: Any) -> Live:
+def keras(model: "Layer") -> LiveModel:
     """The arrays that `save_weights` of a Keras model or layer would write, by the same names.
 
     >>> from keras import layers
@@ -41,7 +45,7 @@ def keras(model: Any) -> Live:
     >>> {name: tuple(array.shape) for name, array in keras(layer).state.items()}
     {'vars/0': (3, 2), 'vars/1': (2,)}
     """
-    found = Live({}, {}, {})
+    found = LiveModel({}, {}, {})
     _visit(model, "", found, set())
     return found
 
@@ -80,7 +84,7 @@ def _children(layer: Any, path: str) -> Iterator[tuple[Any, str]]:
                     yield item, f"{where}/{name}{f'_{used[name]}' * (used[name] > 0)}"
 
 
-def flax(module: Any, variables: Any = None) -> Live:
+def flax(module: Any, variables: Any = None) -> LiveModel:
     """The state of an nnx module without random states, or the variables of a linen module.
 
     Args:
@@ -104,17 +108,14 @@ def flax(module: Any, variables: Any = None) -> Live:
             prefix = () if collection == "params" else (collection,)
             for path, leaf in flatten_dict(dict(tree)).items():
                 state["/".join(map(str, (*prefix, *path)))] = leaf
-        return Live(state, {"": module})
+        return LiveModel(state, {"": module})
     _, kept = nnx.split_state(nnx.state(module), nnx.RngState, ...)
     state = {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(kept)}
     layers = {"/".join(map(str, path)): one for path, one in nnx.iter_modules(module)}
-    return Live(state, layers)
+    return LiveModel(state, layers)
 
 
-STATES: Mapping[str, Callable[..., Live]] = {"torch": torch, "keras": keras, "flax": flax}
-
-
-def under(whole: Live, layer: Any) -> set[str]:
+def under(whole: LiveModel, layer: object) -> set[str]:
     """Names of the tensors that belong to a layer of the model."""
     paths = [path for path, one in whole.layers.items() if one is layer]
     return {
@@ -124,12 +125,12 @@ def under(whole: Live, layer: Any) -> set[str]:
     }
 
 
-def head_count(whole: Live, prefix: str) -> int | None:
+def head_count(whole: LiveModel, prefix: str) -> int | None:
     """The head count from an attribute of a hand-written layer, its sublayers, or the model's
     config.
 
     >>> from types import SimpleNamespace
-    >>> head_count(Live({}, {"attn": SimpleNamespace(nhead=8)}), "attn")
+    >>> head_count(LiveModel({}, {"attn": SimpleNamespace(nhead=8)}), "attn")
     8
     """
     starts = (f"{prefix}.", f"{prefix}/")
@@ -143,16 +144,16 @@ def head_count(whole: Live, prefix: str) -> int | None:
     return None
 
 
-def by_hand(layer: Any, package: str, state: str, variables: Any = None) -> str:
+def by_hand(read: Callable[[], LiveModel], state: str) -> str:
     """Advice how to import the weights of a hand-written class; "" if its names are unknown.
 
-    `state` is the Python expression for its flat dict of arrays.
+    `read` collects its tensors; `state` is the Python expression for its flat dict of arrays.
     """
     from jaxmha.converters.discovery.attention_blocks import find
     from jaxmha.converters.layout import linear
 
     try:
-        whole = STATES[package](layer, *(() if variables is None else (variables,)))
+        whole = read()
         shapes = {name: tuple(x.shape) for name, x in whole.state.items() if hasattr(x, "shape")}
         found = find(shapes)
     except (ValueError, TypeError, AttributeError):

@@ -14,14 +14,14 @@ Shapes = Mapping[str, Sequence[int]]
 class Family(NamedTuple):
     """Models whose blocks have the same prefix and layout.
 
-    `told_by` distinguishes them from other families at the same prefix, by prefix and all shapes.
+    `recognises` distinguishes them from other families at the same prefix, by prefix and all shapes.
     `refused` is the reason why the layout misreads their blocks, and what to do instead.
     """
 
     name: str
     layout: str
     prefixes: str
-    told_by: Callable[[str, Shapes], bool] = lambda prefix, shapes: True
+    recognises: Callable[[str, Shapes], bool] = lambda prefix, shapes: True
     refused: str = ""
 
 
@@ -109,7 +109,7 @@ def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None
         if family.layout != layout:
             continue
         for pattern in family.prefixes.split():
-            if _fits(pattern, path) and family.told_by(prefix, shapes):
+            if _fits(pattern, path) and family.recognises(prefix, shapes):
                 return family, pattern
     return None
 

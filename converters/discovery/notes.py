@@ -12,7 +12,7 @@ from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import OF_GROUPS, Module
 
 CREATES = "check that the model creates its layers so"
-NO_ATTENTION = "no block of attention was found: what is converted are the layers beside it"
+NO_ATTENTION = "no attention block was found: only other layers are converted"
 
 
 def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
@@ -41,10 +41,10 @@ def epsilons(
     """Notes on the epsilon of norms, if it is unknown or differs from the target's default."""
     if convention is None:
         return
-    families_there = {block.family[0] for block in found if block.family}
-    keys = {k.epsilon for k in family_keymaps.KEYMAPS if k.family in families_there and k.epsilon}
-    said = {key: values for key, values in read.by_key.items() if key in keys or not keys}
-    of_all = tuple(dict.fromkeys(value for values in said.values() for value in values))
+    families = {block.family[0] for block in found if block.family}
+    keys = {k.epsilon for k in family_keymaps.KEYMAPS if k.family in families and k.epsilon}
+    by_key = {key: values for key, values in read.by_key.items() if key in keys or not keys}
+    of_all = tuple(dict.fromkeys(value for values in by_key.values() for value in values))
     counts = Counter(
         (
             x.kind,
@@ -53,7 +53,7 @@ def epsilons(
             (read.by_prefix[x.prefix],) if x.prefix in read.by_prefix else of_all,
             "the archive's config.json"
             if x.prefix in read.by_prefix
-            else f"config.json: {', '.join(said)}",
+            else f"config.json: {', '.join(by_key)}",
         )
         for x in layers
         if x.kind in ("norm", "rmsnorm")
@@ -61,19 +61,19 @@ def epsilons(
     for (kind, unsure, source, values, where), count in counts.items():
         shown_kind = f"{kind} (LayerNorm or RMSNorm: no tensor tells)" if unsure else kind
         theirs = convention.epsilon[kind if kind in convention.kinds else "norm"]
-        there = f"{theirs:.3g} by default in {convention.name}"
+        default = f"{theirs:.3g} by default in {convention.name}"
         if not values and source.name != convention.name:
             usual = source.epsilon.get(kind, theirs)
             yield (
                 f"{count} x {shown_kind}: epsilon is not known: neither a tensor nor a configuration has "
-                f"it. It is {usual:.3g} if it is the default of {source.name}, and {there}: look "
+                f"it. It is {usual:.3g} if it is the default of {source.name}, and {default}: look "
                 "it up in the source model and give it to the layers"
             )
         elif values and values != (theirs,):
             shown = " or ".join(f"{value:.3g}" for value in values)
             which = " (each part of the model has its own)" * (len(values) > 1)
             yield (
-                f"{count} x {shown_kind}: epsilon is {shown} ({where}){which}, and {there}: no tensor "
+                f"{count} x {shown_kind}: epsilon is {shown} ({where}){which}, and {default}: no tensor "
                 "holds it, so give it to the layers"
             )
 
@@ -101,8 +101,8 @@ def of_groups(targets: Sequence[str]) -> str:
     shown = listed(targets, 3)
     if not all(targets):
         return (
-            "the arrays stand at the top of the file, where a model of this very class has them; for "
-            f"a model that holds the class as a layer, {like}"
+            "the arrays are at the top of the file, as a model of this very class saves them; for a "
+            f"model that holds the class as a layer, {like}"
         )
     if all(target.startswith("layers/") for target in targets):
         return (
@@ -115,12 +115,12 @@ def of_groups(targets: Sequence[str]) -> str:
     )
 
 
-def told_by_name(layers: Sequence[Module]) -> Iterator[str]:
+def known_by_name(layers: Sequence[Module]) -> Iterator[str]:
     """Notes layers whose kind only the name determines."""
     if shown := [f"{x.prefix} ({x.kind})" for x in layers if x.confidence == "by name"]:
         yield (
-            f"what only the name tells: {listed(shown)}; where that is wrong, write a plan and name "
-            "the kind"
+            f"kinds known only by name: {listed(shown)}; if one is wrong, write a plan and name its "
+            "kind"
         )
 
 

@@ -105,7 +105,7 @@ def find(
             prefix, separator, key = split(name)
             groups.setdefault((prefix, separator), {})[key] = name
     families = {block.family[0] for block in blocks if block.family}
-    preferred = [c for block in blocks if (c := layer_layouts.beside(block.layout.name))]
+    preferred = [c for block in blocks if (c := layer_layouts.convention_of(block.layout.name))]
     own = list(dict.fromkeys(preferred)) or list(CONVENTIONS)
     separators = {block.layout.separator for block in blocks}
     if not unbiased and _parallel(prefix for prefix, _ in groups):
@@ -132,12 +132,14 @@ def find(
 
 def _parallel(prefixes: Iterable[str]) -> bool:
     """True if layers have Llama's first norm but not its second: Cohere, with LayerNorms."""
-    there = set(prefixes)
-    first = {p for p in there if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
-    return any(p.replace("input_layernorm", "post_attention_layernorm") not in there for p in first)
+    present = set(prefixes)
+    first = {p for p in present if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
+    return any(
+        p.replace("input_layernorm", "post_attention_layernorm") not in present for p in first
+    )
 
 
-_FOREIGN = "its name has another separator than those of the attention beside it"
+_FOREIGN = "its separator is not that of the attention blocks in the same file"
 
 
 def _computes(module: Module) -> str:
@@ -171,12 +173,12 @@ def as_kind(
         known = ", ".join(convention.kinds)
         raise ValueError(f"convention {convention.name} has no {kind}: it has {known}")
     sizes: dict[str, int] = {}
-    there = {entry.key: entry for entry in convention.kinds[kind]}
+    known_entries = {entry.key: entry for entry in convention.kinds[kind]}
     for key, name in keys.items():
-        if key not in there:
-            has = ", ".join(there)
+        if key not in known_entries:
+            has = ", ".join(known_entries)
             raise ValueError(f"{name} is no array of {kind} in {convention.name}, which has {has}")
-        shape, axes = tuple(info[name].shape), there[key].axes
+        shape, axes = tuple(info[name].shape), known_entries[key].axes
         letters = [group[0] for group in parse(axes)]
         bound = {**dict(zip(letters, shape, strict=False)), **sizes}
         if len(letters) != len(shape) or shape != tuple(bound[a] for a in letters):
@@ -185,7 +187,7 @@ def as_kind(
         if "float" not in str(info[name].dtype):
             raise ValueError(f"{name}: expected a floating array, got {info[name].dtype}")
         sizes |= bound
-    for key, entry in there.items():
+    for key, entry in known_entries.items():
         if not entry.group and key not in keys:
             raise ValueError(f"{prefix or '(top)'} lacks {key}, which a {kind} has")
     return Module(prefix, kind, convention, dict(keys), sizes, "certain", why)
@@ -214,7 +216,7 @@ def _decide(
     if any(family_keymaps.is_bare(name, families) for name in keys.values()):
         return "a parameter or buffer that belongs to no layer"
     if not candidates:
-        return "no layer known here has such keys and shapes"
+        return "no known layer has such keys and shapes"
     if {"norm", "rmsnorm"} & candidates.keys() and re.search(_GATED, prefix):
         return (
             "a norm in a mixer, which may have a gate: where it has none, name the kind in a plan"
@@ -233,11 +235,11 @@ def _decide(
         asked = unbiased == ASKED if kind == "rmsnorm" else kind == "norm" and unbiased != "norm"
         if placed and asked and {"norm", "rmsnorm"} <= candidates.keys():
             return _unbiased(prefix, candidates, unbiased)
-        return candidates[kind]._replace(why=f"the place of {place}")
+        return candidates[kind]._replace(why=f"the prefix of {place}")
     if not prefix:
         return "a parameter or buffer at the top, which is no layer's"
-    there = {k: m for k, m in candidates.items() if m.convention in own}
-    return _by_shape(prefix, there, families, unbiased)
+    likely = {k: m for k, m in candidates.items() if m.convention in own}
+    return _by_shape(prefix, likely, families, unbiased)
 
 
 def _by_shape(
@@ -256,7 +258,8 @@ def _by_shape(
     if kinds == {"linear", "conv1d"} and "GPT-2" not in families:
         # A square kernel: only GPT-2 and related models have Conv1D.
         return candidates["linear"]._replace(
-            confidence="likely", why="its keys and shapes (no GPT-2 is there, which has Conv1D)"
+            confidence="likely",
+            why="its keys and shapes (only GPT-2 has Conv1D, and no block is of GPT-2)",
         )
     if len(kinds) == 1:
         (module,) = candidates.values()
@@ -311,7 +314,7 @@ def _called(prefix: str) -> str:
     return names[-1] if names else ""
 
 
-def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Module:
+def _unbiased(prefix: str, candidates: Mapping[str, Module], unbiased: str) -> Module:
     """A norm without a bias; the name or the configuration decides the kind."""
     last = re.split("[./]", prefix)[-1]
     named = [kind for kind, name in _BY_CLASS.items() if re.fullmatch(name, last)]
@@ -321,7 +324,7 @@ def _unbiased(prefix: str, candidates: Mapping[str, Module], told: str) -> Modul
         named = ["norm"] if last == "LayerNorm" else []  # Llama's RMSNorms are called layernorm too
     if named:
         return candidates[named[0]]._replace(confidence="likely", why=f"its name {last!r}")
-    if told == "rmsnorm":
+    if unbiased == "rmsnorm":
         why = "its keys and shapes, and rms_norm_eps of config.json"
         return candidates["rmsnorm"]._replace(confidence="likely", why=why)
     return candidates["norm"]._replace(confidence="ambiguous", why=UNSURE)
@@ -334,8 +337,8 @@ def _convolution(module: Module) -> Module | str:
     """
     name = module.prefix.lower()
     other = re.search(_OTHER_CONVOLUTIONS, name)
-    told = "convolution.bias" in module.entries and module.sizes["Di"] != module.sizes["Do"]
-    if told and not other:
+    oriented = "convolution.bias" in module.entries and module.sizes["Di"] != module.sizes["Do"]
+    if oriented and not other:
         return module._replace(confidence="likely", why="its keys and shapes")
     if not other and (patches := re.search(r"(?<![a-z])patch_embed", name)):
         why = f"its name {patches[0]!r} (a transposed convolution could have its shapes)"

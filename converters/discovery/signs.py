@@ -94,7 +94,7 @@ SIGNS = (
     Sign("clip", r"clip_qkv"),
 )  # fmt: skip
 # Keys whose value names kinds of layers or of positions, and word patterns in it -> part.
-WORDS = {
+VALUE_SIGNS = {
     r"layer_types|\w*attention_types?|attention_layers|attn_layers|attn_type|layer_block_types?": (
         ("window", r"sliding|local|chunk|window|swa"),
         ("form", r"sparse|lsh|prob"),

@@ -9,17 +9,18 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import architectures, hf_config, signs
+from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.notes import listed
 
 
-class Said(NamedTuple):
+class Evidence(NamedTuple):
     """Evidence from keys: part -> texts that show it; absent parts; unknown keys."""
 
-    there: dict[str, list[str]]
+    present: dict[str, list[str]]
     off: set[str]
     unknown: list[str]
 
@@ -39,18 +40,18 @@ def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
     Arguments as in `notes`.
     """
     content = _content(path)
-    said = _said(content)
-    refused = {part: said.there[part] for part in ("form",) if part in said.there}
-    refused |= _by_type(content, said, architectures.functions)
-    told = f"{path.parent / hf_config.CONFIG}: "
+    evidence = _evidence(content)
+    refused = {part: evidence.present[part] for part in ("form",) if part in evidence.present}
+    refused |= _by_type(content, evidence, architectures.functions)
+    where = f"{path.parent / hf_config.CONFIG}: "
     if not any(_types(content)):
-        told = f"{path}: " if not refused else told
+        where = f"{path}: " if not refused else where
         refused |= _by_names(names, architectures.functions)
     for part, texts in refused.items() if layouts else ():
-        words, remedy = signs.PARTS[part]
+        text, remedy = signs.PARTS[part]
         raise ValueError(
             printable(
-                f"{told}{texts[0]} has {words}: a file of another layout would be read as another "
+                f"{where}{texts[0]} has {text}: a file of another layout would be read as another "
                 f"function; {remedy}"
             )
         )
@@ -58,21 +59,21 @@ def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
 
 def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterator[str]:
     content = _content(path)
-    said = _said(content)
-    parts = {part: list(texts) for part, texts in said.there.items()}
+    evidence = _evidence(content)
+    parts = {part: list(texts) for part, texts in evidence.present.items()}
     types = list(dict.fromkeys(_types(content)))
     names = list(names)
     by_type = [
-        _by_type(content, said, has) for has in (architectures.parts, architectures.functions)
+        _by_type(content, evidence, has) for has in (architectures.parts, architectures.functions)
     ]
     if not types:
         by_type += [_by_names(names, has) for has in (architectures.parts, architectures.functions)]
     for found in (_by_tensor(names), *by_type):
         for part, texts in found.items():
             parts.setdefault(part, []).extend(texts)
-    for part, (words, remedy) in signs.PARTS.items():
+    for part, (text, remedy) in signs.PARTS.items():
         if part in parts:
-            yield f"not converted: {words}, by {listed(parts[part], 6)}; {remedy}"
+            yield f"not converted: {text}, by {listed(parts[part], 6)}; {remedy}"
     for model_type in types:
         if model_type not in architectures.KNOWN:
             yield (
@@ -80,9 +81,9 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
                 "around its projections (positions, scale, masks): "
                 "compare with the model's own output"
             )
-    if said.unknown:
+    if evidence.unknown:
         yield (
-            f"config.json: not known here, and may change attention: {listed(said.unknown)}: "
+            f"config.json: not known here, and may change attention: {listed(evidence.unknown)}: "
             "compare with the model's own output"
         )
     implied = [] if types or {"rotary", "alibi"} & parts.keys() else signs.IMPLIED.keys() & layouts
@@ -96,47 +97,47 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
     of_model = isinstance(content, dict) and signs.OF_TRANSFORMERS & content.keys()
     if of_model or content == {}:
         known = (path.parent / hf_config.CONFIG).exists()
-        there = "config.json names no model_type" if known else "there is no config.json"
+        lacking = "config.json names no model_type" if known else "there is no config.json"
         yield (
-            f"{there}: that the model computes nothing more around its projections (positions, "
-            "biases of the logits, scale, windows) is not known: put the model's own config.json next "
-            "to the file, or compare with the model's own output"
+            f"{lacking}: the model may compute more around its projections (positions, biases of the "
+            "logits, scale, windows): put the model's own config.json next to the file, or compare "
+            "with the model's own output"
         )
 
 
-def _content(path: Path) -> Any:
+def _content(path: Path) -> Json:
     try:
         return hf_config.read(path)
     except (ValueError, RecursionError):  # `described` reports it
         return None
 
 
-def _types(content: Any) -> Iterator[str]:
+def _types(content: Json) -> Iterator[str]:
     for _, value in hf_config.search(content, ["model_type"]):
         if isinstance(value, str) and value:
             yield value
 
 
-def _said(content: Any) -> Said:
+def _evidence(content: Json) -> Evidence:
     """Collects the evidence for parts in all keys of a configuration."""
-    said = Said({}, set(), [])
+    evidence = Evidence({}, set(), [])
     for way, settings in _settings(content):
         within = any(_sign(step) is _ROTARY for step in way)
         for key, value in settings.items():
             if len(key) > _LONGEST_KEY:
                 continue
             shown = f"{': '.join((*way, key))} = {_SHORT.repr(value)}"
-            tables = [words for keys, words in signs.WORDS.items() if re.fullmatch(keys, key)]
-            for words in tables:
-                _by_words(words, value, shown, said)
+            tables = [text for keys, text in signs.VALUE_SIGNS.items() if re.fullmatch(keys, key)]
+            for text in tables:
+                _by_value(text, value, shown, evidence)
             if tables:
                 continue
             if (sign := _sign(key)) is not None:
                 if not (within and sign is _ROTARY):
-                    _by_sign(sign, value, shown, settings, said)
+                    _by_sign(sign, value, shown, settings, evidence)
             elif not (within or _empty(value) or isinstance(value, dict)) and _suspect(key):
-                said.unknown.append(shown)
-    return said
+                evidence.unknown.append(shown)
+    return evidence
 
 
 _ROTARY = signs.SIGNS[0]
@@ -154,31 +155,33 @@ def _suspect(key: str) -> bool:
     return bool(re.search(signs.SUSPECT, key)) and not re.search(signs.ELSEWHERE, key)
 
 
-def _by_words(table: Iterable[tuple[str, str]], value: Any, shown: str, said: Said) -> None:
+def _by_value(
+    table: Iterable[tuple[str, str]], value: Json, shown: str, evidence: Evidence
+) -> None:
     """Adds the evidence of a key whose value names kinds of layers or of positions."""
-    words = " ".join(_words(value)).lower()
+    text = " ".join(_strings(value)).lower()
     for part, pattern in table:
-        if re.search(pattern, words):
-            said.there.setdefault(part, []).append(f"config.json: {shown}")
-        elif words:
-            said.off.add(part)
+        if re.search(pattern, text):
+            evidence.present.setdefault(part, []).append(f"config.json: {shown}")
+        elif text:
+            evidence.off.add(part)
 
 
 def _by_sign(
-    sign: signs.Sign, value: Any, shown: str, settings: Mapping[str, Any], said: Said
+    sign: signs.Sign, value: Json, shown: str, settings: Mapping[str, Json], evidence: Evidence
 ) -> None:
     """Adds the evidence of a key whose name implies the part."""
     off = value in sign.off if sign.off else _empty(value)
     if off or value is None:
         if sign.decides:
-            said.off.add(sign.part)
+            evidence.off.add(sign.part)
     elif not (sign.part == "window" and settings.get("use_sliding_window") is False):
-        said.there.setdefault(sign.part, []).append(f"config.json: {shown}")
+        evidence.present.setdefault(sign.part, []).append(f"config.json: {shown}")
 
 
-def _settings(content: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _settings(content: Json) -> Iterator[tuple[tuple[str, ...], dict[str, Json]]]:
     """Every dictionary of a configuration that describes a model, with the keys that lead to it."""
-    todo: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    todo: list[tuple[tuple[str, ...], Json]] = [((), content)]
     while todo:
         way, value = todo.pop()
         if isinstance(value, list):
@@ -189,16 +192,16 @@ def _settings(content: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
             todo += [((*way, key), value[key]) for key in reversed(keys)]
 
 
-def _words(value: Any) -> Iterator[str]:
+def _strings(value: Json) -> Iterator[str]:
     """The strings in a value; `attention_types` of GPT-Neo nests lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value[:1000]:
-            yield from _words(item)
+            yield from _strings(item)
 
 
-def _empty(value: Any) -> bool:
+def _empty(value: Json) -> bool:
     if isinstance(value, list | dict):
         return not value
     return any(
@@ -206,12 +209,14 @@ def _empty(value: Any) -> bool:
     )
 
 
-def _by_type(content: Any, said: Said, has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
+def _by_type(
+    content: Json, evidence: Evidence, has: Callable[[str], Iterable[str]]
+) -> dict[str, list[str]]:
     """The parts of the model types in a configuration, without those that its keys switch off."""
     parts: dict[str, list[str]] = {}
     for model_type in dict.fromkeys(_types(content)):
         for part in has(model_type):
-            if part not in said.off or part in said.there:
+            if part not in evidence.off or part in evidence.present:
                 parts.setdefault(part, []).append(f"model_type {model_type}")
     return parts
 
@@ -223,14 +228,14 @@ def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict
     name.
     """
     parts: dict[str, list[str]] = {}
-    told: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     for name in names:
         first = re.split("[./]", name, maxsplit=1)[0]
         own = [kind for kind, pattern in signs.OF_TYPE if re.search(pattern, name[-300:])]
         for model_type in (first, *own):
             if model_type in architectures.KNOWN:
-                told.setdefault(model_type, name)
-    for model_type, name in told.items():
+                first_names.setdefault(model_type, name)
+    for model_type, name in first_names.items():
         for part in has(model_type):
             parts.setdefault(part, []).append(f"tensor {name} (a name of {model_type})")
     return parts

@@ -38,7 +38,32 @@ class Export(Protocol):
     ) -> dict[str, NDArray]: ...
 
 
-def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
+_IMPORT = """Parameters from a flat dict of arrays by one of the layouts {names}.
+
+    Args:
+      state: arrays or tensors by key, a prefix and `{separator}` before each.
+      layout: its name; default the first whose required keys are all there.
+      num_heads: needed where no shape holds the head count, checked where one does.
+      prefix: takes only the keys below it.
+
+    Raises:
+      TypeError: the state is no dict, but a live layer, for example.
+      ValueError: a key, shape or head count does not fit; names the key and the axes.
+    """
+_EXPORT = """A flat dict of NumPy arrays in one of the layouts {names}.
+
+    Args:
+      params, semantics: what to write.
+      layout: its name; default the first that can hold the parameters.
+      prefix: goes before every key.
+      fold_scale: where the layout has another scale, multiply the queries to make up for it.
+
+    Raises:
+      ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
+    """
+
+
+def make_api(layouts: Sequence[Layout]) -> tuple[Import, Export]:
     """`import_params` and `export_params` for these layouts.
 
     If the caller names no layout, import takes the first whose keys are all present, and export the
@@ -76,38 +101,17 @@ def verbs(layouts: Sequence[Layout]) -> tuple[Import, Export]:
 
         if layout is not None:
             return export(choose(layouts, [], layout))
-        refusals = []
+        errors = []
         for candidate in layouts:
             try:
                 return export(candidate)
-            except ValueError as refusal:
-                refusals.append(refusal)
-        if len(refusals) == 1 or len(set(map(str, refusals))) == 1:
-            raise refusals[0]
-        raise ValueError("\n".join(["no layout holds this:", *map(str, refusals)]))
+            except ValueError as error:
+                errors.append(error)
+        if len(errors) == 1 or len(set(map(str, errors))) == 1:
+            raise errors[0]
+        raise ValueError("\n".join(["no layout holds this:", *map(str, errors)]))
 
-    importer.__doc__ = f"""Parameters from a flat dict of arrays by one of the layouts {names}.
-
-    Args:
-      state: arrays or tensors by key, a prefix and `{layouts[0].separator}` before each.
-      layout: its name; default the first whose required keys are all there.
-      num_heads: needed where no shape holds the head count, checked where one does.
-      prefix: takes only the keys below it.
-
-    Raises:
-      TypeError: the state is no dict, but a live layer, for example.
-      ValueError: a key, shape or head count does not fit; names the key and the axes.
-    """
-    exporter.__doc__ = f"""A flat dict of NumPy arrays in one of the layouts {names}.
-
-    Args:
-      params, semantics: what to write.
-      layout: its name; default the first that can hold the parameters.
-      prefix: goes before every key.
-      fold_scale: where the layout has another scale, multiply the queries to make up for it.
-
-    Raises:
-      ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
-    """
+    importer.__doc__ = _IMPORT.format(names=names, separator=layouts[0].separator)
+    exporter.__doc__ = _EXPORT.format(names=names)
     importer.__name__, exporter.__name__ = "import_params", "export_params"
     return importer, exporter

@@ -1,15 +1,30 @@
 """Converts arrays of any framework to NumPy; imports a framework only if an array is from it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from jaxmha.extras import needed
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+    class Tensor(Protocol):
+        """An array of a framework that this module need not know."""
+
+        @property
+        def shape(self) -> Any: ...
+        @property
+        def dtype(self) -> Any: ...
+
+    AnyArray: TypeAlias = Tensor | ArrayLike
+else:
+    AnyArray = object  # `to_numpy` accepts or refuses it
 
 
-def to_numpy(array: Any) -> NDArray:
+def to_numpy(array: AnyArray) -> NDArray:
     """A fresh C-contiguous NumPy copy with the dtype unchanged (bfloat16 through ml_dtypes).
 
     Accepts NumPy and JAX arrays, torch tensors, Keras and TensorFlow variables, and anything else
@@ -18,17 +33,18 @@ def to_numpy(array: Any) -> NDArray:
     >>> to_numpy([1.0, 2.0])
     array([1., 2.])
     """
-    if _comes_from(array, "torch"):
-        return _from_torch(array)
-    if _comes_from(array, "keras") or _comes_from(array, "flax"):
-        array = getattr(array, "value", array)
-        array = array() if callable(array) else array
-    if _comes_from(array, "tensorflow"):
-        array = array.numpy()
-    return np.array(array, order="C", copy=True)
+    found: Any = array
+    if _comes_from(found, "torch"):
+        return _from_torch(found)
+    if _comes_from(found, "keras") or _comes_from(found, "flax"):
+        found = getattr(found, "value", found)
+        found = found() if callable(found) else found
+    if _comes_from(found, "tensorflow"):
+        found = found.numpy()
+    return np.array(found, order="C", copy=True)
 
 
-def to_torch(array: NDArray) -> Any:
+def to_torch(array: NDArray) -> "torch.Tensor":
     """A torch tensor with a copy of the array; the dtype is unchanged."""
     with needed("torch"):
         import torch
@@ -41,7 +57,7 @@ def to_torch(array: NDArray) -> Any:
         return torch.from_numpy(copy.view(f"i{copy.dtype.itemsize}")).view(dtype)
 
 
-def _from_torch(tensor: Any) -> NDArray:
+def _from_torch(tensor: "torch.Tensor") -> NDArray:
     if tensor.is_meta:
         raise ValueError(
             f"a torch tensor of shape {tuple(tensor.shape)} on the meta device has no values: "
@@ -59,5 +75,5 @@ def _from_torch(tensor: Any) -> NDArray:
         return np.array(tensor.view(width).numpy().view(dtype), copy=True)
 
 
-def _comes_from(array: Any, package: str) -> bool:
+def _comes_from(array: object, package: str) -> bool:
     return any(base.__module__.split(".")[0] == package for base in type(array).__mro__)

@@ -39,7 +39,8 @@ class Layout:
       separator: joins a prefix and a key.
       semantics: behaviour of the layer that its weights do not determine.
       holds: further fields of `Semantics` for which the layer has a setting.
-      beside: keys under the same prefix that are not part of attention.
+      other_keys: keys under the same prefix that are not part of attention.
+      convention: the convention of other layers in the same files (`layer_layouts`), or "".
       about: the framework's class and the documentation of the layout.
     """
 
@@ -50,7 +51,8 @@ class Layout:
     separator: str = "."
     semantics: Semantics = Semantics()  # noqa: RUF009 (frozen)
     holds: frozenset[str] = frozenset()
-    beside: tuple[str, ...] = ()
+    other_keys: tuple[str, ...] = ()
+    convention: str = "torch"
     about: str = ""
 
     def __post_init__(self) -> None:

@@ -13,11 +13,19 @@ NAMES: dict[str, tuple[str, str, str, str]] = {
     "to": ("to_q", "to_k", "to_v", "to_out"),
     "upper": ("W_q", "W_k", "W_v", "W_o"),
 }
-# Style -> separator, key of a kernel, key of a bias, whether kernels are (out, in), and the class.
+# Style -> separator, key of a kernel, key of a bias, whether kernels are (out, in), the convention
+# of other layers, and the class.
 _STYLES = {
-    "linear": (".", "weight", "bias", True, "torch.nn.Linear"),
-    "dense": ("/", "kernel", "bias", False, "Keras or Flax Dense"),
-    "dense-file": ("/", "vars/0", "vars/1", False, "Keras Dense, keys as in a .weights.h5 file,"),
+    "linear": (".", "weight", "bias", True, "torch", "torch.nn.Linear"),
+    "dense": ("/", "kernel", "bias", False, "flax", "Keras or Flax Dense"),
+    "dense-file": (
+        "/",
+        "vars/0",
+        "vars/1",
+        False,
+        "keras-file",
+        "Keras Dense, keys as in a .weights.h5 file,",
+    ),
 }
 _GROUPED = {"h": ("H", "the head count splits queries alone, so values are as wide as queries")}
 _PACKED = {
@@ -30,7 +38,7 @@ _PACKED = {
 
 def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
     """A layout of four layers of these names, or of two, the first packing query, key, value."""
-    separator, kernel, bias, turned, about = _STYLES[style]
+    separator, kernel, bias, turned, convention, about = _STYLES[style]
     if len(names) == 2:
         packed, out = names
         rows: list[tuple[str, str, str, tuple[str, ...]]] = [
@@ -46,9 +54,11 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
         ]
     entries: list[Entry] = []
     for name, ins, outs, roles in rows:
-        sides = [f"({x})" if " " in x else x for x in ((outs, ins) if turned else (ins, outs))]
+        kernel_axes = [
+            f"({x})" if " " in x else x for x in ((outs, ins) if turned else (ins, outs))
+        ]
         leaves = tuple(f"{role}.kernel" for role in roles)
-        entries.append(Entry(f"{name}{separator}{kernel}", " ".join(sides), leaves))
+        entries.append(Entry(f"{name}{separator}{kernel}", " ".join(kernel_axes), leaves))
     for name, _, outs, roles in rows:
         axes = f"({outs})" if " " in outs else outs
         group = "out bias" if roles == ("out",) else "qkv bias"
@@ -61,6 +71,7 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
         tuple(entries),
         ties=_PACKED if len(names) == 2 else _GROUPED if suffix not in ("", "combine") else TIES,
         separator=separator,
+        convention=convention,
         about=f"{'two' if len(names) == 2 else 'four'} {about} {', '.join(names)}",
     )
 

@@ -22,6 +22,7 @@ LINEN = Layout(
     separator="/",
     semantics=Semantics(qk_norm="layer"),
     holds=frozenset({"dropout_rate", "dropout_broadcast"}),
+    convention="flax",
     about="flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention",
 )
 LAYOUTS = (LINEN,)

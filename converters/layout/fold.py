@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
@@ -44,7 +45,7 @@ def is_exact(factor: float) -> bool:
 
 
 def which(present: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the leaves to multiply."""
+    """Names of the leaves that folding multiplies."""
     return frozenset(["query_norm"] if "query_norm" in present else ["query.kernel", "query.bias"])
 
 
@@ -80,7 +81,7 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
     return from_leaves(changed), replace(semantics, scale=target.semantics.scale)
 
 
-def note(semantics: Semantics, factor: float, dtype: Any, H: int) -> str:
+def note(semantics: Semantics, factor: float, dtype: DTypeLike, H: int) -> str:
     """A sentence that says how queries of this dtype were multiplied."""
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     done = f"the scale {scale:.6g} is folded into the query, which is multiplied by {factor:.6g}"

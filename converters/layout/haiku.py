@@ -18,6 +18,7 @@ HAIKU = Layout(
     _HAIKU,
     ties={"K": TIES["K"]},
     separator="/",
+    convention="haiku",
     about="haiku.MultiHeadAttention",
 )
 LAYOUTS = (HAIKU,)

@@ -30,7 +30,7 @@ BERT = Layout(
     _BERT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    beside=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
 _VIT = (
@@ -72,7 +72,7 @@ GPT2 = Layout(
     ),
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
-    beside=("bias", "masked_bias"),
+    other_keys=("bias", "masked_bias"),
     about="GPT-2 (Conv1D, so kernels are not transposed): keys under `h.0.attn`",
 )
 NEOX = Layout(
@@ -85,7 +85,7 @@ NEOX = Layout(
     ),
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
-    beside=("bias", "masked_bias", "rotary_emb.inv_freq"),
+    other_keys=("bias", "masked_bias", "rotary_emb.inv_freq"),
     about="GPT-NeoX, Pythia, packed head by head (rotary embedding apart)",
 )
 T5 = Layout(
@@ -99,9 +99,9 @@ T5 = Layout(
     ties={**TIES, **_RESIDUAL},
     semantics=Semantics(scale=1.0),
     holds=_DROPOUT,
-    beside=("relative_attention_bias.weight",),
+    other_keys=("relative_attention_bias.weight",),
     about="T5 without biases and scale: keys under `SelfAttention`, `EncDecAttention` (the relative "
-    "bias goes to the call, or beside it in a file; other layouts take --fold-scale)",
+    "bias goes to the call, or stays a tensor of a file; other layouts take --fold-scale)",
 )
 WHISPER = Layout(
     "whisper",

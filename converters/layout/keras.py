@@ -23,6 +23,7 @@ VARIABLES = Layout(
     ties=_TIES,
     separator="/",
     holds=_HOLDS,
+    convention="keras",
     about="keras.layers.MultiHeadAttention, keys are variable paths",
 )
 _FILE_GROUPS = {
@@ -39,6 +40,7 @@ WEIGHTS_FILE = replace(
         for entry in VARIABLES.entries
         for layer, leaf in [entry.key.split("/")]
     ),
+    convention="keras-file",
     about="keras.layers.MultiHeadAttention, keys as in a .weights.h5 file",
 )
 # The same variables with fewer key/value heads, as in keras.layers.GroupQueryAttention.
@@ -64,6 +66,7 @@ GROUPED_FILE = replace(
         file_entry._replace(key=f"_{file_entry.key}", axes=entry.axes)
         for file_entry, entry in zip(WEIGHTS_FILE.entries, GROUPED.entries, strict=True)
     ),
+    convention="keras-file",
     about="keras.layers.GroupQueryAttention, keys as in a .weights.h5 file",
 )
 LAYOUTS = (VARIABLES, GROUPED, WEIGHTS_FILE, GROUPED_FILE)

@@ -36,7 +36,7 @@ LLAMA = Layout(
         "Dk": ("Dq", "Llama attention projects one input to query, key and value"),
         "Dv": ("Dq", "Llama attention projects one input to query, key and value"),
     },
-    beside=("rotary_emb.inv_freq",),
+    other_keys=("rotary_emb.inv_freq",),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )
 _DENSE = (
@@ -54,6 +54,7 @@ DENSE = Layout(
     _DENSE,
     ties=TIES,
     separator="/",
+    convention="flax",
     about="four Keras or Flax Dense q_proj, k_proj, v_proj, out_proj",
 )
 ANNOTATED = Layout(
@@ -79,6 +80,7 @@ MATRICES = Layout(
         Entry("linears.2", "Dv (N h)", ("value.kernel",)),
     ),
     ties=TIES,
+    convention="",
     about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
     "target that has one, an identity computes the same)",
 )

@@ -54,7 +54,7 @@ def import_params(
     arrays = {key: state[name] for name, key in keys.items() if key is not None}
     chosen = choose(layouts, list(arrays), layout, prefix)
     refuse_added(chosen, arrays, prefix)
-    arrays = {key: array for key, array in arrays.items() if key not in chosen.beside}
+    arrays = {key: array for key, array in arrays.items() if key not in chosen.other_keys}
     refuse_keys(chosen, arrays, prefix)
     refuse_arrays(chosen, arrays, prefix)
     shapes = {key: tuple(array.shape) for key, array in arrays.items()}
@@ -156,14 +156,14 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     sizes[_pack_axis(entry)] = len(entry.leaves)
     shape = [math.prod(int(a) if a.isdigit() else sizes[a] for a in g) for g in parse(axes)]
     packed = np.empty((*lead, *shape), first.dtype)
-    places = rearrange(
+    slots = rearrange(
         packed, f"... {axes} -> {_pack_axis(entry)} ... {source}", **_shared(axes, sizes)
     )
-    assert np.may_share_memory(places, packed) or not packed.size
-    places[0] = first
+    assert np.may_share_memory(slots, packed) or not packed.size
+    slots[0] = first
     del first
-    for place, name in zip(places[1:], entry.leaves[1:], strict=True):
-        place[...] = leaf(name)
+    for slot, name in zip(slots[1:], entry.leaves[1:], strict=True):
+        slot[...] = leaf(name)
     return packed
 
 

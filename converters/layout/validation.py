@@ -40,8 +40,8 @@ def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named
         if sizes[letter] != math.prod(sizes[a] for a in letters):
             shown = " * ".join(f"{a}={sizes[a]}" for a in letters)
             first = {a: (n, s) for n, axes, s in reversed(named) for a in re.findall(r"\w+", axes)}
-            places = dict.fromkeys(first[a] for a in (letter, *letters) if a in first)
-            got = " and ".join(f"{name} of shape {shape}" for name, shape in places)
+            sources = dict.fromkeys(first[a] for a in (letter, *letters) if a in first)
+            got = " and ".join(f"{name} of shape {shape}" for name, shape in sources)
             raise ValueError(
                 f"layout {layout.name} cannot hold {letter}={sizes[letter]} with {shown}: {reason}; "
                 f"got {got}"
@@ -129,10 +129,10 @@ def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
                 + _NO_OUTPUT * ("out.kernel" in missing)
             )
         if missing and len(missing) < len(wanted):
-            there = [leaf for leaf in wanted if leaf in present]
+            given = [leaf for leaf in wanted if leaf in present]
             raise ValueError(
                 f"layout {layout.name} holds {', '.join(wanted)} together or not at all; "
-                f"there: {', '.join(there)}; missing: {', '.join(missing)} (a bias of zeros "
+                f"there: {', '.join(given)}; missing: {', '.join(missing)} (a bias of zeros "
                 "changes nothing)"
             )
 
@@ -181,7 +181,7 @@ _ADDED = {
 def refuse_added(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
     """Raises ValueError for an array that changes the function and that no layout holds."""
     for key, remedy in _ADDED.items():
-        if key in arrays and key in layout.beside:
+        if key in arrays and key in layout.other_keys:
             raise ValueError(
                 f"{layout.path(prefix, key)} adds to the logits, and MHAParams has no place for "
                 f"it: {remedy}"

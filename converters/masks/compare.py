@@ -24,8 +24,8 @@ def explain(a: NDArray | None, b: NDArray | None) -> tuple[str, str]:
         return "mask ignored", f"{with_} has a mask that {without} does not have"
     shape = np.broadcast_shapes(a.shape, b.shape)
     x, y = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
-    for rule in _RULES:
-        if (found := rule(x, y)) is not None:
+    for check in _CHECKS:
+        if (found := check(x, y)) is not None:
             return found
     only_a, only_b = (float(np.mean(one & ~other)) for one, other in ((x, y), (y, x)))
     return (
@@ -48,7 +48,7 @@ def _ignored(x: NDArray, y: NDArray) -> tuple[str, str] | None:
 
 
 def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
-    """Detects two causal masks with different offsets, or a causal mask on one side only."""
+    """Detects two causal masks with different offsets, or a causal mask in only one of the two."""
     T, S = x.shape[2:]
     if T == 1:
         return None
@@ -60,8 +60,8 @@ def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
         causal, other = ("a", "b") if at[0] < at[1] else ("b", "a")
         return "causality", f"{causal} hides the future, and {other} does not"
     corners = {0: "the top-left corner", S - T: "the bottom-right corner"}
-    places = [corners.get(k, f"the diagonal {k:+d}") for k in at]
-    return "causal alignment", f"causality starts at {places[0]} in a, at {places[1]} in b"
+    starts = [corners.get(k, f"the diagonal {k:+d}") for k in at]
+    return "causal alignment", f"causality starts at {starts[0]} in a, at {starts[1]} in b"
 
 
 def _offset(mask: NDArray) -> int:
@@ -96,7 +96,7 @@ def _transposed(x: NDArray, y: NDArray) -> tuple[str, str] | None:
     return "mask transposed", "the axes of queries and keys are exchanged in one of the masks"
 
 
-_RULES: tuple[Callable[[NDArray, NDArray], tuple[str, str] | None], ...] = (
+_CHECKS: tuple[Callable[[NDArray, NDArray], tuple[str, str] | None], ...] = (
     _inverted,
     _ignored,
     _triangles,

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.spec import FIELDS, MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.dims import bind, parse
+from jaxmha.mask_arguments import as_mask
 
 # Axes of every array field of an exported `Mask`.
 _AXES = {
@@ -59,7 +59,7 @@ def read_all(
     return (None if mask.empty else mask), bias
 
 
-def _lengths(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
+def _lengths(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
     array = to_numpy(value)
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{argument.name} must be integers, got {array.dtype}")
@@ -68,7 +68,7 @@ def _lengths(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
     return Mask(**field), None
 
 
-def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
+def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
     """Converts the mask to export to a `Mask` of NumPy arrays with one batch axis each.
 
     `sizes` gives the sizes of the call by letter of the dimension key.
@@ -78,13 +78,15 @@ def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
 
     >>> checked(Mask.padding(key_value=np.ones((2, 5), bool)), {"S": 7})
     Traceback (most recent call last):
-    ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): cut or \
+    ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): crop or \
     pad the mask to the call, or export it for the sizes that it has
     """
-    given: Mask = as_mask(mask)
+    given: Mask = as_mask(cast("Mask | NDArray | None", mask))  # `Mask.dense` refuses other types
     known = dict(sizes)
     if (given.query_segments is None) != (given.key_value_segments is None):
-        raise ValueError("mask has segments of one side alone: give query_ids and key_value_ids")
+        raise ValueError(
+            "mask has segment ids for only one of queries and keys: give query_ids and key_value_ids"
+        )
     fields: dict[str, Any] = {}
     for name, axes in _AXES.items():
         value = getattr(given, name)
@@ -104,7 +106,7 @@ def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
             sizes_known = ", ".join(f"{a}={n}" for a, n in expected.items())
             raise ValueError(
                 f"{shown}: expected axes ({', '.join(axes.split())})"
-                f"{f' with {sizes_known}' if expected else ''}, got shape {shape}: cut or pad the "
+                f"{f' with {sizes_known}' if expected else ''}, got shape {shape}: crop or pad the "
                 "mask to the call, or export it for the sizes that it has"
             ) from None
         for letter, size in zip(axes.replace("#", "").split(), array.shape, strict=True):
@@ -114,7 +116,7 @@ def checked(mask: Any, sizes: Mapping[str, int]) -> Mask:
     return replace(given, **fields)
 
 
-def _of_dtype(name: str, value: Any) -> NDArray:
+def _of_dtype(name: str, value: AnyArray) -> NDArray:
     array = to_numpy(value)
     boolean = name == "array" or name.endswith("padding")
     if not np.issubdtype(array.dtype, np.bool_ if boolean else np.integer):
@@ -124,7 +126,11 @@ def _of_dtype(name: str, value: Any) -> NDArray:
 
 
 def only_mask(
-    mask: Mask, bias: Any, where: str, instead: str, sizes: Mapping[str, int] | None = None
+    mask: Mask,
+    bias: AnyArray | None,
+    where: str,
+    instead: str,
+    sizes: Mapping[str, int] | None = None,
 ) -> Mask:
     """Merges a mask and a bias that holds only 0 and -inf into one mask.
 
@@ -153,7 +159,7 @@ def without_query_lengths(mask: Mask, T: int, where: str) -> Mask:
         raise ValueError(
             f"mask has query lengths, beyond which rows are 0, and {where} has none: drop them and "
             "zero those rows of the output, or use Mask.padding(query=np.arange(T) < "
-            "lengths[:, None]), whose rows answer as fully masked ones"
+            "lengths[:, None]), whose rows count as fully masked"
         )
     return replace(mask, query_lengths=None)
 
@@ -192,9 +198,9 @@ def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, 
         b, n, i = np.argwhere(emptied)[0]
         raise ValueError(
             f"bias of -inf excludes every key that the mask leaves to batch row {b}, head {n}, "
-            f"query {i}: the framework's answer is the mean of the values that the mask blocks, or "
-            "NaN where it blocks none, which no mask says; leave the row a key, or say "
-            "emptied_by_bias='empty' for a row with nothing left like others"
+            f"query {i}: the framework returns the mean of the values that the mask blocks, or "
+            "NaN if it blocks none, which no mask can express; leave the row a key, or pass "
+            "emptied_by_bias='empty' to treat it as any fully masked row"
         )
 
 
@@ -211,13 +217,13 @@ def narrowed(array: NDArray) -> NDArray:
     return array
 
 
-def padding_of(mask: Mask, side: str, length: int) -> NDArray | None:
+def padding_of(mask: Mask, role: str, length: int) -> NDArray | None:
     """Lengths and padding of `query` or `key_value` of a checked mask, as one `(#B, length)` array.
 
     >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
     [[1, 0], [1, 1]]
     """
-    padding, lengths = (getattr(mask, f"{side}_{what}") for what in ("padding", "lengths"))
+    padding, lengths = (getattr(mask, f"{role}_{kind}") for kind in ("padding", "lengths"))
     if lengths is None:
         return None if padding is None else np.asarray(padding)
     within: NDArray = np.arange(length).reshape(1, -1) < lengths.reshape(-1, 1)
@@ -229,7 +235,7 @@ def is_top_left(mask: Mask) -> bool:
     return type(mask.causal_offset) is int and mask.causal_offset == 0
 
 
-def floating(name: str, value: Any) -> Any:
+def floating(name: str, value: AnyArray | None) -> AnyArray | None:
     """Returns the value of an additive argument; raises TypeError if it is Boolean."""
     if value is not None and to_numpy(value).dtype == np.bool_:
         raise TypeError(f"{name} is added to the logits and must be floating, got bool: pass mask=")

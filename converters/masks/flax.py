@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import (
     array_of,
     checked,
@@ -35,8 +35,8 @@ ARGUMENTS = (
 
 def import_masks(
     *,
-    mask: Any = None,
-    bias: Any = None,
+    mask: AnyArray | None = None,
+    bias: AnyArray | None = None,
     is_causal: bool = False,
     decode: bool = False,
     num_heads: int | None = None,
@@ -83,8 +83,8 @@ def import_masks(
 
 
 def export_masks(
-    mask: Any,
-    bias: Any = None,
+    mask: Mask | AnyArray | None,
+    bias: AnyArray | None = None,
     *,
     query_length: int,
     key_length: int,

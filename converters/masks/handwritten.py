@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha import Mask
+from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import array_of, checked, only_mask, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, read, write
 from jaxmha.semantics import one_of
@@ -31,7 +32,7 @@ ARGUMENTS = (FILLED, ADDED)
 CONSTANT = -1e9
 
 
-def import_masks(*, mask: Any, style: Style, num_heads: int | None = None) -> Masks:
+def import_masks(*, mask: AnyArray, style: Style, num_heads: int | None = None) -> Masks:
     """Imports the mask of a hand-written layer.
 
     Args:
@@ -69,7 +70,12 @@ def import_masks(*, mask: Any, style: Style, num_heads: int | None = None) -> Ma
 
 
 def export_masks(
-    mask: Any, bias: Any = None, *, style: Style, query_length: int, key_length: int
+    mask: Mask | AnyArray | None,
+    bias: AnyArray | None = None,
+    *,
+    style: Style,
+    query_length: int,
+    key_length: int,
 ) -> dict[str, Any]:
     """Exports a mask as the `mask` of a hand-written layer, Boolean; for `added`, 1 blocks.
 
@@ -103,7 +109,7 @@ def export_masks(
         and not np.broadcast_to(array, (*array.shape[:3], key_length)).any(-1).all()
     ):
         raise ValueError(
-            "mask leaves a row with nothing to attend: after logits + mask * -1e9 its answer depends "
+            "mask leaves a row with nothing to attend: after logits + mask * -1e9 its output depends "
             "on the dtype; give the row a key, or use a layer that fills"
         )
     rows = argument if array.shape[1] > 1 else argument._replace(axes=_AXES[1:])

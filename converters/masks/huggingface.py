@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import array_of, checked, padding_of, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.semantics import one_of
@@ -44,7 +44,7 @@ _CONSTANTS = tuple(
 
 def import_masks(
     *,
-    attention_mask: Any = None,
+    attention_mask: AnyArray | None = None,
     is_causal: bool = False,
     query_length: int | None = None,
     key_length: int | None = None,
@@ -92,14 +92,7 @@ def import_masks(
         return (mask, None) if bias is None else _additive(bias)
     structure = Mask()
     if is_causal:
-        S = key_length if array is None else array.shape[1]
-        if S is None and query_length is not None:
-            raise ValueError(
-                f"a causal model with query_length={query_length} and no attention_mask: without "
-                "key_length=, the number of keys with those in the cache, the offset of the "
-                "triangle is unknown; give key_length (query_length again if there is no cache)"
-            )
-        structure = Mask.causal(0 if S is None or query_length is None else S - query_length)
+        structure = _causal(query_length, key_length if array is None else array.shape[1])
     if array is not None:
         if not np.all((array == 0) | (array == 1)):
             raise ValueError(
@@ -110,6 +103,17 @@ def import_masks(
         read_mask, _ = read(PADDING, array, sizes)
         structure = structure if read_mask is None else structure & read_mask
     return (None if structure.empty else structure), None
+
+
+def _causal(T: int | None, S: int | None) -> Mask:
+    """The causal mask of a model, the last query aligned to the last key."""
+    if S is None and T is not None:
+        raise ValueError(
+            f"a causal model with query_length={T} and no attention_mask: without key_length=, the "
+            "number of keys with those in the cache, the offset of the triangle is unknown; give "
+            "key_length (query_length again if there is no cache)"
+        )
+    return Mask.causal(0 if S is None or T is None else S - T)
 
 
 def _additive(bias: NDArray) -> Masks:
@@ -124,8 +128,8 @@ def _additive(bias: NDArray) -> Masks:
 
 
 def export_masks(
-    mask: Any,
-    bias: Any = None,
+    mask: Mask | AnyArray | None,
+    bias: AnyArray | None = None,
     *,
     batch_size: int,
     query_length: int,
@@ -176,24 +180,26 @@ def export_masks(
         ("key_value_padding", "key_value_lengths"),
     )
     if form != "scores" and causal and rest is None and added is None:
-        there = padding_of(mask, "key_value", S)
-        if there is None:
+        valid = padding_of(mask, "key_value", S)
+        if valid is None:
             return {}
-        return {"attention_mask": np.broadcast_to(there, (B, S)).astype(np.int64)}
+        return {"attention_mask": np.broadcast_to(valid, (B, S)).astype(np.int64)}
     if form == "padding":
         raise ValueError(
             "attention_mask of axes (B, S) holds padding of keys"
-            f"{' beside causal attention aligned to the last key' if is_causal else ''}, and this "
-            "mask says something else: use form='scores'"
+            f"{' next to causal attention aligned to the last key' if is_causal else ''}, and this "
+            "mask holds more: use form='scores'"
         )
-    array = array_of(mask, T, S)
+    scores = _scores(array_of(mask, T, S), added, np.dtype(dtype))
+    return {"attention_mask": np.array(np.broadcast_to(scores, (B, scores.shape[1], T, S)))}
+
+
+def _scores(allowed: NDArray | None, added: NDArray | None, dtype: np.dtype[Any]) -> NDArray:
+    """Additive values of four axes: the smallest number of the dtype blocks."""
     scores = np.zeros((1, 1, 1, 1), dtype) if added is None else added
     lowest = np.asarray(ml_dtypes.finfo(dtype).min, dtype)  # type: ignore[no-untyped-call]
     scores = np.where(np.isneginf(scores), lowest, scores)
-    if array is not None:
-        scores = np.where(array, scores, lowest)
-    N = scores.shape[1]
-    return {"attention_mask": np.array(np.broadcast_to(scores, (B, N, T, S)))}
+    return scores if allowed is None else np.where(allowed, scores, lowest)
 
 
 def _narrow(bias: NDArray, dtype: np.dtype[Any]) -> NDArray:

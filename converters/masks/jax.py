@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import (
     array_of,
     checked,
@@ -34,11 +34,11 @@ ARGUMENTS = (
 
 def import_masks(
     *,
-    bias: Any = None,
-    mask: Any = None,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
+    query_seq_lengths: AnyArray | None = None,
+    key_value_seq_lengths: AnyArray | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     num_heads: int | None = None,
     query_length: int | None = None,
@@ -87,7 +87,12 @@ def import_masks(
 
 
 def export_masks(
-    mask: Any, bias: Any = None, *, batch_size: int, query_length: int, key_length: int
+    mask: Mask | AnyArray | None,
+    bias: AnyArray | None = None,
+    *,
+    batch_size: int,
+    query_length: int,
+    key_length: int,
 ) -> dict[str, Any]:
     """Exports a mask and a bias as keyword arguments of `jax.nn.dot_product_attention`.
 
@@ -125,11 +130,11 @@ def export_masks(
             S if right is None else right,
         )
     apart = ["window_size"]
-    for side in ("query", "key_value"):
-        lengths = getattr(mask, f"{side}_lengths")
+    for role in ("query", "key_value"):
+        lengths = getattr(mask, f"{role}_lengths")
         if lengths is not None:
-            arguments[f"{side}_seq_lengths"] = np.broadcast_to(lengths, (B,)).astype(np.int32)
-            apart.append(f"{side}_lengths")
+            arguments[f"{role}_seq_lengths"] = np.broadcast_to(lengths, (B,)).astype(np.int32)
+            apart.append(f"{role}_lengths")
     array = array_of(mask, T, S, apart)
     if array is not None:
         arguments["mask"] = write(ARGUMENTS[1]._replace(axes=_AXES[1:]), array, {})

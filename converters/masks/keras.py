@@ -16,12 +16,12 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import (
     array_of,
     checked,
@@ -34,6 +34,9 @@ from jaxmha.converters.masks.compose import (
 from jaxmha.converters.masks.spec import MaskArg, Masks, write
 from jaxmha.extras import needed
 from jaxmha.semantics import one_of
+
+if TYPE_CHECKING:
+    import keras
 
 Kind = Literal["mha", "gqa"]
 
@@ -51,14 +54,20 @@ ARGUMENTS = tuple(
 _POSITIONS: tuple[MaskArg, ...] = ARGUMENTS[1:]
 _WRITTEN = ARGUMENTS[0]._replace(axes=ARGUMENTS[0].axes[1:])  # Keras refuses axes (S) alone
 
+_IGNORED = (
+    "keras MultiHeadAttention ignores the argument query_mask: leave it out to get the "
+    "output of Keras, pass implicit=True if the query tensor carries it, or pass "
+    "attention_mask=query_mask[:, :, None] to apply it"
+)
+
 
 def import_masks(
     *,
-    attention_mask: Any = None,
+    attention_mask: AnyArray | None = None,
     use_causal_mask: bool = False,
-    query_mask: Any = None,
-    value_mask: Any = None,
-    key_mask: Any = None,
+    query_mask: AnyArray | None = None,
+    value_mask: AnyArray | None = None,
+    key_mask: AnyArray | None = None,
     sliding_window: int | None = None,
     kind: Kind = "mha",
     implicit: bool = False,
@@ -93,11 +102,7 @@ def import_masks(
     """
     one_of("kind", kind, ("mha", "gqa"))
     if query_mask is not None and kind == "mha" and not implicit:
-        raise ValueError(
-            "keras MultiHeadAttention ignores a query_mask that it is given: leave it out for what "
-            "Keras computes, say implicit=True if the query tensor carries it, or pass "
-            "attention_mask=query_mask[:, :, None] to apply it"
-        )
+        raise ValueError(_IGNORED)
     values = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
     structure = Mask.causal() if use_causal_mask else Mask()
     if sliding_window is not None:
@@ -110,7 +115,7 @@ def import_masks(
         if alone:
             _one_reading(attention_mask, kind)
         elif attention_mask.ndim == 4:
-            positions = tuple(_beside_four_axes(row, values, num_heads) for row in _POSITIONS)
+            positions = tuple(_with_four_axes(row, values, num_heads) for row in _POSITIONS)
     values["attention_mask"] = attention_mask
     mask, bias = read_all((ARGUMENTS[0], *positions), values, sizes)
     joined = structure if mask is None else structure & mask
@@ -130,12 +135,12 @@ def _one_reading(mask: NDArray, kind: Kind) -> None:
     if np.any((mask != 0) != (mask > half)):
         raise ValueError(
             f"attention_mask is {mask.dtype} with values that keras GroupedQueryAttention reads in "
-            "two ways: nonzero attends on its fused path, only more than 0.5 where scores are "
-            "asked for or there is dropout; pass a Boolean mask, True = attend"
+            "two ways: nonzero attends on its fused path, only more than 0.5 if scores are "
+            "returned or dropout is active; pass a Boolean mask, True = attend"
         )
 
 
-def _beside_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None) -> MaskArg:
+def _with_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None) -> MaskArg:
     """Axes of a (B, S) mask next to a (B, N, T, S) mask: Keras aligns it to (N, T, S)."""
     value = values[row.name]
     if value is None or len(to_numpy(value)) == 1:
@@ -143,16 +148,23 @@ def _beside_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | Non
     batch = len(to_numpy(value))
     if num_heads != batch:
         raise ValueError(
-            f"{row.name} with {batch} rows beside an attention_mask of four axes: keras applies row "
+            f"{row.name} with {batch} rows next to an attention_mask of four axes: keras applies row "
             "b to head b where B = N (import that with num_heads=N), and fails elsewhere; pass it "
             "within attention_mask, as mask[:, None, None, :]"
         )
     return row._replace(axes=(row.axes[0].replace("#B", "N"),), field="array")
 
 
+_PER_HEAD = (
+    "keras documents attention_mask as (B, T, S), and this mask varies over {} heads: give one "
+    "layer per mask, or, if no tensor carries a mask of its own, pass per_head=True for an "
+    "attention_mask of (B, N, T, S)"
+)
+
+
 def export_masks(
-    mask: Any,
-    bias: Any = None,
+    mask: Mask | AnyArray | None,
+    bias: AnyArray | None = None,
     *,
     query_length: int,
     key_length: int,
@@ -192,25 +204,21 @@ def export_masks(
     if is_top_left(mask):
         arguments["use_causal_mask"] = True
         mask = replace(mask, causal_offset=None)
-    sides = {"value_mask": ("key_value", S)} | (
+    roles = {"value_mask": ("key_value", S)} | (
         {"query_mask": ("query", T)} if kind == "gqa" else {}
     )
-    apart = [f"{side}_{what}" for side, _ in sides.values() for what in ("padding", "lengths")]
+    apart = [f"{role}_{what}" for role, _ in roles.values() for what in ("padding", "lengths")]
     rest = array_of(mask, T, S, apart)
     if rest is not None and rest.shape[1] > 1:
         joined = array_of(whole, T, S)
         if joined is not None and joined.shape[1] == 1:  # other masks hide where heads differ
             return {"attention_mask": write(_WRITTEN, joined, {})}
         if not per_head:
-            raise ValueError(
-                f"keras documents attention_mask as (B, T, S), and this mask varies over "
-                f"{rest.shape[1]} heads: give one layer per mask, or, where no tensor carries a "
-                "mask of its own, say per_head=True for an attention_mask of (B, N, T, S)"
-            )
+            raise ValueError(_PER_HEAD.format(rest.shape[1]))
         rest = array_of(mask, T, S)  # Keras does not combine (B, S) masks with four axes
     else:
-        for name, (side, length) in sides.items():
-            padding = padding_of(mask, side, length)
+        for name, (role, length) in roles.items():
+            padding = padding_of(mask, role, length)
             if padding is not None:
                 arguments[name] = padding
     if rest is not None:
@@ -240,7 +248,7 @@ def attention_classes() -> tuple[Any, ...]:
     return keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
 
-def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+def attention_layers(model: "keras.Layer") -> Iterator[tuple[str, "keras.Layer"]]:
     """Name and layer of every attention layer in a model; "" for the model itself."""
     if isinstance(model, attention_classes()):
         yield "", model
@@ -252,7 +260,9 @@ def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield layer.name, layer
 
 
-def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
+def implicit_masks(
+    model: "keras.Layer", *inputs: "keras.KerasTensor", **options: object
+) -> list[Arrived]:
     """Calls a live model or attention layer and records which masks reach each attention layer.
 
     Keras loses masks: MultiHeadAttention erases the masks of its input tensors, so a second layer
@@ -261,7 +271,7 @@ def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
 
     Source: keras/src/layers/layer.py, `Layer.__call__`, and the two layers' `call`.
     """
-    tensors = [
+    tensors: list[Any] = [
         x for x in (*inputs, *options.values()) if getattr(x, "_keras_mask", None) is not None
     ]
     masks = [x._keras_mask for x in tensors]
@@ -284,7 +294,7 @@ def implicit_masks(model: Any, *inputs: Any, **options: Any) -> list[Arrived]:
     return arrived
 
 
-def _planned(layer: Any) -> Iterator[tuple[str, ...]]:
+def _planned(layer: "keras.Layer") -> Iterator[tuple[str, ...]]:
     """The masks carried by the symbolic inputs of each call of a layer in a functional model."""
     for node in layer._inbound_nodes:
         call = inspect.signature(layer.call)
@@ -304,7 +314,7 @@ def _recorded(
 ) -> Iterator[None]:
     """Records the mask arguments of every layer while the context is open."""
 
-    def watch(name: str, layer: Any) -> None:
+    def watch(name: str, layer: "keras.Layer") -> None:
         merge, compute = layer._compute_attention_mask, layer._compute_attention
         window = getattr(layer, "_sliding_window", getattr(layer, "sliding_window", None))
         always = {"kind": "gqa" if hasattr(layer, "num_query_heads") else "mha", "implicit": True}

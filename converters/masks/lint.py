@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha import Mask
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
 from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.semantics import one_of
@@ -37,7 +39,7 @@ def lint_masks(
     num_heads: int | None = None,
     query_length: int | None = None,
     key_length: int | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     **arguments: Any,
 ) -> list[Finding]:
     """Lists what is suspicious about the mask arguments of one call; correct masks give no finding.
@@ -77,7 +79,7 @@ def lint_masks(
     return found
 
 
-def _module(framework: str) -> Any:
+def _module(framework: str) -> ModuleType:
     return import_module(f"jaxmha.converters.masks.{framework}")
 
 
@@ -88,8 +90,8 @@ def _of_masks(framework: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in arguments:
         if name not in taken and name not in others:
             raise TypeError(
-                f"{framework} has no argument {name!r} that is known here: its mask arguments are "
-                f"{', '.join(sorted(taken))}; leave out what is none"
+                f"{framework} has no argument {name!r}: its mask arguments are "
+                f"{', '.join(sorted(taken))}; leave out all others"
             )
     return {name: value for name, value in arguments.items() if name in taken}
 
@@ -104,7 +106,7 @@ def _is_causal(framework: str, arguments: Mapping[str, Any]) -> Iterator[Finding
     if framework == "flax" and arguments.get("decode"):
         what, fix = "with decode every step attends key 0 only", "Leave is_causal out in decoding"
     elif framework == "sdpa" and array is not None:
-        what = "beside attn_mask it is joined with it by one kernel and refused by another"
+        what = "together with attn_mask, one kernel applies both and another refuses the call"
     elif framework == "huggingface" and array is not None and array.ndim == 4:
         kept = array if array.dtype == np.bool_ else ~blocked_by(array)
         T, S = array.shape[2:]
@@ -151,7 +153,7 @@ def _row_to_head(
             yield Finding(
                 "wrong axis",
                 name,
-                f"beside an attention_mask of four axes keras applies its row b to head b, since "
+                f"next to an attention_mask of four axes keras applies its row b to head b, since "
                 f"B = N = {rows}",
                 "Pass it within attention_mask: `attention_mask & mask[:, None, None, :]`",
             )
@@ -169,9 +171,9 @@ def _whole(
         extra["emptied_by_bias"] = "empty"
     try:
         mask, bias = importer(**{**extra, **arguments})
-    except (ValueError, TypeError) as refusal:
+    except (ValueError, TypeError) as error:
         if not known & {"is_causal", "wrong axis"}:
-            yield Finding("refused", "arguments", str(refusal).rstrip("."), "See the message")
+            yield Finding("refused", "arguments", str(error).rstrip("."), "See the message")
         return
     fields = {} if mask is None else {"T": mask.query_padding, "S": mask.key_value_padding}
     T, S = (
@@ -193,13 +195,13 @@ def _whole(
             "empty rows",
             "arguments",
             f"{empty.sum()} of {empty.size} rows have nothing left to attend, the first at batch "
-            f"row {b}, query {t}: frameworks answer 0, NaN or a mean",
-            "Leave each query one key, or name the answer (`fully_masked=`)",
+            f"row {b}, query {t}: frameworks return 0, NaN or a mean",
+            "Leave each query one key, or choose the output (`fully_masked=`)",
         )
 
 
 def _lengths(
-    letter: str, axis: int, mask: Any, bias: Any, fields: Mapping[str, Any]
+    letter: str, axis: int, mask: Mask | None, bias: NDArray | None, fields: Mapping[str, Any]
 ) -> Iterator[int]:
     """The sizes of an axis in the arrays of a mask and a bias."""
     arrays = [bias, None if mask is None else mask.array]

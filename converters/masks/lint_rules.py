@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.spec import MaskArg
@@ -29,7 +30,7 @@ class Finding(NamedTuple):
 
 
 class Given(NamedTuple):
-    """An argument with the axes it is read by, and the pairs that it lets the framework attend.
+    """A mask argument, the axes by which it is read, and the pairs that it allows.
 
     `letters` are the axes of `keep`; `(B N)` is split in two if N is known.
     """
@@ -42,7 +43,9 @@ class Given(NamedTuple):
     dtype: str
 
 
-def given(argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: Any) -> Given | None:
+def given(
+    argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: object
+) -> Given | None:
     """The argument read by its axes, or None if no axes fit: `import_masks` reports that itself.
 
     >>> given(MaskArg("mask", ("T S",)), np.ones((2, 3), bool), {}, None).sizes
@@ -86,12 +89,14 @@ def _constant(values: NDArray) -> float | None:
     return lowest if two and lowest <= CONSTANT else None
 
 
-def _name_of(dtype: Any) -> str:
+def _name_of(dtype: object) -> str:
     """The name of a dtype of NumPy, JAX, torch or TensorFlow."""
     if type(dtype).__module__.split(".")[0] == "torch":
         return str(dtype).removeprefix("torch.")
-    named = isinstance(getattr(dtype, "name", None), str)
-    return dtype if isinstance(dtype, str) else str(dtype.name if named else np.dtype(dtype))
+    name = getattr(dtype, "name", None)
+    if isinstance(dtype, str):
+        return dtype
+    return name if isinstance(name, str) else str(np.dtype(cast(DTypeLike, dtype)))
 
 
 def _flat(keep: NDArray, tail: int) -> NDArray:
@@ -100,7 +105,7 @@ def _flat(keep: NDArray, tail: int) -> NDArray:
     return keep.reshape(math.prod(keep.shape[:lead]), *keep.shape[lead:])
 
 
-def _pairs(given: Given) -> NDArray | None:
+def _slices(given: Given) -> NDArray | None:
     """Every (T, S) slice, if both axes are present and longer than 1."""
     if given.letters[-2:] != ("T", "S") or min(given.keep.shape[-2:]) < 2:
         return None
@@ -154,16 +159,16 @@ def _is_inverted_causal(slices: NDArray) -> bool:
     T, S = slices.shape[1:]
     hidden = ~slices
     rows, columns = _products(hidden)
-    cut = rows[:, :, None] & columns[:, None]
+    outer = rows[:, :, None] & columns[:, None]
     for offset in {0, S - T}:
         past = np.tri(T, S, offset, dtype=bool)
         shown = slices[:, ~past].all() and not past.all()
-        if not shown or not (hidden == (past & cut)).all() or not _one_block(columns):
+        if not shown or not (hidden == (past & outer)).all() or not _one_block(columns):
             continue
         # At least three positions are needed to see a triangle; padding alone contains none.
         if (hidden == past).all():
             return True
-        if ((~past & cut).any((1, 2)) & (columns.sum(1) > 2)).any():
+        if ((~past & outer).any((1, 2)) & (columns.sum(1) > 2)).any():
             return True
     return False
 
@@ -177,15 +182,15 @@ def _inverted(given: Given) -> Finding | None:
     polarity = f"here True means {'attend' if given.argument.keep else 'blocked'}"
     causal = "it hides the past and the diagonal and shows the future: a causal mask"
     padding = "it hides every token of the longest row and shows what looks like padding"
-    slices, rows, what = _pairs(given), _rows(given), None
+    slices, rows, what = _slices(given), _rows(given), None
     if slices is not None and _is_inverted_causal(slices):
         what = f"{causal} whose polarity is inverted, since {polarity}"
     elif rows is not None and _is_inverted_padding(~rows, rows.shape[1]):
         what = f"{padding}, since {polarity}"
     elif slices is not None:
-        there, tokens = _products(~slices)
-        outer = (~slices == (there[:, :, None] & tokens[:, None])).all() and _one_block(there)
-        if outer and _is_inverted_padding(tokens, tokens.shape[1]) and there.all(1).any():
+        queries, tokens = _products(~slices)
+        outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and _one_block(queries)
+        if outer and _is_inverted_padding(tokens, tokens.shape[1]) and queries.all(1).any():
             what = f"{padding}, since {polarity}"
     if what is None:
         return None
@@ -252,7 +257,7 @@ def _weak(given: Given) -> Finding | None:
         "constant",
         given.argument.name,
         f"{constant:.3g} stands for exclusion and is too small for it: a row of nothing else "
-        "attends as if unmasked, and a key lowered twice drops out beside those lowered once",
+        "attends as if unmasked, and a key lowered twice drops out if others are lowered once",
         "Pass Booleans, or -inf",
     )
 

@@ -5,25 +5,30 @@ row attends its own keys. This module pads them with lengths, or packs them with
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from einops import rearrange
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy, to_torch
 from jaxmha.extras import needed
 from jaxmha.semantics import one_of
 
+if TYPE_CHECKING:
+    import torch
+
+# A nested tensor, or one array for each row.
+Rows: TypeAlias = AnyArray | Sequence[AnyArray]
 Axes: TypeAlias = Literal["B T D", "B T N H", "B N T H"]
 # Axes of each row of a nested tensor, and the same row with its length first.
 ROWS = {"B T D": ("T D", "T D"), "B T N H": ("T N H", "T N H"), "B N T H": ("N T H", "T N H")}
 
 
 def import_nested(
-    query: Any,
-    key: Any = None,
-    value: Any = None,
+    query: Rows,
+    key: Rows | None = None,
+    value: Rows | None = None,
     *,
     axes: Axes = "B T D",
     packed: bool = False,
@@ -76,8 +81,8 @@ def import_nested(
 
 
 def export_nested(
-    array: Any, lengths: Sequence[int], *, axes: Axes = "B T D", jagged: bool = False
-) -> Any:
+    array: AnyArray, lengths: Sequence[int], *, axes: Axes = "B T D", jagged: bool = False
+) -> "torch.Tensor":
     """Converts an array `(B, T, ...)`, or packed `(1, sum of lengths, ...)`, to a nested tensor.
 
     Args:
@@ -121,10 +126,11 @@ def export_nested(
     return torch.nested.nested_tensor(turned)
 
 
-def _rows(name: str, tensor: Any, axes: Axes) -> list[NDArray]:
+def _rows(name: str, tensor: Rows, axes: Axes) -> list[NDArray]:
     """The sequences, the head axis after the length; includes sequences of length 0."""
     theirs, ours = ROWS[axes]
-    rows = [to_numpy(row) for row in (tensor.unbind() if hasattr(tensor, "unbind") else tensor)]
+    several: Any = tensor
+    rows = [to_numpy(row) for row in (several.unbind() if hasattr(tensor, "unbind") else several)]
     if not rows:
         raise ValueError(f"{name} has no rows: expected axes ({axes}) with B >= 1")
     length = theirs.split().index("T")
@@ -136,8 +142,8 @@ def _rows(name: str, tensor: Any, axes: Axes) -> list[NDArray]:
         if not same:
             raise ValueError(
                 f"{name}: expected rows of axes ({theirs}) that differ in T alone, got shape "
-                f"{row.shape} in row {b}{f' beside {rows[0].shape} in row 0' if b else ''}: say "
-                "axes= as the tensor has them"
+                f"{row.shape} in row {b}{f' and {rows[0].shape} in row 0' if b else ''}: pass "
+                "the axes of the tensor as axes="
             )
     return [to_numpy(rearrange(row, f"{theirs} -> {ours}")) for row in rows]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import checked, is_top_left
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
 from jaxmha.semantics import one_of
@@ -25,7 +25,7 @@ ARGUMENTS = (ATTN_MASK,)
 
 def import_masks(
     *,
-    attn_mask: Any = None,
+    attn_mask: AnyArray | None = None,
     is_causal: bool = False,
     num_heads: int | None = None,
     kernel: Literal["flash", "math"] = "flash",
@@ -58,7 +58,7 @@ def import_masks(
         attn_mask = to_numpy(attn_mask)
         if is_causal and (kernel == "math" or attn_mask.ndim == 3):
             raise ValueError(
-                "torch's math kernel, which alone takes a mask of 3 axes, refuses attn_mask beside "
+                "torch's math kernel, which alone takes a mask of 3 axes, refuses attn_mask with "
                 "is_causal=True: pass one mask that is both, or kernel='flash' and a mask of 2 or "
                 "4 axes, to which it applies both"
             )
@@ -72,8 +72,8 @@ def import_masks(
 
 
 def export_masks(
-    mask: Mask | Any | None = None,
-    bias: Any = None,
+    mask: Mask | AnyArray | None = None,
+    bias: AnyArray | None = None,
     *,
     num_heads: int,
     query_length: int,

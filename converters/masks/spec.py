@@ -7,14 +7,14 @@ canonical axes; writing is the same arrow reversed.
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.dims import bind, parse
 
 Masks = tuple[Mask | None, NDArray | None]
@@ -51,7 +51,7 @@ class MaskArg(NamedTuple):
     empty: tuple[tuple[str, str], ...] = ()
 
 
-def read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
+def read(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
     """Imports the argument as a mask, or as a bias `(#B, #N, #T, #S)` if its values are added.
 
     `sizes` holds the known sizes; sizes that the argument determines are added to it.
@@ -99,12 +99,12 @@ def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArra
     needed = {a for a, size in zip(letters, array.shape, strict=True) if size != 1}
     for axes in argument.axes:
         groups = parse(axes)
-        there = {a.removeprefix("#") for group in groups for a in group}
-        if not needed <= there:
+        letters_of = {a.removeprefix("#") for group in groups for a in group}
+        if not needed <= letters_of:
             continue
         loose = {a[1:] for group in groups for a in group if a.startswith("#")}
         full = tuple(
-            sizes[a] if a in there and a not in loose else size
+            sizes[a] if a in letters_of and a not in loose else size
             for a, size in zip(letters, array.shape, strict=True)
         )
         array = np.broadcast_to(array, full)
@@ -117,7 +117,7 @@ def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArra
     )
 
 
-def canonical_bias(bias: Any, sizes: Mapping[str, int]) -> NDArray:
+def canonical_bias(bias: AnyArray, sizes: Mapping[str, int]) -> NDArray:
     """Expands a bias to four axes, each of full size or 1; nothing is rounded.
 
     Raises:

@@ -7,19 +7,24 @@ code path that torch takes: `jaxmha.Semantics.torch(path)` describes each.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, overload
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
 import numpy as np
 from einops import rearrange
 
 from jaxmha import Mask
-from jaxmha.attention import as_mask
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import checked, is_top_left, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
 from jaxmha.dims import bind
 from jaxmha.extras import needed
+from jaxmha.mask_arguments import as_mask
 from jaxmha.semantics import one_of
+
+if TYPE_CHECKING:
+    import torch
 
 Path: TypeAlias = Literal["weights", "sdpa", "native"]
 
@@ -39,8 +44,8 @@ ARGUMENTS = (ATTN_MASK, KEY_PADDING_MASK)
 def import_masks(
     *,
     num_heads: int | None = None,
-    attn_mask: Any = None,
-    key_padding_mask: Any = None,
+    attn_mask: AnyArray | None = None,
+    key_padding_mask: AnyArray | None = None,
     is_causal: bool = False,
     need_weights: bool = True,
     add_bias_kv: bool = False,
@@ -89,10 +94,8 @@ def import_masks(
     mask, bias = _read(ATTN_MASK, attn_mask, sizes)
     extra = int(add_bias_kv) + int(add_zero_attn)
     if path == "native":
-        floating = any(
-            array is not None and to_numpy(array).dtype != np.bool_
-            for array in (attn_mask, key_padding_mask)
-        )
+        given = [array for array in (attn_mask, key_padding_mask) if array is not None]
+        floating = any(to_numpy(array).dtype != np.bool_ for array in given)
         _refuse_native(sizes, floating=floating, unbatched=unbatched, extra=extra)
     elif is_causal and attn_mask is None:
         raise ValueError(
@@ -105,16 +108,19 @@ def import_masks(
             triangle = Mask.dense(np.tri(T, S + extra, dtype=bool)[None, None])
             return (triangle if extra else Mask.causal()), None
         mask = _as_causal(mask, T, S)
-    if padding is not None:
-        mask = padding if mask is None else mask & padding
-    if padding_bias is not None:
-        bias = padding_bias if bias is None else _sum(bias, padding_bias)
-    return mask, bias
+    return _joined((mask, bias), (padding, padding_bias))
+
+
+def _joined(a: Masks, b: Masks) -> Masks:
+    """Both masks at once; biases are added."""
+    masks = [mask for mask, _ in (a, b) if mask is not None]
+    biases = [bias for _, bias in (a, b) if bias is not None]
+    return (reduce(and_, masks) if masks else None), (reduce(_sum, biases) if biases else None)
 
 
 def export_masks(
-    mask: Mask | Any | None = None,
-    bias: Any = None,
+    mask: Mask | AnyArray | None = None,
+    bias: AnyArray | None = None,
     *,
     num_heads: int,
     query_length: int,
@@ -145,10 +151,12 @@ def export_masks(
     batch = () if batch_size is None else (batch_size,)
     sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
     T, S, extra = query_length, key_length, int(add_bias_kv) + int(add_zero_attn)
-    mask = as_mask(mask)
+    mask = as_mask(cast("Mask | NDArray | None", mask))  # `Mask.dense` refuses other types
     if extra and _is_triangle(mask, T, S + extra):
         return {"attn_mask": ~np.tri(T, S, dtype=bool), "is_causal": True, "need_weights": False}
-    mask = replace(mask, array=_without_extras("mask", mask.array, S, extra))
+    if mask.array is not None:
+        array = _without_extras("mask", to_numpy(mask.array), S, extra)
+        mask = replace(mask, array=array)
     mask = without_query_lengths(checked(mask, sizes), T, "torch")
     if mask.query_padding is not None and extra:
         raise ValueError(
@@ -156,18 +164,16 @@ def export_masks(
             "rows: drop it and ignore those rows of the output"
         )
     keys = Mask(key_value_lengths=mask.key_value_lengths, key_value_padding=mask.key_value_padding)
-    pairs = replace(mask, key_value_lengths=None, key_value_padding=None)
+    rest = replace(mask, key_value_lengths=None, key_value_padding=None)
     found: dict[str, NDArray] = {}
-    if not pairs.empty:
-        found["attn_mask"] = to_numpy(pairs.to_array(T, S, np))
+    if not rest.empty:
+        found["attn_mask"] = to_numpy(rest.to_array(T, S, np))
     if not keys.empty:
         found["key_padding_mask"] = to_numpy(keys.to_array(1, S, np))[:, 0, 0]
     if bias is not None:
-        bias = canonical_bias(_without_extras("bias", bias, S, extra), sizes)
-        found = {name: _additive(array, bias.dtype) for name, array in found.items()}
-        of_keys = bias.shape[1:3] == (1, 1)
-        name, bias = ("key_padding_mask", bias[:, 0, 0]) if of_keys else ("attn_mask", bias)
-        found[name] = _sum(found[name], bias) if name in found else bias
+        found = _with_bias(
+            found, canonical_bias(_without_extras("bias", to_numpy(bias), S, extra), sizes)
+        )
     padding = KEY_PADDING_MASK._replace(axes=("B S",) if batch else ("S",))
     arguments: dict[str, Any] = {
         argument.name: write(argument, found[argument.name], sizes)
@@ -175,20 +181,28 @@ def export_masks(
         if argument.name in found
     }
     alone = list(arguments) == ["attn_mask"] and bias is None and not extra
-    if alone and is_top_left(pairs) and replace(pairs, causal_offset=None).empty:
+    if alone and is_top_left(rest) and replace(rest, causal_offset=None).empty:
         arguments["is_causal"] = True
     return arguments
 
 
+def _with_bias(found: dict[str, NDArray], bias: NDArray) -> dict[str, NDArray]:
+    """The masks as floats, and the bias in the one that has its axes."""
+    found = {name: _additive(array, bias.dtype) for name, array in found.items()}
+    of_keys = bias.shape[1:3] == (1, 1)
+    name, bias = ("key_padding_mask", bias[:, 0, 0]) if of_keys else ("attn_mask", bias)
+    return found | {name: _sum(found[name], bias) if name in found else bias}
+
+
 @overload
 def path_of(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
+    module: "torch.nn.MultiheadAttention",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
     *,
-    attn_mask: Any = None,
-    key_padding_mask: Any = None,
+    attn_mask: "torch.Tensor | None" = None,
+    key_padding_mask: "torch.Tensor | None" = None,
     need_weights: bool = True,
     why: Literal[False] = False,
 ) -> Path: ...
@@ -196,26 +210,26 @@ def path_of(
 
 @overload
 def path_of(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
+    module: "torch.nn.MultiheadAttention",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
     *,
-    attn_mask: Any = None,
-    key_padding_mask: Any = None,
+    attn_mask: "torch.Tensor | None" = None,
+    key_padding_mask: "torch.Tensor | None" = None,
     need_weights: bool = True,
     why: Literal[True],
 ) -> tuple[Path, str]: ...
 
 
 def path_of(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
+    module: "torch.nn.MultiheadAttention",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
     *,
-    attn_mask: Any = None,
-    key_padding_mask: Any = None,
+    attn_mask: "torch.Tensor | None" = None,
+    key_padding_mask: "torch.Tensor | None" = None,
     need_weights: bool = True,
     why: bool = False,
 ) -> Path | tuple[Path, str]:
@@ -243,7 +257,11 @@ def path_of(
 
 
 def _off_native(
-    module: Any, query: Any, key: Any, value: Any, masks: Sequence[Any]
+    module: "torch.nn.MultiheadAttention",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    masks: Sequence["torch.Tensor"],
 ) -> Iterator[str]:
     """Reasons why a call does not take the fast path, those most useful to a reader first."""
     with needed("torch"):
@@ -274,7 +292,7 @@ def _off_native(
     yield from (reason for reason, holds in checks.items() if holds)
 
 
-def static_heads(static: Any, num_heads: int) -> NDArray:
+def static_heads(static: AnyArray, num_heads: int) -> NDArray:
     """`static_k` or `static_v`, `(B*N, S, H)`, as `(B, S, N, H)` of `dot_product_attention`.
 
     >>> static_heads(np.ones((6, 5, 4)), 3).shape
@@ -286,7 +304,7 @@ def static_heads(static: Any, num_heads: int) -> NDArray:
     return to_numpy(rearrange(array, "(B N) S H -> B S N H", N=num_heads))
 
 
-def _read(argument: MaskArg, value: Any, sizes: dict[str, int]) -> Masks:
+def _read(argument: MaskArg, value: AnyArray | None, sizes: dict[str, int]) -> Masks:
     """As `read`, but floats that only exclude become a mask."""
     if value is None:
         return None, None
@@ -315,22 +333,21 @@ def _is_triangle(mask: Mask, T: int, S: int) -> bool:
     return bool(np.all(to_numpy(array) == np.tri(T, S, dtype=bool)))
 
 
-def _additive(allowed: NDArray, dtype: Any) -> NDArray:
+def _additive(allowed: NDArray, dtype: np.dtype[Any]) -> NDArray:
     return np.where(allowed, 0.0, -np.inf).astype(dtype)
 
 
 def _sum(a: NDArray, b: NDArray) -> NDArray:
     """The sum as torch computes it: two finite constants may overflow to -inf."""
     with np.errstate(over="ignore", invalid="ignore"):
-        total: NDArray = a + b
-    return total
+        summed: NDArray = a + b
+    return summed
 
 
-def _without_extras(name: str, array: Any, S: int, extra: int) -> Any:
+def _without_extras(name: str, array: NDArray, S: int, extra: int) -> NDArray:
     """Drops the extra key positions from a last axis of S plus extra positions."""
-    if array is None or not extra or array.ndim == 0 or array.shape[-1] != S + extra:
+    if not extra or array.ndim == 0 or array.shape[-1] != S + extra:
         return array
-    array = to_numpy(array)
     untouched = array[..., S:] if array.dtype == np.bool_ else array[..., S:] == 0
     if not untouched.all():
         raise ValueError(

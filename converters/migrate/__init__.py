@@ -3,6 +3,18 @@
 from jaxmha.converters.migrate.conversion import Conversion
 from jaxmha.converters.migrate.inspection import FileInfo, inspect
 from jaxmha.converters.migrate.pipeline import convert, convert_state, plan
-from jaxmha.converters.migrate.plans import Move, Plan
+from jaxmha.converters.migrate.plans import Plan, Step
 
-__all__ = ["Conversion", "FileInfo", "Move", "Plan", "convert", "convert_state", "inspect", "plan"]
+Move = Step  # the former name, kept for existing imports
+
+__all__ = [
+    "Conversion",
+    "FileInfo",
+    "Move",
+    "Plan",
+    "Step",
+    "convert",
+    "convert_state",
+    "inspect",
+    "plan",
+]

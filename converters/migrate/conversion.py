@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmha import checkpoint
 from jaxmha.checkpoint import Loss
-from jaxmha.converters.migrate.plans import Move, Plan
+from jaxmha.converters.migrate.plans import Plan, Step
 from jaxmha.converters.migrate.resolved import Resolved
 
 
@@ -16,7 +16,7 @@ class Conversion:
 
     Attributes:
       blocks: (source prefix, source layout, destination prefix, destination layout) of each block.
-      beside: (kind, source prefix, destination prefix) of each other layer.
+      other_layers: (kind, source prefix, destination prefix) of each other layer.
       carried: names of all other tensors, which are copied unchanged.
       files: the files written. digests: tensor name -> digest of the data read back.
       losses: tensor name -> effect of the cast to `dtype`, for every tensor that it changed.
@@ -28,7 +28,7 @@ class Conversion:
     source: str
     destination: str
     blocks: tuple[tuple[str, str, str, str], ...]
-    beside: tuple[tuple[str, str, str], ...]
+    other_layers: tuple[tuple[str, str, str], ...]
     carried: tuple[str, ...]
     files: tuple[str, ...]
     digests: dict[str, str]
@@ -54,26 +54,26 @@ def of(
     given: bool,
 ) -> Conversion:
     """The result of carrying out a plan; `given` is True if the caller passed the plan."""
-    kinds: dict[bool, list[Move]] = {True: [], False: []}
-    for move in plan.moves:
-        if move.kind != "other":
-            kinds[move.kind == "attention"].append(move)
+    kinds: dict[bool, list[Step]] = {True: [], False: []}
+    for step in plan.steps:
+        if step.kind != "other":
+            kinds[step.kind == "attention"].append(step)
     return Conversion(
         str(source),
         str(destination),
-        tuple((move.source, move.layout, move.target, plan.to) for move in kinds[True]),
-        tuple((move.kind, move.source, move.target) for move in kinds[False]),
-        tuple(move.target for move in plan.moves if move.kind == "other"),
+        tuple((step.source, step.layout, step.target, plan.to) for step in kinds[True]),
+        tuple((step.kind, step.source, step.target) for step in kinds[False]),
+        tuple(step.target for step in plan.steps if step.kind == "other"),
         tuple(map(str, written.files)),
         dict(written.digests),
         dict(written.losses),
         plan=plan,
         heads=tuple(
-            (move.source, found.counts[move.target], move.heads_from or _heads_from(move, given))
-            for move in found.blocks
+            (step.source, found.counts[step.target], step.heads_from or _heads_from(step, given))
+            for step in found.blocks
         ),
     )
 
 
-def _heads_from(move: Move, given: bool) -> str:
-    return "plan" if given and move.num_heads is not None else "shape"
+def _heads_from(step: Step, given: bool) -> str:
+    return "plan" if given and step.num_heads is not None else "shape"

@@ -10,7 +10,7 @@ from jaxmha.converters.discovery import layer_layouts, other_layers
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS, Convention
 from jaxmha.converters.discovery.user_names import target_by_name
 from jaxmha.converters.layout.base import Layout
-from jaxmha.converters.migrate.plans import Move, Plan
+from jaxmha.converters.migrate.plans import Plan, Step
 
 
 def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
@@ -21,55 +21,59 @@ def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
     along.
     """
     kinds = {kind for convention in CONVENTIONS for kind in convention.kinds}
-    plan = replace(plan, moves=tuple(_reread(m, to, plan.moves) for m in plan.moves))
-    named = [m for m in plan.moves if not m.layout and m.kind in kinds]
+    plan = replace(plan, steps=tuple(_reread(m, to, plan.steps) for m in plan.steps))
+    named = [m for m in plan.steps if not m.layout and m.kind in kinds]
     if not named:
         return plan
-    convention = layer_layouts.beside(to.name)
-    own = [c for m in plan.moves if (c := layer_layouts.beside(m.layout)) or (c := _of(m.layout))]
-    moves: list[Move] = []
+    convention = layer_layouts.convention_of(to.name)
+    own = [
+        c
+        for m in plan.steps
+        if (c := layer_layouts.convention_of(m.layout)) or (c := _of(m.layout))
+    ]
+    steps: list[Step] = []
     taken: set[str] = set()
-    for move in plan.moves:
-        if set(move.tensors) & taken:
+    for step in plan.steps:
+        if set(step.tensors) & taken:
             continue
-        if move not in named:
-            moves.append(move)
+        if step not in named:
+            steps.append(step)
             continue
-        whole = _whole(move, plan.moves, own, info)
+        whole = _whole(step, plan.steps, own, info)
         taken |= set(whole.tensors)
-        moves = [m for m in moves if not set(m.tensors) & taken]
-        if convention is not None and move.target in (*move.tensors, move.source):
+        steps = [m for m in steps if not set(m.tensors) & taken]
+        if convention is not None and step.target in (*step.tensors, step.source):
             separator = other_layers.split(whole.tensors[0])[1] or "."
-            there = target_by_name(whole.source, separator, convention.separator, {})
-            group = _numbered(whole.kind, convention, moves)
+            target = target_by_name(whole.source, separator, convention.separator, {})
+            group = _numbered(whole.kind, convention, steps)
             name = whole.source.replace("/", ".") if group else ""
-            whole = replace(whole, target=group or there, name=name)
-        moves.append(whole)
-    return replace(plan, moves=tuple(moves))
+            whole = replace(whole, target=group or target, name=name)
+        steps.append(whole)
+    return replace(plan, steps=tuple(steps))
 
 
-def _reread(move: Move, to: Layout, moves: Sequence[Move]) -> Move:
+def _reread(step: Step, to: Layout, steps: Sequence[Step]) -> Step:
     """Drops the old target kind of a layer whose kind the user changed."""
-    convention = layer_layouts.beside(to.name)
-    if move.kind in ("attention", "other") or not move.becomes or convention is None:
-        return move
-    ours = {e.leaves[0] for c in CONVENTIONS for e in c.kinds.get(move.kind, ())}
-    theirs = {entry.leaves[0] for entry in convention.kinds.get(move.becomes, ())}
+    convention = layer_layouts.convention_of(to.name)
+    if step.kind in ("attention", "other") or not step.becomes or convention is None:
+        return step
+    ours = {e.leaves[0] for c in CONVENTIONS for e in c.kinds.get(step.kind, ())}
+    theirs = {entry.leaves[0] for entry in convention.kinds.get(step.becomes, ())}
     if not ours or not theirs or ours & theirs:
-        return move
-    target = _numbered(move.kind, convention, [m for m in moves if m is not move]) or move.target
-    return replace(move, becomes="", target=target)
+        return step
+    target = _numbered(step.kind, convention, [m for m in steps if m is not step]) or step.target
+    return replace(step, becomes="", target=target)
 
 
-def _numbered(kind: str, convention: Convention, moves: Sequence[Move]) -> str:
+def _numbered(kind: str, convention: Convention, steps: Sequence[Step]) -> str:
     """The next free group of a kind in a .weights.h5 file; "" for other conventions."""
     group = convention.group.get(
         layer_layouts.INSTEAD.get(kind, kind) if kind == "conv1d" else kind
     )
     if group is None:
         return ""
-    taken = {move.target for move in moves}
-    names = (f"layers/{group}{f'_{i}' * (i > 0)}" for i in range(len(moves) + 1))
+    taken = {step.target for step in steps}
+    names = (f"layers/{group}{f'_{i}' * (i > 0)}" for i in range(len(steps) + 1))
     return next(name for name in names if name not in taken)
 
 
@@ -79,21 +83,21 @@ def in_file(plan: Plan) -> Plan:
         return plan
     layout, attention = keras.IN_FILE[plan.to]
     counts: Counter[str] = Counter()
-    moves = []
-    for move in plan.moves:
-        if move.kind != "other":
-            kind = move.becomes or layer_layouts.INSTEAD.get(move.kind, move.kind)
+    steps = []
+    for step in plan.steps:
+        if step.kind != "other":
+            kind = step.becomes or layer_layouts.INSTEAD.get(step.kind, step.kind)
             group = (
-                attention if move.kind == "attention" else layer_layouts.KERAS_FILE.group.get(kind)
+                attention if step.kind == "attention" else layer_layouts.KERAS_FILE.group.get(kind)
             )
             if group is None:
-                raise ValueError(f"module {move.source!r} of the plan: Keras has no {kind}")
+                raise ValueError(f"module {step.source!r} of the plan: Keras has no {kind}")
             target = f"layers/{group}{f'_{counts[group]}' * (counts[group] > 0)}"
             counts[group] += 1
-            name = move.name or move.target.replace("/", ".")
-            move = replace(move, target=target, name=name)
-        moves.append(move)
-    return replace(plan, to=layout.name, moves=tuple(moves))
+            name = step.name or step.target.replace("/", ".")
+            step = replace(step, target=target, name=name)
+        steps.append(step)
+    return replace(plan, to=layout.name, steps=tuple(steps))
 
 
 def _of(layout: str) -> Convention | None:
@@ -101,34 +105,34 @@ def _of(layout: str) -> Convention | None:
 
 
 def _whole(
-    move: Move, moves: Sequence[Move], own: Sequence[Convention], info: Mapping[str, Any]
-) -> Move:
+    step: Step, steps: Sequence[Step], own: Sequence[Convention], info: Mapping[str, Any]
+) -> Step:
     """The layer of the wanted kind that a module forms with other tensors of the same prefix."""
-    prefix = other_layers.split(move.tensors[0])[0]
-    beside = [
+    prefix = other_layers.split(step.tensors[0])[0]
+    same_prefix = [
         name
-        for other in moves
-        if other.kind in ("other", move.kind) and not other.layout
+        for other in steps
+        if other.kind in ("other", step.kind) and not other.layout
         for name in other.tensors
         if other_layers.split(name)[0] == prefix
     ]
-    names = list(dict.fromkeys([*move.tensors, *beside]))
+    names = list(dict.fromkeys([*step.tensors, *same_prefix]))
     wrong = ""
     for convention in dict.fromkeys([*own, *CONVENTIONS]):
         keys = {other_layers.split(name)[2]: name for name in names}
-        known = {entry.key for entry in convention.kinds.get(move.kind, ())}
+        known = {entry.key for entry in convention.kinds.get(step.kind, ())}
         fitting = {key: name for key, name in keys.items() if key in known}
         try:
-            other_layers.as_kind(prefix, move.kind, convention, fitting, info)
+            other_layers.as_kind(prefix, step.kind, convention, fitting, info)
         except ValueError as error:
             wrong = wrong or str(error)
             continue
-        if set(move.tensors) <= set(fitting.values()):
+        if set(step.tensors) <= set(fitting.values()):
             return replace(
-                move,
+                step,
                 layout=convention.name,
                 source=prefix,
                 tensors=tuple(fitting.values()),
-                becomes=move.becomes.removeprefix("other"),
+                becomes=step.becomes.removeprefix("other"),
             )
-    raise ValueError(f"module {move.source!r} of the plan is no {move.kind}: {wrong}")
+    raise ValueError(f"module {step.source!r} of the plan is no {step.kind}: {wrong}")

@@ -105,30 +105,16 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
         found = attention_blocks.find(all_shapes)
-        told = described.of(file, found)
+        description = described.of(file, found)
         infos = []
         for block in found:
-            count, where = _heads(file, block, all_shapes, num_heads, told.heads)
-            family, pattern = block.family or (None, None)
-            infos.append(
-                BlockInfo(
-                    block.prefix,
-                    file.names.get(block.prefix, ""),
-                    block.layout.name,
-                    count,
-                    where,
-                    str(file.info[next(iter(block.keys.values()))].dtype),
-                    {key: file.info[name].shape for key, name in block.keys.items()},
-                    family,
-                    pattern,
-                    block.also,
-                    planning.confidence(block, where, told.heads),
-                    block.why,
-                )
-            )
+            count = _heads(file, block, all_shapes, num_heads, description.heads)
+            infos.append(_block_info(file, block, count, description.heads))
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
-        beside, unknown = other_layers.find(file.info, found, told.unlike, told.unbiased)
+        recognised, unknown = other_layers.find(
+            file.info, found, description.unlike, description.unbiased
+        )
         layers = tuple(
             LayerInfo(
                 layer.kind,
@@ -139,7 +125,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                 layer.confidence,
                 layer.why,
             )
-            for layer in beside
+            for layer in recognised
         )
         dtypes = Counter(str(info.dtype) for info in file.info.values())
         damaged = tuple(attention_blocks.damaged(all_shapes, found))
@@ -153,8 +139,31 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             unknown,
             dict(dtypes),
             damaged,
-            (*told.notes, *around),
+            (*description.notes, *around),
         )
+
+
+def _block_info(
+    file: checkpoint.Checkpoint,
+    block: Block,
+    count: tuple[int | None, str],
+    configured: head_count.Configured | None,
+) -> BlockInfo:
+    """The description of a block; `count` is its head count and the source of the count."""
+    family, pattern = block.family or (None, None)
+    return BlockInfo(
+        block.prefix,
+        file.names.get(block.prefix, ""),
+        block.layout.name,
+        *count,
+        str(file.info[next(iter(block.keys.values()))].dtype),
+        {key: file.info[name].shape for key, name in block.keys.items()},
+        family,
+        pattern,
+        block.also,
+        planning.confidence(block, count[1], configured),
+        block.why,
+    )
 
 
 def _heads(

@@ -15,7 +15,7 @@ from jaxmha.converters import keras
 from jaxmha.converters.discovery import attention_blocks, keras_groups
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.migrate.lazy_tensors import Tensors
-from jaxmha.converters.migrate.plans import Move
+from jaxmha.converters.migrate.plans import Step
 
 _IN_FILE = {layout.name for layout, _ in keras.IN_FILE.values()}
 Groups = dict[str, tuple[str, str]]
@@ -26,42 +26,42 @@ NOT_KNOWN = (
 )
 
 
-def kept(file: Tensors, moves: Iterable[Move]) -> Groups:
+def kept(file: Tensors, steps: Iterable[Step]) -> Groups:
     """Group and name by source prefix, from a .weights.h5 source or from metadata.
 
     Empty unless the groups of all layers are known.
     """
-    told = keras_groups.told(file.metadata)
+    in_metadata = keras_groups.from_metadata(file.metadata)
     found: Groups = {}
-    for move in moves:
-        if move.kind == "other":
+    for step in steps:
+        if step.kind == "other":
             continue
-        if move.layout in _IN_FILE:
-            found[move.source] = move.source, file.names.get(move.source, "")
-        elif move.source in told:
-            found[move.source] = told[move.source]
+        if step.layout in _IN_FILE:
+            found[step.source] = step.source, file.names.get(step.source, "")
+        elif step.source in in_metadata:
+            found[step.source] = in_metadata[step.source]
         else:
             return {}
     return found
 
 
-def to_metadata(groups: Groups, moves: Iterable[Move]) -> dict[str, str]:
+def to_metadata(groups: Groups, steps: Iterable[Step]) -> dict[str, str]:
     """The groups by destination prefix, as metadata."""
-    there = {move.target: groups[move.source] for move in moves if move.source in groups}
-    return {keras_groups.METADATA: json.dumps(there, separators=(",", ":"))} if there else {}
+    matching = {step.target: groups[step.source] for step in steps if step.source in groups}
+    return {keras_groups.METADATA: json.dumps(matching, separators=(",", ":"))} if matching else {}
 
 
-def placed(moves: Sequence[Move], groups: Groups) -> tuple[Move, ...]:
+def placed(steps: Sequence[Step], groups: Groups) -> tuple[Step, ...]:
     """The planned layers of a .weights.h5 file, each with its own group as the target."""
     return tuple(
-        replace(move, target=groups[move.source][0], name=groups[move.source][1])
-        if move.source in groups
-        else move
-        for move in moves
+        replace(step, target=groups[step.source][0], name=groups[step.source][1])
+        if step.source in groups
+        else step
+        for step in steps
     )
 
 
-def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Move, ...]:
+def like(steps: Sequence[Step], source: Tensors, template: Tensors) -> tuple[Step, ...]:
     """The planned layers with the groups of a template, matched by the names or paths of the
     layers.
 
@@ -73,14 +73,14 @@ def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Mov
     groups: dict[str, list[str]] = {}
     for group in _layers(template):
         groups.setdefault(_called(group, template.names), []).append(group)
-    known, found, left = kept(source, moves), Groups(), dict[str, str]()
-    for move in (move for move in moves if move.kind != "other"):
-        group, name = known.get(move.source, (move.source, ""))
+    known, found, left = kept(source, steps), Groups(), dict[str, str]()
+    for step in (step for step in steps if step.kind != "other"):
+        group, name = known.get(step.source, (step.source, ""))
         called = _called(group, {group: name} if name else {})
-        if len(there := groups.get(called, [])) == 1:
-            found[move.source] = there[0], template.names.get(there[0], "")
+        if len(matching := groups.get(called, [])) == 1:
+            found[step.source] = matching[0], template.names.get(matching[0], "")
         else:
-            left[move.source] = called
+            left[step.source] = called
     taken = {group for group, _ in found.values()}
     free = [group for several in groups.values() for group in several if group not in taken]
     if len(left) == len(free) == 1:  # one of each left: no name is needed
@@ -93,7 +93,7 @@ def like(moves: Sequence[Move], source: Tensors, template: Tensors) -> tuple[Mov
             f"--like: the file {what} named {called or '(top)'!r}; its layers are {had}: name the "
             "layers of the model so, or write a plan and set `to` of every module"
         )
-    return placed(moves, found)
+    return placed(steps, found)
 
 
 def _called(group: str, names: Mapping[str, str]) -> str:
@@ -122,14 +122,14 @@ def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
             )
 
 
-def order_is_evident(moves: Sequence[Move], info: Mapping[str, Any]) -> bool:
+def order_is_evident(steps: Sequence[Step], info: Mapping[str, Any]) -> bool:
     """True if all layers of a class differ in shape, so that no two can be exchanged unnoticed."""
     alike = Counter(
         (
-            re.sub(r"_\d+$", "", move.target),
-            tuple(sorted(tuple(info[name].shape) for name in move.tensors)),
+            re.sub(r"_\d+$", "", step.target),
+            tuple(sorted(tuple(info[name].shape) for name in step.tensors)),
         )
-        for move in moves
-        if move.kind != "other"
+        for step in steps
+        if step.kind != "other"
     )
     return all(count == 1 for count in alike.values())

@@ -3,7 +3,7 @@
 import math
 import mmap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ HELD = 64 << 20  # bytes kept of tensors that cannot be read in parts; a single 
 
 
 class _Stand(NamedTuple):
-    """The address range that stands for a tensor; the memory there is never read."""
+    """Reserved addresses in place of a tensor; their memory is never read."""
 
     name: str
     start: int
@@ -128,7 +128,7 @@ def _copy(out: NDArray, part: NDArray) -> None:
         _let_go(part)
 
 
-def _let_go(part: Any) -> None:
+def _let_go(part: object) -> None:
     """Releases the pages of the mapped file under a view."""
     while isinstance(part, np.ndarray | memoryview):
         part = part.base if isinstance(part, np.ndarray) else part.obj

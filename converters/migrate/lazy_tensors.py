@@ -21,7 +21,7 @@ from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refu
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
-_BESIDE = 64 << 20  # bytes kept in addition to the largest array
+_EXTRA_ROOM = 64 << 20  # bytes kept in addition to the largest array
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class Parts:
 
     def __init__(self, file: Tensors) -> None:
         self._file = file
-        self._room = max((one.nbytes for one in file.info.values()), default=0) + _BESIDE
+        self._room = max((one.nbytes for one in file.info.values()), default=0) + _EXTRA_ROOM
         self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
 
     def __getitem__(self, name: str) -> NDArray:
@@ -141,15 +141,15 @@ def attention(
     Raises ValueError if the block cannot be read, or if the layout cannot hold it.
     """
     params, semantics, sizes = meta(block, info, num_heads)
-    by, told = 1.0, ""
+    by, note = 1.0, ""
     if fold_scale:
         by = fold.factor(semantics, target, sizes["H"])
         if by != 1.0:
-            told = fold.note(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
+            note = fold.note(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
         semantics = replace(semantics, scale=target.semantics.scale)
     transform.refuse_export(target, params, semantics)
-    there, sizes = leaves(params), sizes | _letters(params)
-    folded = fold.which(there)
+    present, sizes = leaves(params), sizes | _letters(params)
+    folded = fold.which(present)
     holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
 
     def leaf(name: str) -> NDArray:
@@ -163,9 +163,9 @@ def attention(
 
     made = {}
     for entry in target.entries:
-        if entry.leaves[0] not in there:
+        if entry.leaves[0] not in present:
             continue
-        of = [np.asarray(there[name]) for name in entry.leaves]
+        of = [np.asarray(present[name]) for name in entry.leaves]
         refuse_mixed(entry, of)
         sources = dict.fromkeys(holder[name] for name in entry.leaves)
         letters = sizes | {"qkv": len(of), "kv": len(of)}
@@ -180,7 +180,7 @@ def attention(
             tuple(block.keys[e.key] for e in sources),
             f"{' + '.join(e.axes for e in sources)} -> {entry.axes}",
         )
-    return made, params, told
+    return made, params, note
 
 
 def _letters(params: MHAParams) -> dict[str, int]:
@@ -192,30 +192,30 @@ def _letters(params: MHAParams) -> dict[str, int]:
     return found
 
 
-def neighbour(
+def other_layer(
     module: Module, info: Mapping[str, Any], file: Arrays, to: Convention, kind: str, prefix: str
 ) -> dict[str, Made]:
     """The lazy tensors of a layer other than attention, by another convention."""
     made = {}
-    there = module.entries
+    present = module.entries
     for entry in to.kinds[kind]:
-        source = there.get(entry.leaves[0])
+        source = present.get(entry.leaves[0])
         if source is None:
             continue
         name = module.keys[source.key]
         key = f"{prefix}{to.separator}{entry.key}" if prefix else entry.key
         made[key] = Made(
             TensorInfo(layer_layouts.shape(entry, module.sizes), np.dtype(info[name].dtype)),
-            partial(_neighbour, file, name, source, entry),
+            partial(_other_array, file, name, source, entry),
             (name,),
             f"{source.axes} -> {entry.axes}" if source.axes != entry.axes else "",
         )
-    if missing := there.keys() - {entry.leaves[0] for entry in to.kinds[kind]}:
+    if missing := present.keys() - {entry.leaves[0] for entry in to.kinds[kind]}:
         raise ValueError(f"{prefix}: a {kind} of {to.name} has no {', '.join(sorted(missing))}")
     return made
 
 
-def _neighbour(file: Arrays, name: str, source: Entry, target: Entry) -> NDArray:
+def _other_array(file: Arrays, name: str, source: Entry, target: Entry) -> NDArray:
     return layer_layouts.pack(target, layer_layouts.unpack(source, np.asarray(file[name])))
 
 

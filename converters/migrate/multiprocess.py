@@ -76,7 +76,7 @@ def _ended_by_terminate(all_started: Callable[[], bool]) -> Iterator[Callable[[]
         if asked.is_set():
             sys.exit(128 + signal.SIGTERM)
 
-    def terminated(*_: Any) -> None:
+    def terminated(*_: object) -> None:
         asked.set()
         if all_started():
             check()

@@ -27,7 +27,7 @@ from jaxmha.converters.migrate import conversion, edited, keras_order, lazy_tens
 from jaxmha.converters.migrate import plans as planning
 from jaxmha.converters.migrate.conversion import Conversion
 from jaxmha.converters.migrate.inspection import FileInfo, inspect
-from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Move, Plan
+from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Plan, Step
 from jaxmha.converters.migrate.preconditions import (
     check_heads,
     check_plan,
@@ -42,7 +42,7 @@ __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "insp
 
 # Prefixes of metadata keys that are rewritten for the destination, or apply only to the source.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
-_UNBOUND = "the plan has no digest: nothing said that it was made for this source"
+_UNBOUND = "the plan has no digest: it may have been made for another source"
 DIGEST = "sha256"  # binds plans to sources; independent of whether xxhash is installed
 
 
@@ -89,7 +89,7 @@ def _make(
     hf_config.refuse_behaviour(file.path)
     known = registry.LAYOUTS if from_ is None else [attention_blocks.named(from_)]
     with naming(file.path):
-        told = described.of(file, attention_blocks.find(shapes(file), known))
+        description = described.of(file, attention_blocks.find(shapes(file), known))
         made = planning.make(
             file,
             target,
@@ -97,21 +97,21 @@ def _make(
             num_heads=num_heads,
             others=others,
             attention_only=attention_only,
-            configured=told.heads,
-            epsilon=told.epsilon,
-            unlike=told.unlike,
-            unbiased=told.unbiased,
+            configured=description.heads,
+            epsilon=description.epsilon,
+            unlike=description.unlike,
+            unbiased=description.unbiased,
             draft=draft,
         )
-    if not any(move.kind != "other" for move in made.moves):
+    if not any(step.kind != "other" for step in made.steps):
         wanted = f" of layout {from_}" if from_ else ""
         raise ValueError(
-            f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists what is there)"
+            f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists the tensors)"
         )
     if target.name != attention_blocks.named(to).name or target.name.endswith("-file"):
-        groups = keras_order.kept(file, made.moves)
-        made = replace(made, moves=keras_order.placed(made.moves, groups))
-    return replace(made, dtype=dtype, notes=(*told.notes, *made.notes, *_around(made, file)))
+        groups = keras_order.kept(file, made.steps)
+        made = replace(made, steps=keras_order.placed(made.steps, groups))
+    return replace(made, dtype=dtype, notes=(*description.notes, *made.notes, *_around(made, file)))
 
 
 def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
 
     Raises ValueError if a part makes the blocks another function of their projections.
     """
-    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     taken = _taken(plan)
     names = [name for name in file.info if name not in taken]
     unconverted.refuse(file.path, names, layouts)
@@ -193,15 +193,10 @@ def convert(
             raise ValueError("name a layout (to=), or give a plan")
         if like is not None:
             plan = taken_from(plan, file, like, in_file)
-        groups = keras_order.kept(file, plan.moves)
+        groups = keras_order.kept(file, plan.steps)
         found = _resolved(plan, file, in_file, given, like is not None, bool(groups))
-        target, infos = attention_blocks.named(plan.to), dict(file.info)
-        lost: list[str] = []
-        settings: dict[str, Any] = {"names": found.names} if in_file else {}
-        if str(destination).endswith((".safetensors", f".safetensors{shards_read.SUFFIX}")):
-            settings["metadata"] = _metadata(plan, found, file, {} if in_file else groups)
-        else:
-            lost = list(_lost(file, found, target))
+        evident = keras_order.order_is_evident(plan.steps, dict(file.info))
+        settings, lost = _format_settings(destination, plan, found, file, groups)
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
@@ -217,12 +212,26 @@ def convert(
             progress=progress,
             **settings,
         )
-    told = given or like is not None or bool(groups)
-    ordered = not in_file or told or keras_order.order_is_evident(plan.moves, infos)
+    ordered = not in_file or given or like is not None or bool(groups) or evident
     unbound = [_UNBOUND] * (given and not plan.digest)
-    said = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
+    all_notes = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
     made = conversion.of(source, destination, plan, found, written, given)
-    return replace(made, notes=said, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
+    return replace(made, notes=all_notes, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
+
+
+def _format_settings(
+    destination: str | os.PathLike[str],
+    plan: Plan,
+    found: Resolved,
+    file: checkpoint.Checkpoint,
+    groups: keras_order.Groups,
+) -> tuple[dict[str, Any], list[str]]:
+    """Arguments of `checkpoint.write` for the format, and notes on facts that it cannot hold."""
+    in_file = str(destination).endswith(".weights.h5")
+    settings: dict[str, Any] = {"names": found.names} if in_file else {}
+    if str(destination).endswith((".safetensors", f".safetensors{shards_read.SUFFIX}")):
+        return settings | {"metadata": _metadata(plan, found, file, groups)}, []
+    return settings, list(_lost(file, found, attention_blocks.named(plan.to)))
 
 
 def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
@@ -248,10 +257,10 @@ def _resolved(
         if in_file and (like or (kept and not given)):
             found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
         elif in_file and not given:
-            found.notes.append(notes.of_groups([move.target for move in found.blocks]))
+            found.notes.append(notes.of_groups([step.target for step in found.blocks]))
         if given:
             check_heads(found, file)
-    targets = {move.target for move, _ in found.by_move if move.kind == "attention"}
+    targets = {step.target for step, _ in found.by_step if step.kind == "attention"}
     read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file))
     return found
 
@@ -262,7 +271,7 @@ def _metadata(
     """The metadata of the source, with head counts and Keras groups for the destination."""
     whole = all(name in _taken(plan) for name in _attention_names(file))
     metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
-    metadata |= keras_order.to_metadata(groups, plan.moves)
+    metadata |= keras_order.to_metadata(groups, plan.steps)
     if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
     if not attention_blocks.named(plan.to).stores_num_heads:
@@ -278,7 +287,7 @@ def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Itera
         counts = ", ".join(map(str, sorted(set(found.counts.values()))))
         yield (
             f"the head count ({counts}) is in no tensor, and the format has no place for it: "
-            "keep a config.json beside the file"
+            "keep a config.json next to the file"
         )
 
 
@@ -331,7 +340,7 @@ class _Memory(dict[str, NDArray]):
 
 
 def _taken(plan: Plan) -> set[str]:
-    return {name for move in plan.moves if move.kind == "attention" for name in move.tensors}
+    return {name for step in plan.steps if step.kind == "attention" for name in step.tensors}
 
 
 def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
@@ -340,8 +349,8 @@ def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
 
 def _what(plan: Plan) -> str:
     """The effect of a plan as text, without file names, notes and confidence."""
-    return repr(replace(plan, source="", digest="", notes=(), moves=tuple(map(_bare, plan.moves))))
+    return repr(replace(plan, source="", digest="", notes=(), steps=tuple(map(_bare, plan.steps))))
 
 
-def _bare(move: Move) -> Move:
-    return replace(move, confidence="", why="")
+def _bare(step: Step) -> Step:
+    return replace(step, confidence="", why="")

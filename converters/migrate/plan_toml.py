@@ -35,7 +35,7 @@ from jaxmha.checkpoint.errors import CheckpointError, printable, shown
 from jaxmha.checkpoint.source import Source
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
 from jaxmha.converters.migrate.lazy_tensors import Made
-from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Move, Plan
+from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Plan, Step
 
 VERSION = 1
 KINDS = tuple(
@@ -59,17 +59,17 @@ _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _FIELDS = {"from": "source", "to": "target", "as": "becomes"}
 
 
-def dumps(plan: Plan, made: Mapping[Move, Mapping[str, Made]] | None = None) -> str:
+def dumps(plan: Plan, made: Mapping[Step, Mapping[str, Made]] | None = None) -> str:
     """Writes a plan as TOML; comments show what each tensor becomes.
 
-    >>> text = dumps(Plan("flax", (Move("other", "", "a", "b", ("a",)),)))
-    >>> loads(text) == Plan("flax", (Move("other", "", "a", "b", ("a",)),))
+    >>> text = dumps(Plan("flax", (Step("other", "", "a", "b", ("a",)),)))
+    >>> loads(text) == Plan("flax", (Step("other", "", "a", "b", ("a",)),))
     True
     """
     return "\n".join(_lines(plan, made or {})) + "\n"
 
 
-def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]:
+def _lines(plan: Plan, made: Mapping[Step, Mapping[str, Made]]) -> Iterator[str]:
     yield "# Edit, then run: jaxmha convert SOURCE DESTINATION --plan THIS_FILE"
     yield "[plan]"
     yield f"version = {VERSION}"
@@ -82,22 +82,22 @@ def _lines(plan: Plan, made: Mapping[Move, Mapping[str, Made]]) -> Iterator[str]
         yield "notes = ["
         yield from (f"  {_quoted(note)}," for note in plan.notes)
         yield "]"
-    for move in plan.moves:
+    for step in plan.steps:
         yield ""
         yield "[[module]]"
-        if move.why:
-            why = move.why.replace("name the kind in a plan", "set kind below to it")
-            yield f"# {printable(f'{move.confidence}: {why}' if move.confidence else why)}"
-        if move.num_heads is not None and move.heads_from:
-            yield f"# num_heads: from {printable(move.heads_from)}"
+        if step.why:
+            why = step.why.replace("name the kind in a plan", "set kind below to it")
+            yield f"# {printable(f'{step.confidence}: {why}' if step.confidence else why)}"
+        if step.num_heads is not None and step.heads_from:
+            yield f"# num_heads: from {printable(step.heads_from)}"
         for key, kind in _KEYS.items():
-            value = getattr(move, _FIELDS.get(key, key))
+            value = getattr(step, _FIELDS.get(key, key))
             if kind is list:
                 listed = ",\n  ".join(_quoted(name) for name in value)
                 yield f"{key} = [{listed}]" if len(value) == 1 else f"{key} = [\n  {listed},\n]"
             elif value not in ("", None) or key in ("from", "to"):
                 yield f"{key} = {value if kind is int else _quoted(value)}"
-        for name, one in made.get(move, {}).items():
+        for name, one in made.get(step, {}).items():
             arrow = f" ({one.arrow})" if one.arrow else ""
             yield f"# -> {printable(name)} {one.info.shape}{arrow}"
 
@@ -127,7 +127,9 @@ def loads(text: str) -> Plan:
     settings = _settings(head)
     listed = content.get("module", [])
     _demand(isinstance(listed, list), "modules are written as [[module]]")
-    return Plan(moves=tuple(_move(i, table) for i, table in enumerate(listed, 1)), **settings)
+    for i, table in enumerate(listed, 1):
+        _demand(isinstance(table, dict), f"module {i} is no table")
+    return Plan(steps=tuple(_step(i, table) for i, table in enumerate(listed, 1)), **settings)
 
 
 def _settings(head: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +170,8 @@ def _settings(head: dict[str, Any]) -> dict[str, Any]:
     return settings | {"notes": tuple(notes), "fold_scale": folds}
 
 
-def _move(i: int, table: Any) -> Move:
+def _step(i: int, table: dict[str, Any]) -> Step:
     where = f"module {i}"
-    _demand(isinstance(table, dict), f"{where} is no table")
     extra = sorted(table.keys() - _KEYS.keys())
     _demand(not extra, f"{where} has an unknown key {extra[:1]}: it has {', '.join(_KEYS)}")
     for key in ("kind", "from", "to", "tensors"):
@@ -192,7 +193,7 @@ def _move(i: int, table: Any) -> Move:
         f"got {shown(kind)}",
     )
     settings = {_FIELDS.get(key, key): value for key, value in table.items()}
-    return Move(**{"layout": ""} | settings | {"tensors": tuple(names)})
+    return Step(**{"layout": ""} | settings | {"tensors": tuple(names)})
 
 
 def _demand(fine: bool, message: str) -> None:

@@ -31,7 +31,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
-class Move:
+class Step:
     """A planned layer: one layer of the source, and its destination.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan:
     """
 
     to: str
-    moves: tuple[Move, ...]
+    steps: tuple[Step, ...]
     others: str = "pass"
     dtype: str | None = None
     source: str = ""
@@ -107,67 +107,110 @@ def make(
       ValueError: a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
         are not understood.
     """
-    shapes = {name: tuple(one.shape) for name, one in file.info.items()}
+    found = _blocks(file, from_)
+    convention = layer_layouts.convention_of(to.name)
+    layers, why = _layers(
+        file, found, to, unlike or {}, unbiased, all_kinds=from_ is None and not attention_only
+    )
+    taken = {name for block in found for name in block.keys.values()}
+    taken |= {name for layer in layers for name in layer.keys.values()}
+    rest = [name for name in file.info if name not in taken]
+    if rest and others == "refuse":
+        shown = [f"{name} ({why.get(name, _UNCHANGED)})" for name in rest]
+        raise ValueError(
+            f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
+        )
+    if in_file(to):  # Keras numbers the groups
+        position = layer_order.of_source(file.info)
+        found = sorted(found, key=lambda block: position(block.prefix))
+        layers = sorted(layers, key=lambda layer: position(layer.prefix))
+    shapes = _shapes(file)
+    blocks: list[Step] = []
+    for i, block in enumerate(found):
+        given = head_count.by_default(block, num_heads, configured) if draft else num_heads
+        count = head_count.find(block, shapes, given, file.metadata, configured)
+        blocks.append(_attention(block, to, file.names, i, count, configured))
+    others_unchanged = (
+        Step("other", "", name, name, (name,), "other", why=why.get(name, _UNCHANGED))
+        for name in rest
+    )
+    other_steps = _other_layers(layers, to, convention, file.names)
+    steps = (*blocks, *other_steps, *others_unchanged)
+    mistakable = read_back.mistakable(file.info, rest, found, to)
+    carried = {name: why.get(name, "") for name in rest}
+    reasons = [*(unlike or {}).values(), other_layers.UNSURE]
+    all_notes = (
+        *[notes.NO_ATTENTION] * (not found),
+        *notes.epsilons(layers, convention, found, epsilon),
+        *notes.known_by_name(layers),
+        *notes.of_features(layers),
+        *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),
+        *notes.not_back(layers, [step.becomes for step in other_steps], mistakable, to.name),
+        *notes.carried_norms(carried, reasons),
+    )
+    return Plan(to.name, steps, others, notes=all_notes)
+
+
+_UNCHANGED = "left as it is"
+
+
+def _shapes(file: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in file.info.items()}
+
+
+def _blocks(file: Tensors, from_: Layout | None) -> list[Block]:
+    """The attention blocks of a source, or only those of one layout.
+
+    Raises ValueError if a block is damaged.
+    """
+    shapes = _shapes(file)
     known = registry.LAYOUTS if from_ is None else [from_]
     found = attention_blocks.find(shapes, known)
     if broken := attention_blocks.damaged(shapes, found, known):
         raise ValueError(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
         )
-    convention = layer_layouts.beside(to.name)
-    layers, why = other_layers.find(file.info, found, unlike or {}, unbiased)
+    return found
+
+
+def _layers(
+    file: Tensors,
+    found: Sequence[Block],
+    to: Layout,
+    unlike: Mapping[str, str],
+    unbiased: str,
+    *,
+    all_kinds: bool,
+) -> tuple[list[Module], dict[str, str]]:
+    """The other layers to convert; and the reason for each tensor that is not understood.
+
+    `all_kinds`: False leaves every layer but attention as it is.
+    """
+    convention = layer_layouts.convention_of(to.name)
+    layers, why = other_layers.find(file.info, found, unlike, unbiased)
     if convention is not None and layer_layouts.tells_norms(convention):
         unsure = [layer for layer in layers if layer.confidence == "ambiguous"]
         why |= {name: other_layers.UNSURE for layer in unsure for name in layer.keys.values()}
         layers = [layer for layer in layers if layer.confidence != "ambiguous"]
-    if from_ is not None or attention_only or convention is None:
-        layers = []
-    elif not in_file(to):  # groups of a .weights.h5 file have no such names
-        planned = [_neighbour(x, to, convention, file.names, Counter()) for x in layers]
-        targets = [(move.target, move.becomes) for move in planned]
+    if not all_kinds or convention is None:
+        return [], why
+    if not in_file(to):  # groups of a .weights.h5 file have no such names
+        steps = [_other_layer(x, to, convention, file.names, Counter()) for x in layers]
+        targets = [(step.target, step.becomes) for step in steps]
         alike = read_back.like_attention(layers, targets, convention, file)
         why |= alike
         layers = [x for x in layers if not alike.keys() & x.keys.values()]
-    taken = {name for block in found for name in block.keys.values()}
-    taken |= {name for layer in layers for name in layer.keys.values()}
-    rest = [name for name in file.info if name not in taken]
-    if rest and others == "refuse":
-        shown = [f"{name} ({why.get(name, 'left as it is')})" for name in rest]
-        raise ValueError(
-            f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
-        )
-    if in_file(to):  # Keras numbers the groups
-        place = layer_order.of_source(file.info)
-        found = sorted(found, key=lambda block: place(block.prefix))
-        layers = sorted(layers, key=lambda layer: place(layer.prefix))
-    moved: list[Move] = []
-    for i, block in enumerate(found):
-        given = head_count.by_default(block, num_heads, configured) if draft else num_heads
-        count = head_count.find(block, shapes, given, file.metadata, configured)
-        moved.append(_attention(block, to, file.names, i, count, configured))
+    return layers, why
+
+
+def _other_layers(
+    layers: Sequence[Module], to: Layout, convention: Convention | None, names: Mapping[str, str]
+) -> list[Step]:
+    """The plan of every other layer; Keras numbers the groups of each class."""
     numbers: Counter[str] = Counter()
-    beside = []
-    for layer in layers:
-        assert convention is not None
-        beside.append(_neighbour(layer, to, convention, file.names, numbers))
-    others_moved = (
-        Move("other", "", name, name, (name,), "other", why=why.get(name, "left as it is"))
-        for name in rest
-    )
-    moved += [*beside, *others_moved]
-    mistakable = read_back.mistakable(file.info, rest, found, to)
-    carried = {name: why.get(name, "") for name in rest}
-    reasons = [*(unlike or {}).values(), other_layers.UNSURE]
-    said = (
-        *[notes.NO_ATTENTION] * (not found),
-        *notes.epsilons(layers, convention, found, epsilon),
-        *notes.told_by_name(layers),
-        *notes.of_features(layers),
-        *notes.renamed(_renamed(moved, file.names) if not in_file(to) else ()),
-        *notes.not_back(layers, [move.becomes for move in beside], mistakable, to.name),
-        *notes.carried_norms(carried, reasons),
-    )
-    return Plan(to.name, tuple(moved), others, notes=said)
+    if convention is None:
+        return []
+    return [_other_layer(layer, to, convention, names, numbers) for layer in layers]
 
 
 def _attention(
@@ -177,7 +220,7 @@ def _attention(
     i: int,
     count: tuple[int | None, str],
     configured: head_count.Configured | None,
-) -> Move:
+) -> Step:
     """The plan of the i-th block; `count` is its head count, and the source of the count."""
     separator = block.layout.separator
     if group := in_file(to):
@@ -186,7 +229,7 @@ def _attention(
     else:
         target = user_names.target_by_name(block.prefix, separator, to.separator, names)
         name = ""
-    return Move(
+    return Step(
         "attention",
         block.layout.name,
         block.prefix,
@@ -201,11 +244,11 @@ def _attention(
     )
 
 
-def _renamed(planned: Sequence[Move], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _renamed(planned: Sequence[Step], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Source and target path of every layer whose name changes."""
-    for move in planned:
-        if user_names.of_layer(move.source, names) != move.source:
-            yield move.source, move.target
+    for step in planned:
+        if user_names.of_layer(step.source, names) != step.source:
+            yield step.source, step.target
 
 
 def confidence(
@@ -219,30 +262,30 @@ def confidence(
     'likely'
     """
     if block.family:
-        told = heads_from.startswith(hf_config.CONFIG)
+        from_config = heads_from.startswith(hf_config.CONFIG)
         named = configured is not None and block.family[0] in configured.families
-        return "certain" if named or not told else "likely"
+        return "certain" if named or not from_config else "likely"
     return "ambiguous" if block.also else "likely"
 
 
-def _neighbour(
+def _other_layer(
     layer: Module,
     to: Layout,
     convention: Convention,
     names: Mapping[str, str],
     numbers: Counter[str],
-) -> Move:
+) -> Step:
     separator = other_layers.split(next(iter(layer.keys.values())))[1] or layer.convention.separator
     numbered = convention.group and in_file(to)
     if numbered:
-        kind = kind_there(layer, to, convention, layer.prefix)
+        kind = kind_in_target(layer, to, convention, layer.prefix)
         group = convention.group[kind]
         target = f"layers/{group}{f'_{numbers[group]}' * (numbers[group] > 0)}"
         numbers[group] += 1
     else:
         target = user_names.target_by_name(layer.prefix, separator, convention.separator, names)
-        kind = kind_there(layer, to, convention, target)
-    return Move(
+        kind = kind_in_target(layer, to, convention, target)
+    return Step(
         layer.kind,
         layer.convention.name,
         layer.prefix,
@@ -256,14 +299,16 @@ def _neighbour(
     )
 
 
-def kind_there(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
+def kind_in_target(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
     """The kind in the target: the one its family has at that prefix, or the usual one."""
     leaves = set(layer.entries)
-    there = {family.name for family in model_families.FAMILIES if family.layout == to.name}
-    named = family_keymaps.kind_at(prefix, there)
+    target_families = {
+        family.name for family in model_families.FAMILIES if family.layout == to.name
+    }
+    named = family_keymaps.kind_at(prefix, target_families)
     wanted = [named[0]] if named else []
     # A conv1d of a known family or of a plan becomes a Linear, unless the target is gpt2 as well.
-    own = layer.why.startswith(("the place of", "named"))
+    own = layer.why.startswith(("the prefix of", "named"))
     if layer.kind != "conv1d" or to.name == "gpt2" or not own:
         wanted.append(layer.kind)
     wanted.append(layer_layouts.INSTEAD.get(layer.kind, layer.kind))

@@ -56,34 +56,36 @@ def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
         )
     if plan.dtype is not None and plan.dtype not in DTYPES:
         raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
-    for move in plan.moves:
-        if move.kind in ("attention", "other") and move.becomes not in ("", move.kind):
+    for step in plan.steps:
+        if step.kind in ("attention", "other") and step.becomes not in ("", step.kind):
             raise ValueError(
-                f"module {move.source or '(top)'} of the plan is {move.kind!r} and cannot become "
-                f"another kind, got as = {move.becomes!r}: remove that line"
+                f"module {step.source or '(top)'} of the plan is {step.kind!r} and cannot become "
+                f"another kind, got as = {step.becomes!r}: remove that line"
             )
-        if move.kind != "attention" or move.num_heads is not None:
+        if step.kind != "attention" or step.num_heads is not None:
             continue
-        if not attention_blocks.named(move.layout).stores_num_heads:
+        if not attention_blocks.named(step.layout).stores_num_heads:
             raise ValueError(
-                f"module {move.source or '(top)'} of the plan lacks num_heads, which layout "
-                f"{move.layout} does not store"
+                f"module {step.source or '(top)'} of the plan lacks num_heads, which layout "
+                f"{step.layout} does not store"
             )
-    others = [move.source for move in plan.moves if move.kind == "other"]
+    others = [step.source for step in plan.steps if step.kind == "other"]
     if plan.others == "refuse" and others:
-        raise ValueError(f"the plan refuses others, and has {others[0]!r} as one")
+        raise ValueError(
+            f'the plan has others = "refuse", and a module of kind other: {others[0]!r}'
+        )
 
 
 def check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
     """Raises ValueError if a plan's head count contradicts the source or its configuration."""
-    there = shapes(file)
+    all_shapes = shapes(file)
     configured = described.of(file, list(found.blocks.values())).heads
-    for move, block in found.blocks.items():
-        if move.num_heads is not None:
+    for step, block in found.blocks.items():
+        if step.num_heads is not None:
             try:
-                head_count.find(block, there, move.num_heads, file.metadata, configured)
+                head_count.find(block, all_shapes, step.num_heads, file.metadata, configured)
             except ValueError as error:
-                raise ValueError(f"block {move.source or '(top)'}: {error}") from error
+                raise ValueError(f"block {step.source or '(top)'}: {error}") from error
 
 
 def target_layout(named: Layout, in_file: bool) -> Layout:
@@ -115,7 +117,7 @@ def taken_from(
     with checkpoint.open(like) as template:
         if template.format not in ("keras_h5", "keras"):
             raise ValueError(f"--like: {like} is no .weights.h5 file but {template.format}")
-        ordered = replace(plan, moves=keras_order.like(plan.moves, file, template))
+        ordered = replace(plan, steps=keras_order.like(plan.steps, file, template))
         with naming(file.path):
             keras_order.refuse_unlike(resolve(ordered, file).made, template)
         return ordered

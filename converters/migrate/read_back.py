@@ -31,14 +31,16 @@ def like_attention(
     They are projections of attention in a form that no layout describes. `targets` are the target
     prefix and kind of every layer.
     """
-    there, owner = {}, {}
+    target_blocks, owner = {}, {}
     for layer, (target, kind) in zip(layers, targets, strict=True):
-        for name, one in lazy_tensors.neighbour(
+        for name, one in lazy_tensors.other_layer(
             layer, file.info, file, convention, kind, target
         ).items():
-            there[name], owner[name] = one.info.shape, layer
-    found = attention_blocks.find(there)
-    wrong = {block.prefix for block in found} | attention_blocks.damaged_at(there, found).keys()
+            target_blocks[name], owner[name] = one.info.shape, layer
+    found = attention_blocks.find(target_blocks)
+    wrong = {block.prefix for block in found} | attention_blocks.damaged_at(
+        target_blocks, found
+    ).keys()
     start = tuple(f"{prefix}{convention.separator}" for prefix in wrong)
     return {
         tensor: f"a projection of attention of another form: as {name} it would be read as a part "
@@ -58,11 +60,13 @@ def mistakable(
     >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], attention_blocks.named("keras"))
     ['n/gamma']
     """
-    convention = layer_layouts.beside(to.name)
+    convention = layer_layouts.convention_of(to.name)
     if convention is None:
         return []
-    other = convention not in {layer_layouts.beside(block.layout.name) for block in found}
-    families_there = {family.name for family in model_families.FAMILIES if family.layout == to.name}
+    other = convention not in {layer_layouts.convention_of(block.layout.name) for block in found}
+    target_families = {
+        family.name for family in model_families.FAMILIES if family.layout == to.name
+    }
     groups: dict[str, dict[str, str]] = {}
     for name in names:
         prefix, separator, key = other_layers.split(name)
@@ -70,7 +74,7 @@ def mistakable(
             groups.setdefault(prefix, {})[key] = name
     mistaken: dict[str, None] = {}
     for prefix, keys in groups.items():
-        placed = family_keymaps.kind_at(prefix, families_there)
+        placed = family_keymaps.kind_at(prefix, target_families)
         for one in layer_layouts.CONVENTIONS if placed else [convention] if other else []:
             for kind in one.kinds:
                 with suppress(ValueError):
@@ -91,15 +95,15 @@ def refuse(
     already has is not reported.
     """
     shapes = {name: one.info.shape for name, one in made.items()}
-    there = attention_blocks.find(shapes, [target])
-    for block in there:
+    target_blocks = attention_blocks.find(shapes, [target])
+    for block in target_blocks:
         if block.prefix in prefixes and block.unknown:
             raise ValueError(
                 f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has "
                 f"no {printable(', '.join(block.unknown))}, which the source has in this block: "
                 "name another layout"
             )
-    if missing := prefixes - {block.prefix for block in there}:
+    if missing := prefixes - {block.prefix for block in target_blocks}:
         raise ValueError(
             f"block {min(missing)} could not be read back as layout {target.name}: name another "
             "layout"

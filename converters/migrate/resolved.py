@@ -16,20 +16,20 @@ from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.validation import several_dtypes
 from jaxmha.converters.migrate import lazy_tensors
 from jaxmha.converters.migrate.lazy_tensors import Made, Tensors
-from jaxmha.converters.migrate.plans import Move, Plan, in_file, kind_there
+from jaxmha.converters.migrate.plans import Plan, Step, in_file, kind_in_target
 
 
 class Resolved(NamedTuple):
     """A checked plan with every lazy tensor of the destination.
 
-    `made` maps names to tensors, `by_move` planned layers to their tensors. `blocks` are the blocks
+    `made` maps names to tensors, `by_step` steps of the plan to their tensors. `blocks` are the blocks
     of the source. `counts` are head counts and `names` names of Keras layers, both by destination
     prefix.
     """
 
     made: dict[str, Made]
-    by_move: list[tuple[Move, dict[str, Made]]]
-    blocks: dict[Move, Block]
+    by_step: list[tuple[Step, dict[str, Made]]]
+    blocks: dict[Step, Block]
     counts: dict[str, int]
     names: dict[str, str]
     notes: list[str]
@@ -43,8 +43,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         kind; a layout cannot hold them; or a name would be written twice.
     """
     to = attention_blocks.named(plan.to)
-    convention = layer_layouts.beside(to.name)
-    used = Counter(name for move in plan.moves for name in move.tensors)
+    convention = layer_layouts.convention_of(to.name)
+    used = Counter(name for step in plan.steps for name in step.tensors)
     if unknown := [name for name in used if name not in file.info]:
         raise ValueError(f"the plan names {unknown[0]!r}, which the source does not have")
     if twice := [name for name, count in used.items() if count > 1]:
@@ -54,49 +54,49 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             f"the plan leaves out {len(dropped)} tensors, {dropped[0]!r} the first: nothing is "
             'dropped; carry them over in a module of kind = "other"'
         )
-    there = _blocks(plan, file.info)
+    source_blocks = _blocks(plan, file.info)
     parts = lazy_tensors.Parts(file)
     found = Resolved({}, [], {}, {}, {}, [])
-    for move in plan.moves:
+    for step in plan.steps:
         try:
-            if move.kind == "attention":
-                block = there.get((move.layout, move.source, frozenset(move.tensors)))
+            if step.kind == "attention":
+                block = source_blocks.get((step.layout, step.source, frozenset(step.tensors)))
                 made = _attention(
-                    move, block, to, file, parts, found, plan.fold_scale, bool(plan.dtype)
+                    step, block, to, file, parts, found, plan.fold_scale, bool(plan.dtype)
                 )
             else:
-                made = _beside(move, to, convention, file, parts)
+                made = _other_layer(step, to, convention, file, parts)
         except ValueError as error:
-            what = "block" if move.kind == "attention" else move.kind
-            raise ValueError(printable(f"{what} {move.source or '(top)'}: {error}")) from error
+            what = "block" if step.kind == "attention" else step.kind
+            raise ValueError(printable(f"{what} {step.source or '(top)'}: {error}")) from error
         if clash := sorted(found.made.keys() & made.keys()):
             raise ValueError(
                 f"two tensors would be written as {clash[0]!r}: rename one in the source, or in a plan"
             )
         found.made.update(made)
-        found.by_move.append((move, made))
-        if move.name:
-            found.names[move.target] = move.name
+        found.by_step.append((step, made))
+        if step.name:
+            found.names[step.target] = step.name
     found.notes.extend(_of_heads(found, file))
     if in_file(to):
-        layers = [(move.source, move.target) for move in plan.moves if move.kind != "other"]
+        layers = [(step.source, step.target) for step in plan.steps if step.kind != "other"]
         found.notes.extend(notes.order_of_creation(layers))
     if file.others:
         if plan.others == "refuse":
             raise ValueError(
                 f"not tensors: {listed(file.others)}; --others pass leaves them out, with a note"
             )
-        found.notes.append(f"not carried over, since they are no tensors: {listed(file.others)}")
+        found.notes.append(f"not carried over, because they are not tensors: {listed(file.others)}")
     return found
 
 
 def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
     """A note if blocks of equal shapes have different head counts."""
     alike: dict[Any, dict[str, int]] = {}
-    for move, block in found.blocks.items():
+    for step, block in found.blocks.items():
         shapes = tuple(tuple(file.info[name].shape) for name in block.keys.values())
         counts = alike.setdefault((block.layout.name, shapes), {})
-        counts[move.source or "(top)"] = found.counts[move.target]
+        counts[step.source or "(top)"] = found.counts[step.target]
     for counts in alike.values():
         if len(set(counts.values())) > 1:
             shown = [f"{name} {count}" for name, count in counts.items()]
@@ -106,7 +106,7 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
 def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
     """Every block of the layouts in a plan, by layout, prefix and tensors."""
     shapes = {name: tuple(one.shape) for name, one in info.items()}
-    layouts = dict.fromkeys(move.layout for move in plan.moves if move.kind == "attention")
+    layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     return {
         (name, block.prefix, frozenset(block.keys.values())): block
         for name in layouts
@@ -115,7 +115,7 @@ def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozens
 
 
 def _attention(
-    move: Move,
+    step: Step,
     block: Block | None,
     to: Layout,
     file: Tensors,
@@ -126,9 +126,9 @@ def _attention(
 ) -> dict[str, Made]:
     """The tensors of an attention block; adds its head count and notes to `found`."""
     if block is None:
-        raise ValueError(f"its tensors are no block of layout {move.layout} under that prefix")
+        raise ValueError(f"its tensors are no block of layout {step.layout} under that prefix")
     made, params, folded = lazy_tensors.attention(
-        block, file.info, parts, to, move.target, move.num_heads, fold_scale
+        block, file.info, parts, to, step.target, step.num_heads, fold_scale
     )
     if folded and folded not in found.notes:
         found.notes.append(folded)
@@ -138,41 +138,43 @@ def _attention(
             "keep one group per layer; unstack every tensor of the file, or write .safetensors, "
             ".pt or .npz"
         )
-    found.blocks[move] = block
-    found.counts[move.target] = np.shape(params.query.kernel)[-2]
+    found.blocks[step] = block
+    found.counts[step.target] = np.shape(params.query.kernel)[-2]
     if not cast and (mixed := several_dtypes(params)):
-        found.notes.append(f"{move.target or '(top)'} keeps several dtypes: {mixed}")
+        found.notes.append(f"{step.target or '(top)'} keeps several dtypes: {mixed}")
     return made
 
 
-def _beside(
-    move: Move, to: Layout, convention: Convention | None, file: Tensors, parts: lazy_tensors.Parts
+def _other_layer(
+    step: Step, to: Layout, convention: Convention | None, file: Tensors, parts: lazy_tensors.Parts
 ) -> dict[str, Made]:
     """The tensors of a layer or tensor other than attention."""
-    if move.kind == "other":
-        if len(move.tensors) != 1:
-            raise ValueError(f"a module of kind other has one tensor, got {len(move.tensors)}")
-        if move.tensors != (move.source,):
-            raise ValueError(f"`from` must be the name of its tensor, {move.tensors[0]!r}")
-        return {move.target: lazy_tensors.other(parts, file.info, move.tensors[0])}
+    if step.kind == "other":
+        if len(step.tensors) != 1:
+            raise ValueError(f"a module of kind other has one tensor, got {len(step.tensors)}")
+        if step.tensors != (step.source,):
+            raise ValueError(f"`from` must be the name of its tensor, {step.tensors[0]!r}")
+        return {step.target: lazy_tensors.other(parts, file.info, step.tensors[0])}
     if convention is None:
-        raise ValueError(f"layout {to.name} stands in files of no framework: kind must be other")
-    module = module_of(move, file.info)
-    becomes = move.becomes or kind_there(module, to, convention, move.target)
+        raise ValueError(
+            f"layout {to.name} belongs to no framework with other layers: kind must be other"
+        )
+    module = module_of(step, file.info)
+    becomes = step.becomes or kind_in_target(module, to, convention, step.target)
     if becomes not in convention.kinds:
         raise ValueError(
             f"{convention.name} has no {becomes}: it has {', '.join(convention.kinds)}"
         )
-    return lazy_tensors.neighbour(module, file.info, parts, convention, becomes, move.target)
+    return lazy_tensors.other_layer(module, file.info, parts, convention, becomes, step.target)
 
 
-def module_of(move: Move, info: Mapping[str, Any]) -> Module:
+def module_of(step: Step, info: Mapping[str, Any]) -> Module:
     """The `Module` of a planned layer, from the shapes of the source."""
-    convention = layer_layouts.named(move.layout)
+    convention = layer_layouts.named(step.layout)
     keys = {}
-    for name in move.tensors:
+    for name in step.tensors:
         prefix, _, key = other_layers.split(name)
-        if prefix != move.source:
-            raise ValueError(f"{name} is not under {move.source or '(top)'}")
+        if prefix != step.source:
+            raise ValueError(f"{name} is not under {step.source or '(top)'}")
         keys[key] = name
-    return other_layers.as_kind(move.source, move.kind, convention, keys, info)
+    return other_layers.as_kind(step.source, step.kind, convention, keys, info)

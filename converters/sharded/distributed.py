@@ -3,21 +3,46 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmha import MHAParams, checkpoint
+from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.extras import needed
 
-Specs = Callable[[Any], Any] | Any
+# Partition specs, or a function that makes them from the arrays.
+Specs = Callable[[Any], Any] | MHAParams | Mapping[str, Any]
 PIECE = 32 << 20  # bytes transferred to a device at once
 SHOWN = 8  # names listed in a message
+
+
+@overload
+def load_sharded(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    specs: Specs,
+    *,
+    layout: None = None,
+    num_heads: int | None = None,
+    prefix: str = "",
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def load_sharded(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    specs: Specs,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    prefix: str = "",
+) -> tuple[MHAParams, Semantics]: ...
 
 
 def load_sharded(
@@ -28,7 +53,7 @@ def load_sharded(
     layout: str | None = None,
     num_heads: int | None = None,
     prefix: str = "",
-) -> Any:
+) -> dict[str, jax.Array] | tuple[MHAParams, Semantics]:
     """Loads a checkpoint directly as arrays sharded over a mesh.
 
     Each process reads the parts of its own devices, each part once. Layouts are converted by views
@@ -138,7 +163,7 @@ def _refuse_unsaved(arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has shape {array.shape}: orbax saves no empty arrays")
 
 
-def _refuse_rounded(name: str, dtype: Any, otherwise: str) -> None:
+def _refuse_rounded(name: str, dtype: np.dtype[Any], otherwise: str) -> None:
     if jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True) != dtype:
         raise TypeError(
             f"{name} is {dtype}, which JAX would round: enable x64 "
@@ -156,27 +181,32 @@ def _starts(names: Iterable[str]) -> str:
 def _placed(
     mesh: Mesh, state: Mapping[str, NDArray], specs: Specs, slices: Slices
 ) -> dict[str, jax.Array]:
-    found: Mapping[str, Any] = specs(state) if callable(specs) else specs
+    found: Any = specs(state) if callable(specs) else specs
     if unknown := sorted(found.keys() - state.keys()):
         raise ValueError(f"specs: the checkpoint has no {', '.join(unknown)}")
-    places = {name: _place(name, view, mesh, found.get(name)) for name, view in state.items()}
-    return {name: _spread(view, places[name], slices) for name, view in state.items()}
+    shardings = {
+        name: _sharding_of(name, view, mesh, found.get(name)) for name, view in state.items()
+    }
+    return {name: _sharded(view, shardings[name], slices) for name, view in state.items()}
 
 
 def _placed_params(mesh: Mesh, params: MHAParams, specs: Specs, slices: Slices) -> MHAParams:
     found = specs(params) if callable(specs) else specs
     tree: Any
     views, tree = jax.tree_util.tree_flatten_with_path(params)
-    places = [
-        _place(f"params{jax.tree_util.keystr(path)}", view, mesh, spec)
+    shardings = [
+        _sharding_of(f"params{jax.tree_util.keystr(path)}", view, mesh, spec)
         for (path, view), spec in zip(views, tree.flatten_up_to(found), strict=True)
     ]
-    arrays = [_spread(view, place, slices) for (_, view), place in zip(views, places, strict=True)]
+    arrays = [
+        _sharded(view, sharding, slices)
+        for (_, view), sharding in zip(views, shardings, strict=True)
+    ]
     placed: MHAParams = jax.tree.unflatten(tree, arrays)
     return placed
 
 
-def _place(name: str, view: NDArray, mesh: Mesh, spec: Any) -> NamedSharding:
+def _sharding_of(name: str, view: NDArray, mesh: Mesh, spec: object) -> NamedSharding:
     """The sharding of an array; raises, before anything is read, if the spec does not fit."""
     _refuse_rounded(name, view.dtype, "convert the checkpoint")
     empty: Any = PartitionSpec
@@ -196,22 +226,22 @@ def _place(name: str, view: NDArray, mesh: Mesh, spec: Any) -> NamedSharding:
     return sharding
 
 
-def _spread(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Array:
+def _sharded(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Array:
     """The sharded array of a view; each part is read once, however many devices hold it."""
     read: dict[tuple[Any, ...], jax.Array] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(view.shape).items():
-        place = tuple((axis.start, axis.stop) for axis in index or ())
-        if place not in read:
+        box = tuple((axis.start, axis.stop) for axis in index or ())
+        if box not in read:
             part: Any = (*(index or ()), ...)  # the ellipsis makes it a view for scalars as well
-            read[place] = _on(device, view[part], slices)
-        arrays.append(jax.device_put(read[place], device))
+            read[box] = _on(device, view[part], slices)
+        arrays.append(jax.device_put(read[box], device))
     make: Any = jax.make_array_from_single_device_arrays
     found: jax.Array = make(view.shape, sharding, arrays, dtype=view.dtype)
     return found
 
 
-def _on(device: Any, view: NDArray, slices: Slices) -> jax.Array:
+def _on(device: jax.Device, view: NDArray, slices: Slices) -> jax.Array:
     """Puts a part on a device; a large part in pieces, without a second whole copy."""
     if view.nbytes <= PIECE or not slices.is_mapped(view):
         alone: jax.Array = jax.device_put(slices.read(view), device)
@@ -226,5 +256,5 @@ def _on(device: Any, view: NDArray, slices: Slices) -> jax.Array:
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="axis")
-def _placed_at(array: jax.Array, piece: jax.Array, at: Any, axis: int) -> jax.Array:
+def _placed_at(array: jax.Array, piece: jax.Array, at: int | jax.Array, axis: int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(array, piece, at, axis)

@@ -9,13 +9,14 @@ explains what no factor does.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha import Mask
+from jaxmha.converters.layout.arrays import AnyArray, NDArray
 from jaxmha.converters.verify import (
     comparands,
     comparison,
@@ -24,10 +25,13 @@ from jaxmha.converters.verify import (
     oracle,
     other_tensors,
 )
+from jaxmha.converters.verify.attribution_report import Attribution, Part, percent
 from jaxmha.converters.verify.captured_layer import Inputs, Layer, as_inputs, of_block, of_call
-from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.comparands import AnySource, ComparedBlock
 from jaxmha.converters.verify.factors import Factor
-from jaxmha.converters.verify.weights import kept_otherwise
+from jaxmha.converters.verify.weights import stored_differently
+
+__all__ = ["Attribution", "Part", "attribute", "between", "percent"]
 
 # Most factors: n factors need 2 ** n mixtures. If there are more, all weights become one factor.
 MOST = 8
@@ -37,128 +41,14 @@ NOTHING = 1e-13
 ROUNDING = 32.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """The contribution of one factor.
-
-    Attributes:
-      name: of the factor, such as `mask polarity`; `rounding` or `unexplained` for the remainder.
-      sentence: the difference in words.
-      share: signed fraction of the difference; the shares sum to 1.
-      size: `share` times the total, in units of the output; the sizes sum to the total.
-      rms: RMS change of the output by this factor alone; above `size` if other factors undo it.
-      not_finite: number of output elements that it turns to NaN or infinity, minus those it cures.
-    """
-
-    name: str
-    sentence: str
-    share: float
-    size: float
-    rms: float
-    not_finite: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}; {percent(self.share)} of the difference"
-
-    @property
-    def text(self) -> str:
-        """The sentence, and the source in which the factor causes NaN."""
-        if not self.not_finite:
-            return self.sentence
-        side = "b" if self.not_finite > 0 else "a"
-        return f"{self.sentence}; {abs(self.not_finite):.4g} elements are NaN in {side} for it"
-
-
-@dataclass(frozen=True)
-class Attribution:
-    """The difference between two layers, in parts that sum to it.
-
-    The difference is the vector `b - a` of all outputs. The part of a factor is the mean change of
-    the output when this factor changes from a to b, over all orders of changing the factors; these
-    vectors sum to `b - a`. The size of a part is its projection onto `b - a`, divided by the square
-    root of the number of elements. Sizes are therefore signed, and sum to the RMS of `b - a`.
-
-    Attributes:
-      a, b: names of the layers.
-      total: RMS of `b - a` over the elements that are finite in every mixture; NaN if there are
-        none.
-      relative: `total` over the RMS of the larger output.
-      floor: RMS error of rounding a's output to its dtype.
-      compared: number of those elements; `not_finite` of each part counts the others.
-      elements: number of elements of the output.
-      parts: contributions of the factors, the largest first.
-      idle: factors that differ but have no effect on these inputs, alone or together.
-      outside: from `attribute`: tensors outside the block that differ or were not compared, in
-        words.
-      stored: for sources without a live layer: weights that differ without effect, in words.
-    """
-
-    a: str
-    b: str
-    total: float
-    relative: float
-    floor: float
-    compared: int
-    elements: int
-    parts: tuple[Part, ...]
-    idle: tuple[str, ...]
-    outside: tuple[str, ...] = ()
-    stored: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> bool:
-        """True if only rounding differs: in the output, outside the block and in the weights."""
-        return not (self.outside or self.stored or self.moves)
-
-    @property
-    def moves(self) -> bool:
-        """True if a factor other than rounding changes the output."""
-        return any(part.name != "rounding" for part in self.parts)
-
-    @property
-    def headline(self) -> str:
-        """The total difference in words, and the elements that it leaves out."""
-        where = "in one of the two, or in a mixture of them"
-        if not self.compared:
-            return f"nothing can be compared: every element is NaN or infinite {where}"
-        text = f"RMS difference {self.total:.3g}, {percent(self.relative)} of the output"
-        if bad := self.elements - self.compared:
-            return (
-                f"{bad} of {self.elements} elements are not finite {where}; "
-                f"over the other {self.compared}: {text}"
-            )
-        return text
-
-    def __str__(self) -> str:
-        lines = [f"{self.a} and {self.b}: {self.headline}"]
-        lines += [f"  {part}" for part in self.parts]
-        lines += [f"  without effect here: {sentence}" for sentence in self.idle]
-        lines += [f"  kept otherwise: {sentence}" for sentence in self.stored]
-        lines += [f"  outside the block: {sentence}" for sentence in self.outside]
-        return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON-compatible data."""
-        return {"same": self.same, **asdict(self)}
-
-
-def percent(share: float) -> str:
-    """Formats a share as a percentage.
-
-    >>> percent(0.934), percent(3e-7), percent(0.0)
-    ('93 %', '3e-05 %', '0 %')
-    """
-    return f"{100 * share:.0f} %" if abs(share) >= 0.005 or not share else f"{100 * share:.1g} %"
-
-
 def attribute(
-    a: Any,
-    b: Any,
-    inputs: Any = None,
+    a: AnySource,
+    b: AnySource,
+    inputs: object = None,
     *,
-    mask: Any = None,
-    masks_a: Any = None,
-    masks_b: Any = None,
+    mask: Mask | AnyArray | None = None,
+    masks_a: Mapping[str, Any] | None = None,
+    masks_b: Mapping[str, Any] | None = None,
     num_heads: int | None = None,
     seed: int = 0,
 ) -> Attribution:
@@ -172,7 +62,7 @@ def attribute(
         random inputs.
       mask: for both: a `Mask` or a Boolean array broadcastable to `B N T S`, True = attend.
       masks_a, masks_b: instead of `mask`: for a live layer the mask arguments of its framework,
-        `{"key_padding_mask": blocked}`, `{"attention_mask": there}`; for others
+        `{"key_padding_mask": blocked}`, `{"attention_mask": valid}`; for others
         `{"mask": ..., "bias": ...}`.
       num_heads: for sources without the head count.
       seed: seed of random inputs.
@@ -189,55 +79,65 @@ def attribute(
     """
     if mask is not None and not (masks_a is None and masks_b is None):
         raise ValueError("give mask= for both layers, or masks_a= and masks_b= for each")
-    blocks: list[BlockSide | None] = [None, None]
-    rest: tuple[str, ...] = ()
-    plain = [n for n, x in enumerate((a, b)) if not isinstance(x, Layer)]
-    if len(plain) == 2:
-        both = comparison.read_both(a, b, num_heads)
-        blocks = [_only(side, x) for side, x in zip(both, (a, b), strict=True)]
-        found_outside = other_tensors.compare(*(side.source for side in both))
-        rest = (
-            *(f"{name} differs: {how}" for name, how in found_outside.differing.items()),
-            *(f"not compared: {left}" for left in found_outside.left),
-        )
-    elif plain:
-        one = (a, b)[plain[0]]
-        blocks[plain[0]] = _only(comparands.read(one, num_heads), one)
-    factors.check_widths(*((block or x).params for block, x in zip(blocks, (a, b), strict=True)))
-    params = (blocks[0] or a).params
+    blocks, outside = _read(a, b, num_heads)
+    params = [x.params for x in blocks]
+    factors.check_widths(*params)
     if inputs is not None:
-        given = as_inputs(inputs, params)
+        given = as_inputs(inputs, params[0])
+    elif any(isinstance(x, Layer) and x.output is not None for x in blocks):
+        raise ValueError("a Layer with an output needs the inputs of that call: give inputs=")
     else:
-        if any(isinstance(x, Layer) and x.output is not None for x in (a, b)):
-            raise ValueError("a Layer with an output needs the inputs that it is of: give inputs=")
-        given = forward_check.inputs(
-            next(comparands.layers("", "", params, (blocks[0] or a).semantics)), seed
-        )
+        block = next(comparands.layers("", "", params[0], blocks[0].semantics))
+        given = forward_check.inputs(block, seed)
     found: list[Layer] = []
-    for which, x, block, masks in zip("ab", (a, b), blocks, (masks_a, masks_b), strict=True):
-        if block is None:
+    for which, x, block_or_layer, masks in zip(
+        "ab", (a, b), blocks, (masks_a, masks_b), strict=True
+    ):
+        if isinstance(block_or_layer, Layer):
             if masks is not None or mask is not None:
                 raise ValueError(f"{which} is a Layer, which has its mask: give it none")
-            found.append(x)
-        elif masks is not None and block.live:
+            found.append(block_or_layer)
+        elif masks is not None and block_or_layer.is_live:
             found.append(of_call(x, given, masks))
         else:
-            found.append(of_block(block, given, **(masks or {"mask": mask})))
+            found.append(of_block(block_or_layer, given, **(masks or {"mask": mask})))
     guessed = _guessed(between(found[0], found[1], given), blocks, seed)
-    kept = [block.params for block in blocks if block is not None and not block.live]
-    stored = kept_otherwise(kept[0], kept[1], guessed.moves) if len(kept) == 2 else ()
-    return replace(guessed, outside=rest, stored=stored)
+    kept = [x.params for x in blocks if not isinstance(x, Layer) and not x.is_live]
+    idle = stored_differently(kept[0], kept[1], guessed.changes_output) if len(kept) == 2 else ()
+    return replace(guessed, outside=outside, idle_weights=idle)
 
 
-def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) -> Attribution:
+Operand = ComparedBlock | Layer
+
+
+def _read(
+    a: AnySource, b: AnySource, num_heads: int | None
+) -> tuple[tuple[Operand, Operand], tuple[str, ...]]:
+    """The only block of each source; and tensors outside the blocks that differ, in words."""
+    if isinstance(a, Layer) and isinstance(b, Layer):
+        return (a, b), ()
+    if isinstance(a, Layer):
+        return (a, _only(comparands.read(b, num_heads), b)), ()
+    if isinstance(b, Layer):
+        return (_only(comparands.read(a, num_heads), a), b), ()
+    x, y = comparison.read_both(a, b, num_heads)
+    found = other_tensors.compare(x.source, y.source)
+    outside = (
+        *(f"{name} differs: {how}" for name, how in found.differing.items()),
+        *(f"not compared: {left}" for left in found.left),
+    )
+    return (_only(x, a), _only(y, b)), outside
+
+
+def _guessed(found: Attribution, blocks: Sequence[Operand], seed: int) -> Attribution:
     """Adds to an unexplained part the known error, if any, that a live layer seems to have."""
     if all(part.name != "unexplained" for part in found.parts):
         return found
     guesses = [
         f"{which} looks like this: {guess}"
         for which, block in zip("ab", blocks, strict=True)
-        if block is not None
-        and block.live
+        if not isinstance(block, Layer)
+        and block.is_live
         and (guess := forward_check.explain_forward(block, seed))
     ]
     parts = [
@@ -250,7 +150,7 @@ def _guessed(found: Attribution, blocks: Sequence[BlockSide | None], seed: int) 
 
 
 def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
-    """Attributes the difference between two `Layer`s; `inputs` are those of their outputs.
+    """Attributes the difference between two `Layer`s that were called with the same `inputs`.
 
     Raises:
       ValueError: the widths differ, so that outputs cannot be compared.
@@ -286,21 +186,11 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
             parts.append(part)
             left = left - vector[compared]
         else:
-            idle.append(factor.sentence + "; what else differs undoes it" * (not small))
-    if a.output is not None or b.output is not None:
-        # Elements whose exact output is not finite show nothing about the layer.
-        bad = [
-            float((np.isfinite(right) & ~np.isfinite(out)).sum())
-            for right, out in zip(ends, (first, last), strict=True)
-        ]
-        count = bad[1] - bad[0]
-        rest = _rest((a, b), ends, (first, last), inputs)
-        parts.append(_part(rest, left, difference[compared], total, count))
-    else:
-        rest = Factor("rounding", "what is below the rounding of float64", ())
-        part = _part(rest, left, difference[compared], total, 0.0)
-        if abs(part.share) > NOTHING:
-            parts.append(part)
+            idle.append(factor.sentence + "; the other differences undo it" * (not small))
+    rest, count = _remainder((a, b), ends, (first, last), inputs)
+    part = _part(rest, left, difference[compared], total, count)
+    if a.output is not None or b.output is not None or abs(part.share) > NOTHING:
+        parts.append(part)
     parts.sort(key=lambda part: (-abs(part.not_finite), -abs(part.share), -part.rms))
     floor = oracle.rounding_floor(first[compared], a.dtype) if compared.any() else 0.0
     return Attribution(
@@ -314,6 +204,20 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
         tuple(parts),
         tuple(idle),
     )
+
+
+def _remainder(
+    layers: Sequence[Layer], exact: Sequence[NDArray], outputs: Sequence[NDArray], inputs: Inputs
+) -> tuple[Factor, float]:
+    """The part that no factor explains, and how many more elements of b than of a it turns NaN."""
+    if all(layer.output is None for layer in layers):
+        return Factor("rounding", "less than the rounding of float64", ()), 0.0
+    # Elements whose exact output is not finite show nothing about the layer.
+    bad = [
+        float((np.isfinite(right) & ~np.isfinite(out)).sum())
+        for right, out in zip(exact, outputs, strict=True)
+    ]
+    return _rest(layers, exact, outputs, inputs), bad[1] - bad[0]
 
 
 def _shapley(
@@ -366,7 +270,7 @@ def _rest(
         odd = (np.isfinite(out) != np.isfinite(right)) & (
             np.isfinite(right) | (not comparison.not_finite(layer.params))
         )
-        how = [f"{odd.sum()} elements are NaN or infinite, or are to be"] if odd.any() else []
+        how = [f"{odd.sum()} elements are NaN or infinite, or should be"] if odd.any() else []
         if finite.any():
             floor = oracle.rounding_floor(right[finite], layer.dtype)
             floors = _rms((out - right)[finite]) / floor
@@ -376,7 +280,7 @@ def _rest(
             wrong.append(f"{which} ({', '.join(reversed(how))})")
     if wrong:
         what = " and ".join(wrong)
-        sentence = f"{what} answers something else than its weights, mask and behaviour say"
+        sentence = f"{what} does not compute what its weights, mask and behaviour imply"
         return Factor("unexplained", sentence, ())
     narrow = [
         f"{which} computes in {layer.dtype}, narrower than its weights"
@@ -401,12 +305,12 @@ def _weights_at_once(found: list[Factor]) -> list[Factor]:
     return [one, *(f for f in found if f not in weights)]
 
 
-def _only(side: comparands.Side, given: Any) -> BlockSide:
-    if len(side.blocks) == 1:
-        return side.blocks[0]
-    names = ", ".join(block.name for block in side.blocks[:5])
+def _only(comparand: comparands.Comparand, given: AnySource) -> ComparedBlock:
+    if len(comparand.blocks) == 1:
+        return comparand.blocks[0]
+    names = ", ".join(block.name for block in comparand.blocks[:5])
     raise ValueError(
-        f"{len(side.blocks)} attention blocks in a {type(given).__name__} ({names} ...): give one, "
+        f"{len(comparand.blocks)} attention blocks in a {type(given).__name__} ({names} ...): give one, "
         "such as params or a layer; `jaxmha diff` compares all blocks of two files"
     )
 

@@ -1,21 +1,22 @@
 """One attention layer as it was called: weights, behaviour, mask and output."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxmha import Mask, MHAParams, Semantics
-from jaxmha.attention import as_mask
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.compose import array_of, checked
 from jaxmha.converters.masks.spec import Masks, canonical_bias
 from jaxmha.converters.verify import comparands
-from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.dims import bind
 from jaxmha.extras import needed
+from jaxmha.mask_arguments import as_mask
 from jaxmha.params import check
 
 Inputs = tuple[NDArray, NDArray, NDArray]
@@ -134,7 +135,7 @@ def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
 
 
 def of_block(
-    block: BlockSide, inputs: Inputs, mask: Any = None, name: str = "", bias: Any = None
+    block: ComparedBlock, inputs: Inputs, mask: Any = None, name: str = "", bias: Any = None
 ) -> Layer:
     """A block of a file, a state or a model, applied to inputs and a canonical mask.
 
@@ -146,7 +147,7 @@ def of_block(
     """
     named = name or block.name or block.layout
     layer = Layer(block.params, block.semantics, mask, bias, name=named)
-    if not block.live:
+    if not block.is_live:
         return layer
     if bias is not None:
         raise ValueError(f"{named}: a live layer takes a bias only as an argument of its own")
@@ -161,7 +162,7 @@ def of_block(
     return _as(block, path, mask, None, output, named)
 
 
-def _own_dtype(block: BlockSide, inputs: Inputs) -> Inputs:
+def _own_dtype(block: ComparedBlock, inputs: Inputs) -> Inputs:
     """Casts inputs to the dtype of torch's weights, which torch requires; one array stays one."""
     if block.kind != "torch":
         return inputs
@@ -171,12 +172,12 @@ def _own_dtype(block: BlockSide, inputs: Inputs) -> Inputs:
     return query, key, value
 
 
-def significand(dtype: Any) -> int:
+def significand(dtype: DTypeLike) -> int:
     """Bits of the significand that a floating dtype stores."""
     return int(ml_dtypes.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
-def _path(block: BlockSide, *, scores: bool = False) -> str:
+def _path(block: ComparedBlock, *, scores: bool = False) -> str:
     """The code path of a live layer in inference, as named by the presets of `Semantics`."""
     dropout = block.semantics.dropout_rate > 0
     if block.kind == "torch":
@@ -187,11 +188,20 @@ def _path(block: BlockSide, *, scores: bool = False) -> str:
     return "fused" if block.kind == "nnx" and not dropout else "weights"
 
 
-def _as(block: BlockSide, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
+_PRESETS: dict[str, Any] = {
+    "torch": Semantics.torch,
+    "keras": Semantics.keras,
+    "linen": Semantics.flax,
+    "nnx": Semantics.flax,
+}
+
+
+def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
     """The layer with the behaviour of one code path of its framework."""
-    presets: dict[str, Any] = {"torch": Semantics.torch, "keras": Semantics.keras}
     dtype = np.asarray(block.params.query.kernel).dtype
-    like = presets.get(block.kind, Semantics.flax)(path, dtype=dtype)
+    if block.kind not in _PRESETS:  # a framework whose layers have no preset
+        return Layer(block.params, block.semantics, mask, bias, Blocked(), output, name)
+    like = _PRESETS[block.kind](path, dtype=dtype)
     softmax = like.softmax_dtype
     if (block.kind, path) == ("keras", "fused"):
         import keras
@@ -213,19 +223,20 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
         their meaning.
     """
     found = comparands.read(module).blocks
-    if len(found) != 1 or not found[0].live:
+    if len(found) != 1 or not found[0].is_live or found[0].kind not in _CALLS:
         raise TypeError(
             "mask arguments of a framework need one live layer of torch, keras or flax; for "
             "parameters and files give mask= and bias="
         )
     block = found[0]
-    run = {"torch": _torch_call, "keras": _keras_call}.get(block.kind, _flax_call)
     with comparands.exact_dtypes(inputs[0].dtype):
-        path, (mask, bias), output = run(module, block, inputs, dict(arguments))
+        path, (mask, bias), output = _CALLS[block.kind](module, block, inputs, dict(arguments))
     return _as(block, path, mask, bias, to_numpy(output), name or block.name or block.layout)
 
 
-def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
+def _torch_call(
+    module: Any, block: ComparedBlock, inputs: Inputs, arguments: dict[str, Any]
+) -> Called:
     with needed("torch"):
         import torch
 
@@ -248,7 +259,8 @@ def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[s
     try:
         with torch.no_grad():
             of_path = ("attn_mask", "key_padding_mask", "need_weights")
-            path = masks.path_of(module, *tensors, **{k: given[k] for k in of_path if k in given})
+            known: dict[str, Any] = {k: given[k] for k in of_path if k in given}
+            path = masks.path_of(module, *tensors, **known)
             out = module(*tensors, **given)[0]
     finally:
         module.train(training)
@@ -262,7 +274,9 @@ def _torch_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[s
     return path, meaning, out if module.batch_first else out.transpose(0, 1)
 
 
-def _keras_call(layer: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
+def _keras_call(
+    layer: Any, block: ComparedBlock, inputs: Inputs, arguments: dict[str, Any]
+) -> Called:
     from jaxmha.converters.masks import keras as masks
 
     query, key, value = inputs
@@ -275,7 +289,9 @@ def _keras_call(layer: Any, block: BlockSide, inputs: Inputs, arguments: dict[st
     return _path(block, scores=scores), meaning, out[0] if scores else out
 
 
-def _flax_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[str, Any]) -> Called:
+def _flax_call(
+    module: Any, block: ComparedBlock, inputs: Inputs, arguments: dict[str, Any]
+) -> Called:
     from jaxmha.converters.masks import flax as masks
 
     layer, variables = module if isinstance(module, tuple) else (module, None)
@@ -285,3 +301,12 @@ def _flax_call(module: Any, block: BlockSide, inputs: Inputs, arguments: dict[st
         num_heads=check(block.params)["N"], query_length=inputs[0].shape[1], **arguments
     )
     return _path(block), meaning, out
+
+
+# Framework of a live layer -> its call with the framework's own mask arguments.
+_CALLS: dict[str, Callable[[Any, ComparedBlock, Inputs, dict[str, Any]], Called]] = {
+    "torch": _torch_call,
+    "keras": _keras_call,
+    "linen": _flax_call,
+    "nnx": _flax_call,
+}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -27,10 +27,13 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
 
+# A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live layer or model of a
+# framework, or a linen pair `(module, variables)`; `read` refuses other objects.
+AnySource: TypeAlias = object
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
 
-class BlockSide(NamedTuple):
+class ComparedBlock(NamedTuple):
     """One attention block of a source.
 
     Attributes:
@@ -48,26 +51,27 @@ class BlockSide(NamedTuple):
     params: MHAParams
     semantics: Semantics
     forward: Forward
-    live: bool
+    is_live: bool
     kind: str = ""
     path: str = ""
 
 
-class Side(NamedTuple):
+class Comparand(NamedTuple):
     """One source of a comparison: its attention blocks, and the location of all its tensors.
 
     `notes`: parts that were not read or not run, in words.
     """
 
-    blocks: list[BlockSide]
+    blocks: list[ComparedBlock]
     source: Source = EMPTY
     notes: tuple[str, ...] = ()
 
 
+# Package of a live layer -> the face of its framework.
 FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
 
 
-def read(side: Any, num_heads: int | None = None) -> Side:
+def read(given: AnySource, num_heads: int | None = None) -> Comparand:
     """Every attention block of a path, a flat dict of arrays, `MHAParams` (alone or with
     `Semantics`), a live layer or model, or a linen pair `(module, variables)`.
 
@@ -75,23 +79,23 @@ def read(side: Any, num_heads: int | None = None) -> Side:
       TypeError: the source is none of these.
       ValueError: it has no attention block, or one that cannot be read.
     """
-    if isinstance(side, str | os.PathLike):
-        path = Path(side)
+    if isinstance(given, str | os.PathLike):
+        path = Path(given)
         with checkpoint.open(path) as file:
             found = _read_state(file, shapes(file), num_heads, file)
             source = found.source._replace(source=path, info=dict(file.info))
             none = f"{path.name}: no tensors, and not read: {listed(file.others)}"
-            found = Side(found.blocks, source, (none,) * bool(file.others))
-    elif isinstance(side, MHAParams):
-        found = Side(list(layers("", "jaxmha", side, Semantics())))
-    elif isinstance(side, tuple) and len(side) == 2 and isinstance(side[0], MHAParams):
-        found = Side(list(layers("", "jaxmha", *side)))
-    elif isinstance(side, Mapping):
-        found = _read_state(side, _shapes_of(side), num_heads)
+            found = Comparand(found.blocks, source, (none,) * bool(file.others))
+    elif isinstance(given, MHAParams):
+        found = Comparand(list(layers("", "jaxmha", given, Semantics())))
+    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], MHAParams):
+        found = Comparand(list(layers("", "jaxmha", *given)))
+    elif isinstance(given, Mapping):
+        found = _read_state(given, _shapes_of(given), num_heads)
     else:
-        found = _read_live(side, num_heads)
+        found = _read_live(given, num_heads)
     if not found.blocks:
-        raise ValueError(f"no attention block found in {_shown(side)}")
+        raise ValueError(f"no attention block found in {_shown(given)}")
     return found
 
 
@@ -100,7 +104,7 @@ def _read_state(
     all_shapes: Mapping[str, tuple[int, ...]],
     num_heads: int | None = None,
     file: checkpoint.Checkpoint | None = None,
-) -> Side:
+) -> Comparand:
     """The blocks of a flat dict of arrays; stacked layers become one block each, `block[i]`.
 
     A config.json next to the file may hold the head count.
@@ -116,13 +120,13 @@ def _read_state(
     if broken := attention_blocks.damaged(all_shapes, found):
         where = f"{path}: " if path is not None else ""
         raise ValueError(printable(f"{where}{broken[0]}"))
-    sides: list[BlockSide] = []
+    compared: list[ComparedBlock] = []
     for block in found:
         count, _ = head_count.find(block, all_shapes, num_heads, metadata, configured)
         try:
             params, semantics = block.read(state, count)
             name = names.get(block.prefix, block.prefix)
-            sides += layers(name, block.layout.name, params, semantics, block.prefix)
+            compared += layers(name, block.layout.name, params, semantics, block.prefix)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
             raise ValueError(
@@ -130,7 +134,7 @@ def _read_state(
             ) from error
     taken = frozenset(name for block in found for name in block.keys.values())
     groups = keras_groups.of(names, metadata)
-    return Side(sides, Source(state, state, tuple(found), taken, names, groups))
+    return Comparand(compared, Source(state, state, tuple(found), taken, names, groups))
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -140,7 +144,7 @@ def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def layers(
     name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
-) -> Iterator[BlockSide]:
+) -> Iterator[ComparedBlock]:
     """The block; or, if it has leading axes, each layer in it."""
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]
@@ -150,11 +154,11 @@ def layers(
         return
     for index in np.ndindex(lead):
         one = from_leaves({leaf: array[index].copy() for leaf, array in arrays.items()})
-        side = of_params(f"{name}{list(index)}", layout, one, semantics)
-        yield side._replace(path=f"{path}{list(index)}")
+        block = of_params(f"{name}{list(index)}", layout, one, semantics)
+        yield block._replace(path=f"{path}{list(index)}")
 
 
-def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> BlockSide:
+def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> ComparedBlock:
     """A block that runs jaxmha on the parameters of a single layer."""
 
     def forward(
@@ -167,7 +171,7 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
             out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
             return to_numpy(out)
 
-    return BlockSide(name, layout, params, semantics, forward, live=False)
+    return ComparedBlock(name, layout, params, semantics, forward, is_live=False)
 
 
 @contextmanager
@@ -185,21 +189,21 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
         yield
 
 
-def _read_live(side: Any, num_heads: int | None) -> Side:
+def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
     """The attention layers of a live model, also hand-written ones, and its other tensors."""
-    module = side[0] if isinstance(side, tuple) and side else side
+    module = given[0] if isinstance(given, tuple) and given else given
     packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
     package = next((p for p in packages if p in FRAMEWORKS), None)
     if package is None:
         raise TypeError(
-            f"cannot compare {_shown(side)}: give a path, a flat dict of arrays, MHAParams, a live "
-            "layer or model of torch, keras or flax, or a linen pair (module, variables)"
+            f"cannot compare {_shown(given)}: give a path, a flat dict of arrays, MHAParams, a live "
+            f"layer or model of {_frameworks()}, or a linen pair (module, variables)"
         )
-    whole = live_model.STATES[package](*(side if isinstance(side, tuple) else (side,)))
     framework = FRAMEWORKS[package]
-    found: list[BlockSide] = []
+    whole = framework.tensors_of(*(given if isinstance(given, tuple) else (given,)))
+    found: list[ComparedBlock] = []
     taken: set[str] = set()
-    for name, layer in framework.attention_layers(side):
+    for name, layer in framework.attention_layers(given):
         module = layer[0] if isinstance(layer, tuple) else layer
         path = next((path for path, one in whole.layers.items() if one is module), name)
         found.append(_live_block(name, layer, package)._replace(path=path))
@@ -208,17 +212,17 @@ def _read_live(side: Any, num_heads: int | None) -> Side:
     written, more, notes = _by_hand(rest, whole, num_heads)
     taken |= {name for block in more for name in block.keys.values()}
     source = Source(whole.state, whole.state, tuple(more), frozenset(taken), whole.names)
-    return Side([*found, *written], source, notes)
+    return Comparand([*found, *written], source, notes)
 
 
 def _by_hand(
-    state: Mapping[str, Any], whole: live_model.Live, num_heads: int | None
-) -> tuple[list[BlockSide], list[Block], tuple[str, ...]]:
+    state: Mapping[str, Any], whole: live_model.LiveModel, num_heads: int | None
+) -> tuple[list[ComparedBlock], list[Block], tuple[str, ...]]:
     """Attention of hand-written classes, only by weights: their call signature is unknown."""
-    there = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
-    written: list[BlockSide] = []
+    all_shapes = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
+    written: list[ComparedBlock] = []
     notes = []
-    found = attention_blocks.find(there)
+    found = attention_blocks.find(all_shapes)
     for block in found:
         own = live_model.head_count(whole, block.prefix)
         if None not in (own, num_heads) and own != num_heads:
@@ -226,7 +230,7 @@ def _by_hand(
                 f"num_heads={num_heads} is given, and {block.prefix or 'the layer'} has {own}: "
                 "leave it out, or correct the one that is wrong"
             )
-        count, _ = head_count.find(block, there, num_heads or own)
+        count, _ = head_count.find(block, all_shapes, num_heads or own)
         params, semantics = block.read(state, count)
         name = whole.names.get(block.prefix, block.prefix) if block.prefix else ""
         shown = type(whole.layers.get(block.prefix)).__name__
@@ -240,7 +244,7 @@ def _by_hand(
     return written, found, tuple(notes)
 
 
-def _live_block(name: str, layer: Any, package: str) -> BlockSide:
+def _live_block(name: str, layer: object, package: str) -> ComparedBlock:
     framework = FRAMEWORKS[package]
     # A comparison also covers layers with another forward, which `from_module` refuses.
     read = getattr(framework, "weights_of", framework.from_module)
@@ -265,8 +269,13 @@ def _live_block(name: str, layer: Any, package: str) -> BlockSide:
     label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
     flavour = "linen" if isinstance(layer, tuple) else "nnx"
     kind = flavour if package == "flax" else package
-    return BlockSide(name, label, params, semantics, forward, live=True, kind=kind)
+    return ComparedBlock(name, label, params, semantics, forward, is_live=True, kind=kind)
 
 
-def _shown(side: Any) -> str:
-    return str(side) if isinstance(side, str | os.PathLike) else f"a {type(side).__name__}"
+def _frameworks() -> str:
+    *first, last = FRAMEWORKS
+    return f"{', '.join(first)} or {last}"
+
+
+def _shown(given: AnySource) -> str:
+    return str(given) if isinstance(given, str | os.PathLike) else f"a {type(given).__name__}"

@@ -24,7 +24,7 @@ from jaxmha.converters.verify import (
     oracle,
     other_tensors,
 )
-from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.comparands import AnySource, ComparedBlock
 from jaxmha.converters.verify.other_tensors import Left
 from jaxmha.converters.verify.weights import Difference, differences_of
 from jaxmha.params import check, leaves
@@ -137,7 +137,7 @@ class Report:
         return {"same": self.same, "different": self.different, **asdict(self)}
 
 
-def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> Report:
+def compare(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: int = 0) -> Report:
     """Compares every tensor of two sources: attention blocks, and all tensors outside them.
 
     A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
@@ -158,11 +158,11 @@ def compare(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> R
     >>> compare(layer, layer.state_dict()).same
     True
     """
-    side_a, side_b = read_both(a, b, num_heads)
-    pairs, only_a, only_b, notes = pair(side_a.blocks, side_b.blocks)
+    first_source, second_source = read_both(a, b, num_heads)
+    pairs, only_a, only_b, notes = pair(first_source.blocks, second_source.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
-    rest = other_tensors.compare(side_a.source, side_b.source)
-    notes += (*rest.notes, *dict.fromkeys((*side_a.notes, *side_b.notes)))
+    rest = other_tensors.compare(first_source.source, second_source.source)
+    notes += (*rest.notes, *dict.fromkeys((*first_source.notes, *second_source.notes)))
     return Report(reports, only_a, only_b, notes, rest.differing, rest.left)
 
 
@@ -180,17 +180,17 @@ def verdict(same: bool, different: bool, left: int) -> str:
     return f"not fully compared: {tensors}, and nothing else differs"
 
 
-def assert_same(a: Any, b: Any, *, num_heads: int | None = None, seed: int = 0) -> None:
+def assert_same(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: int = 0) -> None:
     """For tests: raises AssertionError with the report unless both sources are the same."""
     report = compare(a, b, num_heads=num_heads, seed=seed)
     if not report:
-        raise AssertionError(f"the two sides are not the same\n{report}")
+        raise AssertionError(f"the two sources are not the same\n{report}")
 
 
 _UNSEEN = "the output does not show it"
 
 
-def compare_blocks(a: BlockSide, b: BlockSide, seed: int = 0) -> BlockReport:
+def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that differs."""
     differences = tuple(differences_of(a.params, b.params))
     held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
@@ -235,20 +235,20 @@ def not_finite(params: MHAParams) -> list[str]:
     return [name for name, leaf in arrays if not np.isfinite(to_numpy(leaf)).all()]
 
 
-def _behaviour(a: BlockSide, b: BlockSide) -> Iterator[str]:
+def _behaviour(a: ComparedBlock, b: ComparedBlock) -> Iterator[str]:
     """Describes the fields of the semantics that differ."""
     for name in ("scale", "logits_soft_cap", "add_zero_attn", "qk_norm", "qk_norm_epsilon"):
-        x, y = (getattr(side.semantics, name) for side in (a, b))
+        x, y = (getattr(block.semantics, name) for block in (a, b))
         if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
             yield f"{name} is {x!r} and {y!r}"
 
 
-def _scale(side: BlockSide) -> float:
-    scale, H = side.semantics.scale, check(side.params)["H"]
+def _scale(block: ComparedBlock) -> float:
+    scale, H = block.semantics.scale, check(block.params)["H"]
     return float(H**-0.5 if scale is None else scale)
 
 
-def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
+def _other_scale(a: ComparedBlock, b: ComparedBlock, departs: str | None) -> str | None:
     """Describes a scale of 1 / sqrt(H) that one block lacks, or folds into its query weights."""
     low, high = sorted((_scale(a), _scale(b)))
     if departs is not None and departs.endswith(_UNSEEN):
@@ -258,13 +258,13 @@ def _other_scale(a: BlockSide, b: BlockSide, departs: str | None) -> str | None:
     return forward_check.MISSING_SCALE if usual and low < high == 1 else None
 
 
-def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
+def first_departure(a: ComparedBlock, b: ComparedBlock, seed: int) -> str | None:
     """The first stage at which the float64 oracle on the weights of the two blocks differs.
 
     None: no stage differs by more than float64 rounding.
     """
     inputs, mask = forward_check.inputs(a, seed), forward_check.masks()["padding"]
-    stages = [oracle.run(side.params, side.semantics, *inputs, mask=mask) for side in (a, b)]
+    stages = [oracle.run(block.params, block.semantics, *inputs, mask=mask) for block in (a, b)]
     first = None
     for name, x, y in zip(oracle.Stages._fields, *stages, strict=True):
         if x.shape != y.shape:
@@ -281,67 +281,73 @@ def first_departure(a: BlockSide, b: BlockSide, seed: int) -> str | None:
     return first
 
 
-def _sizes(side: BlockSide) -> dict[str, int]:
-    return check(side.params)
+def _sizes(block: ComparedBlock) -> dict[str, int]:
+    return check(block.params)
 
 
-def read_both(a: Any, b: Any, num_heads: int | None) -> tuple[comparands.Side, comparands.Side]:
+def read_both(
+    a: AnySource, b: AnySource, num_heads: int | None
+) -> tuple[comparands.Comparand, comparands.Comparand]:
     """Reads both sources; a head count known from only one of them serves the other."""
     return keras_pairs.by_group(*_read_both(a, b, num_heads))
 
 
-def _read_both(a: Any, b: Any, num_heads: int | None) -> tuple[comparands.Side, comparands.Side]:
+def _read_both(
+    a: AnySource, b: AnySource, num_heads: int | None
+) -> tuple[comparands.Comparand, comparands.Comparand]:
     try:
-        side_a = comparands.read(a, num_heads)
+        first_source = comparands.read(a, num_heads)
     except CheckpointError:
         raise
     except ValueError:
         if num_heads is not None:
             raise
-        side_b = comparands.read(b)
-        return comparands.read(a, _common_heads(side_b.blocks)), side_b
+        second_source = comparands.read(b)
+        return comparands.read(a, _common_heads(second_source.blocks)), second_source
     try:
-        return side_a, comparands.read(b, num_heads)
+        return first_source, comparands.read(b, num_heads)
     except CheckpointError:
         raise
     except ValueError:
         if num_heads is not None:
             raise
-        return side_a, comparands.read(b, _common_heads(side_a.blocks))
+        return first_source, comparands.read(b, _common_heads(first_source.blocks))
 
 
-def _common_heads(found: Sequence[BlockSide]) -> int | None:
-    heads = {check(side.params)["N"] for side in found}
+def _common_heads(found: Sequence[ComparedBlock]) -> int | None:
+    heads = {check(block.params)["N"] for block in found}
     return heads.pop() if len(heads) == 1 else None
 
 
 def pair(
-    a: Sequence[BlockSide], b: Sequence[BlockSide]
-) -> tuple[list[tuple[BlockSide, BlockSide]], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    a: Sequence[ComparedBlock], b: Sequence[ComparedBlock]
+) -> tuple[
+    list[tuple[ComparedBlock, ComparedBlock]], tuple[str, ...], tuple[str, ...], tuple[str, ...]
+]:
     """Pairs blocks by name or path, whatever the separator; or by order, if the numbers agree."""
     sets = [_by(x, "name") for x in (a, b)], [_by(x, "path") for x in (a, b)]
     by_name = next((x for x in sets if _pairs(x, (a, b))), sets[0])
     common = [name for name in by_name[0] if name in by_name[1]]
     unique = all(len(names) == len(x) for names, x in zip(by_name, (a, b), strict=True))
     if not unique and len(a) != len(b):
-        raise ValueError("two blocks of one side have the same name: rename one")
+        raise ValueError("two blocks of one source have the same name: rename one")
     if (not common or not unique) and len(a) == len(b):
-        note = (
-            "blocks are paired in order, since their names do not pair them: check that it is right"
-        )
+        note = "blocks are paired in order, because their names do not match: check the pairs"
         named = any(x.name and y.name for x, y in zip_longest(a, b))
         return list(zip(a, b, strict=True)), (), (), (note,) if named else ()
     only_a, only_b = (
-        tuple(side.name for name, side in x.items() if name not in common) for x in by_name
+        tuple(block.name for name, block in x.items() if name not in common) for x in by_name
     )
     return [(by_name[0][name], by_name[1][name]) for name in common], only_a, only_b, ()
 
 
-def _by(side: Sequence[BlockSide], what: str) -> dict[str, BlockSide]:
-    return {getattr(block, what).replace("/", "."): block for block in side}
+def _by(blocks: Sequence[ComparedBlock], what: str) -> dict[str, ComparedBlock]:
+    return {getattr(block, what).replace("/", "."): block for block in blocks}
 
 
-def _pairs(found: Sequence[Mapping[str, BlockSide]], both: Sequence[Sequence[BlockSide]]) -> bool:
+def _pairs(
+    found: Sequence[Mapping[str, ComparedBlock]], both: Sequence[Sequence[ComparedBlock]]
+) -> bool:
     """True if names are unique within each source, and at least one is in both."""
-    unique = all(len(names) == len(side) for names, side in zip(found, both, strict=True))
+    unique = all(len(names) == len(blocks) for names, blocks in zip(found, both, strict=True))
     return unique and bool(found[0].keys() & found[1].keys())

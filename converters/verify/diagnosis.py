@@ -18,7 +18,7 @@ from jaxmha.params import CANONICAL, leaves
 Leaves = Mapping[str, NDArray]
 
 
-class Mistake(NamedTuple):
+class LeafDiagnosis(NamedTuple):
     """A conversion error within single leaves, and its remedy; `explains` compares two leaves."""
 
     name: str
@@ -26,7 +26,7 @@ class Mistake(NamedTuple):
     explains: Callable[[str, NDArray, NDArray], bool]
 
 
-class Exchange(NamedTuple):
+class SwapDiagnosis(NamedTuple):
     """A conversion error that moves values between leaves; `rewrite` yields possible results."""
 
     name: str
@@ -44,18 +44,18 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
     >>> print(explain(MHAParams(q, k, v), MHAParams(k, q, v)))
     query and key exchanged: call or pack them as (query, key, value)
     """
-    x, y = ({n: to_numpy(leaf) for n, leaf in leaves(side).items()} for side in (a, b))
+    x, y = ({n: to_numpy(leaf) for n, leaf in leaves(operand).items()} for operand in (a, b))
     zero = [n for n in {**x, **y} if harmless(n, x.get(n), y.get(n))]
-    x, y = ({n: leaf for n, leaf in side.items() if n not in zero} for side in (x, y))
+    x, y = ({n: leaf for n, leaf in operand.items() if n not in zero} for operand in (x, y))
     for one, other in _of_one_dtype(x, y):
         if _equal(one, other):
             return None
-        for exchange in EXCHANGES:
-            if any(_equal(rewritten, other) for rewritten in exchange.rewrite(one)):
-                return f"{exchange.name}: {exchange.remedy}"
-        for mistake in MISTAKES:
-            if found := _leaves_hit(mistake, one, other):
-                return f"{mistake.name} in {', '.join(found)}: {mistake.remedy}"
+        for swap in SWAP_DIAGNOSES:
+            if any(_equal(rewritten, other) for rewritten in swap.rewrite(one)):
+                return f"{swap.name}: {swap.remedy}"
+        for known in LEAF_DIAGNOSES:
+            if found := _leaves_hit(known, one, other):
+                return f"{known.name} in {', '.join(found)}: {known.remedy}"
     return None
 
 
@@ -82,16 +82,16 @@ def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
     left = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
     left = [n for n in left if not harmless(n, x.get(n), y.get(n))]
     found: list[Explained] = []
-    for exchange in EXCHANGES:
-        for made in exchange.rewrite(x):
+    for swap in SWAP_DIAGNOSES:
+        for made in swap.rewrite(x):
             moved = [n for n in made if n not in x or not _same(made[n], x[n])]
             if moved and all(n in left and n in y and _same(made[n], y[n]) for n in moved):
-                found.append(Explained(exchange.name, exchange.remedy, tuple(moved)))
+                found.append(Explained(swap.name, swap.remedy, tuple(moved)))
                 left = [n for n in left if n not in moved]
-    for mistake in MISTAKES:
-        hit = [n for n in left if mistake.explains(n, x.get(n, absent), y.get(n, absent))]
+    for known in LEAF_DIAGNOSES:
+        hit = [n for n in left if known.explains(n, x.get(n, absent), y.get(n, absent))]
         if hit:
-            found.append(Explained(mistake.name, mistake.remedy, tuple(hit)))
+            found.append(Explained(known.name, known.remedy, tuple(hit)))
             left = [n for n in left if n not in hit]
     roles: dict[str, list[str]] = {}
     for n in left:
@@ -103,13 +103,15 @@ def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
 
 def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
     """True if the leaf is a bias of zeros in both, or zeros in one and absent in the other."""
-    return name.endswith(".bias") and all(side is None or not side.any() for side in (x, y))
+    return name.endswith(".bias") and all(
+        operand is None or not operand.any() for operand in (x, y)
+    )
 
 
 def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
     """Both as they are, then each rounded to the dtype of the other, if the other has only one."""
     yield x, y
-    kinds = [{leaf.dtype for leaf in side.values()} for side in (x, y)]
+    kinds = [{leaf.dtype for leaf in operand.values()} for operand in (x, y)]
     if kinds[0] != kinds[1]:
         if len(kinds[1]) == 1:
             yield _rounded(x, *kinds[1]), y
@@ -117,16 +119,16 @@ def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
             yield x, _rounded(y, *kinds[0])
 
 
-def _rounded(side: Leaves, dtype: np.dtype[Any]) -> Leaves:
+def _rounded(operand: Leaves, dtype: np.dtype[Any]) -> Leaves:
     with np.errstate(over="ignore"):
-        return {name: leaf.astype(dtype) for name, leaf in side.items()}
+        return {name: leaf.astype(dtype) for name, leaf in operand.items()}
 
 
-def _leaves_hit(mistake: Mistake, x: Leaves, y: Leaves) -> list[str]:
+def _leaves_hit(known: LeafDiagnosis, x: Leaves, y: Leaves) -> list[str]:
     """The leaves that differ, if the error explains every one of them; otherwise empty."""
     hit = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
     absent = np.zeros(0)
-    explained = (mistake.explains(n, x.get(n, absent), y.get(n, absent)) for n in hit)
+    explained = (known.explains(n, x.get(n, absent), y.get(n, absent)) for n in hit)
     return hit if all(explained) else []
 
 
@@ -208,21 +210,23 @@ def _zero(name: str, x: NDArray, y: NDArray) -> bool:
 
 
 def _permuted(name: str, x: NDArray, y: NDArray) -> bool:
-    one, other = (_heads_last(name, side) if side.size else None for side in (x, y))
+    one, other = (_heads_last(name, operand) if operand.size else None for operand in (x, y))
     if one is None or other is None or one.shape != other.shape:
         return False
-    orders = (sorted(side[:, n].tobytes() for n in range(side.shape[1])) for side in (one, other))
+    orders = (
+        sorted(operand[:, n].tobytes() for n in range(operand.shape[1])) for operand in (one, other)
+    )
     return next(orders) == next(orders)
 
 
-def _exchange(one: str, other: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
+def _swap_roles(one: str, other: str) -> Callable[[Leaves], Iterator[dict[str, NDArray]]]:
     def rewrite(x: Leaves) -> Iterator[dict[str, NDArray]]:
-        swap = {one: other, other: one}
+        swapped = {one: other, other: one}
         for parts in (("kernel", "bias"), ("kernel",), ("bias",)):
             moved = {}
             for name, array in x.items():
                 role, _, part = name.partition(".")
-                moved[f"{swap.get(role, role)}.{part}" if part in parts else name] = array
+                moved[f"{swapped.get(role, role)}.{part}" if part in parts else name] = array
             yield moved
 
     return rewrite
@@ -253,15 +257,15 @@ def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]
     }
 
 
-def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
-    """Other splits of the merged axes: into H heads if `swap`, otherwise into any other number."""
+def _split_as(x: Leaves, swapped: bool) -> Iterator[dict[str, NDArray]]:
+    """Other splits of the merged axes: into H heads if `swapped`, otherwise into any other number."""
     sizes: dict[str, int] = {}
     for name, array in x.items():
         sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))
     if not sizes.keys() >= set("NKHh"):
         return
     N, K, H, h = (sizes[letter] for letter in "NKHh")
-    for heads in (n for n in range(1, N * H + 1) if n != N and (n == H) == swap):
+    for heads in (n for n in range(1, N * H + 1) if n != N and (n == H) == swapped):
         if any(product % heads for product in (N * H, N * h)) or K * heads % N:
             continue
         new = sizes | {"N": heads, "K": K * heads // N, "H": N * H // heads, "h": N * h // heads}
@@ -270,64 +274,64 @@ def _split_as(x: Leaves, swap: bool) -> Iterator[dict[str, NDArray]]:
             yield {name: array.reshape(shapes[name]) for name, array in x.items()}
 
 
-EXCHANGES: tuple[Exchange, ...] = (
-    Exchange(
+SWAP_DIAGNOSES: tuple[SwapDiagnosis, ...] = (
+    SwapDiagnosis(
         "query and key exchanged",
         "call or pack them as (query, key, value)",
-        _exchange("query", "key"),
+        _swap_roles("query", "key"),
     ),
-    Exchange(
+    SwapDiagnosis(
         "key and value exchanged",
         "Keras is called as (query, value, key), everything else as (query, key, value)",
-        _exchange("key", "value"),
+        _swap_roles("key", "value"),
     ),
-    Exchange(
+    SwapDiagnosis(
         "interleaved packing",
         "rows packed as (qkv N H) were read head by head, as (N qkv H)",
         _packing("qkv N H", "N qkv H"),
     ),
-    Exchange(
+    SwapDiagnosis(
         "interleaved packing",
         "rows packed head by head, as (N qkv H), were read as (qkv N H)",
         _packing("N qkv H", "qkv N H"),
     ),
-    Exchange(
+    SwapDiagnosis(
         "heads and head_dim exchanged",
-        "one side has N heads of size H, the other H heads of size N: give num_heads=N, head_dim=H",
-        lambda x: _split_as(x, swap=True),
+        "one source has N heads of size H, the other H heads of size N: give num_heads=N, head_dim=H",
+        lambda x: _split_as(x, swapped=True),
     ),
-    Exchange(
+    SwapDiagnosis(
         "wrong head count",
         "give num_heads from the model's configuration",
-        lambda x: _split_as(x, swap=False),
+        lambda x: _split_as(x, swapped=False),
     ),
 )
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake("dropped bias", "copy it, or check that the source has none", _dropped),
-    Mistake(
+LEAF_DIAGNOSES: tuple[LeafDiagnosis, ...] = (
+    LeafDiagnosis("dropped bias", "copy it, or check that the source has none", _dropped),
+    LeafDiagnosis(
         "zero bias",
-        "one side has zeros there, as Keras and Flax begin with: copy the other's, if both are to "
-        "be one layer",
+        "one source has the zeros that Keras and Flax start with: copy the other bias, if both "
+        "should be one layer",
         _zero,
     ),
-    Mistake(
+    LeafDiagnosis(
         "transposed kernel",
         "torch Linear is (out, in), Dense and Conv1D are (in, out)",
         _rewriting(_transposed),
     ),
-    Mistake(
+    LeafDiagnosis(
         "heads and head size exchanged",
         "the merged axis is (N H), heads outermost",
         _rewriting(_heads_and_size_exchanged),
     ),
-    Mistake(
+    LeafDiagnosis(
         "head order",
         "the heads are the same in another order; harmless if every kernel and bias has it",
         _permuted,
     ),
-    Mistake(
+    LeafDiagnosis(
         "rotary convention",
-        "rows are ordered for pairs (2p, 2p + 1) on one side and (p, p + H / 2) on the other: "
+        "rows are ordered for pairs (2p, 2p + 1) in one source and (p, p + H / 2) in the other: "
         "permute query and key, or set rope(interleaved=)",
         _rewriting(_rotary_order),
     ),

@@ -99,12 +99,12 @@ def check_widths(a: MHAParams, b: MHAParams) -> None:
     for letter in ("Dq", "Dk", "Dv"):
         if sizes[0][letter] != sizes[1][letter]:
             raise ValueError(
-                f"the layers take inputs of other widths: {letter}={sizes[0][letter]} and "
+                f"the layers take inputs of different widths: {letter}={sizes[0][letter]} and "
                 f"{sizes[1][letter]}; their outputs cannot be compared"
             )
     widths = [n.get("Do", n["N"] * n["h"]) for n in sizes]
     if widths[0] != widths[1]:
-        raise ValueError(f"the outputs have other widths: {widths[0]} and {widths[1]}")
+        raise ValueError(f"the outputs have different widths: {widths[0]} and {widths[1]}")
 
 
 def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
@@ -134,36 +134,36 @@ def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
 
 def _softmax(logits: NDArray, allowed: NDArray, values: Mapping[str, Any]) -> NDArray:
     """Probabilities, with the masking constants and rounding that the values declare."""
-    narrow, total, bias = values["softmax"], values["sum"], values["bias"]
+    narrow, sum_dtype, bias = values["softmax"], values["sum"], values["bias"]
     logits = _rounded(logits, narrow)
     if bias is not None:
         bias = np.pad(bias, ((0, 0),) * 3 + ((0, logits.shape[3] - bias.shape[3]),))
         allowed = allowed & (bias != -np.inf)
-        logits = _rounded(logits + np.where(bias == -np.inf, 0.0, bias), total)
+        logits = _rounded(logits + np.where(bias == -np.inf, 0.0, bias), sum_dtype)
     constant, added = values["blocked"]
-    blocked = _rounded(logits + constant if added else np.full_like(logits, constant), total)
+    blocked = _rounded(logits + constant if added else np.full_like(logits, constant), sum_dtype)
     found = _normalised(np.where(allowed, logits, blocked), narrow)
     empty = ~allowed.any(-1)
     if not empty.any():
         return found
-    answer = values["empty"]
-    if answer == "mean":
+    empty_output = values["empty"]
+    if empty_output == "mean":
         found[empty] = 1 / logits.shape[3]
-    elif isinstance(answer, str):
-        found[empty] = 0.0 if answer == "zero" else np.nan
+    elif isinstance(empty_output, str):
+        found[empty] = 0.0 if empty_output == "zero" else np.nan
     else:
-        found[empty] = _normalised(_rounded(logits[empty] + answer, total), narrow)
+        found[empty] = _normalised(_rounded(logits[empty] + empty_output, sum_dtype), narrow)
     return found
 
 
-def _normalised(logits: NDArray, narrow: Any) -> NDArray:
-    highest = logits.max(-1, keepdims=True)
-    exps = _rounded(np.exp(logits - np.where(highest == -np.inf, 0.0, highest)), narrow)
-    total = _rounded(exps.sum(-1, keepdims=True), narrow)
-    return _rounded(exps / np.where(total == 0, 1.0, total), narrow)
+def _normalised(logits: NDArray, narrow: np.dtype[Any] | None) -> NDArray:
+    row_max = logits.max(-1, keepdims=True)
+    exps = _rounded(np.exp(logits - np.where(row_max == -np.inf, 0.0, row_max)), narrow)
+    row_sum = _rounded(exps.sum(-1, keepdims=True), narrow)
+    return _rounded(exps / np.where(row_sum == 0, 1.0, row_sum), narrow)
 
 
-def _rounded(x: NDArray, dtype: Any) -> NDArray:
+def _rounded(x: NDArray, dtype: np.dtype[Any] | None) -> NDArray:
     return x if dtype is None else x.astype(dtype).astype(np.float64)
 
 
@@ -205,7 +205,11 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     common = [n for n in names if n in x and n in y and "norm" not in n]
     if any(shapes[0][n] != shapes[1][n] for n in common):
         return [
-            Factor("weights", "the weights have other sizes, and go together", (*names, "heads"))
+            Factor(
+                "weights",
+                "the weights have different sizes, so they count as one factor",
+                (*names, "heads"),
+            )
         ]
     found: list[Factor] = []
     norm = ("query_norm", "key_norm", "norm")
@@ -231,7 +235,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
     for part in min(readings, key=lambda parts: sum(part.remedy is None for part in parts)):
         of = ", ".join(part.leaves)
-        what = part.remedy or "the values are others, and no known mistake makes one of the other"
+        what = part.remedy or "the values differ, and no known conversion error explains it"
         found.append(Factor(part.name, f"{of}: {what}", part.leaves))
     return found
 
@@ -291,12 +295,14 @@ def _behaviour(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
             Factor("zero position", f"only {which} has a zero key to attend", ("zero position",))
         )
     if _differs(x["bias"], y["bias"]):
-        found.append(Factor("bias", "what is added to the logits differs", ("bias",)))
+        found.append(Factor("bias", "the additive bias of the logits differs", ("bias",)))
     if x["blocked"] != y["blocked"]:
-        sentence = f"a {x['blocked']} what is blocked, b {y['blocked']}"
+        sentence = f"a {x['blocked']} masked pairs, b {y['blocked']}"
         found.append(Factor("mask constant", sentence, ("blocked",)))
     if x["empty"] != y["empty"]:
-        sentence = f"a row with nothing left to attend is {_answer(x)} in a, {_answer(y)} in b"
+        sentence = (
+            f"a row with nothing left to attend is {_empty_rows(x)} in a, {_empty_rows(y)} in b"
+        )
         found.append(Factor("fully masked rows", sentence, ("empty",)))
     sums = any(v["bias"] is not None or Blocked(*v["blocked"]).added for v in (x, y))
     if x["softmax"] != y["softmax"] or (sums and x["sum"] != y["sum"]):
@@ -305,11 +311,11 @@ def _behaviour(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     return found
 
 
-def _answer(values: Values) -> str:
-    answer = values["empty"]
-    if isinstance(answer, str):
-        return {"zero": "0", "nan": "NaN", "mean": "the mean of the values"}[answer]
-    return f"what adding {answer:g} leaves in {values['sum']}"
+def _empty_rows(values: Values) -> str:
+    empty_output = values["empty"]
+    if isinstance(empty_output, str):
+        return {"zero": "0", "nan": "NaN", "mean": "the mean of the values"}[empty_output]
+    return f"computed after adding {empty_output:g} in {values['sum']}"
 
 
 def _scale(layer: Layer) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify import oracle
-from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.converters.verify.oracle import Stages
 from jaxmha.params import check, leaves
 
@@ -36,12 +36,14 @@ CLOSER = 10.0
 CLOSE = 0.1
 
 
-def errors(a: BlockSide, b: BlockSide, seed: int) -> dict[str, tuple[float, float]]:
+def errors(a: ComparedBlock, b: ComparedBlock, seed: int) -> dict[str, tuple[float, float]]:
     """Mask -> RMS errors of both blocks, in rounding floors of the output."""
     return {name: (error(a, seed, mask), error(b, seed, mask)) for name, mask in masks().items()}
 
 
-def alike(a: BlockSide, b: BlockSide, seed: int, found: dict[str, tuple[float, float]]) -> bool:
+def alike(
+    a: ComparedBlock, b: ComparedBlock, seed: int, found: dict[str, tuple[float, float]]
+) -> bool:
     """True if all errors are those of rounding and similar in both; False for NaN."""
     given = inputs(a, seed)
     costs = [cost(a.params, a.semantics, given, mask) for mask in masks().values()]
@@ -58,12 +60,12 @@ def _alike(a: float, b: float, cost: float, half: bool) -> bool:
     return a + b < OTHER and high <= max(RATIO * max(low, SMALL), COSTS * cost)
 
 
-def error(side: BlockSide, seed: int, mask: NDArray | None) -> float:
+def error(block: ComparedBlock, seed: int, mask: NDArray | None) -> float:
     """RMS error of a block against the oracle on its weights, in rounding floors of the output."""
-    given = inputs(side, seed)
-    exact = oracle.run(side.params, side.semantics, *given, mask=mask).output
-    out = np.asarray(side.forward(*given, mask), np.float64)
-    return _rms(out - exact) / oracle.rounding_floor(exact, dtype_of(side))
+    given = inputs(block, seed)
+    exact = oracle.run(block.params, block.semantics, *given, mask=mask).output
+    out = np.asarray(block.forward(*given, mask), np.float64)
+    return _rms(out - exact) / oracle.rounding_floor(exact, dtype_of(block))
 
 
 def cost(
@@ -79,11 +81,11 @@ def cost(
     exact = oracle.run(params, semantics, *given, mask=mask)
     dtype = np.asarray(params.query.kernel).dtype
     with np.errstate(over="ignore", invalid="ignore"):
-        error = _rms(_stored(params, semantics, exact, dtype) - exact.output)
+        error = _rms(_stage_rounded(params, semantics, exact, dtype) - exact.output)
     return error / oracle.rounding_floor(exact.output, dtype) if error < math.inf else 0.0
 
 
-def _stored(
+def _stage_rounded(
     params: MHAParams, semantics: Semantics, exact: Stages, dtype: np.dtype[Any]
 ) -> NDArray:
     """The output from the exact heads, with every later stage rounded to a dtype."""
@@ -100,10 +102,10 @@ def _stored(
     if cap is not None:
         logits = cap * np.tanh(rounded(logits) / cap)
     logits = np.where(np.isneginf(exact.logits), -np.inf, rounded(logits))
-    highest = logits.max(-1, keepdims=True)
-    exps = np.exp(logits - np.where(np.isfinite(highest), highest, 0.0))
-    total = exps.sum(-1, keepdims=True)
-    probabilities = rounded(exps / np.where(total == 0, 1.0, total))
+    row_max = logits.max(-1, keepdims=True)
+    exps = np.exp(logits - np.where(np.isfinite(row_max), row_max, 0.0))
+    row_sum = exps.sum(-1, keepdims=True)
+    probabilities = rounded(exps / np.where(row_sum == 0, 1.0, row_sum))
     context = rounded(np.einsum("bnts,bsnh->btnh", probabilities, v))
     if params.out is None:
         return context.reshape(exact.output.shape)
@@ -111,17 +113,17 @@ def _stored(
     return rounded(out + weights.get("out.bias", 0.0))
 
 
-def explain_forward(side: BlockSide, seed: int) -> str | None:
+def explain_forward(block: ComparedBlock, seed: int) -> str | None:
     """The known error, if any, that explains the output of a live layer better than its weights do.
 
     Rows that an error masks fully are left out, because frameworks differ in their output for such
     rows.
     """
-    given, mask = inputs(side, seed), masks()["padding"]
+    given, mask = inputs(block, seed), masks()["padding"]
     assert mask is not None
-    out = np.asarray(side.forward(*given, mask), np.float64)
-    own = oracle.run(side.params, side.semantics, *given, mask=mask).output
-    for name, other, reading in _readings(side, given, mask):
+    out = np.asarray(block.forward(*given, mask), np.float64)
+    own = oracle.run(block.params, block.semantics, *given, mask=mask).output
+    for name, other, reading in _readings(block, given, mask):
         left = np.asarray((mask if other is None else other).any(axis=-1))[:, 0]
         rows = np.broadcast_to(left, (B, T))
         away = _rms((out - reading)[rows])
@@ -131,16 +133,16 @@ def explain_forward(side: BlockSide, seed: int) -> str | None:
 
 
 def _readings(
-    side: BlockSide, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
+    block: ComparedBlock, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
 ) -> Iterator[tuple[str, NDArray | None, NDArray]]:
-    """Every known error of a forward: its name, its mask, and the exact output with it."""
+    """Yields every known error of a forward: its name, its mask, and the exact output with both."""
 
     def run(q: NDArray, k: NDArray, v: NDArray, mask: NDArray | None, **changed: Any) -> NDArray:
-        semantics = replace(side.semantics, **changed)
-        return oracle.run(side.params, semantics, q, k, v, mask=mask).output
+        semantics = replace(block.semantics, **changed)
+        return oracle.run(block.params, semantics, q, k, v, mask=mask).output
 
     query, key, value = given
-    inverted = "inverted mask: True means attend on one side and blocked on the other"
+    inverted = "inverted mask: True means attend in one source and blocked in the other"
     yield inverted, ~mask, run(*given, mask=~mask)
     yield "mask ignored", None, run(*given, mask=None)
     yield MISSING_SCALE, mask, run(*given, mask=mask, scale=1.0)
@@ -162,19 +164,19 @@ def masks() -> dict[str, NDArray | None]:
     }
 
 
-def inputs(side: BlockSide, seed: int) -> tuple[NDArray, NDArray, NDArray]:
+def inputs(block: ComparedBlock, seed: int) -> tuple[NDArray, NDArray, NDArray]:
     """Random query, key and value with the widths and dtype of the block."""
-    rng, sizes = np.random.default_rng(seed), check(side.params)
+    rng, sizes = np.random.default_rng(seed), check(block.params)
     query, key, value = (
-        rng.normal(size=(B, length, sizes[width])).astype(dtype_of(side))
+        rng.normal(size=(B, length, sizes[width])).astype(dtype_of(block))
         for length, width in ((T, "Dq"), (S, "Dk"), (S, "Dv"))
     )
     return query, key, value
 
 
-def dtype_of(side: BlockSide) -> np.dtype[Any]:
+def dtype_of(block: ComparedBlock) -> np.dtype[Any]:
     """The dtype of the block's weights."""
-    return np.asarray(side.params.query.kernel).dtype
+    return np.asarray(block.params.query.kernel).dtype
 
 
 def _rms(x: NDArray) -> float:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmha.converters.verify import comparands, comparison
-from jaxmha.converters.verify.comparands import BlockSide
-from jaxmha.converters.verify.streaming import Stored, Views
+from jaxmha.converters.verify.comparands import ComparedBlock
+from jaxmha.converters.verify.streaming import FileLayer, Views
 from jaxmha.params import CANONICAL, from_leaves
 
 MOST = 16 << 20  # bytes of parameters in memory at once; one head is always allowed
@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
     notes: list[str]
 
 
-def compare(a: Stored, b: Stored, name: str) -> Outputs:
+def compare(a: FileLayer, b: FileLayer, name: str) -> Outputs:
     """Runs two blocks with the same leaves; of stacked blocks, every layer."""
     found = Outputs([], {}, [])
     x, y = Views(a), Views(b)
@@ -68,18 +68,18 @@ def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[st
     return list(differences), errors, list(bad)
 
 
-def group(views: Views, index: Index, box: Box) -> BlockSide:
+def group(views: Views, index: Index, box: Box) -> ComparedBlock:
     """A block with some heads of one layer."""
     arrays = {}
     for leaf in views.leaves:
-        cut = (box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())
-        arrays[leaf] = views.read(leaf, (*index, *cut))
-    return comparands.of_params("", "", from_leaves(dict(arrays)), views.side.semantics)
+        slices = (box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())
+        arrays[leaf] = views.read(leaf, (*index, *slices))
+    return comparands.of_params("", "", from_leaves(dict(arrays)), views.layer.semantics)
 
 
 def boxes(views: Views, index: Index) -> Iterator[Box]:
     """Equal groups of the N query heads, with the key/value heads that they read."""
-    N, K = (views.leaves[f"{side}.kernel"].shape[-2] for side in ("query", "key"))
+    N, K = (views.leaves[f"{role}.kernel"].shape[-2] for role in ("query", "key"))
     size = sum(view[index].nbytes for view in views.leaves.values())
     counts = (n for n in range(1, N + 1) if not N % n and (not K % n or not n % K))
     count = next((n for n in counts if size <= MOST * n), N)

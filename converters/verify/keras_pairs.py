@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from jaxmha.converters.discovery import other_layers
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.user_names import dotted
-from jaxmha.converters.verify.comparands import Side
+from jaxmha.converters.verify.comparands import Comparand
 from jaxmha.converters.verify.other_tensors import Source
 
 
-def by_group(a: Side, b: Side) -> tuple[Side, Side]:
+def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
     """Two sources whose layers are paired by group, if names would pair them otherwise.
 
     A note of the first source reports this. Both are returned unchanged if neither is a Keras file,
@@ -31,10 +31,10 @@ def by_group(a: Side, b: Side) -> tuple[Side, Side]:
         return a, b
     shown = [f"{group} is {names[0][group]} and {names[1][group]}" for group in user]
     note = (
-        "layers are compared by their groups, by which Keras loads them, since their names are in "
-        f"other groups: {listed(shown)}"
+        "layers are compared by group, as Keras loads them, because their names are in other "
+        f"groups: {listed(shown)}"
     )
-    a, b = (_placed(side, groups) for side, groups in zip((a, b), both, strict=True))
+    a, b = (_placed(comparand, groups) for comparand, groups in zip((a, b), both, strict=True))
     return a._replace(notes=(note, *a.notes)), b
 
 
@@ -49,14 +49,14 @@ def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
     return {p: groups[p] for p in prefixes if p in groups and (p in own or p not in taken)}
 
 
-def _placed(side: Side, groups: Mapping[str, tuple[str, str]]) -> Side:
+def _placed(comparand: Comparand, groups: Mapping[str, tuple[str, str]]) -> Comparand:
     """The source with its layers named by their groups."""
-    places = {prefix: dotted(group, "/", {}) for prefix, (group, _) in groups.items()}
+    paths = {prefix: dotted(group, "/", {}) for prefix, (group, _) in groups.items()}
     blocks = [
         block._replace(name=groups[block.path][0], path=groups[block.path][0])
         if block.path in groups
         else block
-        for block in side.blocks
+        for block in comparand.blocks
     ]
-    source = side.source._replace(names={}, places=places)
-    return side._replace(blocks=blocks, source=source)
+    source = comparand.source._replace(names={}, paths=paths)
+    return comparand._replace(blocks=blocks, source=source)

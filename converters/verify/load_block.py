@@ -30,8 +30,8 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
     """
     with checkpoint.open(path) as file:
         hf_config.refuse_behaviour(file.path)
-        there = shapes(file)
-        found = find(there)
+        all_shapes = shapes(file)
+        found = find(all_shapes)
         if not found:
             raise ValueError(f"{path}: no attention block found")
         called = {block.prefix: file.names.get(block.prefix, block.prefix) for block in found}
@@ -44,15 +44,15 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
             raise ValueError(printable(f"{path} has no block {name!r}; there are {names}{more}"))
         block = found[0] if name is None else known[name if whole else stack]
         own, configured = called[block.prefix], described.of(file, found).heads
-        count, _ = head_count.find(block, there, num_heads, file.metadata, configured)
+        count, _ = head_count.find(block, all_shapes, num_heads, file.metadata, configured)
         try:
-            sides = list(layers(own, block.layout.name, *block.read(file, count)))
+            candidates = list(layers(own, block.layout.name, *block.read(file, count)))
         except ValueError as error:
             where = own or "(top)"
             raise ValueError(printable(f"{path}, block {where}: {error}")) from error
-    chosen = [side for side in sides if whole or side.name == f"{own}[{index}"]
+    chosen = [layer for layer in candidates if whole or layer.name == f"{own}[{index}"]
     if not chosen:
-        names = f"{sides[0].name} to {sides[-1].name}"
+        names = f"{candidates[0].name} to {candidates[-1].name}"
         raise ValueError(printable(f"{path} has no block {name!r}; there are {names}"))
     first = chosen[0]
-    return OneBlock(first.name, first.params, first.semantics, len(found) + len(sides) - 2)
+    return OneBlock(first.name, first.params, first.semantics, len(found) + len(candidates) - 2)

@@ -38,10 +38,10 @@ def exclude(logits: NDArray, allowed: NDArray) -> NDArray:
            [0., 0.]])
     """
     logits = np.where(allowed, logits, -np.inf)
-    highest = logits.max(-1, keepdims=True, initial=-np.inf)
-    exps = np.exp(logits - np.where(np.isfinite(highest), highest, 0.0))
-    total = exps.sum(-1, keepdims=True)
-    probabilities: NDArray = exps / np.where(total == 0, 1.0, total)
+    row_max = logits.max(-1, keepdims=True, initial=-np.inf)
+    exps = np.exp(logits - np.where(np.isfinite(row_max), row_max, 0.0))
+    row_sum = exps.sum(-1, keepdims=True)
+    probabilities: NDArray = exps / np.where(row_sum == 0, 1.0, row_sum)
     return probabilities
 
 

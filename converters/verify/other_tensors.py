@@ -43,7 +43,7 @@ class Source(NamedTuple):
     taken: frozenset[str] = frozenset()
     names: Mapping[str, str] = {}
     groups: Mapping[str, tuple[str, str]] = {}
-    places: Mapping[str, str] = {}
+    paths: Mapping[str, str] = {}
 
 
 EMPTY = Source({}, {})
@@ -54,11 +54,11 @@ class Left:
     """A tensor that was not compared: its name, its source ("first", "second"), and the reason."""
 
     name: str
-    side: str
+    source: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name}, of the {self.side}: {self.why}"
+        return f"{self.name}, of the {self.source}: {self.why}"
 
 
 class Outside(NamedTuple):
@@ -97,41 +97,41 @@ def compare(a: Source, b: Source) -> Outside:
     Layers are paired by path, whatever the separator; their arrays are paired by leaf.
     """
     groups = _groups(a), _groups(b)
-    conv1d = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
+    conv1d = [any(block.layout.name == "gpt2" for block in source.found) for source in (a, b)]
     pairs: list[_Pair] = []
     alone: list[dict[str, str]] = [{}, {}]  # name -> key
     harmless: list[tuple[int, str]] = []
-    for place in (place for place in groups[0] if place in groups[1]):
-        x, y = groups[0][place], groups[1][place]
+    for path in (path for path in groups[0] if path in groups[1]):
+        x, y = groups[0][path], groups[1][path]
         read = _as_one_kind(x, y, a, b)
         # GPT-2's Conv1D stores the transpose of an ordinary linear kernel.
         may_turn = conv1d[0] != conv1d[1] and not _both_certain(x, y)
         if read is None:
             common = [key for key in x.names if key in y.names]
             pairs += [_Pair((x.names[k], y.names[k]), None, may_turn) for k in common]
-            for side, group in enumerate((x, y)):
-                alone[side] |= {n: k for k, n in group.names.items() if k not in common}
+            for number, group in enumerate((x, y)):
+                alone[number] |= {n: k for k, n in group.names.items() if k not in common}
             continue
         entries = read[0].entries, read[1].entries
         for leaf in {**entries[0], **entries[1]}:
-            there = [side for side in (0, 1) if leaf in entries[side]]
-            own = [read[side].keys[entries[side][leaf].key] for side in there]
-            if len(there) == 2:
+            holders = [number for number in (0, 1) if leaf in entries[number]]
+            own = [read[number].keys[entries[number][leaf].key] for number in holders]
+            if len(holders) == 2:
                 of_leaf = entries[0][leaf], entries[1][leaf]
                 turns = may_turn and leaf == "linear.kernel"
                 pairs.append(_Pair((own[0], own[1]), of_leaf, turns))
             elif leaf in ("linear.bias", "convolution.bias"):
-                harmless.append((there[0], own[0]))
+                harmless.append((holders[0], own[0]))
             else:
-                alone[there[0]][own[0]] = leaf
-    for side in (0, 1):
-        for place in (place for place in groups[side] if place not in groups[1 - side]):
-            alone[side] |= {name: key for key, name in groups[side][place].names.items()}
+                alone[holders[0]][own[0]] = leaf
+    for number in (0, 1):
+        for path in (path for path in groups[number] if path not in groups[1 - number]):
+            alone[number] |= {name: key for key, name in groups[number][path].names.items()}
     return _compared((a, b), pairs, alone, harmless)
 
 
 def _compared(
-    sides: tuple[Source, Source],
+    operands: tuple[Source, Source],
     pairs: list[_Pair],
     alone: list[dict[str, str]],
     harmless: list[tuple[int, str]],
@@ -140,15 +140,15 @@ def _compared(
     left: list[Left] = []
     turned: list[str] = []
     zero: list[str] = []
-    order = {name: i for side in sides for i, name in enumerate(side.info)}
-    with _opened(sides[0].source) as load_a, _opened(sides[1].source) as load_b:
+    order = {name: i for source in operands for i, name in enumerate(source.info)}
+    with _opened(operands[0].source) as load_a, _opened(operands[1].source) as load_b:
         loads = load_a, load_b
-        for side, name in harmless:
-            array = _dense(loads[side], name)
+        for number, name in harmless:
+            array = _dense(loads[number], name)
             if array is not None and not array.any():
                 zero.append(name)
             else:
-                alone[side][name] = "bias"
+                alone[number][name] = "bias"
         for pair in sorted(pairs, key=lambda pair: order[pair.names[0]]):
             arrays = [_dense(load, n) for load, n in zip(loads, pair.names, strict=True)]
             if arrays[0] is None or arrays[1] is None:
@@ -164,37 +164,37 @@ def _compared(
                 turned.append(pair.names[0])
             elif text:
                 differing[pair.names[0]] = text
-    for side, own in enumerate(("first", "second")):
-        for name in sorted(alone[side], key=order.__getitem__):
-            other = ("second", "first")[side]
-            left.append(Left(name, own, f"nothing in the {other} has this name"))
+    for number, own in enumerate(("first", "second")):
+        for name in sorted(alone[number], key=order.__getitem__):
+            other = ("second", "first")[number]
+            left.append(Left(name, own, f"no tensor of the {other} has this name"))
     notes = []
     if turned:
-        notes.append(f"stored transposed, and else the same: {_listed(turned)}")
+        notes.append(f"stored transposed, and otherwise the same: {_listed(turned)}")
     if zero:
-        notes.append(f"biases of zeros on one side alone, which change nothing: {_listed(zero)}")
+        notes.append(f"biases of zeros in only one source, which change nothing: {_listed(zero)}")
     return Outside(differing, tuple(left), tuple(notes))
 
 
-def _groups(side: Source) -> dict[str, _Group]:
+def _groups(source: Source) -> dict[str, _Group]:
     """Path with dots -> the layer at that path."""
     info = {
         name: one
-        for name, one in side.info.items()
+        for name, one in source.info.items()
         if hasattr(one, "shape") and hasattr(one, "dtype")
     }
-    found, _ = other_layers.find(info, side.found)
+    found, _ = other_layers.find(info, source.found)
     by_prefix = {module.prefix: module for module in found}
     groups: dict[str, _Group] = {}
-    for name in side.info:
-        if name in side.taken:
+    for name in source.info:
+        if name in source.taken:
             continue
         prefix, separator, key = other_layers.split(name)
-        place = side.places.get(prefix) or dotted(prefix, separator, side.names)
+        path = source.paths.get(prefix) or dotted(prefix, separator, source.names)
         module = by_prefix.get(prefix)
         if module is not None and name not in module.keys.values():
             module = None
-        group = groups.setdefault(place, _Group({}, module))
+        group = groups.setdefault(path, _Group({}, module))
         if key in group.names:  # a/b.c and a.b.c
             groups[name] = _Group({key: name}, None)
         else:
@@ -207,7 +207,7 @@ def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Mo
     if x.module and y.module and _alike(x.module, y.module):
         both = {x.module.kind, y.module.kind}
         # One framework has either Linear or Conv1D at a path, so the other kind means a transpose.
-        of_gpt2 = [any(block.layout.name == "gpt2" for block in side.found) for side in (a, b)]
+        of_gpt2 = [any(block.layout.name == "gpt2" for block in source.found) for source in (a, b)]
         alike = x.module.convention == y.module.convention and of_gpt2[0] == of_gpt2[1]
         if len(both) == 2 and "conv1d" in both and alike:
             return None
@@ -265,8 +265,8 @@ def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> 
         x, y = (layer_layouts.unpack(e, z) for e, z in zip(entries, (x, y), strict=True))
     if x.dtype != y.dtype or x.shape != y.shape:
         text = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
-        said = rounding(x, y) if x.shape == y.shape else ""
-        return f"{text}; {said}" if said else text
+        relation = rounding(x, y) if x.shape == y.shape else ""
+        return f"{text}; {relation}" if relation else text
     count = _differing(x, y)
     return f"{count} of {x.size} elements differ" if count else ""
 

@@ -15,16 +15,16 @@ from jaxmha.converters.discovery import attention_blocks, head_count, layer_layo
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.migrate import plans, resolved
 from jaxmha.converters.migrate.pipeline import DIGEST
-from jaxmha.converters.migrate.plans import Move, Plan
+from jaxmha.converters.migrate.plans import Plan, Step
 from jaxmha.converters.verify import head_groups, streaming
 from jaxmha.converters.verify.head_groups import Outputs
-from jaxmha.converters.verify.streaming import File, Stored
+from jaxmha.converters.verify.streaming import File, FileLayer
 
 _PACKAGES = ("jaxmha", "jax", "numpy", "einops", "ml_dtypes", "h5py")
 
 
 @dataclass(frozen=True)
-class MoveReport:
+class StepReport:
     """The result for one planned layer.
 
     Attributes:
@@ -56,7 +56,7 @@ class ConversionReport:
     target: dict[str, Any]
     layout: str
     dtype: str | None
-    modules: tuple[MoveReport, ...]
+    modules: tuple[StepReport, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     notes: tuple[str, ...]
@@ -88,7 +88,7 @@ def check(
     done: Plan,
     *,
     forward: bool = True,
-    progress: Callable[[Sequence[Move]], Iterable[Move]] = iter,
+    progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
     notes: Sequence[str] = (),
     losses: Mapping[str, Loss] = MappingProxyType({}),
 ) -> ConversionReport:
@@ -108,22 +108,22 @@ def check(
     """
     with streaming.opened(source) as old, streaming.opened(destination) as new:
         carried = resolved.resolve(done, old.whole)
-        by_move = dict(carried.by_move)
+        by_step = dict(carried.by_step)
         missing = tuple(name for name in carried.made if name not in new.whole)
-        there = attention_blocks.find(
+        found_blocks = attention_blocks.find(
             attention_blocks.shapes(new.whole), [attention_blocks.named(done.to)]
         )
-        targets = {block.prefix: block for block in there}
+        targets = {block.prefix: block for block in found_blocks}
         reports = []
-        for move in progress(list(by_move)):
-            made = tuple(by_move[move])
-            pair = carried.blocks.get(move), targets.get(move.target)
-            found = _compare(move, made, done, old, new, pair, forward)
+        for step in progress(list(by_step)):
+            made = tuple(by_step[step])
+            pair = carried.blocks.get(step), targets.get(step.target)
+            found = _compare(step, made, done, old, new, pair, forward)
             notes = [*notes, *found.notes]
-            tensors = {name: one.sources for name, one in by_move[move].items()}
+            tensors = {name: one.sources for name, one in by_step[step].items()}
             differences = tuple(found.differences)
             reports.append(
-                MoveReport(move.kind, move.source, move.target, tensors, differences, found.errors)
+                StepReport(step.kind, step.source, step.target, tensors, differences, found.errors)
             )
         unexpected = tuple(name for name in new.whole if name not in carried.made)
         streaming.differences(streaming.unread(old, ()), streaming.unread(new, unexpected))
@@ -155,7 +155,7 @@ def _file(file: File) -> dict[str, Any]:
 
 
 def _compare(
-    move: Move,
+    step: Step,
     made: tuple[str, ...],
     done: Plan,
     old: File,
@@ -170,47 +170,47 @@ def _compare(
     here = [name for name in made if name in new.whole]
     block, target = pair
     if len(here) < len(made) or (block and not target):
-        streaming.differences(streaming.unread(old, move.tensors), streaming.unread(new, here))
+        streaming.differences(streaming.unread(old, step.tensors), streaming.unread(new, here))
         absent = [f"no block of layout {done.to} is there"] if len(here) == len(made) else []
         return Outputs(absent, {}, [])
     try:
         if block and target:
             scaled_for = target.layout if done.fold_scale else None
-            a, count = streaming.attention(old, block, move.num_heads, move.tensors, scaled_for)
+            a, count = streaming.attention(old, block, step.num_heads, step.tensors, scaled_for)
             given = None if target.layout.stores_num_heads else count
             b, _ = streaming.attention(new, target, given, made)
             own = {name: new.whole.info[name].shape for name in target.keys.values()}
             head_count.find(target, own, count, new.whole.metadata)
         else:
-            a, b = _beside(move, made, done, old, new)
+            a, b = _other_layer(step, made, done, old, new)
     except ValueError as error:  # error of the destination: the source resolved already
-        streaming.differences(streaming.unread(old, move.tensors), streaming.unread(new, made))
+        streaming.differences(streaming.unread(old, step.tensors), streaming.unread(new, made))
         return Outputs([str(error)], {}, [])
     a = a._replace(dtype=done.dtype)
     differences = streaming.differences(a, b)
     if differences or not (block and forward):
         return Outputs(differences, {}, [])
-    return head_groups.compare(a, b, move.source)
+    return head_groups.compare(a, b, step.source)
 
 
-def _beside(
-    move: Move, made: tuple[str, ...], done: Plan, old: File, new: File
-) -> tuple[Stored, Stored]:
+def _other_layer(
+    step: Step, made: tuple[str, ...], done: Plan, old: File, new: File
+) -> tuple[FileLayer, FileLayer]:
     """The two versions of a layer other than attention, each read by its own convention."""
-    if move.kind == "other":
-        return streaming.whole(old, move.tensors[0]), streaming.whole(new, made[0])
-    convention = layer_layouts.beside(done.to)
+    if step.kind == "other":
+        return streaming.whole(old, step.tensors[0]), streaming.whole(new, made[0])
+    convention = layer_layouts.convention_of(done.to)
     assert convention is not None
-    module = resolved.module_of(move, old.whole.info)
+    module = resolved.module_of(step, old.whole.info)
     becomes = replace(
-        move,
-        kind=move.becomes
-        or plans.kind_there(module, attention_blocks.named(done.to), convention, move.target),
+        step,
+        kind=step.becomes
+        or plans.kind_in_target(module, attention_blocks.named(done.to), convention, step.target),
         layout=convention.name,
-        source=move.target,
+        source=step.target,
         tensors=made,
     )
-    return streaming.neighbour(old, module), streaming.neighbour(
+    return streaming.other_layer(old, module), streaming.other_layer(
         new, resolved.module_of(becomes, new.whole.info)
     )
 

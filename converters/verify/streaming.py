@@ -52,7 +52,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[File]:
         yield File(whole, mapped, {})
 
 
-class Stored(NamedTuple):
+class FileLayer(NamedTuple):
     """One layer in a file.
 
     Attributes:
@@ -75,7 +75,7 @@ def attention(
     num_heads: int | None,
     names: Iterable[str],
     scaled_for: Layout | None = None,
-) -> tuple[Stored, int]:
+) -> tuple[FileLayer, int]:
     """An attention block, and its head count.
 
     Tensors in `names` outside the block have no leaves. `scaled_for`: the layout for whose logit
@@ -91,7 +91,7 @@ def attention(
     for entry in block.layout.entries:
         if entry.key in block.keys:
             tensors[block.keys[entry.key]] = partial(_unpack, block.layout, entry, sizes)
-    return Stored(file, tensors, semantics=semantics, factors=factors), np.shape(
+    return FileLayer(file, tensors, semantics=semantics, factors=factors), np.shape(
         params.query.kernel
     )[-2]
 
@@ -102,25 +102,25 @@ def _unpack(
     return transform.unpack(layout, entry, array, sizes)
 
 
-def neighbour(file: File, module: Module) -> Stored:
+def other_layer(file: File, module: Module) -> FileLayer:
     """A layer other than attention."""
     entries = module.entries.items()
     tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
-    return Stored(file, dict[str, Unpack](tensors))
+    return FileLayer(file, dict[str, Unpack](tensors))
 
 
 def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:
     return {leaf: layer_layouts.unpack(entry, array)}
 
 
-def whole(file: File, name: str) -> Stored:
+def whole(file: File, name: str) -> FileLayer:
     """A tensor that was copied unchanged."""
-    return Stored(file, {name: lambda array: {"": array}})
+    return FileLayer(file, {name: lambda array: {"": array}})
 
 
-def unread(file: File, names: Iterable[str]) -> Stored:
+def unread(file: File, names: Iterable[str]) -> FileLayer:
     """Tensors whose leaves are unknown."""
-    return Stored(file, dict.fromkeys(names, _nothing))
+    return FileLayer(file, dict.fromkeys(names, _nothing))
 
 
 def _nothing(_: NDArray) -> Mapping[str, NDArray]:
@@ -134,16 +134,16 @@ class Views:
       leaves: views of the file, for shapes and slicing only.
     """
 
-    def __init__(self, side: Stored) -> None:
-        self.side, self._slices = side, Slices(side.file.mapped, list(side.tensors))
+    def __init__(self, layer: FileLayer) -> None:
+        self.layer, self._slices = layer, Slices(layer.file.mapped, list(layer.tensors))
         self.leaves: dict[str, NDArray] = {}
-        for name, unpack in side.tensors.items():
+        for name, unpack in layer.tensors.items():
             self.leaves |= unpack(self._slices.views[name])
 
     def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
         """Reads a part of a leaf and casts it."""
         array = self._slices.read(self.leaves[leaf][(*index, ...)])
-        return cast(fold.times(array, self.side.factors.get(leaf, 1.0), leaf), self.side.dtype)
+        return cast(fold.times(array, self.layer.factors.get(leaf, 1.0), leaf), self.layer.dtype)
 
 
 class _Seen(NamedTuple):
@@ -152,7 +152,7 @@ class _Seen(NamedTuple):
     digest: str
 
 
-def differences(a: Stored, b: Stored) -> list[str]:
+def differences(a: FileLayer, b: FileLayer) -> list[str]:
     """Describes leaves that are not bit-identical. Records the digest of every tensor."""
     ours, theirs = _seen(a), _seen(b)
     found = []
@@ -169,21 +169,21 @@ def differences(a: Stored, b: Stored) -> list[str]:
     return found
 
 
-def _seen(side: Stored) -> dict[str, _Seen]:
+def _seen(layer: FileLayer) -> dict[str, _Seen]:
     found: dict[str, _Seen] = {}
-    for name in side.tensors:
-        found |= _leaves_seen(side, name)
+    for name in layer.tensors:
+        found |= _leaves_seen(layer, name)
     return found
 
 
-def _leaves_seen(side: Stored, name: str) -> dict[str, _Seen]:
-    array, known = side.file.whole[name], side.file.digests
+def _leaves_seen(layer: FileLayer, name: str) -> dict[str, _Seen]:
+    array, known = layer.file.whole[name], layer.file.digests
     known[name] = digest(array)
     found = {}
-    for leaf, unpacked in side.tensors[name](array).items():
-        part = fold.times(unpacked, side.factors.get(leaf, 1.0), leaf)
-        alike = known[name] if part is array and not side.dtype else digest(part, side.dtype)
-        dtype = cast(np.empty(0, part.dtype), side.dtype).dtype
+    for leaf, unpacked in layer.tensors[name](array).items():
+        part = fold.times(unpacked, layer.factors.get(leaf, 1.0), leaf)
+        alike = known[name] if part is array and not layer.dtype else digest(part, layer.dtype)
+        dtype = cast(np.empty(0, part.dtype), layer.dtype).dtype
         found[leaf] = _Seen(part.shape, dtype, alike)
     return found
 

@@ -55,8 +55,8 @@ def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
         x, y = ours[leaf], theirs[leaf]
         if x.shape != y.shape or x.dtype != y.dtype:
             what = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
-            if x.shape == y.shape and (said := rounding(x, y)):
-                what += f"; {said}"
+            if x.shape == y.shape and (relation := rounding(x, y)):
+                what += f"; {relation}"
             found.append(Difference(leaf, what))
             continue
         bits = f"u{x.dtype.itemsize}"
@@ -73,14 +73,16 @@ def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
     return found
 
 
-def kept_otherwise(a: MHAParams, b: MHAParams, moves: bool) -> tuple[str, ...]:
+def stored_differently(a: MHAParams, b: MHAParams, output_differs: bool) -> tuple[str, ...]:
     """Describes the weights that differ in storage, except biases of zeros.
 
-    `moves`: True if the output differs. Then only a different dtype of equal values is reported,
+    `output_differs`: True if the output differs. Then only a different dtype of equal values is reported,
     because the factors already name the values that change the output.
     """
     unequal = [one for one in differences_of(a, b) if not one.harmless]
-    return tuple(str(one) for one in unequal if not moves or one.what.endswith(SAME_VALUES))
+    return tuple(
+        str(one) for one in unequal if not output_differs or one.what.endswith(SAME_VALUES)
+    )
 
 
 def rounding(x: NDArray, y: NDArray) -> str:

@@ -101,7 +101,7 @@ def share(pair: Pair) -> None:
 
 
 def layers(pair: Pair, x: NDArray, torch_mask: NDArray, other_mask: NDArray) -> list[Layer]:
-    """Both with what their masks mean and what they answer."""
+    """Both with what their masks mean and their outputs."""
     outputs = run(pair, x, torch_mask, other_mask)
     state = {name: z.numpy() for name, z in pair.torch.state_dict().items()}
     params = comparands.read(state, N).blocks[0].params

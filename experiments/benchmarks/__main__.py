@@ -1,17 +1,17 @@
-"""How fast is jaxmha on this CPU, beside every peer?
+"""How fast is jaxmha on this CPU, next to every peer?
 
-Every peer works in a process of its own on the same arrays, in turns; each answer is checked
+Every peer works in a process of its own on the same arrays, in turns; each output is checked
 against float64 before it is timed. Peers that are not installed are listed as such.
 """
 
 import json
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from datetime import UTC, datetime
 from typing import Any
 
-from experiments import folders, machine
+from experiments import frame, machine
 from experiments.benchmarks import measure, report, sgemm, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import Case, select
@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   python -m experiments.benchmarks                             some cases of every kind, minutes
   python -m experiments.benchmarks --full --rounds 9           every case, hours
   python -m experiments.benchmarks --full --resume --minutes 30   go on with it, for half an hour
-  python -m experiments.benchmarks --full --again --case causal   these anew, in the stored page
+  python -m experiments.benchmarks --full --again --case causal   these again, in the stored page
   python -m experiments.benchmarks --case layer-*-causal --peer jaxmha --peer torch-sdpa
   python -m experiments.benchmarks --case T4096 --json > results.json
 """
@@ -31,12 +31,7 @@ BUDGET = {"quick": 3.0, "full": 600.0, "chosen": 60.0}
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
     """The command line; exits with 2 and one message where it is wrong."""
-    parser = ArgumentParser(
-        prog="python -m experiments.benchmarks",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = frame.parser("benchmarks", __doc__, EXAMPLES)
     parser.add_argument("--full", action="store_true", help="every case")
     parser.add_argument(
         "--case", action="append", default=[], help="part of a name; * is a wildcard"
@@ -54,8 +49,6 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
     )
     parser.add_argument("--minutes", type=float, help="begin no case after so long")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--write", action="store_true", help="write the page, JSON and figure")
     chosen = parser.parse_args(arguments)
     try:
         chosen.cases = select(chosen.case, quick=not chosen.full)
@@ -113,9 +106,9 @@ def settle(chosen: Namespace) -> None:
     elif chosen.again:
         replace_some(chosen)
     if not chosen.list:
-        folders.check(chosen.kept.parent, [chosen.kept.name])
+        frame.writable(chosen.kept.parent, [chosen.kept.name])
         if chosen.write:
-            folders.check(report.RESULTS, report.files(chosen.selection))
+            frame.writable(report.RESULTS, report.files(chosen.selection))
 
 
 def replace_some(chosen: Namespace) -> None:
@@ -130,8 +123,8 @@ def replace_some(chosen: Namespace) -> None:
     chosen.cases = [case for case in chosen.cases if case.name in stale]
     if not chosen.cases:
         raise ValueError("--again: none of the stored cases is named by --case, or marked ~")
-    anew = {case.name for case in chosen.cases}
-    chosen.known = stored | {"cases": [e for name, e in entries.items() if name not in anew]}
+    again = {case.name for case in chosen.cases}
+    chosen.known = stored | {"cases": [e for name, e in entries.items() if name not in again]}
     chosen.answered = select(quick=not chosen.full)
     chosen.spent, chosen.write = stored["seconds"], True
     chosen.date, chosen.command = stored["date"], stored["command"]
@@ -140,32 +133,15 @@ def replace_some(chosen: Namespace) -> None:
 
 def collect(chosen: Namespace) -> dict[str, Any]:
     """Measures, with a bar on a terminal and a line per case elsewhere; adds what ran where."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     full = chosen.selection != "quick"
-    console = Console(stderr=True)
     start = time.perf_counter()
 
     def passed() -> float:
         return time.perf_counter() - start
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(chosen.cases))
-
-        def say(text: str) -> None:
-            progress.update(task, description=text)
-            if not console.is_terminal:
-                console.print(f"{passed():6.0f} s  {text}", highlight=False)
+    with frame.bars(cases=len(chosen.cases) + 1) as tick:
 
         def done(found: dict[str, Any]) -> None:
-            progress.advance(task)
             if not chosen.again:
                 unfinished.keep(chosen.kept, chosen.identity, found, chosen.spent + passed())
 
@@ -178,19 +154,17 @@ def collect(chosen: Namespace) -> dict[str, Any]:
             backends=[b for b in sgemm.BACKENDS if b == "xla" or not PEERS["torch-sdpa"].absent],
             memory=lambda case: case.measures_memory and (full or case.direction == "backward"),
             takes=lambda peer, case: PEERS[peer].takes(case),
-            say=say,
+            say=lambda text: tick("cases", f"{passed():6.0f} s  {text}"),
             known=chosen.known,
             answered=chosen.answered,
             late=lambda: passed() > 60 * (chosen.minutes or float("inf")),
             done=done,
         )
-    if chosen.again:
-        again = {case.name for case in chosen.cases}
-        for entry in results["cases"]:
-            if entry["name"] in again:
-                entry |= {"again": _today(), "digest": chosen.identity["sources"]}
+    again = {case.name for case in chosen.cases} if chosen.again else ()
+    for entry in results["cases"]:
+        if entry["name"] in again:
+            entry |= {"again": _today(), "digest": chosen.identity["sources"]}
     return {
-        "question": "How fast is attention on this CPU, beside every peer?",
         "command": chosen.command,
         "selection": chosen.selection,
         "seed": "crc32 of the name of the case",
@@ -212,28 +186,21 @@ def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def show(results: dict[str, Any]) -> None:
+def tables(results: dict[str, Any]) -> dict[str, list[list[str]]]:
     """Our milliseconds, and every peer's time relative to the fastest."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(caption="median time relative to the fastest; ~: the machine was disturbed")
-    table.add_column("case", no_wrap=True)
-    for column in ("ms", *results["peers"]):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = [["case", "ms", *results["peers"]]]
     for entry in results["cases"]:
         best = stats.fastest(entry, results["peers"])
         least = stats.time_of(entry, best) if best else None
-        cells = [entry["name"] + " ~" * stats.disturbed(entry)]
-        own = stats.time_of(entry, OURS)
-        cells.append("–" if own is None else f"{1e3 * own:.3g}")
-        for peer in results["peers"]:
-            ours = stats.time_of(entry, peer)
-            cells.append("–" if ours is None or not least else f"{ours / least:.2f}")
-        table.add_row(*cells)
-    console = Console()
-    console.width = max(console.width, 190)  # the table needs it
-    console.print(table)
+        times = {peer: stats.time_of(entry, peer) for peer in (OURS, *results["peers"])}
+        own = times[OURS]
+        cells = [
+            "–" if not least or (time := times[peer]) is None else f"{time / least:.2f}"
+            for peer in results["peers"]
+        ]
+        name = entry["name"] + " ~" * stats.disturbed(entry)
+        rows.append([name, "–" if own is None else f"{1e3 * own:.3g}", *cells])
+    return {"Median time relative to the fastest; ~: the machine was disturbed": rows}
 
 
 def main() -> None:
@@ -246,7 +213,7 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(results, indent=1))
     else:
-        show(results)
+        frame.show(tables(results), f"{report.disturbed(results)} disturbed", width=190)
     if chosen.write:
         print(report.write(results), file=sys.stderr)
 

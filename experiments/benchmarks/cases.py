@@ -84,7 +84,7 @@ class Case:
 
     @property
     def measures_memory(self) -> bool:
-        """Whether materialised scores would be large beside everything else."""
+        """Whether materialised scores would be large next to everything else."""
         return max(self.T, self.S) >= 2048 and self.kind != "decode"
 
     def as_dict(self) -> dict[str, Any]:

@@ -34,10 +34,10 @@ def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
         out = call()
         jax.block_until_ready((out, held[0]))  # type: ignore[no-untyped-call]
 
-    def answer(cotangent: Array) -> tuple[Any, None]:
+    def outputs(cotangent: Array) -> tuple[Any, None]:
         return np.asarray(call()), None
 
-    return Program(build, run, answer, lambda: str(compiled[0].as_text()))
+    return Program(build, run, outputs, lambda: str(compiled[0].as_text()))
 
 
 def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:

@@ -14,7 +14,7 @@ from jaxmha.converters.verify import oracle
 
 # Of central differences: curvature adds about STEP**2, rounding 1e-16 / STEP.
 STEP = 1e-5
-# A float32 answer is within about 1e-6; a wrong mask, scale or head order is off by far more.
+# A float32 output is within about 1e-6; a wrong mask, scale or head order is off by far more.
 ALLOWED = 1e-4
 
 Array64 = NDArray[np.float64]
@@ -27,7 +27,7 @@ def directions(case: Case, inputs: Data) -> list[NDArray[np.float32]]:
 
 
 def write(case: Case, path: Path) -> None:
-    """Stores the exact rows, and the slope of the loss along `directions`.
+    """Stores the exact rows, and the derivative of the loss along `directions`.
 
     The loss is the sum of output times `data.only_compared(cotangent)`.
     """
@@ -47,7 +47,7 @@ def write(case: Case, path: Path) -> None:
             )
             return float((weights * rows(case, inputs._replace(query=q, key=k, value=v))).sum())
 
-        stored["slope"] = np.array((loss(STEP) - loss(-STEP)) / (2 * STEP))
+        stored["derivative"] = np.array((loss(STEP) - loss(-STEP)) / (2 * STEP))
     np.savez(path, allow_pickle=False, **stored)
 
 
@@ -83,7 +83,7 @@ def errors(
     out: NDArray[Any],
     gradients: list[NDArray[Any]] | None,
 ) -> dict[str, float]:
-    """Largest error of the compared rows relative to the largest exact value, and of the slope
+    """Largest error of the compared rows relative to the largest exact value, and of the derivative
     relative to the length of the gradient.
 
     Raises:
@@ -91,17 +91,17 @@ def errors(
     """
     with np.load(path) as stored:
         exact = stored["rows"]
-        slope = float(stored["slope"]) if "slope" in stored else None
+        derivative = float(stored["derivative"]) if "derivative" in stored else None
     given = out[np.ix_(*data.compared(case))].reshape(exact.shape).astype(np.float64)
     found = {"error": float(np.abs(given - exact).max() / np.abs(exact).max())}
-    if gradients is not None and slope is not None:
+    if gradients is not None and derivative is not None:
         pairs = [
             (g.astype(np.float64).reshape(-1), u.reshape(-1))
             for g, u in zip(gradients, directions(case, inputs), strict=True)
         ]
         length = float(np.sqrt(sum(g @ g for g, _ in pairs)))
-        found["gradient_error"] = abs(float(sum(g @ u for g, u in pairs)) - slope) / length
+        found["gradient_error"] = abs(float(sum(g @ u for g, u in pairs)) - derivative) / length
     for name, error in found.items():
         if not error <= ALLOWED:  # NaN as well
-            raise ValueError(f"wrong answer: {name} {error:.1e} against float64")
+            raise ValueError(f"wrong output: {name} {error:.1e} against float64")
     return found

@@ -1,4 +1,4 @@
-"""How fast, and how right, is attention on this GPU, beside every peer?
+"""How fast, and how right, is attention on this GPU, next to every peer?
 
     python -m experiments.benchmarks.gpu --write
 

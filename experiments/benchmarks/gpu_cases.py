@@ -201,7 +201,7 @@ CASES: tuple[Case, ...] = (
 
 
 def arrays(case: Case) -> tuple[dict[str, Any], Mask]:
-    """float32 arrays (query, key, value, bias, slopes of output and lse), and the mask."""
+    """float32 arrays (query, key, value, bias, cotangents of output and lse), and the mask."""
     rng = np.random.default_rng([1, *case.name.encode()])
     sizes = {"B": case.B, "N": case.N, "T": case.T, "S": case.S, "1": 1}
     B, T, S, N, K, H, h = case.B, case.T, case.S, case.N, case.K, case.H, case.h
@@ -219,15 +219,15 @@ def arrays(case: Case) -> tuple[dict[str, Any], Mask]:
         if case.excludes:
             bias[rng.random(bias.shape) < 0.4] = -np.inf
         found["bias"] = bias
-    found |= {"slope": normal(B, T, N, h), "lse_slope": normal(B, N, T)}
+    found |= {"cotangent": normal(B, T, N, h), "lse_cotangent": normal(B, N, T)}
     return found, case.mask(rng, case)
 
 
 def expected(arrays: dict[str, Any], mask: Mask, *, lse: bool) -> dict[str, Any]:
     """Output, lse and gradients in float64, written out; empty rows are 0 and -inf."""
     wide = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-    query, key, value, slope = (
-        np.moveaxis(wide[name], 2, 1) for name in ("query", "key", "value", "slope")
+    query, key, value, cotangent = (
+        np.moveaxis(wide[name], 2, 1) for name in ("query", "key", "value", "cotangent")
     )
     (B, N, T, H), (_, K, S, _) = query.shape, key.shape
     key, value = (np.repeat(x, N // K, 1) for x in (key, value))
@@ -237,31 +237,31 @@ def expected(arrays: dict[str, Any], mask: Mask, *, lse: bool) -> dict[str, Any]
     if "bias" in wide:
         logits = logits + wide["bias"]
     logits = np.where(allowed, logits, -np.inf)
-    highest = logits.max(3, keepdims=True)
-    highest = np.where(np.isfinite(highest), highest, 0.0)
-    exps = np.exp(logits - highest)
-    total = exps.sum(3, keepdims=True)
-    weights = exps / np.where(total == 0, 1.0, total)
+    row_max = logits.max(3, keepdims=True)
+    row_max = np.where(np.isfinite(row_max), row_max, 0.0)
+    exps = np.exp(logits - row_max)
+    row_sum = exps.sum(3, keepdims=True)
+    weights = exps / np.where(row_sum == 0, 1.0, row_sum)
     out = weights @ value
-    slopes = slope @ np.swapaxes(value, 2, 3) - (slope * out).sum(3, keepdims=True)
+    logit_gradient = cotangent @ np.swapaxes(value, 2, 3) - (cotangent * out).sum(3, keepdims=True)
     if lse:
-        slopes = slopes + wide["lse_slope"][..., None]
-    slopes = slopes * weights
+        logit_gradient = logit_gradient + wide["lse_cotangent"][..., None]
+    logit_gradient = logit_gradient * weights
 
     def heads(x: Any) -> Any:
         return np.moveaxis(x.reshape(B, K, N // K, S, x.shape[3]).sum(2), 1, 2)
 
     with np.errstate(divide="ignore"):
-        row_lse = np.where(total == 0, -np.inf, highest + np.log(total))[..., 0]
+        row_lse = np.where(row_sum == 0, -np.inf, row_max + np.log(row_sum))[..., 0]
     found = {
         "out": np.moveaxis(out, 1, 2),
         "lse": row_lse,
-        "query": np.moveaxis(scale * slopes @ key, 1, 2),
-        "key": heads(scale * np.swapaxes(slopes, 2, 3) @ query),
-        "value": heads(np.swapaxes(weights, 2, 3) @ slope),
+        "query": np.moveaxis(scale * logit_gradient @ key, 1, 2),
+        "key": heads(scale * np.swapaxes(logit_gradient, 2, 3) @ query),
+        "value": heads(np.swapaxes(weights, 2, 3) @ cotangent),
     }
     if "bias" in wide:
         given = wide["bias"]
         axes = tuple(a for a, n in enumerate(given.shape) if n == 1)
-        found["bias"] = slopes.sum(axes, keepdims=True).reshape(given.shape)
+        found["bias"] = logit_gradient.sum(axes, keepdims=True).reshape(given.shape)
     return found

@@ -50,22 +50,22 @@ def _errors(case: Case, implementation: str, dtype: str) -> dict[str, Any]:
     if why is not None:
         return {"declined": why}
 
-    def run(heads: Any, bias: Any, slope: Any, lse_slope: Any) -> Any:
-        def answer(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    def run(heads: Any, bias: Any, cotangent: Any, lse_cotangent: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
             return jaxmha.dot_product_attention(
                 q, k, v, bias, mask, return_lse=lse, implementation=implementation
             )
 
-        answered, pull = jax.vjp(answer, *heads, bias)
+        returned, pull = jax.vjp(attend, *heads, bias)
         if not lse:
-            return answered, None, pull(slope)
+            return returned, None, pull(cotangent)
         # An empty row has no lse to differentiate.
-        finite = jnp.isfinite(answered[1])
-        return *answered, pull((slope, jnp.where(finite, lse_slope, 0)))
+        finite = jnp.isfinite(returned[1])
+        return *returned, pull((cotangent, jnp.where(finite, lse_cotangent, 0)))
 
-    slopes = jnp.asarray(given["slope"], dtype), jnp.asarray(given["lse_slope"])
+    cotangents = jnp.asarray(given["cotangent"], dtype), jnp.asarray(given["lse_cotangent"])
     program = jax.jit(run)
-    out, row_lse, pulled = program(heads, bias, *slopes)
+    out, row_lse, pulled = program(heads, bias, *cotangents)
     want = gpu_cases.expected(given, mask, lse=lse)
     errors = {"out": floors(out, want["out"], dtype)}
     for name, gradient in zip(("query", "key", "value", "bias"), pulled, strict=True):
@@ -79,14 +79,21 @@ def _errors(case: Case, implementation: str, dtype: str) -> dict[str, Any]:
     wrong = [f"{n} {e:.2g}" for n, e in errors.items() if not e <= limits.get(n, GRADIENT)]
     if empty.any():
         wrong.append("an empty row is not 0")
-    wrong += _poisoned(program, given, mask, heads, bias, slopes, (out, pulled), dtype)
+    wrong += _poisoned(program, given, mask, heads, bias, cotangents, (out, pulled), dtype)
     if wrong:
         found["failed"] = "; ".join(wrong)
     return found
 
 
 def _poisoned(
-    program: Any, given: Any, mask: Any, heads: Any, bias: Any, slopes: Any, clean: Any, dtype: str
+    program: Any,
+    given: Any,
+    mask: Any,
+    heads: Any,
+    bias: Any,
+    cotangents: Any,
+    clean: Any,
+    dtype: str,
 ) -> list[str]:
     """Keys that nothing may attend hold NaN: no bit may change, where none does from run to run."""
     B, T, N, _ = given["query"].shape
@@ -100,7 +107,7 @@ def _poisoned(
     spoiled = [heads[0], *(jnp.where(dead, jnp.nan, x).astype(x.dtype) for x in heads[1:])]
     before, again, dirty = (
         [np.asarray(x, np.float64) for x in jax.tree.leaves((found[0], found[-1]))]
-        for found in (clean, program(heads, bias, *slopes), program(spoiled, bias, *slopes))
+        for found in (clean, program(heads, bias, *cotangents), program(spoiled, bias, *cotangents))
     )
     if all(map(np.array_equal, before, again)):
         same = all(map(np.array_equal, before, dirty))

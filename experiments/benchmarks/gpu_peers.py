@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
+from experiments.benchmarks import jax_peers
 from experiments.benchmarks.gpu_cases import Shape
-from jaxmha import Mask
+from experiments.benchmarks.jax_peers import Attend
 
 
 class Program(NamedTuple):
@@ -53,74 +54,45 @@ def inputs(shape: Shape) -> dict[str, jax.Array]:
     if shape.kind == "bias":
         found["bias"] = normal(3, 1, N, T, T)
     if shape.backward:
-        found["slope"] = normal(4, B, T, N, H)
+        found["cotangent"] = normal(4, B, T, N, H)
     return found
 
 
-def _attention(name: str, shape: Shape) -> Callable[..., Any]:
-    """`(query, key, value, bias, lengths, there) -> out`."""
-    causal = shape.kind == "causal"
+def attention(name: str) -> Callable[..., Any]:
+    """`(query, key, value, Attend) -> out` of a JAX peer; Flax has no grouped heads."""
+    if name == "jax-cudnn":
+        return partial(jax_peers.of_jax_nn, implementation="cudnn")
+    core = jax_peers.PEERS[name][0]
+    if not name.startswith("flax"):
+        return core
 
-    def ours(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
-        mask = None if there is None else Mask.padding(key_value=there)
-        return jaxmha.dot_product_attention(
-            q, k, v, bias, mask, is_causal=causal, key_value_seq_lengths=lengths
-        )
+    def repeated(q: Any, k: Any, v: Any, to: Attend) -> Any:
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+        return core(q, k, v, to)
 
-    def jax_nn(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
-        mask = None if there is None else there[:, None, None]
-        if mask is not None and name == "jax-cudnn":  # it broadcasts neither T nor S
-            mask = jnp.broadcast_to(mask, (shape.B, 1, shape.T, shape.T))
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            bias,
-            mask,
-            is_causal=causal,
-            key_value_seq_lengths=lengths,
-            implementation="cudnn" if name == "jax-cudnn" else None,
-        )
-
-    def flax(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
-        if lengths is not None:
-            there = jnp.arange(shape.T).reshape(1, -1) < lengths[:, None]
-        mask = None if there is None else there[:, None, None]
-        k, v = (jnp.repeat(x, shape.N // shape.K, 2) for x in (k, v))
-        if name == "flax-nnx":
-            from flax import nnx
-
-            return nnx.dot_product_attention(q, k, v, bias, mask, is_causal=causal)
-        from flax import linen
-
-        if causal:
-            mask = linen.make_causal_mask(jnp.ones((shape.B, shape.T)))
-        return linen.dot_product_attention(q, k, v, bias, mask)
-
-    return {"jaxmha": ours}.get(name, flax if name.startswith("flax") else jax_nn)
+    return repeated
 
 
 def jax_program(name: str, shape: Shape, given: dict[str, Any]) -> Program:
     """A JAX peer, compiled."""
-    attention = _attention(name, shape)
-    heads = tuple(given[x] for x in ("query", "key", "value"))
-    bias = given.get("bias")
+    attend, causal = attention(name), shape.kind == "causal"
     lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
-    there = None
+    keep = None
     if shape.kind == "padding":
         assert lengths is not None
-        there, lengths = jnp.arange(shape.T).reshape(1, -1) < lengths[:, None], None
+        keep, lengths = jnp.arange(shape.T).reshape(1, -1) < lengths[:, None], None
 
-    def forward(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any) -> Any:
-        return attention(q, k, v, bias, lengths, there)
+    def forward(q: Any, k: Any, v: Any, bias: Any, lengths: Any, keep: Any) -> Any:
+        return attend(q, k, v, Attend(lengths, keep, bias, causal))
 
-    def both(q: Any, k: Any, v: Any, bias: Any, lengths: Any, there: Any, slope: Any) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, bias, lengths, there), q, k, v)
-        return out, pull(slope)
+    def both(q: Any, k: Any, v: Any, bias: Any, lengths: Any, keep: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, bias, lengths, keep), q, k, v)
+        return out, pull(cotangent)
 
-    arguments: tuple[Any, ...] = (*heads, bias, lengths, there)
+    heads = (given[x] for x in ("query", "key", "value"))
+    arguments: tuple[Any, ...] = (*heads, given.get("bias"), lengths, keep)
     if shape.backward:
-        arguments += (given["slope"],)
+        arguments += (given["cotangent"],)
     return compiled(both if shape.backward else forward, *arguments)
 
 
@@ -162,7 +134,7 @@ def torch_program(name: str, shape: Shape, given: dict[str, Any], device: str) -
         mask = (torch.arange(shape.T, device=device) < counts[:, None])[:, None, None]
         mask = mask.expand(shape.B, 1, shape.T, shape.T)
     leaves = [x.requires_grad_(shape.backward) for x in (q, k, v)]
-    slope = from_dlpack(given["slope"]).transpose(1, 2) if shape.backward else None
+    cotangent = from_dlpack(given["cotangent"]).transpose(1, 2) if shape.backward else None
     attend = partial(
         torch.nn.functional.scaled_dot_product_attention,
         attn_mask=mask,
@@ -175,7 +147,7 @@ def torch_program(name: str, shape: Shape, given: dict[str, Any], device: str) -
             with torch.no_grad():
                 attend(q, k, v)
             return
-        torch.autograd.grad(attend(q, k, v), leaves, slope)
+        torch.autograd.grad(attend(q, k, v), leaves, cotangent)
 
     def run(n: int) -> None:
         if backend is None:
@@ -203,51 +175,34 @@ def layer(name: str, T: int, E: int, N: int, B: int, device: str) -> Program:
     """A whole layer, causal self-attention, forward."""
     tokens = normal(0, B, T, E)
     if name.startswith("torch"):
-        import torch
-        from torch.utils.dlpack import from_dlpack
+        return _torch_layer(name, tokens, N, device)
+    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=E, dtype=jnp.bfloat16)
+    variables, run = jax_peers.PEERS[name][1](params)
+    return compiled(lambda v, x: run(v, x, x, x, Attend(causal=True)), variables, tokens)
 
-        module = torch.nn.MultiheadAttention(E, N, batch_first=True).to(device, torch.bfloat16)
-        module = module.eval()
-        given = from_dlpack(tokens)
-        weights = name == "torch-weights"
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(T).to(device)
-        mask = mask.to(torch.bfloat16)
 
-        def run(n: int) -> None:
-            # Its fast path holds all scores where there is a mask.
-            torch.backends.mha.set_fastpath_enabled(name != "torch-sdpa")
-            with torch.no_grad():
-                for _ in range(n):
-                    module(
-                        given, given, given, attn_mask=mask, is_causal=True, need_weights=weights
-                    )
-            torch.backends.mha.set_fastpath_enabled(True)
-            if device != "cpu":
-                torch.cuda.synchronize()
+def _torch_layer(name: str, tokens: jax.Array, N: int, device: str) -> Program:
+    import torch
+    from torch.utils.dlpack import from_dlpack
 
-        run(1)
-        return Program(run, None)
-    if name == "jaxmha":
-        params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=E, dtype=jnp.bfloat16)
-        return compiled(
-            lambda p, x: jaxmha.multi_head_attention(p, x, is_causal=True), params, tokens
-        )
-    from flax import linen, nnx
+    _, T, E = tokens.shape
+    module = torch.nn.MultiheadAttention(E, N, batch_first=True).to(device, torch.bfloat16).eval()
+    given = from_dlpack(tokens)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(T).to(device, torch.bfloat16)
+    options: Any = {"attn_mask": mask, "is_causal": True, "need_weights": name == "torch-weights"}
 
-    if name == "flax-linen":
-        linen_module: Any = linen.MultiHeadDotProductAttention(
-            N, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, deterministic=True
-        )
-        mask = linen.make_causal_mask(jnp.ones((1, T)))
-        variables = jax.jit(linen_module.init)(jax.random.key(0), tokens[:, :8])
-        return compiled(lambda v, x: linen_module.apply(v, x, mask=mask), variables, tokens)
-    module = nnx.MultiHeadAttention(
-        N, E, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0)
-    )
-    graph, state = nnx.split(module)
-    return compiled(
-        lambda s, x: nnx.merge(graph, s)(x, is_causal=True, deterministic=True), state, tokens
-    )
+    def run(n: int) -> None:
+        # Its fast path holds all scores where there is a mask.
+        torch.backends.mha.set_fastpath_enabled(name != "torch-sdpa")
+        with torch.no_grad():
+            for _ in range(n):
+                module(given, given, given, **options)
+        torch.backends.mha.set_fastpath_enabled(True)
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    run(1)
+    return Program(run, None)
 
 
 LAYER_PEERS = ("jaxmha", "flax-nnx", "flax-linen", "torch", "torch-sdpa", "torch-weights")
@@ -257,14 +212,8 @@ def decode(name: str, B: int, S: int, N: int, K: int, H: int) -> Program:
     """One query per sequence over a full cache, without projections."""
     query, key, value = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
     lengths = jnp.full(B, S - 3, np.int32)
-    attend: Any = {
-        "jaxmha": jaxmha.dot_product_attention,
-        "jax-nn": jax.nn.dot_product_attention,
-        "jax-cudnn": partial(jax.nn.dot_product_attention, implementation="cudnn"),
-    }[name]
-    return compiled(
-        lambda q, k, v, n: attend(q, k, v, key_value_seq_lengths=n), query, key, value, lengths
-    )
+    attend = attention(name)
+    return compiled(lambda q, k, v, n: attend(q, k, v, Attend(n)), query, key, value, lengths)
 
 
 def decode_step(B: int, S: int, N: int, K: int, H: int) -> Program:

@@ -1,20 +1,41 @@
-"""The results of the GPU suite as text; the aims come last."""
+"""The results of the GPU suite as text; the targets come last."""
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from experiments.pages import Rows, fill
+
+QUESTION = "How fast, and how right, is attention on a GPU, next to every peer?"
+COMMAND = "python -m experiments.benchmarks.gpu --write"
 Row = dict[str, Any]
-# Peers by what they are to the aims.
+# Peers by what they are to the targets.
 SLOW = ("jax-nn", "flax-nnx", "flax-linen")
+
+
+def conclusion(found: Row) -> str:
+    """One sentence."""
+    of = targets(found)
+    held = sum(hits(value, target, at_least) for _, value, target, at_least in of)
+    return f"{conformance(found['conformance'])}; {held} of {len(of)} targets are reached."
+
+
+def page(results: Row) -> str:
+    """Markdown: where, what is wrong, every shape, and the targets."""
+    return fill(globals(), template="gpu.md", results=results)
+
+
+def text(found: Row) -> str:
+    """The page without its title."""
+    return page(found).partition("\n")[2]
 
 
 def line(name: str, peers: dict[str, Row]) -> str:
     """Milliseconds of every peer of one shape."""
-    cells = [f"{peer} {_ms(row)}" for peer, row in peers.items()]
+    cells = [
+        f"{peer} failed" if "failed" in row else f"{peer} {1e3 * row['seconds']:.3g} ms"
+        for peer, row in peers.items()
+    ]
     return f"{name}: {', '.join(cells)}"
-
-
-def _ms(row: Row) -> str:
-    return "failed" if "failed" in row else f"{1e3 * row['seconds']:.3g} ms"
 
 
 def conformance(rows: list[Row]) -> str:
@@ -23,189 +44,142 @@ def conformance(rows: list[Row]) -> str:
     for name in dict.fromkeys(row["implementation"] for row in rows):
         mine = [row for row in rows if row["implementation"] == name]
         counts = {key: sum(key in row for row in mine) for key in ("failed", "declined", "skipped")}
-        right = len(mine) - sum(counts.values())
-        counted = ", ".join(f"{n} {key}" for key, n in counts.items() if n)
-        parts.append(f"{name}: {right} right" + (f", {counted}" if counted else ""))
+        right = f"{name}: {len(mine) - sum(counts.values())} right"
+        parts.append(", ".join([right, *(f"{n} {key}" for key, n in counts.items() if n)]))
     return "; ".join(parts)
 
 
-def page(results: Row) -> str:
-    """Markdown: where, what is wrong, every shape, and the aims."""
-    peak = results["peaks"]
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines = [
-        f"# {results['device']}, {results['date']}",
-        "",
-        f"{versions}.",
-        "",
-        f"Measured ceilings: {peak['tflops']:.0f} TFLOP/s (bfloat16 product), "
-        + f"{peak['gb_per_second']:.0f} GB/s (copy). {results['seconds']} s in all. Medians of "
-        + "interleaved rounds; nothing is flushed between calls. With a bias cuDNN computes its "
-        + "gradient too, which nobody asks for here.",
-        "",
-        "## Against float64",
-        "",
-        f"{conformance(results['conformance'])}.",
-        "",
-        *_conformance_table(results["conformance"]),
-        "",
-        "## Speed",
-        "",
-        "TFLOP/s of the work that is needed; the ratio is a peer's time over ours.",
-        "",
-        *_speed_table(results),
-        "",
-        "## Layers (causal, forward) and decoding",
-        "",
-        *(f"- {line(x['name'], x.get('peers', {}))}" for x in results["layers"]),
-        *(_decode_line(x, peak) for x in results["decode"]),
-        "",
-        "## Aims",
-        "",
-        *_aims_table(results),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _conformance_table(rows: list[Row]) -> list[str]:
-    lines = ["| case | implementation | dtype | what |", "|---|---|---|---|"]
-    for row in rows:
-        what = row.get("failed") or row.get("skipped")
-        if what:
-            kind = "**failed**" if "failed" in row else "skipped"
-            lines.append(
-                f"| {row['case']} | {row['implementation']} | {row['dtype']} | {kind}: {what} |"
-            )
+def wrong(rows: list[Row]) -> Rows:
+    """What failed or was skipped, and the largest errors."""
+    found = [["case", "implementation", "dtype", "what"]]
     worst: dict[str, float] = {}
     for row in rows:
+        if what := row.get("failed") or row.get("skipped"):
+            kind = "**failed**" if "failed" in row else "skipped"
+            found.append([row["case"], row["implementation"], row["dtype"], f"{kind}: {what}"])
         for name, error in row.get("errors", {}).items():
             key = f"{row['implementation']}, {row['dtype']}, {name}"
             worst[key] = max(worst.get(key, 0.0), error)
-    lines += [f"| largest error | {key} | | {error:.3g} |" for key, error in worst.items()]
-    return lines if len(lines) > 2 else ["Nothing failed."]
+    return found + [["largest error", key, "", f"{error:.3g}"] for key, error in worst.items()]
 
 
-def _speed_table(results: Row) -> list[str]:
-    peers = list(dict.fromkeys(p for x in results["shapes"] for p in x.get("peers", {})))
-    others = [peer for peer in peers if peer != "jaxmha"]
-    lines = [
-        f"| shape | by | TFLOP/s | % of product | {' | '.join(others)} |",
-        f"|---|---|---|---|{'---|' * len(others)}",
-    ]
+def speed(results: Row) -> Rows:
+    """Of every shape our rate, and the times of peers relative to ours."""
+    peers = dict.fromkeys(p for x in results["shapes"] for p in x.get("peers", {}) if p != "jaxmha")
+    rows = [["shape", "by", "TFLOP/s", "% of product", *peers]]
     for shape in results["shapes"]:
-        name, by = shape["name"], results["chosen"].get(shape["name"], "")
-        own = shape.get("peers", {}).get("jaxmha", {})
+        of = shape.get("peers", {})
+        own, start = of.get("jaxmha", {}), [shape["name"], results["chosen"].get(shape["name"], "")]
         if "tflops" not in own:
-            why = own.get("failed") or shape.get("skipped")
-            lines.append(f"| {name} | {by} | {why} | | {' | '.join('' for _ in others)} |")
+            rows.append(
+                [*start, own.get("failed") or shape.get("skipped", ""), "", *("" for _ in peers)]
+            )
             continue
-        cells = [_ratio(shape, peer) for peer in others]
-        share = 100 * own["tflops"] / results["peaks"]["tflops"]
-        lines.append(f"| {name} | {by} | {own['tflops']:.0f} | {share:.0f} | {' | '.join(cells)} |")
-    return lines
+        share = f"{100 * own['tflops'] / results['peaks']['tflops']:.0f}"
+        cells = [
+            "–" if peer not in of else "failed" if "failed" in of[peer]
+            else f"{of[peer]['seconds'] / own['seconds']:.2f}"
+            for peer in peers
+        ]  # fmt: skip
+        rows.append([*start, f"{own['tflops']:.0f}", share, *cells])
+    return rows
 
 
-def _ratio(shape: Row, peer: str) -> str:
-    row = shape["peers"].get(peer)
-    if row is None:
-        return "–"
-    return "failed" if "failed" in row else f"{row['seconds'] / seconds(shape):.2f}"
+def bandwidth(entry: Row, peak: float) -> str:
+    """Of one decoding step, peer by peer."""
+    cells = [
+        f"{name} failed ({row['failed']})" if "failed" in row
+        else f"{name} {row['gb_per_second']:.0f} GB/s ({100 * row['gb_per_second'] / peak:.0f} % of the copy)"
+        for name, row in entry.get("peers", {}).items()
+    ]  # fmt: skip
+    return f"{entry['name']}: {', '.join(cells) or entry.get('skipped')}"
 
 
-def seconds(shape: Row, peer: str = "jaxmha") -> float:
-    """Of a call; infinite where there is none."""
-    return float(shape.get("peers", {}).get(peer, {}).get("seconds", float("inf")))
+def _extreme(pick: Callable[[Iterable[float]], float], values: Sequence[float]) -> float | None:
+    return pick(values) if values else None
 
 
-def _decode_line(entry: Row, peak: Row) -> str:
-    cells = []
-    for name, row in entry.get("peers", {}).items():
-        if "failed" in row:
-            cells.append(f"{name} failed ({row['failed']})")
-            continue
-        share = 100 * row["gb_per_second"] / peak["gb_per_second"]
-        cells.append(f"{name} {row['gb_per_second']:.0f} GB/s ({share:.0f} % of the copy)")
-    return f"- {entry['name']}: {', '.join(cells) or entry.get('skipped')}"
-
-
-def aims(results: Row) -> list[tuple[str, float | None, float, bool]]:
-    """What is aimed at: words, the worst value measured (None: nothing), the aim, at least?"""
-    by_name = {x["name"]: x for x in results["shapes"] if "peers" in x}
+def targets(results: Row) -> list[tuple[str, float | None, float, bool]]:
+    """Words, the worst value measured (None: nothing), the target, and whether at least it."""
+    shapes = {x["name"]: x for x in results["shapes"] if "seconds" in _of(x, "jaxmha")}
 
     def rate(name: str) -> float | None:
-        found = by_name.get(name, {}).get("peers", {}).get("jaxmha", {}).get("tflops")
-        return None if found is None else float(found)
+        tflops: float | None = _of(shapes.get(name, {}), "jaxmha").get("tflops")
+        return tflops
 
-    def least(values: list[float]) -> float | None:
-        return min(values) if values else None
-
-    def against(peers: tuple[str, ...], kind: str | None = None, **fields: Any) -> float | None:
-        return least([
-            seconds(x, peer) / seconds(x)
-            for x in by_name.values() for peer in peers
-            if (kind in (None, x["kind"])) and all(x[k] == v for k, v in fields.items())
-            and "seconds" in x["peers"].get(peer, {}) and x["T"] >= fields.get("least", 0)
+    def against(peers: Sequence[str], kind: str | None = None) -> float | None:
+        """Times as fast as peers: forward of a kind, or everything."""
+        return _extreme(min, [
+            _of(x, peer)["seconds"] / _of(x, "jaxmha")["seconds"]
+            for x in shapes.values() for peer in peers
+            if kind in (None, x["kind"]) and not (kind and x["backward"])
+            and "seconds" in _of(x, peer)
         ])  # fmt: skip
 
-    def slower() -> float | None:
-        ratios = [
-            seconds(x) / min(seconds(x, peer) for peer in x["peers"])
-            for x in by_name.values()
-            if "seconds" in x["peers"].get("jaxmha", {})
-        ]
-        return max(ratios) if ratios else None
+    slower = _extreme(max, [
+        _of(x, "jaxmha")["seconds"] / min(p["seconds"] for p in x["peers"].values() if "seconds" in p)
+        for x in shapes.values()
+    ])  # fmt: skip
 
     def costs(kind: str) -> float | None:
         """Over a shape without padding, per needed operation."""
-        ratios = []
-        for x in by_name.values():
-            full = x["name"].replace(kind, "full")
-            if x["kind"] == kind and rate(full) and rate(x["name"]):
-                ratios.append(rate(full) / rate(x["name"]))  # type: ignore[operator]
-        return max(ratios) if ratios else None
+        pairs = [
+            (rate(name.replace(kind, "full")), rate(name))
+            for name, x in shapes.items()
+            if x["kind"] == kind
+        ]
+        return _extreme(max, [full / own for full, own in pairs if full and own])
 
-    memory = least([
-        x["peers"][peer]["bytes"] / x["peers"]["jaxmha"]["bytes"]
-        for x in by_name.values() for peer in SLOW
-        if x["T"] == 8192 and x["peers"].get(peer, {}).get("bytes") and x["peers"].get("jaxmha", {}).get("bytes")
+    memory = _extreme(min, [
+        _of(x, peer)["bytes"] / _of(x, "jaxmha")["bytes"]
+        for x in shapes.values() for peer in SLOW
+        if x["T"] == 8192 and _of(x, peer).get("bytes") and _of(x, "jaxmha").get("bytes")
     ])  # fmt: skip
-    peak = results["peaks"]["gb_per_second"]
 
-    def bandwidth(peer: str) -> float | None:
-        return least([
-            100 * x["peers"][peer]["gb_per_second"] / peak
+    def share(peer: str) -> float | None:
+        return _extreme(min, [
+            100 * _of(x, peer)["gb_per_second"] / results["peaks"]["gb_per_second"]
             for x in results["decode"]
-            if x["sizes"][0] * x["sizes"][3] >= 128
-            and "gb_per_second" in x.get("peers", {}).get(peer, {})
+            if x["sizes"][0] * x["sizes"][3] >= 128 and "gb_per_second" in _of(x, peer)
         ])  # fmt: skip
 
     at = "T8192-H128-N16"
     return [
-        ("slower than the fastest implementation, worst", slower(), 1.03, False),
+        ("slower than the fastest implementation, worst", slower, 1.03, False),
         ("TFLOP/s, full forward, H 128, T 8k", rate(f"full-{at}-forward"), 660, True),
         ("TFLOP/s, causal forward", rate(f"causal-{at}-forward"), 610, True),
         ("TFLOP/s, full forward + backward", rate(f"full-{at}-backward"), 580, True),
         ("TFLOP/s, causal forward + backward", rate(f"causal-{at}-backward"), 535, True),
-        ("times as fast as jax.nn and Flax, full", against(SLOW, "full", backward=False), 7, True),
-        ("times as fast, causal", against(SLOW, "causal", backward=False), 15, True),
+        ("times as fast as jax.nn and Flax, full", against(SLOW, "full"), 7, True),
+        ("times as fast, causal", against(SLOW, "causal"), 15, True),
         ("times less memory than they, T 8k", memory, 20, True),
-        ("times as fast as torch by cuDNN", against(("torch-cudnn",)), 1.0, True),
-        ("times as fast as torch by flash", against(("torch-flash",)), 1.6, True),
+        ("times as fast as torch by cuDNN", against(["torch-cudnn"]), 1.0, True),
+        ("times as fast as torch by flash", against(["torch-flash"]), 1.6, True),
         ("cost of lengths, per operation", costs("lengths"), 1.05, False),
         ("cost of padding, per operation", costs("padding"), 1.10, False),
-        ("% of memory bandwidth, decode_step", bandwidth("decode_step"), 75, True),
-        ("% of memory bandwidth, attention over a cache", bandwidth("jaxmha"), 75, True),
+        ("% of memory bandwidth, decode_step", share("decode_step"), 75, True),
+        ("% of memory bandwidth, attention over a cache", share("jaxmha"), 75, True),
     ]
 
 
-def _aims_table(results: Row) -> list[str]:
-    lines = ["| aim | measured | aimed at | |", "|---|---|---|---|"]
-    for words, value, aim, at_least in aims(results):
-        bound = f"{'>=' if at_least else '<='} {aim:g}"
+def _of(entry: Row, peer: str) -> Row:
+    found: Row = entry.get("peers", {}).get(peer, {})
+    return found
+
+
+def hits(value: float | None, target: float, at_least: bool) -> bool:
+    """Whether the target is reached."""
+    return value is not None and (value >= target if at_least else value <= target)
+
+
+def reached(results: Row) -> Rows:
+    """Every target, and what was measured."""
+    rows = [["target", "measured", "bound", "reached"]]
+    for words, value, target, at_least in targets(results):
+        bound = f"{'>=' if at_least else '<='} {target:g}"
         if value is None:
-            lines.append(f"| {words} | not measured | {bound} | |")
-            continue
-        reached = value >= aim if at_least else value <= aim
-        lines.append(f"| {words} | {value:.3g} | {bound} | {'yes' if reached else '**no**'} |")
-    return lines
+            rows.append([words, "not measured", bound, ""])
+        else:
+            yes = "yes" if hits(value, target, at_least) else "**no**"
+            rows.append([words, f"{value:.3g}", bound, yes])
+    return rows

@@ -113,7 +113,7 @@ def _case(
 ) -> tuple[dict[str, Any], list[str]]:
     """What was found, and the peers that answered."""
     made = fleet["oracle"].ask("expect", case=case.as_dict(), path=str(expected))
-    unchecked = {"failed": f"no float64 answer to compare with: {made.get('failed')}"}
+    unchecked = {"failed": f"no float64 output to compare with: {made.get('failed')}"}
     ready = {
         peer: unchecked
         if "failed" in made

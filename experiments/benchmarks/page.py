@@ -5,8 +5,9 @@ from typing import Any
 from experiments.benchmarks import report
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.peers import ON_JAX
+from experiments.pages import fill
 
-QUESTION = "How fast is attention on this CPU, beside every peer?"
+QUESTION = "How fast is attention on this CPU, next to every peer?"
 COMMAND = "make bench-full"
 
 
@@ -31,25 +32,4 @@ def conclusion(found: dict[str, Any]) -> str:
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown; the page of the results has every table."""
-    name = found["selection"]
-    return f"""![{report.ALT_SOME}](results/{report.SOME})
-
-## Against the aims
-
-{report.summary(found)}
-
-Over: cases above the aim of the worst. Bold: what is aimed at is not reached.
-[How scores are cut into blocks](../cuts/), and [which settings of the environment help](../environment/).
-[Compilation, memory and errors](results/{name}.md); `make bench` measures the {len(report.some(found)["cases"])} cases of the
-figure in five minutes, into results/quick.md.
-
-## Every case
-
-{report.TIME.partition(chr(10))[2].strip()}
-
-{report.times(found)}
-
-## How it was done
-
-{report.about(found).partition(chr(10) * 2)[2]}
-"""
+    return fill(vars(report), results=found)

@@ -18,12 +18,12 @@ class Program(NamedTuple):
     Attributes:
       compile: traces and compiles, where the peer does; to be called once, before the others.
       run: computes everything once and waits for it.
-      answer: from a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
+      outputs: from a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
         of `Data.distinct` (None where the case is forward only).
       text: the compiled program, where there is one.
     """
 
     compile: Callable[[], None]
     run: Callable[[], None]
-    answer: Callable[[Array], tuple[NDArray[Any], list[NDArray[Any]] | None]]
+    outputs: Callable[[Array], tuple[NDArray[Any], list[NDArray[Any]] | None]]
     text: Callable[[], str] | None = None

@@ -1,8 +1,5 @@
 """From the name of a peer to its program; a peer's packages are imported when it is asked for."""
 
-from collections.abc import Callable
-from functools import partial
-
 from experiments.benchmarks.cases import Case
 from experiments.benchmarks.data import Data
 from experiments.benchmarks.program import Program, UnsupportedError
@@ -39,26 +36,12 @@ def program(peer: str, case: Case, data: Data) -> Program:
     if peer.startswith("torch"):
         from experiments.benchmarks import torch_peers
 
-        match peer:
-            case "torch-sdpa":
-                return torch_peers.program(case, data, path="sdpa")
-            case "torch-native":
-                return torch_peers.program(case, data, path="native")
-            case _:
-                return torch_peers.program(case, data, path="weights")
+        path: torch_peers.Path = peer.removeprefix("torch-")  # type: ignore[assignment]
+        return torch_peers.program(case, data, path=path)
     if peer == "keras-tf":
         from experiments.benchmarks import tensorflow_peers
 
         return tensorflow_peers.program(case, data)
     from experiments.benchmarks import jax_peers
 
-    on_jax: dict[str, Callable[[Case, Data], Program]] = {
-        "jaxmha": jax_peers.jaxmha_program,
-        "keras-jax": jax_peers.keras_program,
-        "flax-linen": jax_peers.linen_program,
-        "flax-linen+jaxmha": partial(jax_peers.linen_program, swapped=True),
-        "flax-nnx": jax_peers.nnx_program,
-        "flax-nnx+jaxmha": partial(jax_peers.nnx_program, swapped=True),
-        "jax-nn": jax_peers.jax_nn_program,
-    }
-    return on_jax[peer](case, data)
+    return jax_peers.program(peer, case, data)

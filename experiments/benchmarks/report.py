@@ -2,7 +2,7 @@
 makes the pages and the README's part again from the stored JSON."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.peers import OURS, PEERS
 from experiments.benchmarks.statistics import Entry
-from experiments.tables import markdown
+from experiments.pages import fill, markdown
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
@@ -20,77 +20,15 @@ SOME = "some.png"
 MARKS = ("<!-- benchmarks -->\n", "<!-- /benchmarks -->")
 
 
-# Title and reading aid of every part of the page.
-SUMMARY = "## Summary"
-TIME = """## Time
-
-jaxmha's median and the distance of its quartiles, its useful GFLOP/s and their share of the best
-plain product (sgemm) of XLA in this run; torch-sdpa's share of torch's. Then every peer's median
-relative to the fastest. `*`: a call is so slow that it was repeated less often; `~`: the machine
-was disturbed, or rounds spread widely; `^`: measured again later, with the sources of then.
-
-`layer`: with its four projections, on features of width E; `core`: attention alone, on heads
-`B T N H`, for torch `B N T H` as its function wants them. `backward`: forward and backward together.
-`padded`: keys from all to a quarter along the batch; `cross`: S other keys; `decode`: one query on a
-cache. What is masked counts as no work."""
-GAP = """## Gap to torch where T < 512
-
-Time of jaxmha relative to torch's fastest way, as (rate of the layer's projections as one plain
-product, torch relative to XLA) times the rest."""
-COMPILATION = """## Compilation
-
-Seconds to trace and compile (torch does neither)."""
-MEMORY = """## Memory
-
-Growth of the process's peak in MiB over its value before the first call, compilation included; a
-fresh process for every number, in which a small program of the same framework has run."""
-ERROR = """## Error
-
-Largest error against float64, relative to the largest value of the output; then of the slope of
-the loss along a random direction of the inputs, relative to the length of the gradient."""
-FAILURES = "## Without a time"
-
-
 def page(results: dict[str, Any], figure: str) -> str:
     """Everything that was measured, in Markdown."""
-    compilation = per_peer(results, lambda found: _number(found.get("compile"), ".2f", least=1e-3))
-    large = per_peer(results, _memory, _has_memory)
-    parts = {
-        SUMMARY: summary(results),
-        TIME: times(results),
-        GAP: gaps(results),
-        COMPILATION: compilation,
-        MEMORY: large,
-        ERROR: per_peer(results, _error),
-        FAILURES: failures(results),
-    }
-    head = f"# {results['question']}\n\n{about(results)}\n\n![{ALT}]({figure})\n"
-    return head + "".join(f"\n{title}\n\n{part}\n" for title, part in parts.items() if part)
+    return fill(globals(), template="results.md", results=results, figure=figure)
 
 
 def measured(results: dict[str, Any]) -> str:
     """How many cases; of how many, where some are still to come."""
     count, asked = len(results["cases"]), results.get("asked", 0)
     return f"{count} of {asked} cases so far" if count < asked else f"{count} cases"
-
-
-def about(results: dict[str, Any]) -> str:
-    """Command, machine, versions and rules, in a few lines."""
-    machine = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    peaks = ", ".join(f"{rate:.0f} in {name}" for name, rate in results["sgemm"].items())
-    peers = "\n".join(
-        f"- `{name}`: {peer['about']}" + (f" (**{peer['absent']}**)" if peer["absent"] else "")
-        for name, peer in results["peers"].items()
-    )
-    return (
-        f"`{results['command']}`, {results['date']}, {results['seconds'] / 60:.0f} minutes: "
-        f"{measured(results)}, {results['rounds']} interleaved rounds, float32, "
-        f"{results['threads']} threads for every peer; one process each, one working at a time.\n\n"
-        f"{machine['processor']} ({machine['cores']} cores, {', '.join(machine['instructions'])}), "
-        f"{machine['memory_gib']} GiB, {machine['system']}; {versions}.\n\n"
-        f"Best plain product, GFLOP/s: {peaks}. Disturbed cases: {disturbed(results)}.\n\n{peers}"
-    )
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -112,12 +50,12 @@ def summary(results: dict[str, Any]) -> str:
                 goal.what,
                 str(len(ratios)),
                 "–" if goal.worst is None else str(sum(r > goal.worst for r in ratios.values())),
-                _aimed(mean, goal.mean),
-                _aimed(ratios[worst], goal.worst),
+                _targeted(mean, goal.mean),
+                _targeted(ratios[worst], goal.worst),
                 named(entries[worst]),
             ]
         )
-    return table(["jaxmha / what", "cases", "over", "mean", "worst", "worst case"], rows)
+    return markdown([["jaxmha / what", "cases", "over", "mean", "worst", "worst case"], *rows])
 
 
 def named(entry: Entry) -> str:
@@ -154,7 +92,7 @@ def times(results: dict[str, Any]) -> str:
             few = time is not None and len(entry["peers"][peer]["seconds"]) < results["rounds"]
             row.append((f"**{cell}**" if peer == best else cell) + ("*" if few else ""))
         rows.append(row)
-    return table(head, rows)
+    return markdown([head, *rows])
 
 
 def gaps(results: dict[str, Any]) -> str:
@@ -164,7 +102,7 @@ def gaps(results: dict[str, Any]) -> str:
         case, gap = stats.case_of(entry), stats.gap_to_torch(entry)
         if case.scope == "layer" and case.T < 512 and gap is not None:
             rows.append([f"`{entry['name']}`", *(f"{part:.2f}" for part in gap)])
-    return table(["case", "jaxmha / torch", "= products", "x rest"], rows)
+    return markdown([["case", "jaxmha / torch", "= products", "x rest"], *rows])
 
 
 def per_peer(
@@ -179,7 +117,7 @@ def per_peer(
         for entry in results["cases"]
         if chosen(entry)
     ]
-    return table(["case", *peers], rows)
+    return markdown([["case", *peers], *rows])
 
 
 def failures(results: dict[str, Any]) -> str:
@@ -198,18 +136,7 @@ def failures(results: dict[str, Any]) -> str:
         [peer, reason.replace("|", "\\|"), ", ".join(cases)]
         for (peer, reason), cases in reasons.items()
     ]
-    return table(["peer", "reason", "cases"], rows)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, or "" where there are no rows.
-
-    >>> print(table(["a", "b"], [["1", "2"]]))
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-    """
-    return markdown([head, *rows]) if rows else ""
+    return markdown([["peer", "reason", "cases"], *rows])
 
 
 def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
@@ -219,9 +146,9 @@ def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
     return (
         f"{summary(results)}\n\n{measured(results)}, medians of {results['rounds']} interleaved rounds, float32, "
         f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {packages}). "
-        f"Over: cases beyond the aim of the worst; bold: an aim that is missed; ~: disturbed, as "
+        f"Over: cases beyond the target of the worst; bold: a target that is missed; ~: disturbed, as "
         f"{disturbed(results)} cases were; ^: measured again later. [Every case]({page}); "
-        f"[how scores are cut into blocks](experiments/cuts/README.md).\n\n![{ALT_SOME}]({figure})"
+        f"[how scores are tiled](experiments/tiling/README.md).\n\n![{ALT_SOME}]({figure})"
     )
 
 
@@ -282,15 +209,31 @@ def _number(value: float | None, form: str, *, least: float = 0.0) -> str:
     return "–" if value is None or value < least else format(value, form)
 
 
-def _aimed(value: float, aim: float | None) -> str:
-    """Bold where the aim is missed."""
-    if aim is None:
+def _targeted(value: float, target: float | None) -> str:
+    """Bold where the target is missed."""
+    if target is None:
         return f"{value:.2f}"
-    return f"{value:.2f} (aim {aim:.2f})" if value <= aim else f"**{value:.2f}** (aim {aim:.2f})"
+    shown = f"{value:.2f}" if value <= target else f"**{value:.2f}**"
+    return f"{shown} (target {target:.2f})"
 
 
 def _has_memory(entry: Entry) -> bool:
     return any("memory" in found for found in entry["peers"].values())
+
+
+def compilation(results: dict[str, Any]) -> str:
+    """Seconds, by case and peer."""
+    return per_peer(results, lambda found: _number(found.get("compile"), ".2f", least=1e-3))
+
+
+def memory(results: dict[str, Any]) -> str:
+    """MiB, by case and peer."""
+    return per_peer(results, _memory, _has_memory)
+
+
+def errors(results: dict[str, Any]) -> str:
+    """By case and peer."""
+    return per_peer(results, _error)
 
 
 def _memory(found: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 class Goal(NamedTuple):
-    """A line of the summary: a ratio over some cases, and what it aims at (smaller is better)."""
+    """A line of the summary: a ratio over some cases, and its target (smaller is better)."""
 
     what: str
     of: Callable[[Case], bool]

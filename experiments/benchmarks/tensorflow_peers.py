@@ -54,10 +54,10 @@ def program(case: Case, data: Data) -> Program:
             if tensor is not None:
                 tensor.numpy()  # waits, and copies nothing
 
-    def answer(cotangent: Array) -> tuple[Any, Any]:
+    def outputs(cotangent: Array) -> tuple[Any, Any]:
         out, gradients = compute(inputs, lengths, tf.constant(cotangent))
         if gradients is None:
             return np.asarray(out), None
         return np.asarray(out), [np.asarray(g) for g in gradients[1]]
 
-    return Program(build, run, answer)
+    return Program(build, run, outputs)

@@ -55,7 +55,7 @@ def program(case: Case, data: Data, *, path: Path) -> Program:
         tensor = tensor.detach()
         return np.asarray(tensor.transpose(1, 2).contiguous() if core else tensor)
 
-    def answer(cotangent: Array) -> tuple[Any, Any]:
+    def outputs(cotangent: Array) -> tuple[Any, Any]:
         if path == "native":
             assert_native(run)
         out, gradients = compute(load(cotangent).detach())
@@ -63,7 +63,7 @@ def program(case: Case, data: Data, *, path: Path) -> Program:
             return to_numpy(out), None
         return to_numpy(out), [to_numpy(g) for g in gradients[len(weights) :]]
 
-    return Program(lambda: None, run, answer)
+    return Program(lambda: None, run, outputs)
 
 
 def _forward(

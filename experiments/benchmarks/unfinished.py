@@ -103,5 +103,5 @@ def _check(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) 
     if other:
         raise ValueError(
             f"{option}: {path} was measured with other {', '.join(other)}: leave {option} out to "
-            "start anew"
+            "start again"
         )

@@ -42,7 +42,7 @@ def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]
     start = time.perf_counter()
     program.compile()
     compiled = time.perf_counter() - start
-    answer = program.answer(data.only_compared(this, inputs.cotangent))
+    answer = program.outputs(data.only_compared(this, inputs.cotangent))
     found = exact.errors(this, inputs, Path(expected), *answer)
     program.run()
     state.run, state.seconds = program.run, timed(program.run, 1)
@@ -84,7 +84,7 @@ def grown(state: State, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def expect(state: State, case: dict[str, Any], path: str) -> dict[str, Any]:
-    """Writes the float64 answer."""
+    """Writes the float64 output."""
     from experiments.benchmarks import exact
 
     exact.write(Case(**case), Path(path))

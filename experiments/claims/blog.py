@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from experiments.claims.found import SAME, Found, found
+from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import apart
 from jaxmha import Semantics
 from jaxmha.converters import torch as convert
@@ -41,7 +41,7 @@ def definition(q: Any, k: Any, v: Any) -> np.ndarray:
 
 
 def formula() -> Found:
-    """SDPA beside the formula."""
+    """SDPA and the formula."""
     q, k, v = heads()
     away = apart(F.scaled_dot_product_attention(q, k, v).numpy(), definition(q, k, v))
     return found({"SDPA": away < SAME}, apart=away)
@@ -121,7 +121,7 @@ def shapes_of_nodes() -> Found:
 
 
 def steps() -> Found:
-    """torch's layer beside projections, heads, SDPA, projection."""
+    """torch's layer, and projections, heads, SDPA, projection."""
     module = layer().eval()
     x = torch.randn(B, T, D)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def heads_are_batch() -> Found:
 
 
 def grouped() -> Found:
-    """Fewer key and value heads, beside repeated ones."""
+    """Fewer key and value heads, and repeated ones."""
     q, k, v = heads(n=N // 2)
     out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
@@ -159,7 +159,7 @@ def flash_where_available() -> Found:
 
 
 def sdpa_true() -> Found:
-    """A Boolean mask, beside fewer keys."""
+    """A Boolean mask, and fewer keys."""
     q, k, v = heads()
     keep = torch.arange(S) < 3
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[None])
@@ -190,7 +190,7 @@ def batch_is_second() -> Found:
 
 
 def returns_weights() -> Found:
-    """Second output beside the softmax, in eval and in training with dropout."""
+    """Second output and the softmax, in eval and in training with dropout."""
     module, x = layer(dropout=0.5).eval(), torch.randn(B, T, D)
     params, semantics = convert.from_module(module)
     exact = oracle.run(params, semantics, *[x.numpy()] * 3).probabilities
@@ -206,7 +206,7 @@ def returns_weights() -> Found:
 
 
 def averaged() -> Found:
-    """The default, beside the mean over heads."""
+    """The default, and the mean over heads."""
     module, x = layer().eval(), torch.randn(B, T, D)
     with torch.no_grad():
         mean, each = (module(x, x, x, average_attn_weights=a)[1] for a in (True, False))
@@ -233,8 +233,8 @@ def off_in_production() -> Found:
         "every row has a key": away < SAME,
         "a row without keys": bool(out[0].isnan().any() == out[1].isnan().any()),
     }
-    answers = ["NaN" if o.isnan().all() else "the bias of the output" for o in out]
-    return found(holds, apart=away, on=answers[0], off=answers[1])
+    rows = ["NaN" if o.isnan().all() else "the bias of the output" for o in out]
+    return found(holds, apart=away, on=rows[0], off=rows[1])
 
 
 def nested() -> Found:

@@ -1,55 +1,63 @@
 """Claims whose evidence is in the results of other experiments: read when the page is made."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from experiments import records
 from experiments.benchmarks import report
 from experiments.benchmarks import statistics as stats
-from experiments.claims.found import Found, found
+from experiments.claims.claims import Found, found
 from experiments.dataflow import choices
+from experiments.heads import page as heads
 from experiments.initialisation import page as initialisation
-from experiments.pictures import page as pictures
+from experiments.pictures import figure as pictures
 
 EXPERIMENTS = Path(__file__).parents[1]
 MUCH = 1.2
 
 
-def slower_with_weights() -> Found:
-    """Medians of the stored benchmark: need_weights=True relative to need_weights=False."""
-    ratios: dict[bool, list[float]] = {False: [], True: []}
+def _stored(experiment: str) -> dict[str, Any]:
+    return records.load(EXPERIMENTS / experiment / "results.json")
+
+
+def _by_length(ratio: Callable[[stats.Entry], float | None], short: str) -> Found:
+    """Extremes of a ratio over the layers of the stored benchmark: short ones, and from 2048 on."""
+    ratios: dict[str, list[float]] = {short: [], "T >= 2048": []}
     for entry in records.load(report.RESULTS / f"{report.most()}.json")["cases"]:
         case = stats.case_of(entry)
-        slow, fast = (stats.time_of(entry, f"torch-{path}") for path in ("weights", "sdpa"))
-        if case.scope == "layer" and slow and fast:
-            ratios[case.T >= 2048].append(slow / fast)
-    short, long = ratios[False], ratios[True]
+        if case.scope == "layer" and (found_ratio := ratio(entry)):
+            ratios["T >= 2048" if case.T >= 2048 else short].append(found_ratio)
+    below, above = ratios.values()
     return found(
-        {"batches of T < 2048": min(short) > MUCH, "T >= 2048": min(long) > MUCH},
-        short=min(short),
-        shortest=max(short),
-        long=min(long),
-        longest=max(long),
+        {when: min(values) > MUCH for when, values in ratios.items()},
+        short=min(below),
+        shortest=max(below),
+        long=min(above),
+        longest=max(above),
     )
+
+
+def slower_with_weights() -> Found:
+    """Medians of the stored benchmark: need_weights=True relative to need_weights=False."""
+
+    def ratio(entry: stats.Entry) -> float | None:
+        slow, fast = (stats.time_of(entry, f"torch-{path}") for path in ("weights", "sdpa"))
+        return slow / fast if slow and fast else None
+
+    return _by_length(ratio, "batches of T < 2048")
 
 
 def far_more_efficient() -> Found:
     """Flax Linen's layer, which takes the steps of the reference one by one, and the fastest."""
-    ratios: dict[str, list[float]] = {"T < 2048": [], "T >= 2048": []}
-    for entry in records.load(report.RESULTS / f"{report.most()}.json")["cases"]:
-        case = stats.case_of(entry)
+
+    def ratio(entry: stats.Entry) -> float | None:
         times = [seconds for peer in entry["peers"] if (seconds := stats.time_of(entry, peer))]
         plain = stats.time_of(entry, "flax-linen")
-        if case.scope == "layer" and case.direction == "forward" and plain:
-            ratios["T >= 2048" if case.T >= 2048 else "T < 2048"].append(plain / min(times))
-    short, long = ratios.values()
-    return found(
-        {when: min(values) > MUCH for when, values in ratios.items()},
-        short=min(short),
-        shortest=max(short),
-        long=min(long),
-        longest=max(long),
-    )
+        forward = stats.case_of(entry).direction == "forward"
+        return plain / min(times) if plain and forward else None
+
+    return _by_length(ratio, "T < 2048")
 
 
 def fast_path() -> Found:
@@ -94,5 +102,64 @@ def stable_training() -> Found:
     return found({"starts of frameworks": all(fell)}, fell=sum(fell), count=len(fell))
 
 
-def _stored(experiment: str) -> dict[str, Any]:
-    return records.load(EXPERIMENTS / experiment / "results.json")
+def prints_true() -> Found:
+    """Seeds for which the script prints True: of its own matrices, and of those with signs."""
+    own, *signed = _stored("heads")["script"].values()
+    equal, others = sum(s["equal"] for s in own), [s["equal"] for kind in signed for s in kind]
+    holds = {
+        "some seeds": equal > 0,
+        "all seeds": equal == len(own),
+        "matrices with negative entries": any(others),
+    }
+    largest = max(s["largest_logit"] for s in own)
+    return found(
+        holds, equal=equal, seeds=len(own), signed=sum(others), of=len(others), largest=largest
+    )
+
+
+def same_tensor() -> Found:
+    """With Xavier-uniform matrices, and with normal ones: the least difference of any seed."""
+    kinds = _stored("heads")["script"]
+    xavier, normal = (
+        min(s["difference"] for s in kinds[kind]) for kind in ("Xavier-uniform", "normal")
+    )
+    return found({"Xavier": xavier < 1e-9, "normal": normal < 1e-9}, xavier=xavier, normal=normal)
+
+
+def _of_eight() -> dict[str, Any]:
+    """Medians of eight heads against one."""
+    return heads.of_layers(_stored("heads"), 8)
+
+
+def only_optimisation() -> Found:
+    """Before any step is taken."""
+    away = _of_eight()["output"]
+    return found({"outputs are the same": away < 1e-9}, output=away)
+
+
+def other_gradients() -> Found:
+    """Relative differences of eight heads from one."""
+    q, k, v = _of_eight()["gradients"]
+    return found({"Xavier": min(q, k, v) > 1e-3}, q=q, k=k, v=v)
+
+
+def certainly_different() -> Found:
+    """In general, and where softmaxes agree for a reason."""
+    same = {case["name"]: case["output"] for case in _stored("heads")["cases"] if case["equal"]}
+    away = _of_eight()["output"]
+    holds = {"Xavier": away > 1e-9} | {name: x > 1e-9 for name, x in same.items()}
+    return found(holds, apart=away, most=max(same.values()), cases=", ".join(same))
+
+
+def subset_of_components() -> Found:
+    """Sums of products of the heads add up to those of one head; their softmaxes do not."""
+    stored = _stored("heads")
+    away = max(of["sum_of_logits"] for seed in stored["layers"] for of in seed)
+    E = stored["settings"]["E"]
+    return found({"8 heads": away < 1e-12}, apart=away, terms=E // 8, all=E)
+
+
+def shapes_of_weights() -> Found:
+    """Of eight heads and of one: those of the logits."""
+    eight, one = (heads.of_layers(_stored("heads"), h)["logits"] for h in (8, 1))
+    return found({"8 heads and 1": eight != one}, eight=str(eight), one=str(one))

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from experiments.claims.found import SAME, Found, found
+from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import (
     NAMES,
     B,
@@ -75,7 +75,7 @@ def different_results() -> Found:
 
 
 def xavier() -> Found:
-    """Bounds of what is drawn, beside Glorot's."""
+    """Bounds of what is drawn, and Glorot's."""
     import keras
 
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def _exact(weights: Weights, x: NDArray) -> NDArray:
 
 
 def seeds() -> Found:
-    """The same seed in both, beside different ones."""
+    """The same seed in both, and different ones."""
     import tensorflow as tf
 
     def difference(a: int, b: int) -> float:
@@ -336,7 +336,7 @@ def no_mask_is_ones() -> Found:
 
 
 def equivalent_masks() -> Found:
-    """-1e9 and -inf in float32; what fits into float16 beside logits of its size."""
+    """-1e9 and -inf in float32; what fits into float16 next to logits of its size."""
     x, weights, keep = features(), torch_weights(), _keep(B, 1)
     finite = torch_layer(weights, x, keep)
     infinite = torch_layer(weights, x, keep, fill=-np.inf)

@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from experiments.claims.blog import B, D, F, N, S, T, layer
-from experiments.claims.found import SAME, Found, found
+from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import apart
 
 FUNCTION, LONG = F.multi_head_attention_forward, 512
 
 
 def module_is_function() -> Found:
-    """The module beside torch.nn.functional.multi_head_attention_forward."""
+    """The module and torch.nn.functional.multi_head_attention_forward."""
     module, x = layer(), torch.randn(B, T, D)
 
     def function(**options: Any) -> torch.Tensor:
@@ -53,8 +53,8 @@ def module_is_function() -> Found:
         "on the fast path": away < SAME,
         "on it, a row without keys": torch.equal(fast, slow),
     }
-    answers = ["NaN" if out.isnan().all() else "the bias of the output" for out in (fast, slow)]
-    return found(holds, apart=away, fast=answers[0], slow=answers[1])
+    rows = ["NaN" if out.isnan().all() else "the bias of the output" for out in (fast, slow)]
+    return found(holds, apart=away, fast=rows[0], slow=rows[1])
 
 
 def _given(training: bool, **options: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
 
 
 def materialised() -> Found:
-    """The largest tensor that an operation of the layer returns, beside B N T T."""
+    """The largest tensor that an operation of the layer returns, relative to B N T T."""
     module, x = layer(), torch.randn(1, LONG, D)
     largest = {}
     for asked in (True, False):

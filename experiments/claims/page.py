@@ -2,12 +2,12 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from experiments.benchmarks import report
 from experiments.claims import elsewhere
-from experiments.claims.claims import CLAIMS, DOCUMENTS, Claim
-from experiments.claims.found import Found, verdict
+from experiments.claims.claims import CLAIMS, DOCUMENTS, Claim, Found, verdict
+from experiments.pages import Tables, fill
 
 QUESTION = "Which claims of the three documents that this project grew from are true?"
 COMMAND = "python -m experiments.claims --write"
@@ -17,7 +17,7 @@ SHORTER = re.compile(r"(\d)e\+?(-?)0*(\d)")  # 2e-07 as 2e-7
 
 def conclusion(found: dict[str, Any]) -> str:
     """One sentence."""
-    counts = Counter(row[1] for rows in tables(found).values() for row in rows)
+    counts = Counter(row[1] for rows in tables(found).values() for row in rows[1:])
     return (
         f"Of {counts.total()} claims {counts['true']} are true, "
         f"{counts['true with a condition']} with a condition, {counts['false']} are false, and "
@@ -27,35 +27,28 @@ def conclusion(found: dict[str, Any]) -> str:
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    parts = "\n\n".join(
-        f"## {title}\n\n{report.table(['claim', 'verdict', 'evidence'], rows)}"
-        for title, rows in tables(found).items()
-    )
-    return f"""Every claim has a check that runs: a few lines that return numbers, and whether the
-claim holds, under one condition or several. True is what holds under all of them, false what holds
-under none; not shown is what no check here could refute or bear out. Differences are relative to
-the length of the output; those below 1e-5 are rounding.
-
-{parts}
-"""
+    return fill(globals(), found=found)
 
 
-def tables(found: dict[str, Any]) -> dict[str, list[list[str]]]:
+def tables(found: dict[str, Any]) -> Tables:
     """Title -> rows of claim, verdict, evidence."""
     return {
         DOCUMENTS[name]: [
-            [claim.text, verdict(check["holds"]), sentence(claim, check)]
-            for claim in CLAIMS[name]
-            for check in [checks.get(claim.check) or referred(claim)]
+            ["claim", "verdict", "evidence"],
+            *(
+                [claim.text, verdict(check["holds"]), sentence(claim, check)]
+                for claim in CLAIMS[name]
+                for check in [referred(claim) or checks[claim.check]]
+            ),
         ]
         for name, checks in found["documents"].items()
     }
 
 
-def referred(claim: Claim) -> dict[str, Any]:
-    """What another experiment found."""
-    check: Found = getattr(elsewhere, claim.check)()
-    return check._asdict()
+def referred(claim: Claim) -> dict[str, Any] | None:
+    """What another experiment found; None where the claim has a check here."""
+    check: Callable[[], Found] | None = getattr(elsewhere, claim.check, None)
+    return check()._asdict() if check else None
 
 
 def sentence(claim: Claim, check: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from experiments.claims.found import Found, found
+from experiments.claims.claims import Found, found
 from experiments.claims.printed import apart
 
 F = torch.nn.functional

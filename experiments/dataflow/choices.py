@@ -38,50 +38,20 @@ class Choice(NamedTuple):
     says: str
 
 
+_SLOW = "need_weights=True forces a much slower computation"
+_FAST = "a faster implementation under some conditions"
 CHOICES = (
-    Choice(
-        "weights returned / not",
-        "weights",
-        "no weights",
-        "need_weights=True forces a much slower computation",
-    ),
-    Choice(
-        "the same, forward and backward",
-        "weights, trained",
-        "no weights, trained",
-        "need_weights=True forces a much slower computation",
-    ),
-    Choice(
-        "weights averaged over heads / per head",
-        "weights",
-        "weights per head",
-        "average_attn_weights averages them",
-    ),
-    Choice(
-        "(T, B, D) / (B, T, D)",
-        "sequence first",
-        "no weights",
-        "no convincing answer why batch_first is False",
-    ),
-    Choice(
-        "three projections / one packed",
-        "separate",
-        "packed",
-        "one concatenated weight where the widths agree",
-    ),
-    Choice(
-        "fast path off / on, no weights",
-        "no weights",
-        "fast",
-        "a faster implementation under some conditions",
-    ),
-    Choice(
-        "fast path off / on, weights",
-        "weights",
-        "fast, weights",
-        "a faster implementation under some conditions",
-    ),
-)
+    Choice("weights returned / not", "weights", "no weights", _SLOW),
+    Choice("the same, forward and backward", "weights, trained", "no weights, trained", _SLOW),
+    Choice("weights averaged over heads / per head", "weights", "weights per head",
+           "average_attn_weights averages them"),
+    Choice("(T, B, D) / (B, T, D)", "sequence first", "no weights",
+           "no convincing answer why batch_first is False"),
+    Choice("three projections / one packed", "separate", "packed",
+           "one concatenated weight where the widths agree"),
+    Choice("fast path off / on, no weights", "no weights", "fast", _FAST),
+    Choice("fast path off / on, weights", "weights", "fast, weights", _FAST),
+)  # fmt: skip
 
 
 class Ratio(NamedTuple):

@@ -24,44 +24,25 @@ class Step(NamedTuple):
     verdict: str
 
 
+_PAIRS = "[q_len x kv_len]"
 STEPS = (
-    Step(
-        "project queries, keys and values",
-        "",
-        ("query_heads", "key_heads", "value_heads"),
-        "so; nearly all the work at short lengths",
-    ),
-    Step(
-        "split into heads",
-        "",
-        ("query_heads",),
-        "no work of its own: kernels have the heads as an axis, and torch's split is a view",
-    ),
+    Step("project queries, keys and values", "", ("query_heads", "key_heads", "value_heads"),
+         "so; nearly all the work at short lengths"),
+    Step("split into heads", "", ("query_heads",),
+         "no work of its own: kernels have the heads as an axis, and torch's split is a view"),
     Step("`Q`", "[q_len x qk_dim]", ("query_heads",), "so, for every head"),
     Step("`K`", "[kv_len x qk_dim]", ("key_heads",), "so"),
     Step("`V`", "[kv_len x v_dim]", ("value_heads",), "so; in torch's module v_dim is qk_dim"),
-    Step("`A`", "[q_len x kv_len]", ("logits",), "so"),
-    Step(
-        "`A_scaled`",
-        "[q_len x kv_len]",
-        ("scaled_query",),
-        "the same numbers; frameworks scale the queries or the logits, before or after rounding",
-    ),
-    Step(
-        "mask",
-        "[q_len x kv_len]",
-        ("masked_logits",),
-        "-inf in torch; finite constants in Keras, Flax and jax.nn",
-    ),
-    Step(
-        "`A_probs`",
-        "[q_len x kv_len]",
-        ("weights",),
-        "so, unless nothing is left to attend: NaN, 0 or a mean, by framework and path",
-    ),
+    Step("`A`", _PAIRS, ("logits",), "so"),
+    Step("`A_scaled`", _PAIRS, ("scaled_query",),
+         "the same numbers; frameworks scale the queries or the logits, before or after rounding"),
+    Step("mask", _PAIRS, ("masked_logits",),
+         "-inf in torch; finite constants in Keras, Flax and jax.nn"),
+    Step("`A_probs`", _PAIRS, ("weights",),
+         "so, unless nothing is left to attend: NaN, 0 or a mean, by framework and path"),
     Step("`output` of attention", "[q_len x v_dim]", ("context",), "so"),
     Step("combine the heads, project the output", "", ("out",), "so; combining is no work"),
-)
+)  # fmt: skip
 
 
 def flow() -> DataFlow:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from experiments.benchmarks.report import table
 from experiments.benchmarks.statistics import mean
+from experiments.pages import Tables, fill
 
 QUESTION = (
     "Do whole migrated encoders compute what torch computes, and can they be trained further?"
@@ -17,59 +17,29 @@ def conclusion(found: dict[str, Any]) -> str:
     same = sum(model["verified"] for model in models)
     ratios = [model["flax"] / model["torch"] for model in models]
     tuned = ", ".join(f"{run['optimiser']} {run['weights']:.0e}" for run in found["fine_tuning"])
-    answer = "Yes" if same == len(models) else "No"
     return (
-        f"{answer}: {same} of {len(models)} files verified bit by bit, with an error against float64 "
-        f"{mean(ratios):.2f} times torch's on average and {max(ratios):.2f} times at most. After "
-        f"three steps of training weights differ from torch's by this much: {tuned}."
+        f"{'Yes' if same == len(models) else 'No'}: {same} of {len(models)} files verified bit by "
+        f"bit, with an error against float64 {mean(ratios):.2f} times torch's on average and "
+        f"{max(ratios):.2f} times at most. After three steps of training weights differ from "
+        f"torch's by this much: {tuned}."
     )
+
+
+def tables(found: dict[str, Any]) -> Tables:
+    """Of every encoder and of every optimiser."""
+    sizes = ("tensors", "parameters", "layers", "heads")
+    models = [["model", *sizes, "weights", "Flax", "torch", "1 - cos"]]
+    for model in found["encoders"]:
+        weights = "0 ULP" if model["verified"] else "changed"
+        errors = (f"{model['flax']:.1f}", f"{model['torch']:.1f}", f"{1 - model['cosine']:.0e}")
+        models.append([model["model"], *(str(model[name]) for name in sizes), weights, *errors])
+    tuned = [("optimiser", "weights moved by", "then differ by", "outputs differ by")]
+    for run in found["fine_tuning"]:
+        differ = (f"{run['weights']:.1e}", f"{run['outputs']:.1e}")
+        tuned.append((run["optimiser"], f"{run['moved']:.3f}", *differ))
+    return {"Encoders": models, "Trained further": tuned}
 
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    rows = [
-        [
-            model["model"],
-            *(str(model[name]) for name in ("tensors", "parameters", "layers", "heads")),
-            "0 ULP" if model["verified"] else "changed",
-            f"{model['flax']:.1f}",
-            f"{model['torch']:.1f}",
-            f"{1 - model['cosine']:.0e}",
-        ]
-        for model in found["encoders"]
-    ]
-    head = [
-        "model",
-        "tensors",
-        "parameters",
-        "layers",
-        "heads",
-        "weights",
-        "Flax",
-        "torch",
-        "1 - cos",
-    ]
-    tuned = [
-        [run["optimiser"], f"{run['moved']:.3f}", f"{run['weights']:.1e}", f"{run['outputs']:.1e}"]
-        for run in found["fine_tuning"]
-    ]
-    return f"""![Error of whole encoders against torch in float64, in rounding floors of the \
-output, in Flax and in torch](errors.png)
-
-## What was done
-
-Every checkpoint was converted with the layers beside attention and run in an encoder built of
-`jaxmha.flax` modules, beside torch's own encoder, on padded batches (MiniLM: real sentences). Both
-are compared with torch in float64.
-
-{table(head, rows)}
-
-Flax, torch: RMS error in rounding floors of the output. 1 - cos: of the embeddings of Flax and of
-torch in float64.
-
-## Trained further
-
-Three steps with optax in JAX and the same three with torch, in float64.
-
-{table(["optimiser", "weights moved by", "then differ by", "outputs differ by"], tuned)}
-"""
+    return fill(globals(), found=found)

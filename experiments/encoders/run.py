@@ -1,4 +1,4 @@
-"""One migrated encoder beside torch's: both in float32, against torch in float64."""
+"""One migrated encoder and torch's: both in float32, against torch in float64."""
 
 import json
 import tempfile
@@ -110,7 +110,7 @@ def receptors(rng: np.random.Generator, loops: int, batch: int = 7) -> NDArray:
 
 
 def tokens_of(path: Path, sentences: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
-    """The config.json beside a checkpoint, and sentences by its tokenizer, padded to the longest."""
+    """The config.json next to a checkpoint, and sentences by its tokenizer, padded to the longest."""
     from tokenizers import Tokenizer
 
     config = json.loads((path.parent / "config.json").read_text())
@@ -184,17 +184,8 @@ def _row(
     a, b = flax[-1].astype(np.float64), out[-1].astype(np.float64)
     cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
     parameters = sum(x.size for x in tensors.values() if x.dtype.kind == "f")
-    layers, heads, features = about
+    least = float(cosine.min())
+    flax_error, torch_error = errors
     return Row(
-        name,
-        len(tensors),
-        parameters,
-        layers,
-        heads,
-        features,
-        verified,
-        largest,
-        errors[0],
-        errors[1],
-        float(cosine.min()),
+        *(name, len(tensors), parameters), *about, verified, largest, flax_error, torch_error, least
     )

@@ -35,11 +35,11 @@ NAMES = {
 
 def renamed(plan: Plan) -> Plan:
     """The plan with the paths of `Sceptr`."""
-    moves = []
-    for move in plan.moves:
-        old = next(start for start in NAMES if move.target.startswith(start))
-        moves.append(replace(move, target=NAMES[old] + move.target.removeprefix(old)))
-    return replace(plan, moves=tuple(moves))
+    steps = []
+    for step in plan.steps:
+        old = next(start for start in NAMES if step.target.startswith(start))
+        steps.append(replace(step, target=NAMES[old] + step.target.removeprefix(old)))
+    return replace(plan, steps=tuple(steps))
 
 
 class OneHot(nnx.Module):  # type: ignore[misc]

@@ -10,21 +10,24 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+import time
+from argparse import Namespace
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from experiments import command, machine, tables
-from experiments.environment import calls
+import jax
+import jax.numpy as jnp
 
-HERE = Path(__file__).parent
+import jaxmha
+from experiments import frame, machine
+
 EXAMPLES = """examples:
   python -m experiments.environment                    ten minutes on a quiet machine
   python -m experiments.environment --rounds 5 --json
 """
-NONE = "none"
 SETTINGS: dict[str, dict[str, str]] = {
-    NONE: {},
+    "none": {},
     "vectors of 512 bits": {"XLA_FLAGS": "--xla_cpu_prefer_vector_width=512"},
     "fast math": {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"},
     "no fused kernels of YNNPACK": {"XLA_FLAGS": "--xla_cpu_experimental_ynn_fusion_type="},
@@ -46,10 +49,9 @@ CASES = (
     "layer-backward-plain-B2-T512-E512",
     "layer-backward-plain-B1-T2048-E1024",
 )
-Found = dict[str, dict[str, float]]
 
 
-def measured(variables: dict[str, str]) -> Found:
+def measured(variables: dict[str, str]) -> dict[str, dict[str, float]]:
     """Seconds of a call and largest error of every case, by name, in a process of its own.
 
     Raises:
@@ -61,30 +63,57 @@ def measured(variables: dict[str, str]) -> Found:
     ran = subprocess.run(
         command, env=alone | variables, capture_output=True, text=True, check=False
     )
+    shown = " ".join(f"{name}={value}" for name, value in variables.items())
     if ran.returncode:
-        raise ValueError(f"{shown(variables)}: {ran.stderr.strip().splitlines()[-1]}")
-    found: Found = {}
+        raise ValueError(f"{shown}: {ran.stderr.strip().splitlines()[-1]}")
+    found = {}
     for entry in json.loads(ran.stdout)["cases"]:
         ours = entry["peers"]["jaxmha"]
         if "failed" in ours:
-            raise ValueError(f"{shown(variables)}: {ours['failed']}")
+            raise ValueError(f"{shown}: {ours['failed']}")
         found[entry["name"]] = {"seconds": median(ours["seconds"]), "error": ours["error"]}
     return found
 
 
-def collect(rounds: int) -> dict[str, Any]:
-    """Settings, seconds (the least of all rounds) and errors by setting and case, and calls.
+def calls(count: int = 1000) -> dict[str, dict[str, float]]:
+    """Microseconds of a call on the smallest arrays, by function: eager and under jit."""
+    heads = jnp.ones((1, 1, 1, 8))
+    params = jaxmha.init_params(jax.random.key(0), num_heads=1, features=8)
+    called: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "dot_product_attention": (jaxmha.dot_product_attention, (heads, heads, heads)),
+        "multi_head_attention": (jaxmha.multi_head_attention, (params, jnp.ones((1, 1, 8)))),
+        "jax.nn.dot_product_attention": (jax.nn.dot_product_attention, (heads, heads, heads)),
+    }
+    return {
+        name: {
+            "eager": _microseconds(function, arguments, count),
+            "under jit": _microseconds(jax.jit(function), arguments, count),
+        }
+        for name, (function, arguments) in called.items()
+    }
 
-    Progress goes to stderr.
 
-    Raises:
-      ValueError: a process ended with an error.
-    """
-    runs: dict[str, list[Found]] = {name: [] for name in SETTINGS}
-    for i in range(rounds):
-        for name, variables in SETTINGS.items():
-            print(f"settings: {name}, round {i + 1} of {rounds}", file=sys.stderr, flush=True)
-            runs[name].append(measured(variables))
+def _microseconds(function: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> float:
+    wait: Any = jax.block_until_ready
+    wait(function(*arguments))
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        wait(function(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return 1e6 * median(seconds)
+
+
+def collect(chosen: Namespace) -> dict[str, Any]:
+    """Settings, seconds (the least of all rounds) and errors by setting and case, and calls."""
+    if chosen.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {chosen.rounds}")
+    runs: dict[str, list[Any]] = {name: [] for name in SETTINGS}
+    with frame.bars(settings=chosen.rounds * len(SETTINGS)) as tick:
+        for i in range(chosen.rounds):
+            for name, variables in SETTINGS.items():
+                runs[name].append(measured(variables))
+                tick("settings", f"settings: {name}, round {i + 1} of {chosen.rounds}")
     results = {
         name: {
             case: {key: min(run[case][key] for run in found) for key in ("seconds", "error")}
@@ -92,51 +121,17 @@ def collect(rounds: int) -> dict[str, Any]:
         }
         for name, found in runs.items()
     }
-    return {"rounds": rounds, "settings": SETTINGS, "results": results, "calls": calls.collect()}
+    return {"rounds": chosen.rounds, "settings": SETTINGS, "results": results, "calls": calls()}
 
 
-def shown(variables: dict[str, str]) -> str:
-    """As a shell has them.
-
-    >>> shown({"A": "1", "B": ""})
-    'A=1 B='
-    """
-    return " ".join(f"{name}={value}" for name, value in variables.items())
-
-
-def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Time and error of every setting relative to none, by case.
-
-    >>> one, two = {"x": {"seconds": 2.0, "error": 1.0}}, {"x": {"seconds": 1.0, "error": 3.0}}
-    >>> settings = {"none": {}, "fast": {"A": "1"}}
-    >>> table({"settings": settings, "results": {"none": one, "fast": two}})
-    [('setting', '`x`'), ('fast (`A=1`)', '0.50 / 3.00')]
-    """
-    results = found["results"]
-    none = results[NONE]
-    rows: list[tuple[str, ...]] = [("setting", *(f"`{case}`" for case in none))]
-    for name, by_case in results.items():
-        if name != NONE:
-            ratios = [[x[key] / none[case][key] for key in x] for case, x in by_case.items()]
-            cells = (" / ".join(f"{x:.2f}" for x in both) for both in ratios)
-            rows.append((f"{name} (`{shown(found['settings'][name])}`)", *cells))
-    return rows
-
-
-def show(found: dict[str, Any]) -> None:
-    """Both tables."""
-    from rich.console import Console
-
-    console = Console()
-    console.width = max(console.width, 160)  # the settings need it
-    console.print(tables.terminal("time / error, relative to none", table(found)))
-    console.print(tables.terminal("microseconds of a call", calls.table(found["calls"])))
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints, and writes where requested."""
-    command.in_rounds(HERE, __doc__, EXAMPLES, arguments, collect, show, rounds=3)
-
+EXPERIMENT = frame.Experiment(
+    "environment",
+    __doc__,
+    EXAMPLES,
+    collect,
+    options={"--rounds": {"type": int, "default": 3, "help": "default 3"}},
+    seed="T of the case",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(frame.run(EXPERIMENT))

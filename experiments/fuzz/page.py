@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.benchmarks.report import table
+from experiments.pages import Tables, fill
 
 QUESTION = "Does any damaged file get past the readers of checkpoints untyped, or hang them?"
 COMMAND = "make soak"
@@ -11,24 +11,24 @@ COMMAND = "make soak"
 def conclusion(found: dict[str, Any]) -> str:
     """One sentence."""
     readers = found["readers"].values()
-    findings = sum(reader["findings"] for reader in readers)
-    tried = sum(reader["executions"] for reader in readers)
-    hours = sum(reader["seconds"] for reader in readers) / 3600
-    answer = "No" if not findings else f"{findings} do"
-    return f"{answer}: {tried:,} inputs in {hours:.1f} hours, {len(readers)} readers."
+    findings, tried, seconds = (
+        sum(reader[key] for reader in readers) for key in ("findings", "executions", "seconds")
+    )
+    yes = f"{findings} do" if findings else "No"
+    return f"{yes}: {tried:,} inputs in {seconds / 3600:.1f} hours, {len(readers)} readers."
+
+
+def tables(found: dict[str, Any]) -> Tables:
+    """Of every reader."""
+    rows = [("reader", "inputs", "branches reached", "findings")]
+    for name, reader in found["readers"].items():
+        inputs, branches, findings = (
+            f"{reader[key]:,}" for key in ("executions", "coverage", "findings")
+        )
+        rows.append((name, inputs, branches, findings))
+    return {"Readers": rows}
 
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    rows = [
-        [name, *(f"{reader[key]:,}" for key in ("executions", "coverage", "findings"))]
-        for name, reader in found["readers"].items()
-    ]
-    return f"""Each reader is given damaged files by a fuzzer that looks for new ways through its
-code. A finding is an error without a type of its own, or an input that takes more than a second.
-Inputs of `config.json` and `plan.toml` are that file. Inputs of `commands` are one file of a folder:
-one command of `inspect`, `plan`, `convert`, `verify`, `diff` and `describe` then reads the folder,
-and must end in at most one message, within 10 seconds.
-
-{table(["reader", "inputs", "branches reached", "findings"], rows)}
-"""
+    return fill(globals(), found=found)

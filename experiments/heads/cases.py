@@ -1,4 +1,4 @@
-"""When heads are the same as one head: constructed cases, each beside one step away from it.
+"""When heads are the same as one head: constructed cases, each next to one a step away from it.
 
 Outputs are equal for all values exactly where every head has the attention weights of the one
 head. Each case makes that so in another way; in float64.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.heads.measure import Matrices, cut, distance, drawn
+from experiments.heads.measure import Matrices, distance, drawn, split
 from jaxmha import Semantics
 from jaxmha.converters.verify import oracle
 
@@ -75,7 +75,7 @@ def cases(h: int, E: int, T: int, S: int, seed: int = 0) -> Iterator[Case]:
 def outcome(case: Case, h: int) -> dict[str, Any]:
     """Relative difference of outputs, and the largest of weights, by the float64 oracle."""
     many, single = (
-        oracle.run(cut(matrices, heads), Semantics(), case.query, case.key, case.key)
+        oracle.run(split(matrices, heads), Semantics(), case.query, case.key, case.key)
         for matrices, heads in ((case.many, h), (case.single, 1))
     )
     return {

@@ -1,15 +1,13 @@
 """Figures of the results: each says one thing."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from experiments import figures
-from experiments.train import beside
+from experiments.train import variants
 
 LEAST = 1e-8  # where 0 is drawn on logarithmic axes
 
@@ -114,9 +112,9 @@ def ranks(found: dict[str, Any]) -> Any:
 
 
 def gradients(found: dict[str, Any]) -> Any:
-    """Differences of output and of slopes from those of one head, by number of heads."""
+    """Differences of output and of gradients from those of one head, by number of heads."""
     figure, axes = plt.subplots(1, 4, figsize=(8.4, 2.5), sharey=True)
-    names = ("output", "slopes of Wq", "slopes of Wk", "slopes of Wv")
+    names = ("output", "gradients of Wq", "gradients of Wk", "gradients of Wv")
     heads = [h for h in found["settings"]["heads"] if h > 1]
     most = max(v for seed in found["layers"] for r in seed for v in (r["output"], *r["gradients"]))
     for place, (panel, name) in enumerate(zip(axes, names, strict=True)):
@@ -135,24 +133,16 @@ def gradients(found: dict[str, Any]) -> Any:
 
 
 def training(found: dict[str, Any]) -> Any:
-    """Learning curves of every number of heads beside those of one head; accuracy at the end."""
-    return beside.draw(found["training"]["runs"], found["training"]["window"])
+    """Learning curves of every number of heads and of one head; accuracy at the end."""
+    return variants.draw(found["training"]["runs"], found["training"]["window"])
 
 
 # File: who draws it, and what one sees.
 FIGURES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "blocks.svg": (blocks, "The terms q_c k_c on the diagonal, cut into as many blocks as heads"),
+    "blocks.svg": (blocks, "The terms q_c k_c on the diagonal, split into as many blocks as heads"),
     "sums.svg": (sums, "Products of eight heads add up to those of one head; weights do not"),
     "script.svg": (script, "Difference of eight heads from one over seeds, for four kinds of matrices"),
     "ranks.svg": (ranks, "Singular values of logits and of attention weights, by number of heads"),
-    "gradients.svg": (gradients, "Differences of output and slopes from one head"),
+    "gradients.svg": (gradients, "Differences of output and gradients from one head"),
     "training.svg": (training, "Learning curves by number of heads"),
 }  # fmt: skip
-
-
-def draw(found: dict[str, Any], folder: Path) -> None:
-    """All figures into a folder."""
-    for name, (make, about) in FIGURES.items():
-        with figures.style():
-            made = make(found)
-        figures.save(made, folder / name, about=about)

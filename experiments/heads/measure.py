@@ -1,4 +1,4 @@
-"""The same three matrices cut into any number of heads: what changes, tensor by tensor."""
+"""The same three matrices split into any number of heads: what changes, tensor by tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ HEADS = (1, 2, 4, 8, 16)
 Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # Wq, Wk, Wv: `E E`
 
 
-def cut(matrices: Matrices, h: int) -> MHAParams:
+def split(matrices: Matrices, h: int) -> MHAParams:
     """Three matrices `E E` as a layer of h heads without an output layer."""
     state = {f"linears.{i}": matrix for i, matrix in enumerate(matrices)}
     return linear.import_params(state, layout="matrices", num_heads=h)[0]
@@ -33,7 +33,7 @@ def drawn(seed: int, E: int, B: int, T: int) -> tuple[Matrices, NDArray[np.float
 
 def exact(matrices: Matrices, x: NDArray[Any], h: int) -> oracle.Stages:
     """Every stage of self-attention in float64."""
-    return oracle.run(cut(matrices, h), Semantics(), x, x, x)
+    return oracle.run(split(matrices, h), Semantics(), x, x, x)
 
 
 def distance(a: NDArray[Any], b: NDArray[Any]) -> float:
@@ -41,28 +41,28 @@ def distance(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.linalg.norm(b - a) / np.linalg.norm(a))
 
 
-def gradients(matrices: Matrices, x: NDArray[Any], h: int, slope: NDArray[Any]) -> list[Any]:
-    """Slopes of `sum(slope * output)` by the three matrices, each `E E`, by jaxmha in float64."""
+def gradients(matrices: Matrices, x: NDArray[Any], h: int, cotangent: NDArray[Any]) -> list[Any]:
+    """Of `sum(cotangent * output)` by the three matrices, each `E E`, by jaxmha in float64."""
 
     def total(params: MHAParams) -> Any:
-        return (multi_head_attention(params, x) * slope).sum()
+        return (multi_head_attention(params, x) * cotangent).sum()
 
     with jax.enable_x64(True):
-        found = jax.grad(total)(cut(matrices, h))
+        found = jax.grad(total)(split(matrices, h))
     return [np.asarray(projection.kernel).reshape(x.shape[-1], -1) for projection in found[:3]]
 
 
 def of_seed(seed: int, heads: Sequence[int], E: int = E, B: int = B, T: int = T) -> list[Any]:
     """One record for each number of heads, against one head of the same matrices."""
     matrices, x = drawn(seed, E, B, T)
-    slope = np.random.default_rng([seed, 1]).normal(size=(B, T, E))
+    cotangent = np.random.default_rng([seed, 1]).normal(size=(B, T, E))
     alone = exact(matrices, x, 1)
-    slopes = gradients(matrices, x, 1, slope)
+    of_one = gradients(matrices, x, 1, cotangent)
     wq, wk, wv = (matrix.astype(np.float32) for matrix in matrices)
     records = []
     for h in heads:
         stages = exact(matrices, x, h)
-        out = multi_head_attention(cut((wq, wk, wv), h), x.astype(np.float32))
+        out = multi_head_attention(split((wq, wk, wv), h), x.astype(np.float32))
         same_key = stages.logits.argmax(-1) == alone.logits.argmax(-1)
         records.append(
             {
@@ -76,7 +76,7 @@ def of_seed(seed: int, heads: Sequence[int], E: int = E, B: int = B, T: int = T)
                 "sum_of_logits": sum_of_logits(alone.logits, stages.logits, E),
                 "gradients": [
                     distance(one, many)
-                    for one, many in zip(slopes, gradients(matrices, x, h, slope), strict=True)
+                    for one, many in zip(of_one, gradients(matrices, x, h, cotangent), strict=True)
                 ],
             }
         )

@@ -32,7 +32,7 @@ def attend(x: Any, weights: Sequence[Any], h: int) -> tuple[Any, Any]:
 
 
 class Seed(NamedTuple):
-    """What the script finds from one seed, eight heads beside one.
+    """What the script finds from one seed, of eight heads and of one.
 
     Attributes:
       equal: every bit of the outputs agrees: what it prints.
@@ -40,7 +40,7 @@ class Seed(NamedTuple):
       largest_logit: of one head.
       same_key: share of (query, head) where the head's largest logit is at the key of one head's.
       least_top_weight: the smallest that the largest weight of a row is, of all heads.
-      query_gradient: norm of the slopes of `wq` relative to those of `wv`, one head, sum of outputs.
+      query_gradient: norm of the gradient of `wq` relative to that of `wv`, one head, sum of outputs.
     """
 
     seed: int
@@ -65,7 +65,7 @@ def run(weights: str, seeds: int) -> Iterator[Seed]:
         matrices = [WEIGHTS[weights](torch, E).requires_grad_() for _ in range(3)]
         x = torch.rand(B, T, E)
         single, scores = attend(x, matrices, 1)
-        slopes = [s.norm().item() for s in torch.autograd.grad(single.sum(), matrices)]
+        norms = [s.norm().item() for s in torch.autograd.grad(single.sum(), matrices)]
         single, scores = single.detach(), scores.detach()
         multi, by_head = (part.detach() for part in attend(x, matrices, N))
         tops = [s.softmax(-1).max(-1).values.min().item() for s in (scores, by_head)]
@@ -76,5 +76,5 @@ def run(weights: str, seeds: int) -> Iterator[Seed]:
             scores.max().item(),
             float(np.mean((by_head.argmax(-1) == scores.argmax(-1)).numpy())),
             min(tops),
-            slopes[0] / slopes[2],
+            norms[0] / norms[2],
         )

@@ -1,73 +1,94 @@
 """How does every framework start an attention layer, and does it matter?
 
-Kernels and biases of fresh layers of the frameworks themselves beside those of `init_params`, what
+Kernels and biases of fresh layers of the frameworks themselves and those of `init_params`, what
 they do to noise, and the first steps of training from each.
 """
 
 import os
+import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from rich.progress import Progress
-
-from experiments.initialisation import figure, frameworks, learning, measure
-from experiments.train import data, seeds, several
+from experiments import frame
+from experiments.initialisation import figure, frameworks, measure
+from experiments.train import data, seeds
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before it is imported
 
-HERE = Path(__file__).parent
-PACKAGES = ("optax", "scipy", "equinox", "dm-haiku")  # beside those of every record
 EXAMPLES = """examples:
   python -m experiments.initialisation                    tables; two minutes
   python -m experiments.initialisation --steps 20         shorter training
-  python -m experiments.initialisation --write            and results.json and the figures beside it
+  python -m experiments.initialisation --write            and results.json and the figures
 """
+# One of every kind: torch's other needs other widths, and equinox is `Linear` without biases.
+TRAINED = ("torch, packed", "torch, four Linear", "keras", "flax nnx")
 
 
-def parsed(arguments: list[str] | None = None) -> Namespace:
-    """The command line; exits with 2 and one message where it is wrong."""
-    return several.parsed("initialisation", __doc__, EXAMPLES, arguments)
-
-
-def measured(chosen: Namespace, progress: Progress) -> dict[str, Any]:
+def measured(chosen: Namespace) -> dict[str, Any]:
     """Everything, part by part."""
-    names = frameworks.STARTS
-    layers = progress.add_task("layers", total=len(names))
-    steps = progress.add_task("training", total=chosen.steps * chosen.seeds * len(learning.TRAINED))
-    starts = {}
-    for name in names:
-        starts[name] = measure.compare(name)
-        progress.advance(layers)
+    seeds.check(chosen)
+    start, names = time.perf_counter(), list(frameworks.STARTS)
     settings = replace(seeds.SMALL, steps=chosen.steps)
-    runs = learning.curves(
-        settings,
-        data.read(settings.T),
-        chosen.seeds,
-        several.WINDOW,
-        lambda: progress.advance(steps),
-    )
     used = {name: getattr(settings, name) for name in ("D", "N", "T", "blocks", "batch", "steps")}
+    training = chosen.steps * chosen.seeds * len(TRAINED)
+    with frame.bars(layers=len(names), training=training) as tick:
+        starts = {name: measure.compare(name) for name in frame.each(tick, "layers", names)}
+        runs = curves(settings, data.read(settings.T), chosen.seeds, partial(tick, "training"))
     return {
         "settings": {"D": measure.D, "N": measure.N, "seeds": measure.SEEDS},
         "starts": starts,
         "haiku": frameworks.haiku_refuses(measure.D, measure.N),
-        "training": {**used, "seeds": chosen.seeds, "window": several.WINDOW, "runs": runs},
+        "training": {**used, "seeds": chosen.seeds, "window": seeds.WINDOW, "runs": runs},
+        "seconds": round(time.perf_counter() - start),
     }
 
 
-def said(found: dict[str, Any]) -> tuple[several.Tables, str]:
-    """The tables of the page, and its conclusion."""
-    from experiments.initialisation import page
+def begin(name: str) -> Callable[[Any, int], None]:
+    """Puts a framework's own fresh layers in place of a model's; all else stays."""
 
-    return page.tables(found), page.conclusion(found)
+    def begun(model: Any, seed: int) -> None:
+        for i, block in enumerate(model.blocks):
+            attention = block.attention
+            D, N, _ = attention.query.kernel.shape
+            drawn = frameworks.STARTS[name].theirs(1000 * seed + i, D, N)
+            for projection in ("query", "key", "value", "out"):
+                part = getattr(attention, projection)
+                part.kernel[...] = drawn[f"{projection}.kernel"]
+                part.bias[...] = drawn.get(f"{projection}.bias", 0.0)
+
+    return begun
 
 
-def main() -> None:
-    """Measures, prints tables, and writes where asked."""
-    several.run(parsed(), HERE, PACKAGES, measured, figure.draw, said)
+def curves(
+    settings: Any,
+    examples: Any,
+    count: int,
+    progress: Callable[[], None],
+    names: Sequence[str] = TRAINED,
+    window: int = seeds.WINDOW,
+) -> dict[str, Any]:
+    """Losses of every start, from the same other weights and the same batches."""
+    options: dict[str, Any] = {"window": window, "progress": progress}
+    return {
+        name: seeds.train(settings, examples, range(count), begin=begin(name), **options)
+        for name in names
+    }
 
+
+EXPERIMENT = frame.Experiment(
+    "initialisation",
+    __doc__,
+    EXAMPLES,
+    measured,
+    options=seeds.OPTIONS,
+    figures=figure.FIGURES,
+    seed=0,
+    packages=("optax", "scipy", "equinox", "dm-haiku"),
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(frame.run(EXPERIMENT))

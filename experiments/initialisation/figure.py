@@ -1,14 +1,12 @@
 """Figures of the results: each says one thing."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments import figures
-from experiments.train import beside
+from experiments.train import variants
 
 SHORT = {"query.kernel": "query", "out.kernel": "output"}
 
@@ -64,20 +62,12 @@ def logits(found: dict[str, Any]) -> Any:
 
 def training(found: dict[str, Any]) -> Any:
     """First steps of training from every start."""
-    return beside.draw(found["training"]["runs"], found["training"]["window"])
+    return variants.draw(found["training"]["runs"], found["training"]["window"])
 
 
 # File: who draws it, and what one sees.
 FIGURES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "histograms.svg": (histograms, "Kernels of every framework beside those of jaxmha"),
+    "histograms.svg": (histograms, "Kernels of every framework and those of jaxmha"),
     "logits.svg": (logits, "What a new layer makes of inputs of unit variance"),
     "training.svg": (training, "Learning curves from every framework's start"),
 }
-
-
-def draw(found: dict[str, Any], folder: Path) -> None:
-    """All figures into a folder."""
-    for name, (make, about) in FIGURES.items():
-        with figures.style():
-            made = make(found)
-        figures.save(made, folder / name, about=about)

@@ -165,7 +165,9 @@ STARTS: dict[str, Start] = {
     "torch, four Linear": Start(torch_linear, _outputs, _LIKE_OUT, "U(±1/√D), biases too"),
     "keras": Start(keras_layer, _scheme("keras"), '`scheme="keras"`', "U(±√(6 / 2D))"),
     "keras, four Dense": Start(keras_dense, _scheme("keras"), '`scheme="keras"`', "U(±√(6 / 2D))"),
-    "flax linen": Start(flax_linen, _scheme("flax"), '`scheme="flax"`', "N(0, 1/D), cut at 2σ"),
-    "flax nnx": Start(flax_nnx, _scheme("flax"), '`scheme="flax"`', "N(0, 1/D), cut at 2σ"),
+    "flax linen": Start(
+        flax_linen, _scheme("flax"), '`scheme="flax"`', "N(0, 1/D), truncated at 2σ"
+    ),
+    "flax nnx": Start(flax_nnx, _scheme("flax"), '`scheme="flax"`', "N(0, 1/D), truncated at 2σ"),
     "equinox": Start(equinox, _outputs, _LIKE_OUT, "U(±1/√D), no biases"),
 }

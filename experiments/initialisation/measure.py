@@ -42,7 +42,7 @@ def apart(a: NDArray[Any], b: NDArray[Any]) -> dict[str, float]:
 
 
 def compare(name: str, D: int = D, N: int = N, seeds: int = SEEDS) -> dict[str, Any]:
-    """A framework's kernels and biases beside jaxmha's, all seeds together."""
+    """A framework's kernels and biases, and jaxmha's, all seeds together."""
     start = STARTS[name]
     theirs = [start.theirs(seed, D, N) for seed in range(seeds)]
     ours = [start.ours(seed, D, N) for seed in range(seeds)]

@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.tables import Rows, markdown
-from experiments.train import beside
+from experiments.pages import Rows, fill, markdown
+from experiments.train import variants
 
 QUESTION = "How does every framework start an attention layer, and does it matter?"
 COMMAND = "python -m experiments.initialisation --write"
 
 
 def conclusion(found: dict[str, Any]) -> str:
-    """The answer."""
+    """In one or two sentences."""
     variances = {name: _mean(of, "logits") for name, of in found["starts"].items()}
     least, most = (
         min(variances, key=lambda n: variances[n]),
@@ -24,7 +24,7 @@ def conclusion(found: dict[str, Any]) -> str:
         f"Kernels of `init_params` cannot be told from those of the frameworks "
         f"({_verdict(found)}). Schemes differ: logits of a fresh layer have a variance of "
         f"{variances[least]:.2f} ({least}) to {variances[most]:.2f} ({most}), and after "
-        f"{found['training']['steps']} steps {beside.extremes(found['training']['runs'])}: {gap:.1f} "
+        f"{found['training']['steps']} steps {variants.extremes(found['training']['runs'])}: {gap:.1f} "
         f"points apart, {within} the spread of seeds ({spread:.1f})."
     )
 
@@ -40,79 +40,27 @@ def tables(found: dict[str, Any]) -> dict[str, Rows]:
     """By title."""
     return {
         "Kernels and biases": _kernel_rows(found),
-        "jaxmha beside the frameworks": _test_rows(found),
+        "jaxmha and the frameworks": _test_rows(found),
         "What a fresh layer does to noise": _noise_rows(found),
-        "Training": beside.rows("start", found["training"]["runs"]),
+        "Training": variants.rows("start", found["training"]["runs"]),
     }
 
 
 def text(found: dict[str, Any]) -> str:
     """Markdown."""
-    shown = {title: markdown(rows) for title, rows in tables(found).items()}
-    settings, training, starts = found["settings"], found["training"], found["starts"]
-    D, N, seeds = settings["D"], settings["N"], settings["seeds"]
-    packed, linear, keras = (
-        starts[name] for name in ("torch, packed", "torch, four Linear", "keras")
-    )
-    ratio = _std(keras, "query.kernel") / _std(packed, "query.kernel")
+    starts = found["starts"]
     entropies = {name: _mean(of, "entropy") for name, of in starts.items()}
-    least = min(entropies, key=lambda name: entropies[name])
-    return f"""{conclusion(found)}
-
-## What the frameworks draw
-
-![Query and output kernels of a fresh layer (filled) and of jaxmha (line), on one scale.]\
-(histograms.svg)
-
-{shown["Kernels and biases"]}
-
-Layers of width {D} with {N} heads, made by the frameworks themselves, {seeds} seeds. Excess kurtosis
-is -1.2 for a uniform distribution and 0 for a normal one.
-
-- torch draws query, key and value as one matrix of 3D by D. Its fans are therefore 3D and D, and the
-  kernels are {ratio:.2f} times smaller than those of Keras, which has the same formula on its own.
-- Four `torch.nn.Linear` are no Xavier: their spread is {_std(linear, "query.kernel"):.4f}, and their
-  biases are as large (spread {linear["biases"]["std"]:.4f}), where all others start at 0 or have none.
-- haiku has no default. Without `w_init` it raises "{found["haiku"]}"
-
-## Whether jaxmha draws the same
-
-{shown["jaxmha beside the frameworks"]}
-
-The statistic is the largest distance of the two distribution functions (Kolmogorov and Smirnov), the
-worst of four kernels; p says how often two samples of one distribution are further apart. The last
-column shows that the test sees: the same after jaxmha's kernels are made 2 % wider. Four `Linear` and
-equinox have no scheme of their own in `init_params`; their kernels are what `scheme="torch"` draws
-for its output, and biases that are not 0 it does not draw.
-
-## What a fresh layer makes of noise
-
-![Variance of logits (bars: by formula), evenness of the weights, variance of the output.](logits.svg)
-
-{shown["What a fresh layer does to noise"]}
-
-Inputs are normal with unit variance. The variance of a logit is the variance of a projected query
-entry times that of a key entry, whatever the number of heads. Even the widest start attends nearly
-evenly: entropy is {entropies[least]:.0%} of its largest value for {least}, more for the others.
-
-## What it does to training
-
-![Training loss of each start beside the first (mean and range over {training["seeds"]} seeds), and \
-accuracy after {training["steps"]} steps.](training.svg)
-
-{beside.furthest(training["runs"])}
-
-{shown["Training"]}
-
-{_trained(found)}
-
-{beside.about(training)} Attention has {training["N"]} heads and starts from the weights of fresh layers of the framework,
-carried over by the converters; all other weights and all batches are the same. This says what starts
-do to this small model, in which a norm stands before attention, not to others.
-"""
+    return fill(
+        globals(),
+        found=found,
+        shown={title: markdown(rows) for title, rows in tables(found).items()},
+        starts=starts,
+        entropies=entropies,
+        least=min(entropies, key=lambda name: entropies[name]),
+    )
 
 
-def _trained(found: dict[str, Any]) -> str:
+def trained(found: dict[str, Any]) -> str:
     """Why some are trained and the others not, by their formulas."""
     starts, names = found["starts"], list(found["training"]["runs"])
     first: dict[str, str] = {}  # formula of the kernels -> who trains with it
@@ -149,7 +97,7 @@ def _biased(start: dict[str, Any]) -> bool:
     return bool(start["biases"] and start["biases"]["max"])
 
 
-def _std(of: dict[str, Any], kernel: str) -> float:
+def std(of: dict[str, Any], kernel: str) -> float:
     std: float = of["kernels"][kernel]["theirs"]["std"]
     return std
 

@@ -1,12 +1,11 @@
 """Errors of every implementation, one panel per dtype."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from experiments import figures
 from jaxmha.introspect.svg import INK
 
 ALIKE = 0.15  # errors that differ by no more than this are drawn as one line
@@ -39,43 +38,32 @@ def alike(a: dict[str, list[Any]], b: dict[str, list[Any]]) -> bool:
     return all(abs(x - y) <= ALIKE * max(x, y) for x, y in known)
 
 
-def draw(found: dict[str, Any], folder: Path) -> None:
-    """lengths.svg and scales.svg."""
-    for kind in ABOUT:
-        curves(found, kind, folder / f"{kind}.svg")
-
-
-def curves(found: dict[str, Any], kind: str, path: Path) -> None:
+def curves(kind: str, found: dict[str, Any]) -> Any:
     """One panel per dtype; a line ends where the output is not finite or was not computed."""
     lines, xs = groups(found["implementations"], kind), found["settings"][kind]
     dtypes = list(next(iter(lines.values())))
-    with figures.style():
-        figure, panels = plt.subplots(1, len(dtypes), figsize=(8, 4.6), sharey=True)
-        for panel, dtype in zip(panels, dtypes, strict=True):
-            for (names, errors), colour, marker in zip(
-                lines.items(), COLOURS, MARKERS, strict=False
-            ):
-                pairs = zip(xs, errors[dtype], strict=True)
-                points = [(x, y) for x, y in pairs if not isinstance(y, str)]
-                panel.plot(
-                    *zip(*points, strict=True),
-                    label=names,
-                    color=colour,
-                    marker=marker,
-                    markersize=4,
-                    linewidth=1.3,
-                )
-            panel.set(title=dtype, xscale="log", yscale="log", xlabel=AXES[kind])
-            panel.xaxis.set_major_locator(FixedLocator(xs))
-            panel.xaxis.set_minor_locator(NullLocator())
-            panel.xaxis.set_major_formatter(FuncFormatter(short))
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            panel.axhline(1, color=INK, linewidth=0.6)
-            panel.grid(axis="y")
-        panels[0].set_ylabel("error, rounding floors of the output")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=8.5)
-    figures.save(figure, path, about=ABOUT[kind])
+    figure, panels = plt.subplots(1, len(dtypes), figsize=(8, 4.6), sharey=True)
+    for panel, dtype in zip(panels, dtypes, strict=True):
+        looks = zip(lines.items(), COLOURS, MARKERS, strict=False)
+        for (names, errors), colour, marker in looks:
+            pairs = zip(xs, errors[dtype], strict=True)
+            points = zip(*((x, y) for x, y in pairs if not isinstance(y, str)), strict=True)
+            look: Any = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.3}
+            panel.plot(*points, label=names, **look)
+        panel.set(title=dtype, xscale="log", yscale="log", xlabel=AXES[kind])
+        panel.xaxis.set_major_locator(FixedLocator(xs))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(FuncFormatter(short))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        panel.axhline(1, color=INK, linewidth=0.6)
+        panel.grid(axis="y")
+    panels[0].set_ylabel("error, rounding floors of the output")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=8.5)
+    return figure
+
+
+FIGURES = {f"{kind}.svg": (partial(curves, kind), about) for kind, about in ABOUT.items()}
 
 
 def short(value: float, _: Any) -> str:

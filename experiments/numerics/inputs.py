@@ -1,4 +1,4 @@
-"""What every implementation is given, and how its answer is judged.
+"""What every implementation is given, and how its output is judged.
 
 Projections are permutations of features times a power of two, and thus exact in every dtype: all
 that rounds is attention itself. Every path gets the same rows of self-attention, so that torch's
@@ -30,10 +30,6 @@ Run = Callable[[MHAParams, NDArray, NDArray | None, NDArray | None], NDArray]
 
 # Implementation -> dtypes that it cannot be compiled for, so that it ran operation by operation.
 UNCOMPILED: dict[str, set[str]] = {}
-
-
-class UnsupportedError(Exception):
-    """The implementation does not take this."""
 
 
 def params(dtype: str, scale: float = 1.0, seed: int = 0) -> MHAParams:

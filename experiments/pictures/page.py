@@ -2,29 +2,15 @@
 
 from typing import Any
 
+from experiments.pages import Tables, fill
+from experiments.pictures.figure import KINDS, best
+
 QUESTION = "What do the heads of a real encoder attend to?"
 COMMAND = "python -m experiments.pictures .weights --write"
-# What a head may do, by the field of its statistics.
-KINDS = {
-    "previous": "previous token",
-    "next": "next token",
-    "same": "same token",
-    "named": "[CLS], [SEP]",
-}
 
 
-def best(found: dict[str, Any], field: str) -> tuple[int, int]:
-    """Layer and head with the largest share."""
-    heads = [
-        (head[field], i, j)
-        for i, layer in enumerate(found["heads"])
-        for j, head in enumerate(layer)
-    ]
-    _, layer, head = max(heads)
-    return layer, head
-
-
-def _share(found: dict[str, Any], field: str) -> float:
+def share(found: dict[str, Any], field: str) -> float:
+    """Of the best head."""
     layer, head = best(found, field)
     return float(found["heads"][layer][head][field])
 
@@ -35,81 +21,46 @@ def conclusion(found: dict[str, Any]) -> str:
     heads = [head for layer in found["heads"] for head in layer]
     special = sum(head["named"] > 0.5 for head in heads)
     return (
-        f"Some do one thing: head {q} of layer {p} gives {_share(found, 'previous'):.0%} to the "
-        f"previous token, head {m} of layer {n} {_share(found, 'next'):.0%} to the next; "
+        f"Some do one thing: head {q} of layer {p} gives {share(found, 'previous'):.0%} to the "
+        f"previous token, head {m} of layer {n} {share(found, 'next'):.0%} to the next; "
         f"{special} of {len(heads)} give more than half to [CLS] and [SEP]."
     )
 
 
-def _table(found: dict[str, Any]) -> str:
-    columns = ("entropy", "itself", "previous", "next", "same", "[CLS]", "[SEP]")
-    lines = [
-        "| layer.head | entropy (nats) | itself | previous | next | same token | [CLS] | [SEP] |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-
-    def cells(row: dict[str, Any]) -> str:
-        shown = [f"{row['entropy']:.2f}", *(f"{row[name]:.1%}" for name in columns[1:])]
-        return " | ".join(shown)
-
-    lines += [
-        f"| {i}.{j} | {cells(head)} |"
-        for i, layer in enumerate(found["heads"])
-        for j, head in enumerate(layer)
-    ]
-    return "\n".join([*lines, f"| all keys alike | {cells(found['uniform'])} |"])
-
-
-def _extremes(found: dict[str, Any]) -> str:
-    lines = ["| what | layer.head | share | all keys alike |", "|---|---|---|---|"]
+def tables(found: dict[str, Any]) -> Tables:
+    """The most pronounced heads, and all of them."""
+    extremes = [("what", "layer.head", "share", "all keys alike")]
     for field, name in KINDS.items():
         layer, head = best(found, field)
-        share, alike = _share(found, field), found["uniform"][field]
-        lines.append(f"| {name} | {layer}.{head} | {share:.1%} | {alike:.1%} |")
-    return "\n".join(lines)
+        alike = f"{found['uniform'][field]:.1%}"
+        extremes.append((name, f"{layer}.{head}", f"{share(found, field):.1%}", alike))
+    columns = {"itself": "itself", "previous": "previous", "next": "next", "same": "same token"}
+    columns |= {"[CLS]": "[CLS]", "[SEP]": "[SEP]"}
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [f"{row['entropy']:.2f}", *(f"{row[name]:.1%}" for name in columns)]
+
+    rows = [["layer.head", "entropy (nats)", *columns.values()]]
+    for i, of in enumerate(found["heads"]):
+        rows += [[f"{i}.{j}", *cells(head)] for j, head in enumerate(of)]
+    return {
+        "Extremes": extremes,
+        "All heads": [*rows, ["all keys alike", *cells(found["uniform"])]],
+    }
 
 
 def text(found: dict[str, Any]) -> str:
     """The page."""
-    L, N = len(found["heads"]), len(found["heads"][0])
     by_layer, cls, sep = (
-        [sum(head[field] for head in layer) / N for layer in found["heads"]]
+        [sum(head[field] for head in layer) / len(layer) for layer in found["heads"]]
         for field in ("named", "[CLS]", "[SEP]")
     )
-    highest = max(range(L), key=by_layer.__getitem__)
-    return f"""{conclusion(found)}
-
-## Where every head looks
-
-![Share of the attention of every layer and head on neighbours, equal tokens and special tokens ([CLS], [SEP])](overview.svg)
-
-{_extremes(found)}
-
-On average over heads, layer {highest} gives most to the special tokens ([CLS], [SEP]):
-{by_layer[highest]:.0%}; layer {min(range(L), key=by_layer.__getitem__)} least ({min(by_layer):.0%}).
-Nearly all of it goes to [CLS] ({cls[highest]:.0%}; [SEP] {sep[highest]:.0%}). Clark et al. (2019)
-found the like in BERT for [SEP], and read it as a head having nothing to look for.
-
-## The most pronounced heads, on one sentence
-
-![Heat maps of four heads: previous token, next token, same token, special tokens ([CLS], [SEP])](heads.svg)
-
-Rows are queries, columns keys; all maps have one scale. `jaxmha plot` and
-`jaxmha.converters.plot_attention` draw such pictures of any weights:
-
-```console
-$ jaxmha plot weights.npz --tokens @tokens.txt --heads 0,3 --output heads.svg
-```
-
-## How it was measured
-
-All-MiniLM-L6-v2 ({L} layers of {N} heads), its published weights migrated to Flax, on
-{len(found["sentences"])} sentences in one padded batch, of which padding is left out. A share is the mean
-weight over the queries that have such a key ("previous": all but the first), then over the
-sentences. "Same token" counts other places with the query's own token. Weights say where a head
-looks, not what the model makes of it.
-
-## All heads
-
-{_table(found)}
-"""
+    highest, lowest = (by_layer.index(pick(by_layer)) for pick in (max, min))
+    values: dict[str, Any] = {
+        "by_layer": by_layer,
+        "cls": cls,
+        "sep": sep,
+        "highest": highest,
+        "lowest": lowest,
+    }
+    return fill(globals(), found=found, **values)

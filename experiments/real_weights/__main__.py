@@ -8,25 +8,22 @@ converts the whole files to other layouts and formats and back.
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from experiments import records
-from experiments.real_weights import figure
+from experiments import frame
 from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands, comparison, oracle, weights
-from jaxmha.converters.verify.comparands import BlockSide
+from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.params import check
 
 HERE = Path(__file__).parent
@@ -52,37 +49,37 @@ class Row:
     milliseconds: float
 
 
-def layers(side: BlockSide) -> Iterator[tuple[str, Any, Any]]:
+def layers(block: ComparedBlock) -> Iterator[tuple[str, Any, Any]]:
     """A live layer of every framework with these weights, and its converter."""
-    yield "torch", torch.to_module(side.params, side.semantics), torch
-    yield "keras", keras.to_module(side.params, side.semantics), keras
-    yield "linen", flax.to_module(side.params, side.semantics, kind="linen"), flax
-    yield "nnx", flax.to_module(side.params, side.semantics, kind="nnx"), flax
+    yield "torch", torch.to_module(block.params, block.semantics), torch
+    yield "keras", keras.to_module(block.params, block.semantics), keras
+    yield "linen", flax.to_module(block.params, block.semantics, kind="linen"), flax
+    yield "nnx", flax.to_module(block.params, block.semantics, kind="nnx"), flax
 
 
-def run_block(name: str, side: BlockSide) -> Row:
+def run_block(name: str, block: ComparedBlock) -> Row:
     """Loads, runs and reads back one block."""
     start = time.perf_counter()
-    sizes = check(side.params)
-    dtype = np.asarray(side.params.query.kernel).dtype
+    sizes = check(block.params)
+    dtype = np.asarray(block.params.query.kernel).dtype
     x = np.random.default_rng(0).normal(size=(len(LENGTHS), T, sizes["Dq"])).astype(dtype)
     mask = (np.arange(T) < np.array(LENGTHS)[:, None])[:, None, None]
-    exact = oracle.run(side.params, side.semantics, x, x, x, mask=mask).output
+    exact = oracle.run(block.params, block.semantics, x, x, x, mask=mask).output
     floor = oracle.rounding_floor(exact, dtype)
 
     def error(forward: Callable[..., NDArray], *layer: Any) -> float:
         out = np.asarray(forward(*layer, x, x, x, mask), np.float64)
         return float(np.sqrt(np.mean(np.square(out - exact)))) / floor
 
-    errors, identical = {"jaxmha": error(side.forward)}, True
-    for framework, layer, converter in layers(side):
+    errors, identical = {"jaxmha": error(block.forward)}, True
+    for framework, layer, converter in layers(block):
         errors[framework] = error(converter.forward, layer)
         pair = layer if isinstance(layer, tuple) else (layer,)
         params, semantics = converter.from_module(*pair)
-        back = side._replace(params=params, semantics=semantics)
-        identical &= not weights.differences_of(side.params, back.params)
+        back = block._replace(params=params, semantics=semantics)
+        identical &= not weights.differences_of(block.params, back.params)
     elapsed = 1e3 * (time.perf_counter() - start)
-    return Row(name, side.layout, sizes["N"], sizes["Dq"], identical, errors, elapsed)
+    return Row(name, block.layout, sizes["N"], sizes["Dq"], identical, errors, elapsed)
 
 
 def run_file(path: Path, layout: str, folder: Path) -> dict[str, Any]:
@@ -111,90 +108,83 @@ def run_file(path: Path, layout: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Runs everything, prints the table and writes results.json and errors.png."""
-    parser = ArgumentParser(description=__doc__, prog="python -m experiments.real_weights")
-    parser.add_argument("weights", type=Path, help="folder that the two packages are in")
-    parser.add_argument("--write", action="store_true", help="write results.json and errors.png")
-    arguments = parser.parse_args()
-    paths = [path for pattern in FILES for path in sorted(arguments.weights.glob(pattern))]
+def measure(chosen: Namespace) -> dict[str, Any]:
+    """Every block, and every file along its trip."""
+    import keras as keras_itself
+
+    paths = [path for pattern in FILES for path in sorted(chosen.weights.glob(pattern))]
     if not paths:
-        sys.exit(f"{arguments.weights}: no weights there; `make weights` fetches them")
-    console = Console()
-    console.width = max(console.width, 116)  # the table needs it
-    blocks = [(label(path, side), side) for path in paths for side in comparands.read(path).blocks]
-    rows = [run_block(*b) for b in track(blocks, "blocks", console=console, transient=True)]
-    trips = []
-    with tempfile.TemporaryDirectory() as folder:
-        for path in track(paths, "files", console=console, transient=True):
+        raise ValueError(f"{chosen.weights}: no weights there; `make weights` fetches them")
+    blocks = [
+        (label(path, block), block) for path in paths for block in comparands.read(path).blocks
+    ]
+    with (
+        frame.bars(blocks=len(blocks), files=len(paths)) as tick,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        rows = [run_block(*block) for block in frame.each(tick, "blocks", blocks)]
+        trips = []
+        for path in frame.each(tick, "files", paths):
             layout = pipeline.inspect(path).blocks[0].layout
-            trips.append(run_file(path, layout, Path(folder)))
-    for trip in trips:
-        trip["file"] = str(Path(trip["file"]).relative_to(arguments.weights))
-    console.print(block_table(rows))
-    fine = report(console, rows, trips)
-    if arguments.write:
-        results = {
-            "keras_backend": keras_backend(),
-            "blocks": [asdict(row) for row in rows],
-            "files": trips,
-        }
-        records.save(HERE / "results.json", results, command="make demo", seed=0)
-        results = records.load(HERE / "results.json")
-        figure.draw(results, HERE / "errors.png")
-    sys.exit(0 if fine else 1)
+            name = str(path.relative_to(chosen.weights))
+            trips.append(run_file(path, layout, Path(folder)) | {"file": name})
+    return {
+        "keras_backend": keras_itself.backend.backend(),
+        "blocks": [asdict(row) for row in rows],
+        "files": trips,
+    }
 
 
-def label(path: Path, side: BlockSide) -> str:
+def label(path: Path, block: ComparedBlock) -> str:
     """Package, variant and the last parts of the prefix: what a reader tells blocks by."""
     package = path.relative_to(path.parents[2 if path.suffix == ".safetensors" else 3]).parts
     variant = package[-2] if package[-2] != "model" else "MiniLM"
-    number = next(part for part in side.name.split(".") if part.isdigit())
+    number = next(part for part in block.name.split(".") if part.isdigit())
     return f"{variant} layer {number}"
 
 
-def block_table(rows: list[Row]) -> Table:
-    """One line per block."""
-    table = Table(
-        caption="weights: after torch, keras, linen, nnx and back; the five columns after them: "
-        "forward error, RMS against float64 in rounding floors of the output"
+def _kept(file: dict[str, Any]) -> bool:
+    return bool(file["attention_identical"] and file["other_tensors_identical"])
+
+
+def fine(found: dict[str, Any]) -> bool:
+    """Whether every weight came back, with errors like torch's."""
+    ratios = [row["errors"]["jaxmha"] / row["errors"]["torch"] for row in found["blocks"]]
+    same = all(row["identical"] for row in found["blocks"]) and all(map(_kept, found["files"]))
+    return same and max(ratios) <= comparison.RATIO
+
+
+def drawn(found: dict[str, Any]) -> Any:
+    """One column of points per block, one colour per framework."""
+    blocks, versions = found["blocks"], found["versions"]
+    figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
+    for name, marker in zip(blocks[0]["errors"], "oxs+D", strict=True):
+        values = [block["errors"][name] for block in blocks]
+        size = 46 if name == "jaxmha" else 22
+        axes.scatter(range(len(blocks)), values, s=size, marker=marker, label=name, alpha=0.8)
+    axes.set_xticks(range(len(blocks)), [b["block"] for b in blocks], rotation=90, fontsize=6)
+    axes.set_ylim(0, 1.25 * max(max(b["errors"].values()) for b in blocks))  # room for the legend
+    axes.set_ylabel("RMS error against float64\n(rounding floors of the output)")
+    axes.set_title(
+        "Published attention blocks in five implementations, float32 on a padded batch "
+        f"(jax {versions['jax']}, torch {versions['torch']})",
+        fontsize=10,
     )
-    table.add_column("block", no_wrap=True)
-    table.add_column("layout", no_wrap=True)
-    for column in ("heads", "weights", *rows[0].errors, "ms"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        weights = "0 ULP" if row.identical else "[red]CHANGED[/red]"
-        errors = (f"{error:.1f}" for error in row.errors.values())
-        cells = (row.block, row.layout, str(row.heads), weights, *errors, f"{row.milliseconds:.0f}")
-        table.add_row(*cells)
-    return table
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(ncols=5, fontsize=8, loc="upper center")
+    return figure
 
 
-def report(console: Console, rows: list[Row], trips: list[dict[str, Any]]) -> bool:
-    """Prints the summary; whether everything holds."""
-    identical = sum(row.identical for row in rows)
-    files = sum(t["attention_identical"] and t["other_tensors_identical"] for t in trips)
-    ratios = [row.errors["jaxmha"] / row.errors["torch"] for row in rows]
-    mean = float(np.exp(np.mean(np.log(ratios))))
-    console.print(
-        f"{identical} of {len(rows)} blocks: weights bit-identical through torch, keras "
-        f"({keras_backend()}), flax linen, flax nnx and back\n"
-        f"{files} of {len(trips)} files ({sum(t['megabytes'] for t in trips):.0f} MB): every "
-        "tensor bit-identical through three layouts and formats and back\n"
-        f"forward error of jaxmha relative to torch's: {mean:.2f} (geometric mean), "
-        f"{max(ratios):.2f} at most",
-        highlight=False,
-    )
-    return identical == len(rows) and files == len(trips) and max(ratios) <= comparison.RATIO
-
-
-def keras_backend() -> str:
-    """The backend that Keras runs on here."""
-    import keras
-
-    return str(keras.backend.backend())
-
+EXPERIMENT = frame.Experiment(
+    "real_weights",
+    __doc__,
+    "examples:\n  python -m experiments.real_weights .weights --write",
+    measure,
+    options={"weights": {"type": Path, "help": "folder that the two packages are in"}},
+    figures={"errors.png": (drawn, "Forward error of five implementations")},
+    seed=0,
+    fine=fine,
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(frame.run(EXPERIMENT))

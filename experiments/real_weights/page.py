@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from experiments.benchmarks.report import table
 from experiments.benchmarks.statistics import mean
+from experiments.pages import Tables, fill
 
 QUESTION = "Do published weights survive the way through every framework and back?"
 COMMAND = "make demo"
@@ -13,56 +13,39 @@ COMMAND = "make demo"
 def conclusion(found: dict[str, Any]) -> str:
     """One sentence."""
     same = sum(block["identical"] for block in found["blocks"])
-    files = sum(kept(file) for file in found["files"])
-    answer = "Yes" if same == len(found["blocks"]) and files == len(found["files"]) else "No"
+    files = sum(map(kept, found["files"]))
+    yes = "Yes" if same == len(found["blocks"]) and files == len(found["files"]) else "No"
     return (
-        f"{answer}, bit by bit: {same} of {len(found['blocks'])} attention blocks and all tensors of "
+        f"{yes}, bit by bit: {same} of {len(found['blocks'])} attention blocks and all tensors of "
         f"{files} of {len(found['files'])} files come back as they were."
     )
 
 
+def tables(found: dict[str, Any]) -> Tables:
+    """Errors by implementation, and trips of whole files."""
+    blocks, errors = found["blocks"], [("implementation", "error", "relative to torch", "at most")]
+    for name in blocks[0]["errors"]:
+        ratios = [block["errors"][name] / block["errors"]["torch"] for block in blocks]
+        of_all = mean([block["errors"][name] for block in blocks])
+        errors.append((name, f"{of_all:.1f}", f"{mean(ratios):.2f}", f"{max(ratios):.2f}"))
+    trips = [("trip", "files", "MB", "every tensor identical")]
+    for trip in sorted({file["trip"] for file in found["files"]}):
+        files = [file for file in found["files"] if file["trip"] == trip]
+        megabytes = f"{sum(file['megabytes'] for file in files):.0f}"
+        same = f"{sum(map(kept, files))} of {len(files)}"
+        trips.append((trip, str(len(files)), megabytes, same))
+    return {"Errors": errors, "Whole files": trips}
+
+
+def kinds(found: dict[str, Any]) -> str:
+    """How many blocks have which layout."""
+    layouts = Counter(block["layout"] for block in found["blocks"])
+    return ", ".join(f"{count} in the layout of {layout}" for layout, count in layouts.items())
+
+
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    blocks, names = found["blocks"], list(found["blocks"][0]["errors"])
-    layouts = Counter(block["layout"] for block in blocks)
-    rows = []
-    for name in names:
-        ratios = [block["errors"][name] / block["errors"]["torch"] for block in blocks]
-        errors = [block["errors"][name] for block in blocks]
-        rows.append(
-            [name, f"{mean(errors):.1f}", *(f"{x:.2f}" for x in (mean(ratios), max(ratios)))]
-        )
-    trips = [
-        [
-            trip,
-            str(len(files)),
-            f"{sum(file['megabytes'] for file in files):.0f}",
-            f"{sum(map(kept, files))} of {len(files)}",
-        ]
-        for trip in sorted({file["trip"] for file in found["files"]})
-        if (files := [file for file in found["files"] if file["trip"] == trip])
-    ]
-    kinds = ", ".join(f"{count} in the layout of {layout}" for layout, count in layouts.items())
-    return f"""![Forward error of five implementations on every block: RMS against float64, in the \
-error that rounding the exact output to float32 makes](errors.png)
-
-## What was done
-
-{len(blocks)} attention blocks ({kinds}) were found in the checkpoints of two published packages.
-Each was loaded into a real torch, Keras (on {found["keras_backend"]}), Flax linen and Flax nnx
-layer, run on one padded batch, and read back: its weights are compared bit by bit after every
-trip.
-
-{table(["implementation", "error", "relative to torch", "at most"], rows)}
-
-Error: geometric mean over blocks, in rounding floors of the output.
-
-## Whole files
-
-Every file was converted to other layouts and formats and back; no tensor may change.
-
-{table(["trip", "files", "MB", "every tensor identical"], trips)}
-"""
+    return fill(globals(), found=found)
 
 
 def kept(file: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from experiments import records
 from experiments.report import build, refresh, registry
-from experiments.report.registry import EXPERIMENTS, Experiment
+from experiments.report.registry import EXPERIMENTS, Entry
 
 EXAMPLES = """examples:
   python -m experiments.report                    seconds when nothing changed, else minutes
@@ -80,7 +80,7 @@ def make(target: Path, chosen: set[str], *, keep: bool) -> int:
     return int(bool(failed))
 
 
-def damaged(experiments: Sequence[Experiment]) -> list[str]:
+def damaged(experiments: Sequence[Entry]) -> list[str]:
     """Lines on those whose page cannot be made, with what makes them again."""
     return [
         f"{experiment.name}: {reason}; {experiment.page.COMMAND} makes it again"
@@ -107,7 +107,7 @@ def check() -> int:
     return int(bool(reasons))
 
 
-def listed(experiment: Experiment) -> dict[str, Any]:
+def listed(experiment: Entry) -> dict[str, Any]:
     """What scripts may want to know."""
     damage = registry.damaged(experiment)
     found = None if damage else registry.found(experiment)

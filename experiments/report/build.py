@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from experiments.report import markup, registry
-from experiments.report.registry import Experiment
+from experiments.report.registry import Entry
 
 TEMPLATE = Path(__file__).with_name("template.html")
 NOT_RUN = "Not run yet."
@@ -22,7 +22,7 @@ Experiments that take long or need another machine are not run again by it: thei
 stored, and that page says below each whether the code has changed since, as does
 `python -m experiments.report --json` (`remade` is false for them).
 """
-Groups = Mapping[str, Sequence[Experiment]]
+Groups = Mapping[str, Sequence[Entry]]
 
 
 def page(groups: Groups = registry.GROUPS) -> str:
@@ -40,7 +40,7 @@ def page(groups: Groups = registry.GROUPS) -> str:
     )
 
 
-def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
+def section(experiment: Entry, anchors: set[str]) -> dict[str, str]:
     """One experiment, in HTML."""
     found, shown = registry.found(experiment), experiment.page
     made = {
@@ -56,7 +56,7 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
         "made": "",
     }
     if found is not None:
-        made["answer"] = markup.inline(answer(shown, found))
+        made["answer"] = markup.inline(sentence(shown, found))
         text = body(shown, found)
         made["body"] = markup.body(text, experiment.folder, experiment.name, anchors)
         made["date"] = date(found)
@@ -66,11 +66,11 @@ def section(experiment: Experiment, anchors: set[str]) -> dict[str, str]:
     return made
 
 
-def readme(experiment: Experiment, found: dict[str, Any]) -> str:
+def readme(experiment: Entry, found: dict[str, Any]) -> str:
     """One experiment, in Markdown, for its folder."""
     shown = experiment.page
     return (
-        f"# {shown.QUESTION}\n\n**{answer(shown, found)}**\n\n{body(shown, found)}\n\n---\n\n"
+        f"# {shown.QUESTION}\n\n**{sentence(shown, found)}**\n\n{body(shown, found)}\n\n---\n\n"
         f"`{shown.COMMAND}` · {origin(found)}\n"
     )
 
@@ -85,7 +85,7 @@ def table(groups: Groups = registry.GROUPS) -> str:
     return "\n".join(parts)
 
 
-def row(experiment: Experiment) -> str:
+def row(experiment: Entry) -> str:
     """Question, command, date, result, conclusion."""
     found, shown = registry.found(experiment), experiment.page
     place = experiment.results.relative_to(registry.HERE)
@@ -94,7 +94,7 @@ def row(experiment: Experiment) -> str:
     pages = place.with_suffix(".md") if experiment.module else f"{experiment.name}/"
     question = f"[{shown.QUESTION}]({pages})"
     result = f"[{place.name}]({place})"
-    conclusion = answer(shown, found).replace("|", "\\|")
+    conclusion = sentence(shown, found).replace("|", "\\|")
     return f"| {question} | `{shown.COMMAND}` | {date(found)} | {result} | {conclusion} |"
 
 
@@ -109,7 +109,7 @@ def files(groups: Groups = registry.GROUPS) -> dict[Path, str]:
     return made
 
 
-def answer(shown: Any, found: dict[str, Any]) -> str:
+def sentence(shown: Any, found: dict[str, Any]) -> str:
     """The conclusion of a page, as a sentence."""
     conclusion: str = shown.conclusion(found)
     return conclusion.rstrip(".") + "."
@@ -118,7 +118,7 @@ def answer(shown: Any, found: dict[str, Any]) -> str:
 def body(shown: Any, found: dict[str, Any]) -> str:
     """The text of a page without the conclusion at its start, which stands above it."""
     text: str = shown.text(found)
-    conclusion = answer(shown, found).rstrip(".")
+    conclusion = sentence(shown, found).rstrip(".")
     stripped = text.strip()
     if stripped.startswith(conclusion):
         stripped = stripped.removeprefix(conclusion).lstrip(". \n")
@@ -126,7 +126,7 @@ def body(shown: Any, found: dict[str, Any]) -> str:
 
 
 def about(found: dict[str, Any]) -> dict[str, Any]:
-    """Date, versions and machine: beside the results, or under `about`."""
+    """Date, versions and machine: next to the results, or under `about`."""
     kept: dict[str, Any] = found.get("about", found)
     return kept
 

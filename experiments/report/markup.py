@@ -1,4 +1,4 @@
-"""Markdown with figures beside it as HTML that stands alone."""
+"""Markdown with figures next to it as HTML that stands alone."""
 
 import base64
 import html

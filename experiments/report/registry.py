@@ -11,7 +11,7 @@ FIGURE = re.compile(r"\]\(([^()\s]+\.(?:svg|png))\)")
 HERE = Path(__file__).parents[1]
 
 
-class Experiment(NamedTuple):
+class Entry(NamedTuple):
     """Attributes:
     name: of its folder in experiments/, and of its anchor on the page.
     seconds: that it takes about, if the page may run it again; None: its stored results are shown.
@@ -40,51 +40,51 @@ class Experiment(NamedTuple):
         return importlib.import_module(self.module or f"experiments.{self.name}.page")
 
 
-GROUPS: dict[str, tuple[Experiment, ...]] = {
+GROUPS: dict[str, tuple[Entry, ...]] = {
     "The questions this project grew from": (
-        Experiment("attribution", 60),
-        Experiment("heads", 120),
-        Experiment("dataflow", 60),
-        Experiment("claims", 40),
+        Entry("attribution", 60),
+        Entry("heads", 120),
+        Entry("dataflow", 60),
+        Entry("claims", 40),
     ),
     "Weights and masks": (
-        Experiment("initialisation", 60),
-        Experiment("numerics", 120),
-        Experiment("pictures", 20),
-        Experiment("real_weights"),
-        Experiment("encoders"),
-        Experiment("fuzz", result="results/fuzz.json"),
+        Entry("initialisation", 60),
+        Entry("numerics", 120),
+        Entry("pictures", 20),
+        Entry("real_weights"),
+        Entry("encoders"),
+        Entry("fuzz", result="results/fuzz.json"),
     ),
     "Speed": (
-        Experiment("benchmarks", result="benchmarks/results/full.json"),
-        Experiment(
-            "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_page"
+        Entry("benchmarks", result="benchmarks/results/full.json"),
+        Entry(
+            "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_report"
         ),
-        Experiment("cuts"),
-        Experiment("environment"),
-        Experiment("train"),
-        Experiment("throughput", result="results/throughput.json"),
+        Entry("tiling"),
+        Entry("environment"),
+        Entry("train"),
+        Entry("throughput", result="results/throughput.json"),
     ),
-    "Scale": (Experiment("scaling"),),
+    "Scale": (Entry("scaling"),),
 }
 EXPERIMENTS = tuple(experiment for group in GROUPS.values() for experiment in group)
 
 
-def found(experiment: Experiment) -> dict[str, Any] | None:
+def found(experiment: Entry) -> dict[str, Any] | None:
     """Its stored results."""
     if not experiment.results.is_file():
         return None
     return records.load(experiment.results)
 
 
-def stale(experiment: Experiment) -> str | None:
+def stale(experiment: Entry) -> str | None:
     """Why it has to run again before the page is made, or None."""
     if experiment.seconds is None:
         return None
     return records.stale(experiment.results) or lost(experiment)
 
 
-def outgrown(experiment: Experiment) -> str | None:
+def outgrown(experiment: Entry) -> str | None:
     """Whether the code has changed since one was run that is not run again here; None if not."""
     if experiment.seconds is not None:
         return None
@@ -97,7 +97,7 @@ def outgrown(experiment: Experiment) -> str | None:
     return f"Older than the code: {reason}." if reason else None
 
 
-def damaged(experiment: Experiment) -> str | None:
+def damaged(experiment: Entry) -> str | None:
     """What keeps its page from being made, or None."""
     try:
         stored = found(experiment)
@@ -110,7 +110,7 @@ def damaged(experiment: Experiment) -> str | None:
     return lost(experiment)
 
 
-def lost(experiment: Experiment) -> str | None:
+def lost(experiment: Entry) -> str | None:
     """The figures of its page that are not there, or None."""
     page = experiment.folder / "README.md"
     names = FIGURE.findall(page.read_text()) if page.is_file() else []

@@ -6,18 +6,15 @@ that they read and write, are counted by formula (loops that skip blocks have no
 turns). Times are predicted from both and published figures of two accelerators.
 """
 
-import json
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "256"
 
-from experiments import records
-from experiments.scaling import page
+from experiments import frame
 from experiments.scaling.hlo import collectives
 from experiments.scaling.layer import LAYOUTS, B, D, H, K, N, T, lowered, work
 from experiments.scaling.machines import EFFICIENCY, MACHINES, seconds
@@ -25,9 +22,8 @@ from experiments.scaling.machines import EFFICIENCY, MACHINES, seconds
 EXAMPLES = """examples:
   python -m experiments.scaling                  table of every layout, minutes
   python -m experiments.scaling --devices 8 --layout ring
-  python -m experiments.scaling --write          and results.json, scaling.png beside it
+  python -m experiments.scaling --write          and results.json, scaling.png
 """
-HERE = Path(__file__).parent
 DEVICES = (8, 16, 32, 64, 128, 256)
 MARKS = {"data": "o-", "tensor": "s-", "ring": "^-", "allgather": "v--"}
 
@@ -60,14 +56,14 @@ def measured(layout: str, devices: int) -> dict[str, Any]:
     }
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def efficiency(found: dict[str, Any]) -> Any:
     """Efficiency by devices, one panel per machine."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(MACHINES), figsize=(9, 3.6), sharey=True)
     for panel, name in zip(panels, MACHINES, strict=True):
         for layout in LAYOUTS:
-            these = [row for row in rows if row["layout"] == layout]
+            these = [row for row in found["rows"] if row["layout"] == layout]
             xs = [row["devices"] for row in these]
             ys = [row["efficiency"][name] for row in these]
             panel.plot(xs, ys, MARKS[layout], label=layout)
@@ -79,60 +75,44 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     panels[0].set_ylim(0, 1.05)
     panels[0].legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; 0, or 2 for bad input."""
-    parser = ArgumentParser(
-        prog="python -m experiments.scaling",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only these")
-    parser.add_argument("--devices", action="append", type=int, choices=DEVICES, help="only these")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
-    parser.add_argument("--write", action="store_true", help="keep table, figure and rows")
-    options = parser.parse_args(arguments)
+def measure(chosen: Namespace) -> dict[str, Any]:
+    """Every layout on every number of devices; no more than heads where these are spread."""
+    if chosen.write and (chosen.layout or chosen.devices):
+        raise ValueError("--write stores all of it: leave --layout and --devices out")
+    jobs = [
+        (layout, devices)
+        for layout in chosen.layout or LAYOUTS
+        for devices in chosen.devices or DEVICES
+        if layout != "tensor" or devices <= N
+    ]
     rows = []
-    for layout in options.layout or LAYOUTS:
-        for devices in options.devices or DEVICES:
-            if layout == "tensor" and devices > N:
-                continue  # there are no more heads
+    with frame.bars(layouts=len(jobs)) as tick:
+        for layout, devices in jobs:
             rows.append(measured(layout, devices))
-            print(f"{layout} on {devices}", file=sys.stderr, flush=True)
-    print(json.dumps(rows) if options.json else page.rows_of(rows, list(MACHINES)))
-    if options.write:
-        report(rows)
-    return 0
-
-
-def report(rows: list[dict[str, Any]]) -> None:
-    """Writes rows and figure."""
-    found = {
-        "method": (__doc__ or "").strip().split("\n\n", 1)[1].replace("\n", " "),
-        "assumptions": (
-            f"One layer, forward and backward, causal, bfloat16: B={B}, T={T}, N={N}, K={K}, "
-            f"H={H}, D={D}. Products reach {EFFICIENCY:.0%} of the peak. Sums of gradients (data) "
-            "run beside products; sums after the output projection (tensor), moves of the ring "
-            "(what arrives takes the place of what has left) and gathered keys (allgather) do "
-            "not. Positions of ring and allgather are in zig-zag order. Sums over devices after the "
-            "output projection, and of gradients of weights, keys and values, are in float32 by "
-            "choice: nothing is rounded before it is summed, for twice the bytes; that of slopes "
-            "of features (tensor, backward) is in bfloat16. float16 stands for bfloat16 in the "
-            "compiled programs, since the CPU would widen what is sent. Devices are in a ring; in "
-            "a torus it lies along one axis, where sums and gathers use both directions of its "
-            "links, and moves of the ring one."
-        ),
+            tick("layouts", f"{layout} on {devices}")
+    sizes = {"B": B, "T": T, "N": N, "K": K, "H": H, "D": D, "efficiency": EFFICIENCY}
+    return {
+        "sizes": sizes,
         "machines": {name: m.source for name, m in MACHINES.items()},
         "room": {name: m.room for name, m in MACHINES.items()},
         "rows": rows,
     }
-    records.save(HERE / "results.json", found, command="python -m experiments.scaling --write")
-    draw(rows, HERE / "scaling.png")
 
+
+EXPERIMENT = frame.Experiment(
+    "scaling",
+    __doc__,
+    EXAMPLES,
+    measure,
+    options={
+        "--layout": {"action": "append", "choices": LAYOUTS, "help": "only these"},
+        "--devices": {"action": "append", "type": int, "choices": DEVICES, "help": "only these"},
+    },
+    figures={"scaling.png": (efficiency, "Predicted efficiency of every layout")},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(frame.run(EXPERIMENT))

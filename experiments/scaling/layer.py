@@ -9,7 +9,7 @@ LAYOUTS = ("data", "tensor", "ring", "allgather")
 # Grouped queries, causal, a batch of 2 million positions.
 B, T, N, K, H = 256, 8192, 64, 8, 128
 D = N * H
-HIDDEN = {"data"}  # sums of gradients run beside products
+HIDDEN = {"data"}  # sums of gradients run while products do
 # Stands for bfloat16, which has its size: what is sent in bfloat16 the CPU would widen.
 HALF = "float16"
 
@@ -45,12 +45,12 @@ def lowered(layout: str, devices: int, dtype: str = HALF) -> Any:
     x = array((B, T, D), sharding.activations(**rows))
     name = layout if axis == "context" else None
 
-    def step(params: Any, x: Any, slope: Any) -> Any:
+    def step(params: Any, x: Any, cotangent: Any) -> Any:
         def out(params: Any, x: Any) -> Any:
             return jaxmha.multi_head_attention(params, x, is_causal=True, implementation=name)
 
         found, pull = jax.vjp(out, params, x)
-        return found, pull(slope)
+        return found, pull(cotangent)
 
     with sharding.use(mesh, **{axis: axis}, zigzag=axis == "context"):
         return jax.jit(step).lower(params, x, x)

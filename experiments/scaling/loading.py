@@ -85,7 +85,6 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         import numpy as np
         from jax.sharding import PartitionSpec
 
-        from jaxmha.converters.migrate.lazy_slices import Slices
         from jaxmha.converters.sharded import distributed
 
         mesh: Any = jax.make_mesh((jax.device_count(),), ("tensor",))
@@ -96,16 +95,13 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
             "heads": spec(None, "tensor", None),
         }
         looked: list[int] = []
-        original = Slices.read
 
-        def counted(slices: Slices, part: Any) -> Any:
+        def see(slices: Any, part: Any) -> None:
             # What lies over a file is read through the map; else by calls, which the system counts.
             if slices.is_mapped(part):
                 looked.append(part.nbytes)
-            return original(slices, part)
 
-        watched: Any = counted
-        Slices.read = watched  # type: ignore[method-assign]
+        workers.watch(see)
         ready: Any = jax.block_until_ready
         found = {}
         small = {"a": jax.make_array_from_callback((8,), sharding_of(mesh), lambda _: np.ones(8))}
@@ -115,7 +111,7 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         distributed.load_sharded(options.folder / "first", mesh, {})
         for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
             looked.clear()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
             before, called = resident("VmRSS"), by_calls()
             arrays = distributed.load_sharded(options.folder / name, mesh, specs)
             ready(arrays)

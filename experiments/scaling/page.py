@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from experiments.benchmarks.report import table
-from experiments.scaling.layer import LAYOUTS
+from experiments.pages import Tables, fill
 
 QUESTION = "Where does each layout of one layer stop scaling?"
 COMMAND = "python -m experiments.scaling --write"
@@ -12,17 +11,18 @@ ENOUGH = 0.9
 
 def conclusion(found: dict[str, Any]) -> str:
     """Two sentences."""
+    layouts = dict.fromkeys(row["layout"] for row in found["rows"])
     last = {
         (layout, machine): most(found, layout, machine)
-        for layout in LAYOUTS
+        for layout in layouts
         for machine in found["machines"]
     }
     parts = "; ".join(
         f"on {machine} "
-        + ", ".join(f"{layout} {last[layout, machine] or 'nowhere'}" for layout in LAYOUTS)
+        + ", ".join(f"{layout} {last[layout, machine] or 'nowhere'}" for layout in layouts)
         for machine in found["machines"]
     )
-    first = {layout: fewest(found, layout) for layout in LAYOUTS}
+    first = {layout: fewest(found, layout) for layout in layouts}
     needs = ", ".join(f"{name} from {n}" if n else f"{name} nowhere" for name, n in first.items())
     return (
         "Predicted from messages of compiled programs, formulas of products and published "
@@ -45,41 +45,19 @@ def fewest(found: dict[str, Any], layout: str) -> int:
     return min((row["devices"] for row in rows if row["memory"] <= room), default=0)
 
 
-def rows_of(rows: list[dict[str, Any]], machines: list[str]) -> str:
-    """The table, in Markdown; efficiency: speed-up over a device alone by the number of devices."""
-    head = ["layout", "devices", "TFLOP", "GB sent", "GB arguments", "GB in all"]
-    head += [f"{m}: ms, efficiency" for m in machines]
-    return table(
-        head,
-        [
-            [
-                row["layout"],
-                str(row["devices"]),
-                f"{row['flops'] / 1e12:.1f}",
-                *(f"{row[name] / 1e9:.2f}" for name in ("sent", "arguments", "memory")),
-                *(f"{1e3 * row[m]:.1f}, {row['efficiency'][m]:.0%}" for m in machines),
-            ]
-            for row in rows
-        ],
-    )
+def tables(found: dict[str, Any]) -> Tables:
+    """Of every layout; efficiency: speed-up over a device alone by the number of devices."""
+    machines = list(found["machines"])
+    rows = [["layout", "devices", "TFLOP", "GB sent", "GB arguments", "GB in all"]]
+    rows[0] += [f"{m}: ms, efficiency" for m in machines]
+    for row in found["rows"]:
+        gigabytes = (f"{row[name] / 1e9:.2f}" for name in ("sent", "arguments", "memory"))
+        times = (f"{1e3 * row[m]:.1f}, {row['efficiency'][m]:.0%}" for m in machines)
+        flops = f"{row['flops'] / 1e12:.1f}"
+        rows.append([row["layout"], str(row["devices"]), flops, *gigabytes, *times])
+    return {"Layouts": rows}
 
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    machines = found["machines"]
-    sources = "\n".join(f"- {name}: {source}." for name, source in machines.items())
-    return f"""![Predicted efficiency of every layout by the number of devices](scaling.png)
-
-## What was done
-
-{found["method"]}
-
-{found["assumptions"]}
-
-{sources}
-
-{rows_of(found["rows"], list(machines))}
-
-In all: arguments, results and what is between, as the compiler for CPU allots them; another may
-need less, and none less than the arguments.
-"""
+    return fill(globals(), found=found)

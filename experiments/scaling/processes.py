@@ -1,4 +1,4 @@
-"""One attention layer on several processes of this machine, beside one process alone.
+"""One attention layer on several processes of this machine, and on one process alone.
 
 Processes speak over loopback (`jax.distributed`). Each reads its own part of a checkpoint, runs
 the layer and its gradient, and compares with what it computes alone.
@@ -39,7 +39,7 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
         "--mask",
         action="append",
         choices=MASKS,
-        help="what is asked for beside causal (default: padded); several: each",
+        help="what is asked for besides causal (default: padded); several: each",
     )
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--checkpoint", type=Path, help="used by the command itself")
@@ -139,7 +139,7 @@ def error(layout: str, masked: str, path: Path) -> float:
 
     mesh, names = mesh_of(layout)
     rng = np.random.default_rng(1)
-    x, slope = (rng.standard_normal((B, T, N * H)).astype(np.float32) for _ in range(2))
+    x, cotangent = (rng.standard_normal((B, T, N * H)).astype(np.float32) for _ in range(2))
     segments = np.repeat([[0, 1, 2]], B, axis=0).repeat([T // 2, T // 3, T - T // 2 - T // 3], 1)
     masks = {
         "padded": Mask.lengths(key_value=np.asarray([T, T // 2, 7, T - 1])),
@@ -149,7 +149,7 @@ def error(layout: str, masked: str, path: Path) -> float:
     mask = Mask.causal() & masks[masked]
     implementation = layout if layout in ("ring", "allgather") else None
 
-    def run(params: Any, x: Any, slope: Any) -> Any:
+    def run(params: Any, x: Any, cotangent: Any) -> Any:
         attend = partial(
             jaxmha.multi_head_attention,
             mask=mask,
@@ -158,7 +158,7 @@ def error(layout: str, masked: str, path: Path) -> float:
             dropout_key=jax.random.key(5),
         )
         out, pull = jax.vjp(lambda params, x: attend(params, x), params, x)
-        return out, *pull(slope)
+        return out, *pull(cotangent)
 
     with checkpoint.open(path) as file:
         whole = from_leaves({name: jnp.asarray(file[name]) for name in file})
@@ -168,14 +168,14 @@ def error(layout: str, masked: str, path: Path) -> float:
     arrays = load_sharded(path, mesh, specs)
     spread = [
         jax.make_array_from_callback(y.shape, place, y.__getitem__)
-        for y in (x, slope)
+        for y in (x, cotangent)
         for place in [jax.NamedSharding(mesh, sharding.activations(**features))]
     ]
     with sharding.use(mesh, **names):
         spreading = jax.jit(run)
-        got, again = (spreading(from_leaves(arrays), *spread) for _ in range(2))
+        got, again = (spreading(from_leaves({**arrays}), *spread) for _ in range(2))
     implementation = None
-    expected = jax.jit(run)(whole, x, slope)
+    expected = jax.jit(run)(whole, x, cotangent)
     same = all(
         (np.asarray(a.data) == np.asarray(b.data)).all()
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True)
@@ -196,20 +196,12 @@ def error(layout: str, masked: str, path: Path) -> float:
 def share(path: Path) -> float:
     """Of the bytes of a checkpoint, those this process reads where heads are spread."""
     from jaxmha import sharding
-    from jaxmha.converters.migrate.lazy_slices import Slices
     from jaxmha.converters.sharded import distributed
     from jaxmha.params import from_leaves, leaves
 
     mesh, names = mesh_of("tensor")
     read: list[int] = []
-    original = Slices.read
-
-    def counted(slices: Slices, part: Any) -> Any:
-        read.append(part.nbytes)
-        return original(slices, part)
-
-    watched: Any = counted
-    Slices.read = watched  # type: ignore[method-assign]
+    workers.watch(lambda _, part: read.append(part.nbytes))
 
     def specs(state: Any) -> Any:
         return leaves(sharding.specs(from_leaves(state), mesh=mesh, **names))

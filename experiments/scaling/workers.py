@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,3 +78,17 @@ def joined(options: Namespace) -> Iterator[None]:
     finally:
         shutdown: Any = jax.distributed.shutdown
         shutdown()
+
+
+def watch(see: Callable[[Any, Any], None]) -> None:
+    """Calls `see(slices, part)` before every read of a part of a checkpoint."""
+    from jaxmha.converters.migrate.lazy_slices import Slices
+
+    original = Slices.read
+
+    def watched(slices: Slices, part: Any) -> Any:
+        see(slices, part)
+        return original(slices, part)
+
+    reader: Any = watched
+    Slices.read = reader  # type: ignore[method-assign]

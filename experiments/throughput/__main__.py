@@ -1,15 +1,10 @@
-"""Migration of a large checkpoint beside `cp`, `sync` and one read of the copy, in turns.
-
-    python -m experiments.throughput [--size 2147483648] [--rounds 5] [--folder DIR] [--write]
+"""Migration of a large checkpoint next to `cp`, `sync` and one read of the copy, in turns.
 
 The checkpoint has attention blocks of torch.nn.MultiheadAttention; they are written in the layout
 of Flax, whose kernels are transposed. Digests are checked on reading, kept, and checked once more
-on what was written; files are synced. With --write the result is experiments/results/
-throughput.json.
+on what was written; files are synced.
 """
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -18,20 +13,20 @@ import sys
 import tempfile
 import time
 import zlib
+from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments import records
+from experiments import frame
 from jaxmha import checkpoint
 from jaxmha.converters.migrate import pipeline
 
 E, HEADS = 2048, 16
 BLOCK = (3 * E * E + E * E + 4 * E) * 4  # bytes
 SETTLED = 8.0  # seconds
-RESULT = Path(__file__).parents[1] / "results" / "throughput.json"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -107,43 +102,49 @@ def memory(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", type=int, default=2 << 30, help="bytes (default: 2 GiB)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where; default: the system's folder")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    parser.add_argument("--migrate", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.migrate:
-        return convert(*options.migrate)
-    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+def measure(chosen: Namespace) -> dict[str, Any]:
+    """Copies and migrations in turns."""
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         source, target = Path(scratch) / "source.safetensors", Path(scratch) / "target.safetensors"
-        make(source, max(1, options.size // BLOCK))
+        make(source, max(1, chosen.size // BLOCK))
         size = source.stat().st_size
         ways = {"copy": copied, "migrate": migrated}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         peak = 0.0
-        for turn in range(options.rounds):
+        for turn in range(chosen.rounds):
             for way in random.Random(turn).sample(list(ways), len(ways)):
                 took, most = ways[way](source, target)
                 peak = max(peak, most)
                 seconds[way].append(took)
-                print(f"{way:8} {took:7.2f} s {size / took / 1e6:7.0f} MB/s", flush=True)
+                rate = f"{way:8} {took:7.2f} s {size / took / 1e6:7.0f} MB/s"
+                print(rate, file=sys.stderr, flush=True)
     ratios = [c / m for c, m in zip(seconds["copy"], seconds["migrate"], strict=True)]
-    result: dict[str, Any] = {
+    return {
         "bytes": size,
         "seconds": seconds,
         "throughput_of_copy": round(statistics.median(ratios), 3),
         "peak_mib": round(peak),
         "largest_tensor_mib": 3 * E * E * 4 >> 20,
+        "libraries": {name: version(name) for name in ("ml_dtypes", "xxhash")},
     }
-    print(json.dumps(result, indent=1))
-    if options.write:
-        RESULT.parent.mkdir(exist_ok=True)
-        result["libraries"] = {name: version(name) for name in ("ml_dtypes", "xxhash")}
-        records.save(RESULT, result, command="make throughput", seed=0)
 
+
+EXPERIMENT = frame.Experiment(
+    "throughput",
+    __doc__,
+    "examples:\n  python -m experiments.throughput --size 2147483648 --rounds 5 --write",
+    measure,
+    options={
+        "--size": {"type": int, "default": 2 << 30, "help": "bytes (default: 2 GiB)"},
+        "--rounds": {"type": int, "default": 5, "help": "default 5"},
+        "--folder": {"type": Path, "help": "where; default: the system's folder"},
+    },
+    seed=0,
+    result="results/throughput.json",
+)
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--migrate"]:
+        convert(*sys.argv[2:])
+    else:
+        sys.exit(frame.run(EXPERIMENT))

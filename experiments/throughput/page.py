@@ -3,9 +3,9 @@
 from statistics import median
 from typing import Any
 
-from experiments.benchmarks.report import table
+from experiments.pages import Tables, fill
 
-QUESTION = "How fast, and in how much memory, is a 2 GiB checkpoint migrated, beside `cp`, `sync` and one read?"
+QUESTION = "How fast, and in how much memory, is a 2 GiB checkpoint migrated, next to `cp`, `sync` and one read?"
 COMMAND = "make throughput"
 
 
@@ -18,14 +18,15 @@ def conclusion(found: dict[str, Any]) -> str:
     )
 
 
+def tables(found: dict[str, Any]) -> Tables:
+    """Seconds and rates."""
+    rows = [("way", "median s", "MB/s")]
+    for way, seconds in found["seconds"].items():
+        middle = median(seconds)
+        rows.append((way, f"{middle:.2f}", f"{found['bytes'] / middle / 1e6:.0f}"))
+    return {"Ways": rows}
+
+
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    rows = [
-        [way, f"{median(seconds):.2f}", f"{found['bytes'] / median(seconds) / 1e6:.0f}"]
-        for way, seconds in found["seconds"].items()
-    ]
-    return f"""{found["bytes"] / 2**30:.1f} GiB of attention blocks in torch's layout are written in
-Flax's, with digests checked and files synced; rounds alternate with `cp`, `sync` and one read.
-
-{table(["way", "median s", "MB/s"], rows)}
-"""
+    return fill(globals(), found=found)

@@ -69,7 +69,7 @@ def functions(folder: Path) -> Iterator[bytes]:
 
 
 def batch(examples: Examples, size: int, seed: int, step: int) -> Examples:
-    """The batch of a step, which depends on nothing else: every epoch is shuffled anew."""
+    """The batch of a step, which depends on nothing else: every epoch is shuffled again."""
     epoch, place = divmod(step, len(examples.labels) // size)
     order = np.random.default_rng((seed, epoch)).permutation(len(examples.labels))
     return examples.take(order[place * size : (place + 1) * size])

@@ -1,19 +1,15 @@
 """Loss and accuracy of the run; loss of both attentions side by side."""
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def curves(results: dict[str, Any]) -> Any:
     """Two panels, and a third where the attentions were compared."""
-    curve, beside = results["curve"], results["side_by_side"]
-    count = 3 if beside else 2
+    curve, compared = results["curve"], results["side_by_side"]
+    count = 3 if compared else 2
     figure, axes = plt.subplots(1, count, figsize=(4.2 * count, 3.6), layout="constrained")
     loss = np.array(curve["loss"])
     window = min(20, len(loss))
@@ -31,14 +27,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes[1].set_ylim(0, 100)
     axes[1].set_xlim(left=0)
     axes[1].set_ylabel("accuracy on held-out functions (%)")
-    if beside:
-        for name, style in zip(beside["runs"], ("-", "k--"), strict=True):
-            run = beside["runs"][name]
+    if compared:
+        for name, style in zip(compared["runs"], ("-", "k--"), strict=True):
+            run = compared["runs"][name]
             label = f"{name}: {1e3 * run['seconds_per_step']:.0f} ms per step"
             steps = range(1, len(run["loss"]) + 1)
             axes[2].plot(steps, run["loss"], style, label=label, linewidth=3 if style == "-" else 1)
         axes[2].set_ylabel("training loss, same seed, no dropout")
-        axes[2].set_title(f"largest relative difference {beside['difference']:.0e}", fontsize=9)
+        axes[2].set_title(f"largest relative difference {compared['difference']:.0e}", fontsize=9)
         axes[2].legend(fontsize=8)
     for panel in axes:
         panel.set_xlabel("step")
@@ -50,5 +46,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
         f"(jax {versions['jax']}, flax {versions['flax']}, CPU)",
         fontsize=10,
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.benchmarks.report import table
+from experiments.pages import Tables, fill
 
 QUESTION = "Does a Flax model train the same with this attention, and faster?"
 COMMAND = "make train"
@@ -10,49 +10,31 @@ COMMAND = "make train"
 
 def conclusion(found: dict[str, Any]) -> str:
     """One sentence."""
-    beside = found["side_by_side"]
-    steps = len(beside["runs"]["jaxmha"]["loss"])
-    ours, theirs = (beside["runs"][name]["seconds_per_step"] for name in ("jaxmha", "flax"))
+    compared = found["side_by_side"]
+    if not compared:
+        return "Not compared: --side-by-side takes steps of both attentions."
+    steps = len(compared["runs"]["jaxmha"]["loss"])
+    ours, theirs = (compared["runs"][name]["seconds_per_step"] for name in ("jaxmha", "flax"))
     return (
         f"The same: losses of {steps} steps equal those of Flax's own attention within "
-        f"{beside['difference']:.0e}; a step takes {ours / theirs:.2f} times as long."
+        f"{compared['difference']:.0e}; a step takes {ours / theirs:.2f} times as long."
     )
+
+
+def tables(found: dict[str, Any]) -> Tables:
+    """Both attentions step by step, and evaluations of the whole training."""
+    runs = [("attention", "first loss", "last loss", "ms per step", "s to compile")]
+    for name, run in found["side_by_side"]["runs"].items() if found["side_by_side"] else ():
+        losses = (f"{run['loss'][0]:.4f}", f"{run['loss'][-1]:.4f}")
+        milliseconds = f"{1e3 * run['seconds_per_step']:.0f}"
+        runs.append((name, *losses, milliseconds, f"{run['seconds_to_compile']:.1f}"))
+    curve, learned = found["curve"], [("step", "held-out loss", "accuracy")]
+    columns = (curve["steps"], curve["held_out_loss"], curve["accuracy"])
+    for step, loss, accuracy in zip(*columns, strict=True):
+        learned.append((str(step), f"{loss:.3f}", f"{accuracy:.1%}"))
+    return {"Step by step": runs, "The whole training": learned}
 
 
 def text(found: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    settings, curve, examples = found["settings"], found["curve"], found["examples"]
-    runs = [
-        [
-            name,
-            f"{run['loss'][0]:.4f}",
-            f"{run['loss'][-1]:.4f}",
-            f"{1e3 * run['seconds_per_step']:.0f}",
-            f"{run['seconds_to_compile']:.1f}",
-        ]
-        for name, run in found["side_by_side"]["runs"].items()
-    ]
-    learned = [
-        [str(step), f"{loss:.3f}", f"{accuracy:.1%}"]
-        for step, loss, accuracy in zip(
-            curve["steps"], curve["held_out_loss"], curve["accuracy"], strict=True
-        )
-    ]
-    return f"""![Loss and accuracy of the model, and both attentions step by step](curves.png)
-
-## Step by step
-
-The same model with either attention, same seed, no dropout.
-
-{table(["attention", "first loss", "last loss", "ms per step", "s to compile"], runs)}
-
-## The whole training
-
-A transformer of {settings["blocks"]} blocks (D={settings["D"]}, N={settings["N"]}, up to
-T={settings["T"]}) reads the first bytes of functions of the Python standard library and says which
-package each is from: {examples["trained on"]} examples, {examples["held out"]} held out, of which
-{found["most_frequent"]:.1%} are of the most frequent package. {settings["steps"]} steps of
-{settings["batch"]}, dropout {settings["dropout"]}, padding masks; {found["seconds"]} s in all.
-
-{table(["step", "held-out loss", "accuracy"], learned)}
-"""
+    return fill(globals(), found=found)

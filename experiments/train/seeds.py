@@ -1,5 +1,6 @@
 """One training from several seeds: weights and batches differ, the program is one."""
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,21 @@ import numpy as np
 from experiments.train.data import Examples
 from experiments.train.training import Settings, Trainer
 
+WINDOW = 10  # steps of which losses are means
 # Small enough that several seeds of several variants take a minute on two cores.
 SMALL = Settings(steps=200, dropout=0.0, T=64, blocks=1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--steps": {"type": int, "default": SMALL.steps, "help": f"of training; default {SMALL.steps}"},
+    "--seeds": {"type": int, "default": 5, "help": "of training; default 5"},
+}
+
+
+def check(chosen: Namespace) -> None:
+    """Raises ValueError where so many steps or seeds cannot be trained."""
+    if chosen.steps < WINDOW or chosen.steps % WINDOW:
+        raise ValueError(f"--steps must be a multiple of {WINDOW}, got {chosen.steps}")
+    if chosen.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2 for a spread, got {chosen.seeds}")
 
 
 def train(

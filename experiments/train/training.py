@@ -20,7 +20,7 @@ from experiments.train.model import Classifier
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a curve depends on, beside machine and versions."""
+    """Everything that a curve depends on, besides machine and versions."""
 
     attention: str = "jaxmha"
     seed: int = 0
@@ -79,7 +79,7 @@ class Trainer:
         size, found = self.settings.batch, []
         for start in range(0, len(self.held_out.labels), size):
             rows = np.arange(start, start + size) % len(self.held_out.labels)
-            losses, right = answers(self.model, *self.held_out.take(rows))
+            losses, right = judged(self.model, *self.held_out.take(rows))
             found.append(np.stack([losses, right]))
         self.model.train()
         loss, accuracy = np.concatenate(found, 1)[:, : len(self.held_out.labels)].mean(1)
@@ -200,13 +200,13 @@ def _step(model: Any, optimizer: Any, texts: Any, lengths: Any, labels: Any) -> 
     def mean(model: Any) -> Any:
         return _losses(model, texts, lengths, labels)[0].mean()
 
-    loss, slopes = nnx.value_and_grad(mean)(model)
-    optimizer.update(model, slopes)
+    loss, gradients = nnx.value_and_grad(mean)(model)
+    optimizer.update(model, gradients)
     return loss
 
 
 @nnx.jit  # type: ignore[untyped-decorator]
-def answers(model: Any, texts: Any, lengths: Any, labels: Any) -> tuple[Any, Any]:
+def judged(model: Any, texts: Any, lengths: Any, labels: Any) -> tuple[Any, Any]:
     """Loss of every example, and whether its label was found."""
     losses, logits = _losses(model, texts, lengths, labels)
     return losses, jnp.argmax(logits, -1) == labels

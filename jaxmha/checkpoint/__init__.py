@@ -3,10 +3,26 @@
     with checkpoint.open("model.safetensors") as file:
         checkpoint.write("model.pt", file)
 
+Example:
+    >>> import numpy, tempfile
+    >>> from jaxmha import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     done = checkpoint.write(f"{folder}/a.npz", {"bias": numpy.zeros(4)})
+    ...     done = checkpoint.write(
+    ...         f"{folder}/a.npz", {"bias": numpy.full(4, 0.1)}, force=True, dtype="float16"
+    ...     )
+    ...     print(done.losses["bias"].max_relative_error < 1e-3)
+    ...     print(checkpoint.open(f"{folder}/a.npz")["bias"])
+    True
+    [0.1 0.1 0.1 0.1]
+
 Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
 .weights.h5, .npz and orbax folders; reads .keras archives. Needs NumPy and ml_dtypes, h5py for
 Keras, tensorstore for orbax; never torch, keras, flax, or code from the file. A digest per tensor is
 kept and checked.
+
+Linux is what the tests run on. Nothing else of POSIX is needed: on Windows, which has no file locks,
+the temporaries of a killed writer stay and are named, and an orbax folder is not replaced in place.
 """
 
 from jaxmha.checkpoint.casting import Loss, cast

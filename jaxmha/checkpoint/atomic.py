@@ -1,10 +1,9 @@
-"""Putting a file in place in one step: at every moment it is the old one or the complete new one.
+"""Replaces a file in one step: at every moment it is the old one or the complete new one.
 
 The new file is written next to its target as one of its `temporaries`.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
@@ -12,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmha.checkpoint import temporaries
+from jaxmha.checkpoint import system, temporaries
 from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, WriteFailed
 from jaxmha.checkpoint.settling import flushing, settle
-
-_CWD, _NEW, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 FORCE = "--force (force=True)"
 
@@ -31,36 +28,36 @@ def replace(
     mode: int | None = None,
     size: int = 0,
 ) -> list[str]:
-    """Puts a file in place after `verify` has accepted it as it is on the disk.
+    """Writes a file under another name, verifies it, and gives it the name of the target.
 
     Args:
-        target: where; what is there stays until the last step, and its permissions stay.
+        target: the file to write. An existing file stays until the last step; its permissions are kept.
         emit: writes the content.
         verify: raises unless the file at the given path is right.
-        force: replace what is there.
+        force: replace an existing file.
         sources: files and folders that nothing may be put onto or into.
         mode: permissions of a new file; None: as the umask says.
-        size: bytes that `emit` writes at least. Where they are many, their place on the disk is taken
+        size: lower bound of the bytes that `emit` writes. If it is large, space on the disk is reserved
             first, and the disk writes while `emit` computes.
 
     Returns:
-        a line for everything that looks like a temporary of the target and was left alone.
+        one line for each file that looks like a temporary of the target and was not removed.
 
     Raises:
-        DestinationExists, WriteFailed, and whatever emit and verify raise.
+        DestinationExists, WriteFailed, and the errors of emit and verify.
     """
     with typed(target):
         old = check_target(target, force, sources)
         target = Path(os.path.realpath(target))  # a link typed by the user stays a link
         notes: list[str] = []
         temporaries.clean(target, sources, notes)
-        with temporary(target, mode if old is None else stat.S_IMODE(old.st_mode)) as (file, path):
+        with temporary(target, mode if old is None else mode_of(old)) as (file, path):
             with flushing(file.fileno(), size):
                 emit(file)
                 file.flush()
             settle(file.fileno())
             verify(path)
-            commit(path, target, force)
+            commit(file, path, target, force)
     return notes
 
 
@@ -72,7 +69,7 @@ def replace_by(
     sources: Sequence[Path] = (),
     mode: int | None = None,
 ) -> list[str]:
-    """`replace` by bytes that are there already."""
+    """`replace` with the given bytes."""
 
     def emit(file: BinaryIO) -> None:
         file.write(content)
@@ -82,7 +79,7 @@ def replace_by(
 
 @contextlib.contextmanager
 def typed(target: Path) -> Iterator[None]:
-    """The operating system's refusals as WriteFailed."""
+    """Raises errors of the operating system as WriteFailed."""
     try:
         yield
     except OSError as e:
@@ -92,7 +89,7 @@ def typed(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_back(target: Path, path: Path) -> Iterator[None]:
-    """Any refusal to read what was just written, at `path`, as WriteFailed of its target."""
+    """Raises errors of reading back the temporary `path` as WriteFailed of its target."""
     try:
         yield
     except WriteFailed:
@@ -103,49 +100,66 @@ def reading_back(target: Path, path: Path) -> Iterator[None]:
 
 
 def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFailed:
-    """The error of a file that holds something else than was written."""
+    """The error to raise if a file does not hold the written bytes."""
     return WriteFailed(
         target, f"does not read back as it was written{why}", "check the disk", member
     )
 
 
+def mode_of(status: os.stat_result | None) -> int | None:
+    """The permissions of a file to replace; None if there is none."""
+    return None if status is None else stat.S_IMODE(status.st_mode)
+
+
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
-    """A locked file next to the target. It is gone afterwards unless it was committed."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    """A new, locked file next to the target; it is removed afterwards unless it was committed."""
 
     def create(path: Path) -> int:
         # Without a file to replace, the umask decides.
-        return os.open(path, flags, 0o666 if mode is None else 0o600)
+        return system.create(path, 0o666 if mode is None else 0o600)
 
     fd, path = temporaries.create(target, create)
+    assert fd is not None
     status = os.fstat(fd)
     try:
         with os.fdopen(fd, "w+b") as file:
             if mode is not None:
-                os.fchmod(fd, mode)
+                system.set_mode(fd, path, mode)
             yield file, path
     finally:
         temporaries.unlink(path, status)
 
 
-def commit(path: Path, target: Path, force: bool) -> None:
-    """Gives content that is durable the name of the target, and makes that durable."""
+def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
+    """Renames a durable temporary to its target, and makes the name durable."""
+    release(file)
     put(path, target, force)
-    sync_folder(target.parent)
+    system.sync_folder(target.parent)
+
+
+def release(file: BinaryIO) -> None:
+    """Closes a temporary before it is renamed where its lock would do nothing.
+
+    Windows renames no open file; elsewhere the file stays open, and so locked, to the end.
+    """
+    if not system.has_locks():
+        file.close()
 
 
 @contextlib.contextmanager
 def temporary_folder(
     target: Path, parts: Callable[[Path], temporaries.IsPart], notes: list[str]
 ) -> Iterator[Path]:
-    """A locked folder next to the target. It, or the one that it was exchanged for, is gone
-    afterwards, but for files that are no `parts` of it, which get a line in `notes`.
+    """A new, locked folder next to the target.
+
+    Afterwards the folder of this name is removed: the temporary, or the old target that it was
+    exchanged for. Files that are no `parts` of it stay, with a line in `notes`.
     """
 
-    def create(path: Path) -> int:
+    def create(path: Path) -> int | None:
         os.mkdir(path)
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return system.open_created(path)
 
     fd, path = temporaries.create(target, create)
     try:
@@ -153,16 +167,18 @@ def temporary_folder(
     finally:
         if os.path.lexists(path) and not temporaries.remove_folder(path, parts(path)):
             notes.append(f"{path.name} stays: it holds other files")
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def settle_folder(path: Path) -> None:
-    """`settle` for every file of a folder, whose names are durable then."""
+    """Applies `settle` to every file of a folder, and makes the names durable."""
     for folder, _, files in os.walk(path):
         for file in files:
-            with open(os.path.join(folder, file), "rb") as content:
+            # Windows makes only files durable that are open for writing.
+            with open(os.path.join(folder, file), "r+b") as content:
                 settle(content.fileno())
-        sync_folder(Path(folder))
+        system.sync_folder(Path(folder))
 
 
 def commit_folder(
@@ -171,14 +187,14 @@ def commit_folder(
     old: os.stat_result | None,
     parts: Callable[[Path], temporaries.IsPart],
 ) -> None:
-    """Gives a durable folder the name of the target; the old one, if any, gets the other name.
+    """Renames a durable folder to its target; exchanges the names if there is an old folder.
 
     Raises:
         DestinationExists: another process was faster, or put a file of its own into the old folder,
             or the system cannot exchange two folders in one step.
     """
     if old is None:
-        if not _renamed(path, target, _NEW):
+        if not system.rename_new(path, target):
             try:
                 os.rename(path, target)  # fails on a file or a folder that is not empty
             except OSError as e:
@@ -189,24 +205,15 @@ def commit_folder(
                 raise DestinationExists(target, problem, remedy) from e
     else:
         os.chmod(path, stat.S_IMODE(old.st_mode))
-        if not _renamed(path, target, _EXCHANGE):
+        if not system.exchange(path, target):
             problem = "cannot be replaced in one step on this system"
             raise DestinationExists(target, problem, "remove it first, or choose another name")
         same = os.path.samestat(os.lstat(path), old)
         if not same or temporaries.others(path, parts(path)):
-            _renamed(path, target, _EXCHANGE)
+            system.exchange(path, target)
             problem = "was replaced, or got other files, meanwhile"
             raise DestinationExists(target, problem, "look at it, or choose another name")
-    sync_folder(target.parent)
-
-
-def _renamed(path: Path, target: Path, how: int) -> bool:
-    """Renames onto nothing, or in both directions at once; Python has no name for either.
-
-    False: the system cannot do it, or the target is there, or is not.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return call is not None and not call(_CWD, os.fsencode(path), _CWD, os.fsencode(target), how)
+    system.sync_folder(target.parent)
 
 
 def put(path: Path, target: Path, force: bool) -> None:
@@ -217,8 +224,8 @@ def put(path: Path, target: Path, force: bool) -> None:
             return  # the temporary name goes with the temporary
         except FileExistsError:
             raise DestinationExists(target, "is already there", "choose another name") from None
-        except OSError:  # a file system without hard links
-            if _renamed(path, target, _NEW):
+        except OSError:  # the file system has no hard links
+            if system.rename_new(path, target):
                 return
             if os.path.lexists(target):
                 raise DestinationExists(
@@ -228,7 +235,7 @@ def put(path: Path, target: Path, force: bool) -> None:
 
 
 def is_placed(path: Path, target: Path) -> bool:
-    """Whether a temporary has become its target, wherever the writer was interrupted."""
+    """True if a temporary has become its target, also if the writer was interrupted in between."""
     try:
         return os.path.samefile(path, target)
     except FileNotFoundError:
@@ -236,7 +243,7 @@ def is_placed(path: Path, target: Path) -> bool:
 
 
 def is_same(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one file or folder that is there."""
+    """True if two paths lead to the same existing file or folder."""
     try:
         return os.path.samefile(path, other)
     except FileNotFoundError:
@@ -246,7 +253,7 @@ def is_same(path: Path, other: Path) -> bool:
 def check_target(
     target: Path, force: bool, sources: Sequence[Path], folder: bool = False
 ) -> os.stat_result | None:
-    """The status of the file, or folder, to replace; None where there is none.
+    """The status of the file or folder to replace; None if it does not exist.
 
     Raises:
         DestinationExists, WriteFailed.
@@ -277,12 +284,3 @@ def check_target(
             target, "is already there", f"choose another name, or replace it with {FORCE}"
         )
     return status
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""Casting to another dtype, and what it loses."""
+"""Casts arrays to another dtype and measures the loss."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ FLOATS = frozenset(d for d in DTYPES.values() if d.kind == "f" or d in (BFLOAT16
 
 
 class Loss(NamedTuple):
-    """What casting did to one tensor.
+    """The loss of casting one tensor.
 
     Attributes:
         before, after: the dtypes.
-        max_relative_error: of elements that stayed finite and nonzero; 0.0 where all are exact.
-        overflowed: how many finite elements became infinite or NaN, and how many of these
-            something else.
-        underflowed: how many nonzero elements became zero.
+        max_relative_error: of elements that stayed finite and nonzero; 0.0 if all are exact.
+        overflowed: number of finite elements that became infinite or NaN, plus infinite or NaN
+            elements that changed.
+        underflowed: number of nonzero elements that became zero.
     """
 
     before: str
@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """No element changed its value."""
+        """True if no element changed its value."""
         return not (self.max_relative_error or self.overflowed or self.underflowed)
 
     def __add__(self, other: object) -> "Loss":
@@ -49,7 +49,7 @@ class Loss(NamedTuple):
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is a real floating-point one, of NumPy or ml_dtypes.
+    """True if a dtype is a real floating-point one, of NumPy or ml_dtypes.
 
     Example:
         >>> is_float(BFLOAT16), is_float(np.dtype(int))
@@ -79,7 +79,7 @@ def _dtype(wanted: Wanted) -> np.dtype:
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
-    """An array in another dtype, rounded to nearest, and what that lost.
+    """An array in another dtype, rounded to nearest, and the loss.
 
     Example:
         >>> cast(np.array([1.0, 70000.0, 1e-9]), np.dtype("float16"))[1]
@@ -92,7 +92,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
         kept = (before == after) | (np.isnan(before) & np.isnan(after))
         overflowed = (finite & ~np.isfinite(after)) | (~finite & ~kept)
         underflowed = nonzero & (after == 0)
-        # Integers that differ by more than floats can tell differ all the same.
+        # Compare as integers: float comparison could hide the difference.
         error = np.abs(after - before) / np.abs(before)
         error = error[finite & nonzero & ~overflowed & ~underflowed]
         worst = float(error.max()) if error.size else 0.0

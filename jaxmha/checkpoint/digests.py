@@ -1,4 +1,4 @@
-"""A digest per tensor, and one over all that a file declares.
+"""Digests: one per tensor, and one over everything that a file declares.
 
 A digest is text: the algorithm, a colon, hexadecimal digits. It is taken over the elements as
 little-endian bytes in C order, so that equal tensors have equal digests in every format.
@@ -16,15 +16,15 @@ import numpy as np
 from jaxmha.checkpoint.errors import IntegrityError, MissingDependency, UnsupportedFormat
 from jaxmha.checkpoint.tensor import TensorInfo, blocks, to_bytes
 
-# xxh3 is as fast as memory; SHA-256 also withstands somebody who wants a collision.
+# xxh3 is as fast as memory; SHA-256 also withstands deliberate collisions.
 LENGTHS = {"xxh3_128": 32, "sha256": 64}
 ALGORITHMS = tuple(LENGTHS)
-KEY = "jaxmha.digests"  # where a format keeps them by name
+KEY = "jaxmha.digests"  # metadata key of the digests by name
 _AGAIN = "copy the file again from where it was written"
 
 
 def usual() -> str:
-    """The algorithm that is used where none is asked for: the fastest one installed."""
+    """The default algorithm: the fastest one installed."""
     return "xxh3_128" if importlib.util.find_spec("xxhash") else "sha256"
 
 
@@ -52,7 +52,7 @@ def digest(array: np.ndarray, algorithm: str | None = None) -> str:
 
     Args:
         array: of any shape and any dtype of NumPy or ml_dtypes.
-        algorithm: "xxh3_128" or "sha256"; None: the former where xxhash is installed.
+        algorithm: "xxh3_128" or "sha256"; None: the former if xxhash is installed.
 
     Raises:
         CheckpointError: MissingDependency, UnsupportedFormat.
@@ -75,7 +75,7 @@ def manifest(
     algorithm: str,
     path: str | os.PathLike[str],
 ) -> str:
-    """One digest over names, dtypes, shapes and digests of all tensors, and what else is kept."""
+    """One digest over names, dtypes, shapes and digests of all tensors, and the kept texts."""
     tensors = [[n, str(i.dtype), list(i.shape), digests.get(n)] for n, i in sorted(info.items())]
     state = hasher(algorithm, path)
     state.update(json.dumps([tensors, sorted(texts)]).encode())
@@ -89,7 +89,7 @@ def check_manifest(
     texts: Iterable[tuple[str, str]],
     path: str | os.PathLike[str],
 ) -> None:
-    """Raises IntegrityError unless all that a file declares is what was written."""
+    """Raises IntegrityError unless everything that a file declares equals what was written."""
     for text in (kept, *digests.values()):
         check_form(text, path)
     algorithm = kept.partition(":")[0]
@@ -105,7 +105,7 @@ def check_form(text: Any, path: str | os.PathLike[str]) -> None:
 
 
 def is_digest(text: Any) -> bool:
-    """Whether something from a file has the form of a digest."""
+    """True if a value from a file has the form of a digest."""
     algorithm, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
     return LENGTHS.get(algorithm) == len(digits) and set(digits) <= set("0123456789abcdef")
 
@@ -121,5 +121,5 @@ def check(array: np.ndarray, kept: str, path: str | os.PathLike[str], name: str)
 
 
 def blank(algorithm: str) -> str:
-    """What stands where a digest will be, of the same length."""
+    """A placeholder of the same length as a digest."""
     return f"{algorithm}:{'0' * LENGTHS[algorithm]}"

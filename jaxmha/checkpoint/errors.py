@@ -1,7 +1,7 @@
 # ruff: noqa: N818 (the names say what is wrong, the base says that it is an error)
-"""What can go wrong with a checkpoint file, one class per kind.
+"""Errors of reading and writing checkpoints, one class per kind.
 
-Every message names the file, the member or tensor, the rule that was broken and what to do about it.
+Every message names the file, the member or tensor, the problem and the remedy.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ class CheckpointError(ValueError):
 
 
 class UnreadableFile(CheckpointError):
-    """The path is missing, not a regular file, or not ours to read."""
+    """The path is missing, is not a regular file, or may not be read."""
 
 
 class UnsupportedFormat(CheckpointError):
-    """A format, or a part of a format, that is not read or written here."""
+    """A format, or a part of a format, that is not supported."""
 
 
 class MalformedFile(CheckpointError):
-    """The file breaks the rules of its own format."""
+    """The file violates its own format."""
 
 
 class AmbiguousFile(CheckpointError):
-    """Two readers could see two different contents: duplicates, a suffix against its content."""
+    """Readers may disagree about the content: duplicates, or a suffix of another format."""
 
 
 class ForbiddenContent(CheckpointError):
@@ -55,7 +55,7 @@ class ForbiddenContent(CheckpointError):
 
 
 class BudgetExceeded(CheckpointError):
-    """The file asks for more than the limits allow; `Limits` raises them."""
+    """The file needs more than the limits allow; pass larger `Limits`."""
 
 
 class IntegrityError(CheckpointError):
@@ -63,11 +63,11 @@ class IntegrityError(CheckpointError):
 
 
 class PathEscape(CheckpointError):
-    """A name inside the file would leave its place if it were used as a path."""
+    """A name inside the file would lead out of its folder if it were used as a path."""
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """A part that the file itself refers to is not there."""
+    """A part that the file refers to is missing."""
 
 
 class UnsupportedDtype(CheckpointError):
@@ -75,11 +75,11 @@ class UnsupportedDtype(CheckpointError):
 
 
 class DestinationExists(CheckpointError):
-    """Writing would replace a file that is not to be replaced."""
+    """Writing would replace an existing file."""
 
 
 class WriteFailed(CheckpointError):
-    """The operating system refused a write, or what was written did not read back the same."""
+    """The operating system refused a write, or the file did not read back as it was written."""
 
 
 class MissingDependency(CheckpointError):
@@ -87,14 +87,14 @@ class MissingDependency(CheckpointError):
 
 
 class UnknownTensor(CheckpointError, KeyError):
-    """The checkpoint is sound and has no tensor of that name."""
+    """The checkpoint is valid and has no tensor of that name."""
 
 
 @contextlib.contextmanager
 def damage(
     path: str | os.PathLike[str], library: str, remedy: str, name: str | None = None
 ) -> Iterator[None]:
-    """A library reports damage as any of a dozen exceptions: here they are MalformedFile.
+    """Raises any exception of a library as MalformedFile.
 
     Example:
         >>> with damage("a.h5", "HDF5", "write it again"):  # doctest: +ELLIPSIS
@@ -113,7 +113,7 @@ def damage(
 
 
 def shown(name: Any) -> str:
-    """A name from a file as it may safely be printed: escaped and cut."""
+    """A name from a file, escaped and shortened for printing."""
     text = ascii(name[: _LONGEST_SHOWN + 1] if isinstance(name, str) else name)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...'"
 

@@ -39,7 +39,7 @@ class Folder:
         self._sorted = sorted(self._files)
 
     def _walk(self, part: str = "") -> dict[str, _State]:
-        """The state of every file by its path within; or of those in one of its folders."""
+        """The state of every file, or of those below `part`, by the path inside this folder."""
         budget, found = Budget(self.path, 0, self._limits), dict[str, _State]()
         todo, seen = [(str(self.path / part), f"{part}/" if part else "", 1 if part else 0)], 0
         try:
@@ -70,7 +70,7 @@ class Folder:
         return iter(self._files)
 
     def read(self, file: str, most: int) -> bytes:
-        """A whole small file of the folder.
+        """Reads a whole small file of the folder.
 
         Raises:
             IncompleteCheckpoint, BudgetExceeded, UnreadableFile.
@@ -83,7 +83,7 @@ class Folder:
             source.close()
 
     def read_part(self, file: str, part: slice) -> bytes:
-        """The bytes of a part of a file, as many as it has; a negative start counts from the end.
+        """Reads a part of a file, shortened to its length; a negative start counts from the end.
 
         Raises:
             IncompleteCheckpoint, UnreadableFile.
@@ -101,10 +101,10 @@ class Folder:
         return Source(self.path / file)
 
     def check_unchanged(self, places: Iterable[str] = ("",)) -> None:
-        """Raises IntegrityError if a file came, went or changed in the whole folder, or in `places`.
+        """Raises IntegrityError if a file came, went or changed in `places`: files and folders of
+        this folder, or all of it.
 
-        These are files, or folders in it. Listing everything after each tensor would take time that
-        grows with the square of their number.
+        Listing everything after each tensor would take time quadratic in the number of files.
         """
         if not all(map(self._same, places)):
             problem = "the folder changed while it was being read"
@@ -115,20 +115,20 @@ class Folder:
             if place in self._files:
                 return _state(os.lstat(self.path / place)) == self._files[place]
             return self._walk(place) == self._below(place)
-        except OSError:  # it was there before
+        except OSError:  # it existed before
             return False
-        except UnreadableFile:  # it could be listed before
+        except UnreadableFile:  # it was readable before
             return False
 
     def _below(self, place: str) -> dict[str, _State]:
-        """The files of a folder in this one, as they were listed at first."""
+        """The files below `place` as they were listed first."""
         if not place:
             return self._files
         start, end = (bisect.bisect_left(self._sorted, place + sign) for sign in "/0")
         return {file: self._files[file] for file in self._sorted[start:end]}
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file is held open."""
 
 
 def _state(status: os.stat_result) -> _State:

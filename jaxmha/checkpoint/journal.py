@@ -1,8 +1,8 @@
 """The journal of a sharded write: a temporary of the index that lists its shards.
 
-The next run finds the shards of a killed one by it, and can go on with them. A journal ends with a
-digest of itself and of the name of its target, and lists only names that `sharding` gives for this
-target: no other list is followed, and no name is taken for a path.
+The next run finds the shards of a killed run in it and continues with them. A journal ends with a
+digest of itself and of the name of its target, and lists only names that `shard_name` gives for this
+target; any other journal is ignored, and no name is used as a path.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmha.checkpoint import json_text, temporaries
+from jaxmha.checkpoint import json_text, system, temporaries
 from jaxmha.checkpoint.errors import CheckpointError
 from jaxmha.checkpoint.limits import Budget, Limits
 
@@ -23,14 +23,14 @@ _MARK = b"\njaxmha journal "
 
 
 class Journal(NamedTuple):
-    """The shards, and (of parts) digest and loss by tensor of what casting changed."""
+    """The shards; and of finished parts, digest and loss by name of every tensor that was cast."""
 
     shards: list[Path]
     losses: dict[str, list[Any]]
 
 
 class Unfit(Exception):  # noqa: N818
-    """A file that ends as a journal does and is none of this target."""
+    """A file has the ending of a journal, but is no journal of this target."""
 
 
 def shard_name(target: Path, ending: str, tag: str, number: int, count: int) -> Path:
@@ -39,7 +39,7 @@ def shard_name(target: Path, ending: str, tag: str, number: int, count: int) -> 
 
 
 def stem(target: Path, ending: str) -> str:
-    """The begin of the names of shards of an index."""
+    """The common start of the names of the shards of an index."""
     return target.name[: -len(f"{ending}.index.json")]
 
 
@@ -63,16 +63,16 @@ def _seal(target: Path, body: bytes) -> bytes:
 
 
 def read(path: Path, target: Path, ending: str) -> Journal | None:
-    """The journal in a temporary; None where it is none, or one that its writer did not finish.
+    """Reads the journal in a temporary; None if it is no journal, or an unfinished one.
 
     Raises:
-        Unfit: it has the form of a journal, and its digest or its names are not those of one.
-        OSError: it is gone.
+        Unfit: its digest or its names are wrong.
+        OSError: the file was removed meanwhile.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = system.open_plain(path)
     with open(fd, "rb") as file:
         status, most = os.fstat(fd), Limits().index_bytes
-        if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+        if not stat.S_ISREG(status.st_mode) or not system.is_of_user(status):
             return None
         raw = file.read(most + 1)
     length = len(_seal(target, b""))
@@ -94,7 +94,7 @@ def read(path: Path, target: Path, ending: str) -> Journal | None:
 
 
 def all_of(target: Path, ending: str) -> dict[Path, Journal]:
-    """The journals of all writers of this target, at work or not, by their paths."""
+    """The journals of all writers of this target, running or not, by their paths."""
     found = {}
     for path in temporaries.named(target):
         with contextlib.suppress(OSError, Unfit):

@@ -1,4 +1,4 @@
-"""JSON from a file: its memory is counted before it is parsed; an ambiguous text is refused.
+"""Parses JSON from a file: counts its memory first, and refuses ambiguous texts.
 
 A text of `[],` needs 25 times its size once it is parsed. Counting its punctuation is fast.
 
@@ -16,22 +16,22 @@ import numpy as np
 from jaxmha.checkpoint.errors import AmbiguousFile, CheckpointError, MalformedFile
 from jaxmha.checkpoint.limits import Budget
 
-# Bytes at most for each sign in CPython: a place in a list and a small value, an entry of a dict
-# and of the table of keys, an empty container.
+# Upper bounds of the bytes in CPython per punctuation mark: a list item with a small value, an entry
+# of a dict and of the table of keys, an empty container.
 _SIGNS = ((b",", 64), (b":", 160), (b"[", 72), (b"{", 72))
-# An open string runs to the end, or every escaped quote would be tried as the start of another.
+# An open string matches to the end: otherwise every escaped quote would start another attempt.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _WHOLE = re.compile(rb'(?:[^"]|"(?:[^"\\]|\\.)*+")*+', re.DOTALL)
 _PART = 1 << 18
 
 
 class Compact(NamedTuple):
-    """Objects of a known form, of which less is kept than a dict.
+    """JSON objects of a known form that are stored in less memory than a dict.
 
     Attributes:
-      pattern: of one with its key, in a text whose strings are empty.
-      size: bytes of memory at most for what is kept of it.
-      made: what is kept of any object.
+      pattern: matches such an object with its key, in a text whose strings are empty.
+      size: upper bound of the bytes that its compact form takes.
+      made: converts an object to its compact form.
     """
 
     pattern: re.Pattern[bytes]
@@ -40,14 +40,14 @@ class Compact(NamedTuple):
 
 
 def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: Any) -> Any:
-    """The value of a JSON text, once the budget has paid for it; `hooks` go to `json.loads`.
+    """Parses a JSON text after charging the budget; `hooks` go to `json.loads`.
 
-    A caller that keeps no reference to `raw` saves its memory.
+    The memory of `raw` is freed early if the caller keeps no reference to it.
 
     Raises:
         BudgetExceeded; ValueError or RecursionError as `json.loads`.
     """
-    # The text, and the strings cut from it, in which an escape may stand for a wide character.
+    # The text and its strings; an escape may become a character of four bytes.
     text_bytes = width(raw) * len(raw)
     budget.build(text_bytes + (4 * len(raw) if b"\\u" in raw else text_bytes), "its JSON")
     for part in _without_strings(raw):
@@ -62,12 +62,12 @@ def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: An
 
 
 def _without_strings(raw: bytes) -> Iterator[bytes]:
-    """The text with empty strings, in parts: what replaces within the whole lists all strings."""
+    """Yields the text with its strings emptied, in parts: one `re.sub` over all would list all strings."""
     at, most = 0, _PART
     while at < len(raw):
         found = _WHOLE.match(raw, at, at + most)
         end = found.end() if found else at
-        if end == at and at + most < len(raw):  # within a longer string
+        if end == at and at + most < len(raw):  # the part ends within a string
             most *= 2
             continue
         end = len(raw) if at + most >= len(raw) else end
@@ -76,11 +76,11 @@ def _without_strings(raw: bytes) -> Iterator[bytes]:
 
 
 def width(raw: bytes) -> int:
-    """Bytes of memory at most for a character of a text that is stored as UTF-8."""
+    """Upper bound of the bytes per character that Python needs for a UTF-8 text."""
     if raw.isascii():
         return 1
-    highest = np.frombuffer(raw, np.uint8).max()
-    return 1 if highest < 0xC4 else 2 if highest < 0xF0 else 4
+    largest = np.frombuffer(raw, np.uint8).max()
+    return 1 if largest < 0xC4 else 2 if largest < 0xF0 else 4
 
 
 def parse(
@@ -92,7 +92,7 @@ def parse(
     numbers: bool = False,
     compact: Compact | None = None,
 ) -> dict[str, Any]:
-    """A JSON object without doubt about its content; `numbers` allows 1.0.
+    """Parses a JSON object, and refuses duplicate keys and special numbers; `numbers` allows 1.0.
 
     Raises:
         MalformedFile, AmbiguousFile, BudgetExceeded.

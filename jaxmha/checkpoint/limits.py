@@ -1,4 +1,4 @@
-"""How much a file may ask for. Every reader charges the same budget before it allocates."""
+"""Limits of the memory and work that a file may cause; readers charge a budget before they allocate."""
 
 import math
 import os
@@ -23,12 +23,12 @@ class Limits:
     """
 
     logical_bytes: int | None = None  # of all tensors together; None: max(4 x file, 1 GiB)
-    memory: int = 48 << 20  # for what is built from headers and pickles, beyond twice the file
+    memory: int = 48 << 20  # of objects built from headers and pickles, beyond twice the file
     header_bytes: int = 100_000_000  # safetensors header, zip directory
     pickle_bytes: int = 64 << 20
     opcodes: int = 500_000  # of a pickle; torch.save takes some 40 per tensor
     tensors: int = 10**6
-    aliases: int = 1000  # names of one tensor of a torch file, such as tied weights have
+    aliases: int = 1000  # names of one tensor of a torch file (tied weights)
     index_bytes: int = 64 << 20
     document_bytes: int = 1 << 20  # a config.json, the document of one zarr array
     files: int = 100_000  # in a folder, with the folders in it
@@ -46,11 +46,11 @@ class Limits:
 
 
 UNLIMITED = Limits(logical_bytes=2**63 - 1, memory=2**63 - 1)
-_TENSOR = 512  # bytes for what is kept of one tensor
+_TENSOR = 512  # bytes of Python objects per tensor
 
 
 class Budget:
-    """Counts what one file has asked for so far."""
+    """Counts the memory and work that one file has caused so far."""
 
     def __init__(self, path: str | os.PathLike[str], file_bytes: int, limits: Limits) -> None:
         self.path = path
@@ -69,18 +69,20 @@ class Budget:
             )
 
     def build(self, amount: int, what: str, member: str | None = None) -> None:
-        """Charges memory, before it is taken, for what is built from the file.
+        """Charges memory, before it is taken, for objects built from the file.
 
         Raises:
             BudgetExceeded: all charges of the file together are more than `Limits.memory` and twice
                 its size.
         """
         self._built += amount
-        if self._built > self._most_built:  # the message takes longer than the sum
+        if (
+            self._built > self._most_built
+        ):  # check here, because the message takes longer than the sum
             self.spend(f"the memory to build with {what}", self._built, self._most_built, member)
 
     def give_back(self, amount: int) -> None:
-        """Takes back what was charged for something that is there no more."""
+        """Takes back the charge of objects that were freed."""
         self._built -= amount
 
     def grow(self, file_bytes: int) -> None:
@@ -116,7 +118,7 @@ class Budget:
 
 
 def is_text(text: str) -> bool:
-    """Whether a string can be written as UTF-8: without surrogates."""
+    """True if a string can be written as UTF-8: without surrogates."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 

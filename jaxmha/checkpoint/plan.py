@@ -1,4 +1,4 @@
-"""What passes between a format and the rest: contents read, a plan to write."""
+"""The data that formats and the rest exchange: contents of a file, a plan to write one."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ _WORKERS = 2  # a copy of a transposed array takes longer than writing it
 
 
 def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-    """`map`, where the next are made while one is used."""
+    """`map` that computes the next items in threads while one is used."""
     with ThreadPoolExecutor(_WORKERS) as workers:
         made: deque[Future[Out]] = deque()
         for item in items:
@@ -38,7 +38,7 @@ def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
 
 
 def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss | None]:
-    """The bytes of a part of a tensor in a dtype, and what casting it lost."""
+    """The bytes of a part of a tensor in a dtype, and the loss of the cast."""
     block, loss = contiguous(part).reshape(-1), None
     if block.dtype.newbyteorder("=") != dtype:
         block, loss = cast(block, dtype)
@@ -63,27 +63,27 @@ class Contents:
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    others: tuple[str, ...] = ()  # names of what is no tensor
+    others: tuple[str, ...] = ()  # names of entries that are no tensors
     config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
     close: Callable[[], None] = _nothing
-    files: tuple[Path, ...] = ()  # more than the one that was opened
-    # Of a folder: the files and folders in it that hold a tensor, by its name.
+    files: tuple[Path, ...] = ()  # besides the one that was opened
+    # In a folder: name of a tensor -> the files and folders that hold it.
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
     stream: Callable[[str], Iterator[memoryview]] | None = None
-    # One tensor over a mapped file, unread and unchecked; None: it does not lie there as in memory.
+    # A view of one tensor in a mapped file, unread and unchecked; None if its layout is not that of memory.
     view: Callable[[str], np.ndarray | None] | None = None
-    # A box of one tensor, reading little more than it.
+    # A box of one tensor; reads little more than the box.
     part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tensors to write to `path`; `info` says how, before any data is loaded."""
+    """Tensors to write to `path`; `info` has their shapes and dtypes before any data is loaded."""
 
     path: Path
     info: Mapping[str, TensorInfo]
-    declared: Mapping[str, TensorInfo]  # what `load` gives; other dtypes are cast
+    declared: Mapping[str, TensorInfo]  # as returned by `load`, before casting
     load: Callable[[str], np.ndarray]
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -91,9 +91,9 @@ class Plan:
     keep_digests: bool = True
     refuses_overflow: bool = False
     advance: Callable[[int], None] = lambda count: None
-    digests: dict[str, str] = field(default_factory=dict)  # of what was written so far
+    digests: dict[str, str] = field(default_factory=dict)  # of the tensors written so far
     losses: dict[str, Loss] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # on files that were left alone
+    notes: list[str] = field(default_factory=list)  # on files that were not removed
 
     @property
     def texts(self) -> list[tuple[str, str]]:
@@ -101,11 +101,11 @@ class Plan:
         return [*self.metadata.items(), *self.names.items()]
 
     def casts(self, name: str) -> bool:
-        """Whether writing this tensor changes its dtype."""
+        """True if writing this tensor changes its dtype."""
         return self.declared[name].dtype != self.info[name].dtype
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of a tensor, as they stand in a file; its digest is known behind them."""
+        """Yields the bytes of a tensor as a file has them; the digest is set after the last block."""
         array, dtype = np.asarray(self.load(name)), self.info[name].dtype
         state = digests.hasher(self.algorithm, self.path)
         each = _ahead if array.nbytes > _LARGE else map
@@ -129,7 +129,7 @@ class Plan:
         )
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """The same for `writelines`, behind which nothing of the tensor is held any more."""
+        """The same as memoryviews for `writelines`; holds no reference to the tensor afterwards."""
         return (block.data for block in self.blocks(name))
 
     def manifest(self) -> str:

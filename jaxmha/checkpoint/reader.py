@@ -29,13 +29,13 @@ _DEFAULT = Limits()
 
 
 class Lazy(Mapping[str, np.ndarray]):
-    """Tensors that are made when they are asked for; what `write` needs to hold one at a time.
+    """A mapping that loads each tensor on access, so that `write` holds one at a time.
 
     Attributes:
         info: name -> TensorInfo(shape, dtype).
 
     Args:
-        info: what `load` will give.
+        info: shape and dtype that `load` will return, by name.
         load: one tensor by name. A view, such as a transposed one, is written block by block and
             needs no copy.
 
@@ -74,7 +74,7 @@ class Checkpoint(Lazy):
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings of a safetensors file; empty elsewhere.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
-        digests: name -> digest as the writer kept it; empty where it kept none.
+        digests: name -> digest that the writer stored; empty if it stored none.
         others: torch only: names of numbers, strings and the like, which are not read.
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
     """
@@ -97,7 +97,7 @@ class Checkpoint(Lazy):
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """One tensor, checked against its digest where there is one.
+        """One tensor, checked against its digest if there is one.
 
         Raises:
             UnknownTensor (a KeyError), IntegrityError, MalformedFile, UnreadableFile.
@@ -112,7 +112,7 @@ class Checkpoint(Lazy):
                 self.path, "there is not enough memory for it", "use a larger machine", name
             ) from e
         finally:
-            # A change is the likely cause of whatever else went wrong, so it is reported first.
+            # A change of the file is the likely cause of any other error, so it is reported first.
             self._check_unchanged(name)
         return array
 
@@ -133,10 +133,10 @@ class Checkpoint(Lazy):
             )
 
     def view(self, name: str) -> np.ndarray | None:
-        """One tensor over a file opened with `mmap=True`, of which nothing is read or checked.
+        """A view of one tensor in a file opened with `mmap=True`, unread and unchecked.
 
-        None: it does not lie there as it would in memory (compressed, chunked, big-endian), or the
-        file is not mapped.
+        None if its layout in the file is not that of memory (compressed, chunked, big-endian), or if
+        the file is not mapped.
         """
         self._check_asked(name)
         mapped = isinstance(self._source, Source) and self._source.mapped
@@ -146,14 +146,14 @@ class Checkpoint(Lazy):
 
     @property
     def reads_parts(self) -> bool:
-        """Whether `part` reads less than the whole tensor."""
+        """True if `part` reads less than the whole tensor."""
         return self._part is not None
 
     def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """A box of one tensor, not checked against its digest.
 
-        Of folders of orbax and of HDF5 only the chunks that the box touches are read; elsewhere the
-        whole tensor.
+        From orbax folders and HDF5 files only the chunks that the box touches are read; from other
+        formats the whole tensor.
 
         Raises:
             IndexError: more slices than axes, or a step other than 1; else as indexing by name does.
@@ -167,7 +167,10 @@ class Checkpoint(Lazy):
         box += (slice(None),) * (len(shape) - len(box))
         box = tuple(slice(*one.indices(n)[:2]) for one, n in zip(box, shape, strict=True))
         if self._part is None:
-            whole: tuple[Any, ...] = (*box, ...)  # of no axes: an array still
+            whole: tuple[Any, ...] = (
+                *box,
+                ...,
+            )  # the ellipsis keeps a result without axes an array
             array = self[name][whole]
             return np.ascontiguousarray(array).reshape(array.shape)
         try:
@@ -178,7 +181,7 @@ class Checkpoint(Lazy):
     def digest(self, algorithm: str | None = None, progress: Progress | None = None) -> str:
         """One digest over names, dtypes, shapes and values; it reads every tensor.
 
-        Equal tensors give equal digests, whatever the format and the order of names.
+        Equal tensors give equal digests, for every format and order of names.
         """
         algorithm = algorithm or digests.usual()
         digests.hasher(algorithm, self.path)  # raises here, with the path
@@ -186,7 +189,7 @@ class Checkpoint(Lazy):
         for name, info in self.info.items():
             array = self[name]
             kept = self.digests.get(name, "") if self._verify else ""
-            known = kept.startswith(f"{algorithm}:")  # and was checked
+            known = kept.startswith(f"{algorithm}:")  # and was checked by the access
             each[name] = kept if known else digests.digest(array, algorithm)
             done += info.nbytes
             if progress:
@@ -196,7 +199,7 @@ class Checkpoint(Lazy):
     def recompute(
         self, name: str, algorithm: str, advance: Callable[[int], None] = lambda count: None
     ) -> str:
-        """The digest of the data of one tensor as it is in the file now."""
+        """Computes the digest of one tensor from the file."""
         self._check_asked(name)
         if self._stream is None:
             array = self[name]
@@ -228,7 +231,7 @@ class Checkpoint(Lazy):
         self._close()
 
 
-# Type checkers that run look into generic mappings; looking into this one would read a tensor.
+# Runtime type checkers sample the items of generic mappings; sampling this one would read a tensor.
 type.__delattr__(Lazy, "__orig_bases__")
 
 
@@ -239,17 +242,17 @@ def open(
     mmap: bool = False,
     verify: bool = True,
 ) -> Checkpoint:
-    """Opens a checkpoint and checks everything that it declares; reads no tensor yet.
+    """Opens a checkpoint and checks everything that it declares, without reading a tensor.
 
     The format is decided by content and must agree with the suffix. No code in the file is run,
     no link followed and no framework imported.
 
     Args:
         path: a file; the index of a sharded checkpoint; the folder of either, such as
-            save_pretrained of Hugging Face writes; a folder written by orbax.
+            save_pretrained of Hugging Face writes; an orbax folder.
         limits: budgets, for every file of the checkpoint.
-        mmap: give read-only arrays over the mapped file where its bytes allow that: no copy is
-            made. If another process cuts the file short meanwhile, the system ends this one.
+        mmap: return read-only views of the mapped file where its layout allows, without a copy. If
+            another process truncates the file meanwhile, the system kills this one.
         verify: check tensors against the digests kept in the file, if any.
 
     Raises:
@@ -281,7 +284,7 @@ def open(
 def read(
     source: Source | Folder, format: table.Format, limits: Limits = _DEFAULT, verify: bool = True
 ) -> Checkpoint:
-    """A checkpoint of a known format."""
+    """Reads a checkpoint of a known format."""
     try:
         contents = format.read(source, limits)
     except (MemoryError, RecursionError) as e:

@@ -1,4 +1,4 @@
-"""Checkpoints in several files, and the JSON index that says which tensor is where.
+"""Reads checkpoints in several files, with a JSON index that maps tensors to files.
 
 Format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
@@ -6,7 +6,7 @@ Format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ from jaxmha.checkpoint.formats.torch import zip
 from jaxmha.checkpoint.limits import Budget, Limits, check_name, is_text
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.system import Directory
+from jaxmha.checkpoint.tensor import TensorInfo
 
 SUFFIX, TOTAL = ".index.json", "total_size"
 READERS = {".safetensors": safetensors.read, ".bin": zip.read}
@@ -46,8 +48,8 @@ def read(source: Source, limits: Limits) -> Contents:
     """Opens every shard and checks that index and shards agree.
 
     Raises:
-        MalformedFile, AmbiguousFile, PathEscape, IncompleteCheckpoint, BudgetExceeded, and what
-        the shards raise, with their own paths.
+        MalformedFile, AmbiguousFile, PathEscape, IncompleteCheckpoint, BudgetExceeded, and the
+        errors of the shards, with their own paths.
     """
     path = source.path
     index = parse(source, limits)
@@ -57,74 +59,98 @@ def read(source: Source, limits: Limits) -> Contents:
     budget.spend("the number of tensors", len(index.shards), limits.tensors)
     if len({name.casefold() for name in files}) != len(files):
         raise AmbiguousFile(path, "two shard names differ in case only", _AGAIN)
-    ending = suffix(path)
-    opened: list[tuple[Source, Contents]] = []
-    where: dict[str, tuple[Source, Contents]] = {}
+    shards: list[_Shard] = []
     with contextlib.ExitStack() as cleanup:
-        folder = cleanup.enter_context(Folder(path.parent))
+        folder = cleanup.enter_context(Directory(path.parent))
         for file in files:
             check_shard_name(path, file)
-            if not file.endswith(ending):
-                raise MalformedFile(path, f"the shard is not {ending}", _AGAIN, file)
-            shard = folder.open(file, source)
-            cleanup.callback(shard.close)
-            budget.grow(shard.size)
-            contents = READERS[ending](shard, limits)
-            cleanup.callback(contents.close)
-            opened.append((shard, contents))
-            # Digests protect the metadata of a shard, and nothing but it that of the index.
-            if contents.digests and dict(contents.metadata) != index.metadata:
-                problem = "its metadata is not that of the index"
-                raise AmbiguousFile(path, problem, _AGAIN, file)
-            for name, info in contents.info.items():
-                if index.shards.get(name) != file:
-                    listed = index.shards.get(name)
-                    said = f"the index says {shown(listed)}" if listed else "not in the index"
-                    raise AmbiguousFile(path, f"is in {shown(file)}, {said}", _AGAIN, name)
-                budget.build(_KEPT, "the index", name)
-                budget.tensor(name, info.shape, info.dtype)
-                where[name] = shard, contents
-        missing = index.shards.keys() - where.keys()
-        if missing:
-            file = index.shards[min(missing)]
-            raise IncompleteCheckpoint(path, f"is not in {shown(file)}", _AGAIN, min(missing))
-        total = sum(info.nbytes for info in budget.info.values())
-        # Tied tensors may be counted once for each name, or once.
-        if index.total is not None and ending == ".safetensors" and index.total != total:
-            problem = f"total_size is {index.total}, the tensors have {total} bytes"
-            raise MalformedFile(path, problem, _AGAIN)
+            if not file.endswith(suffix(path)):
+                raise MalformedFile(path, f"the shard is not {suffix(path)}", _AGAIN, file)
+            opened = _open_shard(folder, file, source)
+            cleanup.callback(opened.close)
+            budget.grow(opened.size)
+            shard = _Shard(opened, READERS[suffix(path)](opened, limits))
+            cleanup.callback(shard.contents.close)
+            _register(budget, index, file, shard.contents)
+            shards.append(shard)
+        _check_whole(path, budget, index)
         close = cleanup.pop_all().close
+    return _contents(budget.info, index, shards, close)
+
+
+class _Shard(NamedTuple):
+    """An open shard and what its header declares."""
+
+    source: Source
+    contents: Contents
+
+
+def _register(budget: Budget, index: Index, file: str, contents: Contents) -> None:
+    """Registers the tensors of a shard.
+
+    Raises:
+        AmbiguousFile: index and shard disagree.  BudgetExceeded.
+    """
+    path = budget.path
+    # The digests of a shard cover its own metadata; the copy in the index must equal it.
+    if contents.digests and dict(contents.metadata) != index.metadata:
+        raise AmbiguousFile(path, "its metadata is not that of the index", _AGAIN, file)
+    for name, info in contents.info.items():
+        if index.shards.get(name) != file:
+            listed = index.shards.get(name)
+            indexed = f"the index says {shown(listed)}" if listed else "not in the index"
+            raise AmbiguousFile(path, f"is in {shown(file)}, {indexed}", _AGAIN, name)
+        budget.build(_KEPT, "the index", name)
+        budget.tensor(name, info.shape, info.dtype)
+
+
+def _check_whole(path: Path, budget: Budget, index: Index) -> None:
+    """Raises IncompleteCheckpoint or MalformedFile unless the shards hold everything in the index."""
+    if missing := index.shards.keys() - budget.info.keys():
+        file = index.shards[min(missing)]
+        raise IncompleteCheckpoint(path, f"is not in {shown(file)}", _AGAIN, min(missing))
+    total = sum(info.nbytes for info in budget.info.values())
+    # In .bin files, tied tensors may be counted once for each name, or once.
+    counted_once = suffix(path) == ".safetensors"
+    if index.total is not None and counted_once and index.total != total:
+        problem = f"total_size is {index.total}, the tensors have {total} bytes"
+        raise MalformedFile(path, problem, _AGAIN)
+
+
+def _contents(
+    info: Mapping[str, TensorInfo],
+    index: Index,
+    shards: Sequence[_Shard],
+    close: Callable[[], None],
+) -> Contents:
+    shard_of = {name: shard for shard in shards for name in shard.contents.info}
 
     def load(name: str) -> np.ndarray:
-        shard, contents = where[name]
+        source, contents = shard_of[name]
         try:
             return contents.load(name)
         finally:
-            shard.check_unchanged()
+            source.check_unchanged()
 
     def stream(name: str) -> Iterator[memoryview]:
-        shard, contents = where[name]
+        source, contents = shard_of[name]
         assert contents.stream is not None
         yield from contents.stream(name)
-        shard.check_unchanged()
+        source.check_unchanged()
 
     def view(name: str) -> np.ndarray | None:
-        contents = where[name][1]
+        contents = shard_of[name].contents
         return None if contents.view is None else contents.view(name)
 
-    ordered = {name: budget.info[name] for name in index.shards}  # in the order of the index
-    digests = {n: d for _, contents in opened for n, d in contents.digests.items()}
-    streams = all(contents.stream is not None for _, contents in opened)
-    metadata = index.metadata
     return Contents(
-        ordered,
+        {name: info[name] for name in index.shards},  # in the order of the index
         load,
-        metadata=metadata,
-        digests=digests,
-        others=tuple(name for _, contents in opened for name in contents.others),
+        metadata=index.metadata,
+        digests={n: d for shard in shards for n, d in shard.contents.digests.items()},
+        others=tuple(name for shard in shards for name in shard.contents.others),
         close=close,
-        files=tuple(shard.path for shard, _ in opened),
-        stream=stream if streams else None,
+        files=tuple(shard.source.path for shard in shards),
+        stream=stream if all(s.contents.stream is not None for s in shards) else None,
         view=view,
     )
 
@@ -133,14 +159,14 @@ def suffix(path: Path) -> str:
     """The suffix of the shards of an index.
 
     Raises:
-        MalformedFile: the name of the index does not tell.
+        MalformedFile: the name of the index has no such suffix.
     """
     name = path.name.lower()
     for ending in READERS:
         if name.endswith(ending + SUFFIX):
             return ending
     known = ", ".join(f"{ending}{SUFFIX}" for ending in READERS)
-    raise MalformedFile(path, "the name does not tell the format of the shards", f"use {known}")
+    raise MalformedFile(path, "the name does not show the format of the shards", f"use {known}")
 
 
 def parse(source: Source, limits: Limits) -> Index:
@@ -189,42 +215,29 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
         )
 
 
-class Folder:
-    """A folder whose files are opened by name, without following links out of it."""
+def _open_shard(folder: Directory, file: str, index: Source) -> Source:
+    """A shard next to its index. No link out of the folder is followed.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.fd = -1
+    Raises:
+        IncompleteCheckpoint: it is not there.  PathEscape: it is a link.  UnreadableFile.
+    """
+    name = file
+    try:
+        if os.path.islink(folder.path / file):
+            name = _blob(folder, file, index)
+        return Source(folder.path / file, mapped=index.mapped, within=(folder, name))
+    except UnreadableFile as e:
+        if not isinstance(e.__cause__, FileNotFoundError):
+            raise
+        problem = "the shard is missing"
+        raise IncompleteCheckpoint(index.path, problem, _AGAIN, file) from None
 
-    def __enter__(self) -> "Folder":  # noqa: PYI034
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-    def open(self, file: str, index: Source) -> Source:
-        """A file of the folder.
-
-        Raises:
-            IncompleteCheckpoint: it is not there.  PathEscape: it is a link.  UnreadableFile.
-        """
-        name = file
-        try:
-            if os.path.islink(self.path / file):
-                name = self._blob(file, index)
-            return Source(self.path / file, mapped=index.mapped, within=(self.fd, name))
-        except UnreadableFile as e:
-            if not isinstance(e.__cause__, FileNotFoundError):
-                raise
-            problem = "the shard is missing"
-            raise IncompleteCheckpoint(index.path, problem, _AGAIN, file) from None
-
-    def _blob(self, file: str, index: Source) -> str:
-        """Where a link of the Hugging Face cache leads; other links are refused."""
-        target = os.readlink(file, dir_fd=self.fd)
-        places = Path(os.path.realpath(self.path)).parts[-3:]
-        cached = len(places) == 3 and places[0].startswith("models--") and places[1] == "snapshots"
-        if not cached or not re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]{40,64}", target):
-            raise PathEscape(index.path, "the shard is a link", "copy the file itself here", file)
-        return target
+def _blob(folder: Directory, file: str, index: Source) -> str:
+    """The target of a link in the cache of Hugging Face; other links are refused."""
+    target = folder.readlink(file).replace(os.sep, "/")
+    parents = Path(os.path.realpath(folder.path)).parts[-3:]
+    cached = len(parents) == 3 and parents[0].startswith("models--") and parents[1] == "snapshots"
+    if not cached or not re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]{40,64}", target):
+        raise PathEscape(index.path, "the shard is a link", "copy the file itself here", file)
+    return target

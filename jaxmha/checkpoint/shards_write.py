@@ -1,7 +1,7 @@
-"""Writing a sharded checkpoint: shards under fresh names first, the index last.
+"""Writes a sharded checkpoint: shards under fresh names first, the index last.
 
-The index is the one file that makes shards a checkpoint, so that putting it in place is the step
-from the old checkpoint to the new one. Until then a `journal` lists the shards.
+Only the index makes shards a checkpoint, so that replacing it is the step from the old checkpoint to
+the new one. Until then a `journal` lists the shards.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxmha.checkpoint import atomic, journal, reader, shards_read, temporaries
+from jaxmha.checkpoint import atomic, journal, reader, shards_read, system, temporaries
 from jaxmha.checkpoint.casting import Loss
 from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, UnsupportedFormat, shown
 from jaxmha.checkpoint.formats import table
@@ -38,24 +38,23 @@ def write(
     resume: str | None,
     part: tuple[int, int] | None = None,
 ) -> tuple[list[Path], list[Path]]:
-    """Writes shards and index; the files in order, and those kept from an interrupted write.
+    """Writes shards and index; returns the files in order, and those kept from an interrupted write.
 
-    `part`: of an interrupted write, every n-th shard from the i-th on, and no index: another
-    process writes the others, and one that has no part finds them and puts the index in place.
+    With `part = (i, n)` it writes every n-th shard from the i-th on, and no index: other processes
+    write the other parts, and a call without `part` then keeps all shards and writes the index.
 
     Raises:
-        DestinationExists, WriteFailed, and what writing a shard raises.
+        DestinationExists, WriteFailed, and the errors of writing a shard.
     """
     with atomic.typed(plan.path):
-        old = atomic.check_target(plan.path, force, sources)
-        mode = None if old is None else stat.S_IMODE(old.st_mode)
+        mode = atomic.mode_of(atomic.check_target(plan.path, force, sources))
         target = Path(os.path.realpath(plan.path))
         ending = shards_read.suffix(target)
         parts = _split(plan, shard_size)
         shards = _shards(plan, target, ending, parts, resume)
         names = dict(zip(shards, parts, strict=True))
         mine = shards if part is None else shards[part[0] :: part[1]]
-        with _journal(target, mine) as own:
+        with _journal(target, mine) as (list_of_own, own):
             known = _begin(target, ending, own, mine)
             if resume is not None and not force:
                 _refuse_others(target, ending, own, set(shards))
@@ -77,7 +76,7 @@ def write(
                     settle(file.fileno())
                     _compare(plan, path)
                     try:
-                        _put(path, target, ending, shards, force, sources)
+                        _put((file, path), target, ending, shards, force, sources)
                     finally:
                         placed = atomic.is_placed(path, target)
             except BaseException:
@@ -86,24 +85,25 @@ def write(
                 elif resume is None:
                     temporaries.remove(target.parent, [shard.name for shard in mine], sources)
                 else:
-                    os.replace(own, temporaries.fresh(target))  # the list stays with the shards
+                    atomic.release(list_of_own)
+                    os.replace(own, temporaries.fresh(target))  # the journal stays with the shards
                 raise
     return [*shards, target], kept
 
 
 def _put(
-    path: Path,
+    temporary: tuple[BinaryIO, Path],
     target: Path,
     ending: str,
     shards: list[Path],
     force: bool,
     sources: Sequence[Path],
 ) -> None:
-    """Puts an index in place, then removes the shards that only the one before it listed."""
+    """Replaces the index, then removes the shards that only the old index listed."""
     done_with = [shard for shard in _replaced(target, ending) if shard not in shards]
-    # The list is for the next run, should this one be killed while it removes them.
+    # If this run is killed while it removes them, the next run finds this journal.
     with _journal(target, done_with):
-        atomic.commit(path, target, force)
+        atomic.commit(*temporary, target, force)
         _remove(target, done_with, sources)
 
 
@@ -113,7 +113,7 @@ def _shards(
     """The paths of the shards.
 
     Raises:
-        UnsupportedFormat: too many of them, or names that no reader takes.
+        UnsupportedFormat: too many of them, or names that no reader accepts.
     """
     if len(parts) > (most := Limits().shards):
         problem = f"would have {len(parts)} shards, and at most {most} are read"
@@ -131,7 +131,7 @@ def _shards(
 
 
 def _split(plan: Plan, shard_size: int) -> list[list[str]]:
-    """Names by shard, in their order; a larger tensor has a shard of its own."""
+    """The names of the tensors of each shard, in order; a larger tensor has a shard of its own."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, info in plan.info.items():
@@ -144,7 +144,7 @@ def _split(plan: Plan, shard_size: int) -> list[list[str]]:
 
 
 def _replaced(target: Path, ending: str) -> list[Path]:
-    """The shards of the index there that were written here for it, as their names show."""
+    """The shards of the existing index that this module wrote for it, recognised by their names."""
     with contextlib.suppress(CheckpointError):
         source = Source(target)
         try:
@@ -156,12 +156,12 @@ def _replaced(target: Path, ending: str) -> list[Path]:
 
 
 def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
-    """What makes the names of the shards fresh; the same for the same write, to resume it."""
+    """The part of the names that differs between writes; with `resume`, a hash of what is written."""
     if resume is None:
         return secrets.token_hex(_TAG // 2)
-    said = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
-    said.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_TAG]
+    settings = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
+    settings.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:_TAG]
 
 
 def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
@@ -174,19 +174,20 @@ def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
 
 
 @contextlib.contextmanager
-def _journal(target: Path, shards: Sequence[Path]) -> Iterator[Path]:
-    """A list of shards, for as long as this process is at work on them."""
+def _journal(target: Path, shards: Sequence[Path]) -> Iterator[tuple[BinaryIO, Path]]:
+    """A journal of the shards, locked while this process writes them."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, {})
-        yield path
+        yield file, path
 
 
 def _leave(target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]) -> None:
-    """A list of shards that stays with them, and what casting lost, so that nobody casts again."""
+    """Leaves a journal of the finished shards, with the losses of casting, so that none is cast again."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, losses)
+        atomic.release(file)
         os.replace(path, temporaries.fresh(target))
-        atomic.sync_folder(target.parent)
+        system.sync_folder(target.parent)
 
 
 def _fill(
@@ -198,20 +199,21 @@ def _fill(
 
 
 def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, tuple[str, Loss]]:
-    """Digest and loss by tensor, as parts noted them.
+    """Checks that no other process writes these shards; returns digest and loss by tensor from journals.
 
     Raises:
-        DestinationExists: another process writes some of these shards, or something else is there.
+        DestinationExists: another process writes some of these shards, or another file has the name
+            of one.
     """
     journals = journal.all_of(target, ending)
     for other in temporaries.alive(target):
         if other != own and other in journals and set(journals[other].shards) & set(mine):
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
-    for shard in mine:  # named by what is written: a file there is one that can be continued
+    for shard in mine:  # the name has a hash of the content, so an existing file can be continued
         if os.path.lexists(shard):
             status = os.lstat(shard)
-            if not stat.S_ISREG(status.st_mode) or not temporaries.is_of_user(status):
+            if not stat.S_ISREG(status.st_mode) or not system.is_of_user(status):
                 problem = "is there and not a file of this user"
                 raise DestinationExists(shard, problem, "move it away, or choose another name")
     known: dict[str, tuple[str, Loss]] = {}
@@ -223,20 +225,22 @@ def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, 
 
 
 def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> None:
-    """Raises DestinationExists where an interrupted write with other settings left shards."""
+    """Raises DestinationExists if an interrupted write with other settings left shards."""
     journals = journal.all_of(target, ending)
     listed = {shard for path in journals if path != own for shard in journals[path].shards}
     if left := [shard for shard in _unused(target, listed - known) if shard.exists()]:
         problem = f"an interrupted write with other settings left {len(left)} shards there"
         raise DestinationExists(
-            target, problem, f"repeat it as it was, or give them up with {atomic.FORCE}"
+            target,
+            problem,
+            f"repeat it with those settings, or pass {atomic.FORCE} to discard them",
         )
 
 
 def _noted(
     plan: Plan, names: Mapping[Path, list[str]], mine: Iterable[Path]
 ) -> dict[str, list[Any]]:
-    """Digest and loss by tensor of what casting changed."""
+    """Digest and loss of every tensor of these shards that was cast."""
     held = [name for shard in mine for name in names[shard] if name in plan.losses]
     return {name: [plan.digests[name], *plan.losses[name]] for name in held}
 
@@ -244,7 +248,7 @@ def _noted(
 def _clean(
     target: Path, ending: str, shards: set[Path], sources: Sequence[Path], notes: list[str]
 ) -> None:
-    """Removes what killed writes of this target left, except what can be continued."""
+    """Removes the files that killed writes of this target left, except shards to continue with."""
 
     def before(path: Path) -> str | None:
         try:
@@ -266,7 +270,7 @@ def _remove(target: Path, shards: Iterable[Path], sources: Sequence[Path]) -> No
 
 
 def _unused(target: Path, shards: Iterable[Path]) -> list[Path]:
-    """The shards that no index in the folder names; all are in use where one cannot be read."""
+    """The shards that no index in the folder lists; none if an index cannot be read."""
     left = sorted(set(shards))
     for name in os.listdir(target.parent) if left else ():
         if not name.lower().endswith(shards_read.SUFFIX):
@@ -283,13 +287,13 @@ def _unused(target: Path, shards: Iterable[Path]) -> list[Path]:
             if os.path.isfile(target.with_name(name)):
                 return []
             continue
-        # The tag alone tells a shard; what is before it may be escaped in JSON.
+        # Search for the tag only: the characters before it may be escaped in JSON.
         left = [shard for shard in left if not _tag_of(shard).encode() in raw]
     return left
 
 
 def _tag_of(shard: Path) -> str:
-    """The ASCII end of the name of a shard, which no other has."""
+    """The ASCII end of the name of a shard, which is unique."""
     found = re.search(r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}\.\w+$", shard.name)
     assert found is not None, shard
     return found[0]
@@ -298,7 +302,7 @@ def _tag_of(shard: Path) -> str:
 def _is_complete(
     piece: Plan, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
 ) -> bool:
-    """Whether a shard of an interrupted write is there and sound; takes over its digests."""
+    """True if a shard of an interrupted write is complete and valid; takes over its digests."""
     if not shard.exists():
         return False
     found: dict[str, str] = {}
@@ -316,7 +320,7 @@ def _is_complete(
             if name in known and known[name][0] == found[name]:
                 piece.losses[name] = known[name][1]
                 piece.advance(piece.info[name].nbytes)
-            elif piece.casts(name):  # what it lost is known by doing it again
+            elif piece.casts(name):  # cast again to measure the loss
                 for _ in piece.blocks(name):
                     pass
                 if piece.digests[name] != found[name]:

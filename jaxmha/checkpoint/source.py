@@ -1,17 +1,17 @@
-"""One descriptor on one regular file, read by position."""
+"""A regular file that is opened once and read by position."""
 
-import io
 import mmap
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmha.checkpoint import system
 from jaxmha.checkpoint.errors import IntegrityError, MalformedFile, UnreadableFile
+from jaxmha.checkpoint.system import Directory
 
 _MOST_AT_ONCE = 1 << 30  # the kernel reads less than 2 GiB per call
 _PIECE = 1 << 20
@@ -29,13 +29,16 @@ class Source:
         path: str | os.PathLike[str],
         *,
         mapped: bool = False,
-        within: tuple[int, str] | None = None,
+        within: tuple[Directory, str] | None = None,
         known_as: Path | None = None,
     ) -> None:
-        """Opens the file by its path; `within` is a folder's descriptor and a name in it.
+        """Opens the file by its path, or by an open folder and a name in it.
 
-        A name within a folder may not be a link. `known_as`: the name in messages, of a file that
-        has it later.
+        Args:
+            path: the file.
+            mapped: map it into memory.
+            within: an open folder and the name of the file in it, which may not be a link.
+            known_as: the path in messages, of a temporary that gets this name later.
         """
         opened = Path(path)
         self.path = known_as or opened
@@ -44,13 +47,12 @@ class Source:
         self._map: NDArray[np.uint8] | None = None
         try:
             # Devices act on being opened and FIFOs block, so look before opening.
-            folder, name = within or (None, opened)
-            before = os.stat(name, dir_fd=folder, follow_symlinks=within is None)
+            before = os.stat(opened) if within is None else within[0].stat(within[1])
             _refuse_special(self.path, before)
-            # O_NONBLOCK: the path may have become a FIFO since.
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-            flags |= os.O_NOFOLLOW if within else 0
-            self.fd = os.open(name, flags, dir_fd=folder)
+            if within is None:
+                self.fd = system.open_regular(opened)
+            else:
+                self.fd = within[0].open_file(within[1])
             status = os.fstat(self.fd)
             _refuse_special(self.path, status)
         except FileNotFoundError as e:
@@ -70,7 +72,7 @@ class Source:
             self._map = np.frombuffer(whole, np.uint8)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Exactly count bytes.
+        """Reads exactly count bytes.
 
         Raises:
             MalformedFile: the range leaves the file.  IntegrityError: the file shrank.
@@ -78,7 +80,7 @@ class Source:
         return self.read_array(offset, count).tobytes()
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Exactly count bytes: a fresh array, or read-only over the map; errors as in `read`."""
+        """Reads exactly count bytes into a new array, or returns a view of the map; errors as `read`."""
         self._check_range(offset, count)
         if self._map is not None:
             return self._map[offset : offset + count]
@@ -95,12 +97,12 @@ class Source:
             )
 
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
-        """Fills an array; errors as in `read`."""
+        """Fills an array; raises as `read` does."""
         done, count = 0, raw.size
         while done < count:
             view = raw[done : done + _MOST_AT_ONCE].data
             try:
-                got = os.preadv(self.fd, [view], offset + done)
+                got = system.read_at(self.fd, view, offset + done)
             except OSError as e:
                 raise UnreadableFile(
                     self.path, f"reading failed ({e.strerror or e})", "check the disk and try again"
@@ -110,19 +112,15 @@ class Source:
             done += got
 
     def stream(self, offset: int, count: int) -> Iterator[memoryview]:
-        """The same bytes in pieces that are valid one at a time; errors as in `read`."""
+        """Yields a range in pieces, each valid until the next; raises as `read` does."""
         buffer = np.empty(min(count, _PIECE), np.uint8)
         for at in range(0, count, _PIECE):
             piece = buffer[: min(_PIECE, count - at)]
             self.read_into(piece, offset + at)
             yield piece.data
 
-    def file(self) -> io.RawIOBase:
-        """A file object of its own over the same descriptor, for libraries that want one."""
-        return io.FileIO(os.dup(self.fd))
-
     def check_unchanged(self) -> None:
-        """Raises IntegrityError if size or modification time moved since opening."""
+        """Raises IntegrityError if size or modification time changed since opening."""
         if _identity(os.fstat(self.fd)) != self._identity:
             raise self._changed()
 
@@ -133,14 +131,14 @@ class Source:
 
     def close(self) -> None:
         """Closes the descriptor; doing so twice is fine."""
-        self._map = None  # unmapped when the last array over it is gone
+        self._map = None  # unmapped when the last view is freed
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Section(Source):
-    """A part of an open file, read as if it were a file. It does not close the file."""
+    """A range of an open file with the interface of a file; closing it does not close the file."""
 
     def __init__(self, whole: Source, offset: int, size: int) -> None:
         self.whole, self.offset = whole, offset
@@ -148,47 +146,20 @@ class Section(Source):
         self.fd = whole.fd
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Exactly count bytes; errors as in `read`."""
+        """Reads exactly count bytes; raises as `read` does."""
         self._check_range(offset, count)
         return self.whole.read_array(self.offset + offset, count)
 
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
-        """Fills an array; errors as in `read`."""
+        """Fills an array; raises as `read` does."""
         self.whole.read_into(raw, self.offset + offset)
-
-    def file(self) -> io.RawIOBase:
-        """A file object over this part."""
-        return _SectionFile(self)
 
     def check_unchanged(self) -> None:
         """Raises IntegrityError if the whole file changed since opening."""
         self.whole.check_unchanged()
 
     def close(self) -> None:
-        """Nothing: the whole file stays open."""
-
-
-class _SectionFile(io.RawIOBase):
-    def __init__(self, section: Section) -> None:
-        self._section, self._at = section, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._section.size}
-        self._at = start[whence] + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        raw = np.frombuffer(buffer, np.uint8)
-        count = max(0, min(raw.size, self._section.size - self._at))
-        self._section.read_into(raw[:count], self._at)
-        self._at += count
-        return count
+        """Does nothing: the whole file stays open."""
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -1,18 +1,15 @@
-"""Temporary files and folders next to their target: their names, their locks, and when they may go.
+"""Temporary files and folders next to their target: their names, locks and removal.
 
-A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight that follow from them and from
-the whole name of the target, so that the file of another program has such a name by chance once in
-four billion. A temporary carries a lock for as long as its process lives: without it, its writer
-was killed.
+A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight of a hash of them and of the name
+of the target, so that a file of another program has such a name by chance once in four billion. Its
+process locks a temporary until it ends: an unlocked one was left by a killed writer.
 
-A temporary is removed only if it has such a name, is a plain file (or a folder, where the target is
-one) of this user, has no second name, is not being read and not locked. Everything else stays and
-is named.
+A temporary is removed only if it has such a name, is a plain file (or a folder, if the target is one)
+of this user, has no second name, is not being read and not locked. All others stay and are named.
 """
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -21,6 +18,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from jaxmha.checkpoint import system
 from jaxmha.checkpoint.errors import printable
 
 Identity = tuple[int, int]  # device and inode
@@ -30,13 +28,13 @@ _MOST_NOTES = 10
 
 
 def fresh(target: Path) -> Path:
-    """A new name next to the target, by which `clean` will know it."""
+    """A new name next to the target that `clean` recognises."""
     start = secrets.token_hex(4)
     return target.with_name(f".{_stem(target)}.{start}{_proof(target, start)}.tmp")
 
 
 def _stem(target: Path) -> str:
-    """The begin of the name of a temporary: names are limited in bytes."""
+    """The start of the name of a temporary, shortened because names are limited in bytes."""
     return os.fsencode(target.name)[:100].decode(errors="ignore")
 
 
@@ -54,9 +52,14 @@ def _is_proven(target: Path, name: str) -> bool:
     return found is not None and _proof(target, found[1]) == found[2]
 
 
-def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
-    """A temporary and the descriptor that locks it. One that `clean` saw before the lock is gone:
-    then another.
+def create(target: Path, make: Callable[[Path], int | None]) -> tuple[int | None, Path]:
+    """A new temporary and the descriptor that locks it; None where folders have no descriptors.
+
+    `clean` of another process may take it for a stale one until it is locked; then another is made.
+
+    Args:
+        target: the file or folder that the temporary will become.
+        make: makes and opens it.
     """
     for _ in range(_ATTEMPTS):
         path = fresh(target)
@@ -64,12 +67,14 @@ def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
             fd = make(path)
         except FileExistsError:
             continue
-        except FileNotFoundError:  # a folder, between making and opening it
+        except FileNotFoundError:  # a folder was removed before it was opened
             if not target.parent.is_dir():
                 raise
             continue
+        if fd is None:
+            return None, path
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(fd)
             if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
                 return fd, path
         except (BlockingIOError, FileNotFoundError):
@@ -85,9 +90,9 @@ def create(target: Path, make: Callable[[Path], int]) -> tuple[int, Path]:
 
 
 def alive(target: Path) -> list[Path]:
-    """Temporaries of writers of the same target that are at work."""
+    """Temporaries of writers of the same target that are running; none without file locks."""
     found = []
-    for path in named(target):
+    for path in named(target) if system.has_locks() else ():
         try:
             with locked(path):
                 pass
@@ -99,7 +104,7 @@ def alive(target: Path) -> list[Path]:
 
 
 def named(target: Path) -> list[Path]:
-    """Files and folders with a name that only a temporary of this target has."""
+    """Files and folders whose names prove them to be temporaries of this target."""
     return [path for path in _alike(target) if _is_proven(target, path.name)]
 
 
@@ -118,11 +123,11 @@ def clean(
     """Removes the temporaries that killed writers of the same target left.
 
     Args:
-        target: of the temporaries.
+        target: the file or folder that the temporaries were for.
         sources: files and folders being read, which stay.
-        notes: gets a line for everything that has the form of a temporary, is not locked and stays.
-        parts: where the target is a folder, tells for a temporary folder which files in it may go.
-        before: is called with each while it is locked; a text says why it has to stay.
+        notes: receives a line for each unlocked file that looks like a temporary and stays.
+        parts: for a folder as target: of a temporary folder, a predicate of the files to remove.
+        before: called with each while it is locked; it returns a reason to keep it, or None.
 
     Returns:
         the temporaries that were removed.
@@ -131,6 +136,8 @@ def clean(
     for path in _alike(target):
         try:
             why = _not_ours(target, path, read, folder=parts is not None)
+            if why is None and not system.has_locks():
+                why = system.NO_LOCKS
             if why is None:
                 with locked(path) as status:
                     why = before(path)
@@ -140,7 +147,7 @@ def clean(
                         unlink(path, status)
                 if why is None:
                     removed.append(path)
-        except OSError:  # locked, or gone meanwhile
+        except OSError:  # locked, or removed meanwhile
             continue
         if why is not None:
             left.append(f"{printable(path.name)} stays: it has the form of a temporary, and {why}")
@@ -152,30 +159,25 @@ def clean(
 
 
 def _not_ours(target: Path, path: Path, read: frozenset[Identity], folder: bool) -> str | None:
-    """Why a file may not be removed; None where it is a temporary of this user."""
+    """The reason why a file may not be removed; None if it is a temporary of this user."""
     status = os.stat(path, follow_symlinks=False)
     if not _is_proven(target, path.name):
         return "another program gave it its name"
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
         return "is not a folder" if folder else "is not a plain file"
-    if not is_of_user(status):
+    if not system.is_of_user(status):
         return "belongs to another user"
     if (status.st_dev, status.st_ino) in read:
         return "is being read"
-    # A writer may have been killed between giving the target its name and taking away the other.
+    # A writer may have been killed after it linked the target and before it removed this name.
     placed = os.path.lexists(target) and os.path.samestat(status, os.lstat(target))
     if not folder and status.st_nlink > 1 and not placed:
         return "has a second name"
     return None
 
 
-def is_of_user(status: os.stat_result) -> bool:
-    """True if a file belongs to the user of this process."""
-    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-
-
 def identities(paths: Iterable[Path]) -> frozenset[Identity]:
-    """The paths of files and of the folders that hold them, links resolved."""
+    """The identities of files and of all folders above them, with links resolved."""
     found = set()
     for path in paths:
         real = Path(os.path.realpath(path))
@@ -188,47 +190,44 @@ def identities(paths: Iterable[Path]) -> frozenset[Identity]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[os.stat_result]:
-    """The lock of a file or folder, for as long as it is used.
+    """Locks a file or folder, and yields its status.
 
     Raises:
-        BlockingIOError: another process has it.  OSError: gone, a link or a special file.
+        BlockingIOError: another process locked it.  OSError: it is missing, a link, or special.
     """
     before = os.stat(path, follow_symlinks=False)  # devices act on being opened
     if not (stat.S_ISREG(before.st_mode) or stat.S_ISDIR(before.st_mode)):
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = system.open_plain(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(fd)
         yield os.fstat(fd)
     finally:
         os.close(fd)
 
 
 def unlink(path: Path, status: os.stat_result) -> None:
-    """Removes a name where it still is that of this very file."""
+    """Removes a name if it still is that of the file with this status."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(path, follow_symlinks=False), status):
             os.unlink(path)
 
 
 def remove(folder: Path, names: Iterable[str], sources: Sequence[Path]) -> None:
-    """Removes plain files of this user in a folder, but for those being read."""
+    """Removes plain files of this user in a folder, except those being read."""
     read = identities(sources)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with system.Directory(folder) as directory:
         for name in names:
             with contextlib.suppress(OSError):
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                status = directory.stat(name)
                 plain = os.path.basename(name) == name and stat.S_ISREG(status.st_mode)
-                here = (status.st_dev, status.st_ino)
-                if plain and is_of_user(status) and here not in read:
-                    os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
+                identity = (status.st_dev, status.st_ino)
+                if plain and system.is_of_user(status) and identity not in read:
+                    directory.unlink(name)
 
 
 def others(path: Path, is_part: IsPart) -> list[str]:
-    """Everything in a folder that is no part of it, links and empty folders included."""
+    """Paths in a folder that are no parts of it, with links and folders."""
     found = []
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
@@ -241,21 +240,22 @@ def others(path: Path, is_part: IsPart) -> list[str]:
 
 
 def remove_folder(path: Path, is_part: IsPart) -> bool:
-    """Removes the parts of a folder, then the folder if nothing else is in it; whether it is gone.
+    """Removes the parts of a folder, then the folder if it is empty; returns whether it was removed.
 
-    No link is followed. Files whose names begin with "_" go last: they tell what the others are.
+    No link is followed. Files whose names begin with "_" are removed last: they describe the others.
     """
-    for folder, folders, files, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
+    for folder, names, directory in system.walk_up(path):
         inside = os.path.relpath(folder, path)
-        for name in sorted((*folders, *files), key=lambda name: (name.startswith("_"), name)):
-            with contextlib.suppress(OSError):
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                if not is_part(os.path.normpath(os.path.join(inside, name))):
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    os.rmdir(name, dir_fd=fd)
-                elif stat.S_ISREG(status.st_mode):
-                    os.unlink(name, dir_fd=fd)
+        with directory:
+            for name in sorted(names, key=lambda name: (name.startswith("_"), name)):
+                with contextlib.suppress(OSError):
+                    status = directory.stat(name)
+                    if not is_part(os.path.normpath(os.path.join(inside, name))):
+                        continue
+                    if stat.S_ISDIR(status.st_mode):
+                        directory.rmdir(name)
+                    elif stat.S_ISREG(status.st_mode):
+                        directory.unlink(name)
     with contextlib.suppress(OSError):
         os.rmdir(path)
     return not os.path.lexists(path)

@@ -64,7 +64,7 @@ class TensorInfo(NamedTuple):
 
 
 def swapped(raw: NDArray[np.uint8], dtype: np.dtype, order: Literal["little", "big"]) -> None:
-    """Turns bytes of the given order into the order of this machine, in place."""
+    """Swaps elements of the given byte order to that of this machine, in place."""
     width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     if order != sys.byteorder and width > 1:
         raw.view(f"u{width}").byteswap(inplace=True)
@@ -77,7 +77,7 @@ def from_bytes(
     path: str | os.PathLike[str],
     name: str,
 ) -> np.ndarray:
-    """A flat array over raw bytes, which it takes over, or which are read-only.
+    """A flat array over raw bytes; writable bytes belong to it afterwards.
 
     Raises:
         MalformedFile: a Boolean byte that is neither 0 nor 1.
@@ -95,7 +95,7 @@ def from_bytes(
 def over(
     source: Source, offset: int, shape: tuple[int, ...], dtype: np.dtype, *, fortran: bool = False
 ) -> np.ndarray:
-    """Elements of a mapped file where they lie, in the byte order of this machine."""
+    """A view of elements in a mapped file, in the byte order of this machine."""
     raw = source.read_array(offset, math.prod(shape) * dtype.itemsize)
     flat = raw.view(dtype)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
@@ -116,15 +116,14 @@ def to_bytes(array: np.ndarray) -> NDArray[np.uint8]:
 def blocks(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
     """The elements in C order, in pieces of at most about `most` bytes, contiguous each.
 
-    The usual size stays in a cache between casting, digest and copy to the system.
-
-    Of an array that is not contiguous, such as a transposed one, no whole copy is made.
+    Pieces of the default size stay in the cache between casting, digest and writing. An array that
+    is not contiguous, such as a transposed one, is never copied as a whole.
     """
     return (contiguous(part).reshape(-1) for part in parts(array, most))
 
 
 def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
-    """What `blocks` are made of: views of the array, one after the other in C order."""
+    """The array divided into views, in C order; `blocks` copies them one by one."""
     if array.nbytes <= most or not array.ndim:
         yield array
     elif array.flags.c_contiguous:
@@ -139,18 +138,18 @@ def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
             yield from parts(array[at : at + rows], most)
 
 
-_ROWS, _SLAB = 128, 3 << 17  # a slab of so many bytes stays in a cache
+_ROWS, _SLAB = 128, 3 << 17  # a slab of this many bytes stays in the cache
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The array in C order: itself, or a copy, which is made slab by slab of a large transposed one.
+    """The array in C order: itself, or a copy; a large transposed array is copied slab by slab.
 
-    NumPy goes along whole rows of the copy, which touches a page of the source for each element.
+    NumPy copies whole rows, which touches a page of the source for each element.
     """
     if array.flags.c_contiguous:
         return array
     out = np.empty(array.shape, array.dtype)
-    # NumPy cannot describe the strides of every dtype of ml_dtypes; sizes are all that matters.
+    # View as integers of the same size: NumPy cannot export some dtypes of ml_dtypes.
     bits = f"u{array.itemsize}" if array.itemsize in (1, 2, 4, 8) else array.dtype
     _copy(out.view(bits), array.view(bits))
     return out
@@ -181,7 +180,7 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
 
 
 def _merged(out: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same elements with neighbouring axes merged where both arrays run on."""
+    """The same elements with adjacent axes merged if both arrays are contiguous across them."""
     shape: list[int] = []
     strides: list[tuple[int, int]] = []
     for size, *steps in zip(array.shape, out.strides, array.strides, strict=True):

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: all of it, verified, or nothing."""
+"""Writes a checkpoint: complete and verified, or not at all."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ SHARD_SIZE = 5 * 10**9
 
 @dataclass(frozen=True)
 class Written:
-    """What was written.
+    """The result of a write.
 
     Attributes:
         path: the target.
@@ -39,8 +39,8 @@ class Written:
         info: name -> TensorInfo, as written.
         digests: name -> digest, as written and read back.
         losses: name -> Loss, for every tensor whose dtype was changed.
-        kept: the files that an interrupted write of the same had completed.
-        notes: on files next to the target that look like temporaries of it and were left alone.
+        kept: complete files of an interrupted write that were kept.
+        notes: lines on files next to the target that look like temporaries of it and were not removed.
     """
 
     path: Path
@@ -71,89 +71,106 @@ def write(
     """Writes tensors in the format that the suffix of the path names.
 
     The target is, at every moment, the old file or the complete new one, which was read back and
-    compared. Memory: the largest tensor and some blocks of 1 MiB, where `tensors` is lazy (orbax
-    holds more).
+    compared. Memory: the largest tensor and some blocks of 1 MiB, if `tensors` is lazy (orbax: more).
 
     Args:
-        path: the target; its folder must exist. `NAME.safetensors.index.json` writes shards
-            next to the index, `NAME.orbax` a folder.
-        tensors: arrays by name; or an open Checkpoint, or a Lazy, which are asked for one tensor
-            after the other. Transposed or otherwise strided views are written without a copy.
+        path: the target, in an existing folder. `NAME.safetensors.index.json` writes shards next to
+            the index, `NAME.orbax` a folder.
+        tensors: arrays by name; or an open Checkpoint or a Lazy, which load one tensor after the
+            other. Strided views are written without a copy.
         metadata: strings to keep with the tensors; .safetensors only.
         names: names of Keras layers by group path; .weights.h5 only.
-        force: replace what is there.
-        source: the file, or files, that the tensors came from: never replaced. Those of an open
-            Checkpoint are known.
-        dtype: cast floating-point tensors to this dtype; or a dtype for each name, which may also
-            be an integer one. What that lost is in `Written.losses`.
-        overflow: of values beyond the range of their new dtype: "count" them among what was lost, or
-            "refuse" to write, with UnsupportedDtype.
-        shard_size: bytes of tensors per shard (default: 5 * 10**9), where the target is an index.
-        resume: sharded only: a text that is the same exactly when the tensors are, such as the
-            digest of the source and of the plan. An interrupted write with the same text is
-            continued: its complete shards are checked and kept.
-        part: `(i, n)`, with `resume`: only every n-th shard from the i-th (from 0) on, and no index.
-            Other processes write the other parts at the same time; a call without it afterwards
-            keeps their shards, writes what is missing, and puts the index in place.
+        force: replace an existing target.
+        source: files that the tensors came from, never replaced; of a Checkpoint they are known.
+        dtype: cast floating-point tensors to it; or a dtype for each name, also an integer one.
+        overflow: for values beyond the range of their new dtype: "count" them in `Written.losses`,
+            or "refuse" to write, with UnsupportedDtype.
+        shard_size: bytes of tensors per shard of an index (default: 5 * 10**9).
+        resume: for an index: a text that is the same exactly when the tensors are, such as the
+            digest of the source and of the plan. It continues an interrupted write with the same
+            text: complete shards are checked and kept.
+        part: `(i, n)`, with `resume`: write every n-th shard from the i-th (from 0) on, and no index.
+            Other processes write the other parts; a call without it then completes the whole.
         digest: "xxh3_128" or "sha256" per tensor, kept in the file and checked on reading; "fast":
-            the former where xxhash is installed; None: none is kept.
+            the former if xxhash is installed; None: no digest.
         progress: called as progress(done, total) with bytes, written and read back again.
 
     Raises:
         CheckpointError: DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed,
             MissingDependency, and the errors of names: PathEscape, AmbiguousFile, MalformedFile,
             BudgetExceeded.
-
-    Example:
-        >>> import numpy, tempfile
-        >>> from jaxmha.converters import checkpoint
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     done = checkpoint.write(f"{folder}/a.npz", {"bias": numpy.zeros(4)})
-        ...     done = checkpoint.write(
-        ...         f"{folder}/a.npz", {"bias": numpy.full(4, 0.1)}, force=True, dtype="float16"
-        ...     )
-        ...     print(done.losses["bias"].max_relative_error < 1e-3)
-        ...     print(checkpoint.open(f"{folder}/a.npz")["bias"])
-        True
-        [0.1 0.1 0.1 0.1]
     """
     target = Path(path)
     format = table.for_writing(target)
-    if overflow not in ("count", "refuse"):
-        raise UnsupportedFormat(target, f"overflow = {overflow!r}", 'give "count" or "refuse"')
     _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
-    if part is not None and (resume is None or not 0 <= part[0] < part[1]):
-        problem = f"part {part} of a write" if resume is not None else "a part of another write"
-        raise UnsupportedFormat(target, problem, "give resume, and (i, n) with 0 <= i < n")
-    given = [source] if isinstance(source, str | os.PathLike) else source or ()
-    sources = [Path(one) for one in given]
-    if isinstance(tensors, reader.Checkpoint):
-        sources += tensors.files
-    plan = Plan(
-        target,
-        *_tensors(target, tensors, dtype),
-        metadata=dict(metadata or {}),
-        names=dict(names or {}),
-        algorithm=digests.usual() if digest in ("fast", None) else digest,
-        keep_digests=digest is not None,
-        refuses_overflow=overflow == "refuse",
-    )
-    digests.hasher(plan.algorithm, target)  # raises here and not halfway
+    _check_choices(target, overflow, resume, part)
+    plan = _plan(target, tensors, dtype, overflow, digest, progress)
+    plan = changed(plan, metadata=dict(metadata or {}), names=dict(names or {}))
     format.check(plan)
-    total = 2 * sum(info.nbytes for info in plan.info.values())
-    plan = changed(plan, advance=_Counter(total, progress))
-    files: list[Path] = [target]
-    kept: list[Path] = []
-    if format.name == "sharded":
-        files, kept = shards_write.write(
-            plan, _write_file, shard_size or SHARD_SIZE, force, sources, resume, part
-        )
+    return _write(plan, format, force, _sources(source, tensors), shard_size, resume, part)
+
+
+def _write(
+    plan: Plan,
+    format: table.Format,
+    force: bool,
+    sources: Sequence[Path],
+    shard_size: int | None,
+    resume: str | None,
+    part: tuple[int, int] | None,
+) -> Written:
+    files, kept = [plan.path], list[Path]()
+    if format.sharded:
+        size = shard_size or SHARD_SIZE
+        files, kept = shards_write.write(plan, _write_file, size, force, sources, resume, part)
     elif format.folder:
         _write_folder(plan, force, sources)
     else:
         _write_file(plan, format, force, sources)
     found = plan.info, plan.digests, plan.losses
-    return Written(target, tuple(files), *found, tuple(kept), tuple(plan.notes))
+    return Written(plan.path, tuple(files), *found, tuple(kept), tuple(plan.notes))
+
+
+def _plan(
+    target: Path,
+    tensors: Mapping[str, np.ndarray],
+    dtype: Wanted | Mapping[str, Wanted] | None,
+    overflow: str,
+    digest: str | None,
+    progress: Progress | None,
+) -> Plan:
+    algorithm = digest if digest is not None and digest != "fast" else digests.usual()
+    digests.hasher(algorithm, target)  # raise before anything is written
+    info, declared, load = _tensors(target, tensors, dtype)
+    return Plan(
+        target,
+        info,
+        declared,
+        load,
+        algorithm=algorithm,
+        keep_digests=digest is not None,
+        refuses_overflow=overflow == "refuse",
+        advance=_Counter(2 * sum(one.nbytes for one in info.values()), progress),
+    )
+
+
+def _sources(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+    tensors: Mapping[str, np.ndarray],
+) -> list[Path]:
+    given = [source] if isinstance(source, str | os.PathLike) else source or ()
+    known = tensors.files if isinstance(tensors, reader.Checkpoint) else ()
+    return [*map(Path, given), *known]
+
+
+def _check_choices(
+    target: Path, overflow: str, resume: str | None, part: tuple[int, int] | None
+) -> None:
+    if overflow not in ("count", "refuse"):
+        raise UnsupportedFormat(target, f"overflow = {overflow!r}", 'give "count" or "refuse"')
+    if part is not None and (resume is None or not 0 <= part[0] < part[1]):
+        problem = f"part {part} of a write" if resume is not None else "a part of another write"
+        raise UnsupportedFormat(target, problem, "give resume, and (i, n) with 0 <= i < n")
 
 
 def _write_file(
@@ -199,7 +216,7 @@ def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
 
 
 def _refuse_other_files(path: Path) -> None:
-    """Raises DestinationExists unless a folder is a checkpoint of orbax and nothing else."""
+    """Raises DestinationExists unless a folder holds an orbax checkpoint and nothing else."""
     problem = "is a folder that is no orbax checkpoint"
     if os.path.isfile(path / orbax.TREE):
         others = temporaries.others(path, orbax_parts.of(path))
@@ -207,11 +224,11 @@ def _refuse_other_files(path: Path) -> None:
             return
         problem = f"holds {shown(others[0])}, which is no part of an orbax checkpoint"
         problem += f", and {len(others) - 1} more" * (len(others) > 1)
-    raise DestinationExists(path, problem, "move it away, or choose another name")
+    raise DestinationExists(path, problem, "remove or rename it, or choose another name")
 
 
 def compare(plan: Plan, written: reader.Checkpoint) -> None:
-    """Raises WriteFailed unless a file holds what the plan wrote, by digest of its data."""
+    """Raises WriteFailed unless the digests of a file are those that the plan wrote."""
     same = dict(written.info) == dict(plan.info) and (
         dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
     )
@@ -303,7 +320,7 @@ def _tensors(
 
 
 class _Counter:
-    """Adds bytes up and reports them."""
+    """Counts bytes and reports them to `progress`."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress

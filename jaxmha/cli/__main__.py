@@ -17,7 +17,8 @@ def main() -> None:
     """Runs `jaxmha`."""
     signal.signal(signal.SIGTERM, _terminated)
     # End silently if the reader closes the pipe, as other Unix tools do.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if (closed_pipe := getattr(signal, "SIGPIPE", None)) is not None:
+        signal.signal(closed_pipe, signal.SIG_DFL)
     try:
         from jaxmha.cli.app import app
     except KeyboardInterrupt:

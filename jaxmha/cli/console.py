@@ -1,4 +1,4 @@
-"""Consoles, options and error handling that all commands share."""
+"""Consoles, progress bars, output and error handling that all commands share."""
 
 import json
 import math
@@ -7,9 +7,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TypeVar
 
 import typer
 from rich import markup
@@ -27,34 +26,10 @@ from rich.progress import (
 from jaxmha.checkpoint import atomic
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.formats import table
-from jaxmha.converters.layout import registry
-from jaxmha.converters.layout.base import guess, known
-from jaxmha.converters.migrate import pipeline
 
 Item = TypeVar("Item")
 SHOWN = 10  # names listed before "and more"
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-NumHeads = Annotated[
-    int | None,
-    typer.Option(
-        help="Heads of layouts that do not store them (torch, bert). "
-        "Default: the config.json beside the file.",
-        min=1,
-    ),
-]
-
-
-def layout_name(value: str | None) -> str | None:
-    """Callback of options: checks the name of a layout, and suggests one if it is unknown."""
-    names = [layout.name for layout in registry.LAYOUTS]
-    if value is not None and value not in names:
-        raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
-    return value
-
-
-DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type: ignore[misc]
 
 
 def escape(text: str, keep: str = "") -> str:
@@ -82,29 +57,30 @@ def one_message() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def check_text(path: Path, force: bool, apart: Sequence[Path]) -> None:
-    """Raises ValueError unless `put_text` could write this file; call it before long work."""
+def check_text(path: Path, force: bool, sources: Sequence[Path]) -> None:
+    """Raises ValueError unless `put_text` can write this file; call it before long work."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no such folder")
     if table.by_suffix(path) is not None:
-        raise ValueError(f"{path}: is named as checkpoints are, and a text goes there: rename it")
+        raise ValueError(
+            f"{path}: refusing to write text to a file named as a checkpoint: choose another suffix"
+        )
     with atomic.typed(path):
-        atomic.check_target(path, force, apart)
+        atomic.check_target(path, force, sources)
 
 
-def put_text(path: Path, text: str, force: bool, apart: Sequence[Path]) -> None:
+def put_text(path: Path, text: str, force: bool, sources: Sequence[Path]) -> None:
     """Writes a text file in one step; refuses to overwrite the checkpoints that it describes."""
-    for note in atomic.replace_by(path, text.encode(), force=force, sources=apart):
-        err.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+    print_notes(atomic.replace_by(path, text.encode(), force=force, sources=sources), err)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Prints data as JSON on stdout."""
     json.dump(finite(data), sys.stdout, indent=2, allow_nan=False)
     print()
 
 
-def finite(data: Any) -> Any:
+def finite(data: object) -> object:
     """Replaces NaN and infinity by null, because JSON has neither."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
@@ -138,7 +114,18 @@ def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int,
         yield lambda done, total: bar.update(task, completed=done // passes, total=total // passes)
 
 
-def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:
+def print_line(text: str, console: Console = out) -> None:
+    """Prints one line of markup, however long."""
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def print_notes(notes: Sequence[str], console: Console = out) -> None:
+    """Prints one line for each note."""
+    for note in notes:
+        print_line(f"note: {escape(note)}", console)
+
+
+def print_outside(differing: Mapping[str, str], left: Sequence[object]) -> None:
     """Prints tensors outside attention that differ, and those that were not compared."""
     lines = [
         (f"[red]differs, outside attention:[/red] {escape(n)}: {escape(how)}")
@@ -151,7 +138,7 @@ def print_outside(differing: Mapping[str, str], left: Sequence[Any]) -> None:
 def print_some(lines: Sequence[str]) -> None:
     """Prints the first lines, and the number of the others."""
     for line in lines[:SHOWN]:
-        out.print(line, soft_wrap=True, highlight=False)
+        print_line(line)
     if (more := len(lines) - SHOWN) > 0:
         out.print(f"and {more} more (--json lists all)", highlight=False)
 

@@ -25,7 +25,9 @@ def print_conversion(
         what = "1 block" if blocks == 1 else f"{blocks} blocks"
         out.print(escape(f"heads {count} ({where}): {what}"), soft_wrap=True, highlight=False)
     dtype = done.plan.dtype if done.plan else None
-    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.beside).items())
+    kinds = ", ".join(
+        f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.other_layers).items()
+    )
     out.print(
         f"{len(done.blocks)} attention blocks converted"
         + (f"; other layers: {kinds}" if kinds else "")

@@ -1,16 +1,27 @@
 """`jaxmha describe`: the nodes of an attention layer given by sizes or by a checkpoint."""
 
 import dataclasses
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
-import jax.numpy as jnp
 import typer
 from rich.table import Table
+from typer.models import OptionInfo
 
-from jaxmha import Semantics, checkpoint
-from jaxmha.cli.console import Json, check_text, escape, one_message, out, print_json, put_text
+from jaxmha import MHAParams, Semantics
+from jaxmha.cli.console import (
+    check_text,
+    escape,
+    one_message,
+    out,
+    print_json,
+    print_line,
+    put_text,
+)
+from jaxmha.cli.options import Block, Json, option, parse_dtype, parse_integers
+from jaxmha.cli.plan import files_of
 from jaxmha.converters.verify import load_block
 from jaxmha.introspect.framework_differences import FRAMEWORKS
 from jaxmha.introspect.graph import DataFlow
@@ -25,142 +36,160 @@ EXAMPLES = (
     "  jaxmha describe model.safetensors --block encoder.layer.3.attention --query-len 128"
 )
 FrameworkName = Enum("FrameworkName", {x: x for x in FRAMEWORKS}, type=str)  # type: ignore[misc]
+Framework = Annotated[
+    FrameworkName | None,
+    option("--framework", "Show arrays as this framework stores them, and only its differences."),
+]
+Dtype = Annotated[
+    str | None,
+    option("--dtype", "Dtype of inputs and weights.  [default: float32, or that of the file]"),
+]
 
 
-def _option(name: str, about: str, **more: Any) -> Any:
-    return typer.Option(name, help=about, **more)
+def _size(names: str, about: str) -> OptionInfo:
+    return option(names, about, min=1, show_default=False)
 
 
-def _size(name: str, about: str) -> Any:
-    return typer.Option(name, help=about, min=1, show_default=False)
+File = Annotated[
+    Path | None, typer.Argument(help="A checkpoint, instead of sizes.", show_default=False)
+]
+NumHeads = Annotated[
+    int | None, _size("--num-heads", "N; with a checkpoint only if it does not store it.")
+]
 
 
-def describe_(
-    file: Annotated[
-        Path | None,
-        typer.Argument(help="A checkpoint, instead of sizes.", show_default=False),
-    ] = None,
-    block: Annotated[
-        str | None,
-        _option("--block", "Its prefix, as `jaxmha inspect` lists it.  [default: first]"),
-    ] = None,
-    num_heads: Annotated[
-        int | None, _size("--num-heads", "N; of a checkpoint only where it does not store it.")
-    ] = None,
+def command(
+    file: File = None,
+    block: Block = None,
+    num_heads: NumHeads = None,
     features: Annotated[int | None, _size("--features", "Dq.")] = None,
-    query_len: Annotated[int, _option("--query-len", "T.", min=1)] = 128,
+    query_len: Annotated[int, option("--query-len", "T.", min=1)] = 128,
     kv_len: Annotated[int | None, _size("--kv-len", "S.  [default: T]")] = None,
-    batch: Annotated[int, _option("--batch", "B.", min=1)] = 1,
+    batch: Annotated[int, option("--batch", "B.", min=1)] = 1,
     num_kv_heads: Annotated[int | None, _size("--num-kv-heads", "K.  [default: N]")] = None,
     head_dim: Annotated[int | None, _size("--head-dim", "H.  [default: Dq / N]")] = None,
     value_head_dim: Annotated[int | None, _size("--value-head-dim", "h.  [default: H]")] = None,
     key_features: Annotated[int | None, _size("--key-features", "Dk.  [default: Dq]")] = None,
     value_features: Annotated[int | None, _size("--value-features", "Dv.  [default: Dk]")] = None,
     out_features: Annotated[int | None, _size("--out-features", "Do.  [default: Dq]")] = None,
-    dtype: Annotated[
-        str | None, _option("--dtype", "Of inputs and weights.  [default: float32, or the file's]")
-    ] = None,
-    causal: Annotated[bool, _option("--causal", "Query i attends keys j <= i.")] = False,
-    mask: Annotated[str | None, _option("--mask", "Shape of a Boolean one beside: B,1,T,S")] = None,
-    no_bias: Annotated[bool, _option("--no-bias", "Projections without biases.")] = False,
-    bias_kv: Annotated[bool, _option("--bias-kv", "A learned extra key position.")] = False,
-    zero_attn: Annotated[bool, _option("--zero-attn", "An extra key position of zeros.")] = False,
-    dropout: Annotated[float, _option("--dropout", "Rate of dropout of the weights.")] = 0.0,
-    soft_cap: Annotated[float | None, _option("--soft-cap", "Of the logits.")] = None,
-    framework: Annotated[
-        FrameworkName | None,
-        _option("--framework", "Arrays as it stores them, and only its differences."),
-    ] = None,
-    svg: Annotated[Path | None, _option("--svg", "Draw the graph into this file.")] = None,
-    force: Annotated[bool, _option("--force", "Overwrite the drawing.")] = False,
+    dtype: Dtype = None,
+    causal: Annotated[bool, option("--causal", "Query i attends keys j <= i.")] = False,
+    mask: Annotated[str | None, option("--mask", "Shape of a Boolean mask: B,1,T,S")] = None,
+    no_bias: Annotated[bool, option("--no-bias", "Projections without biases.")] = False,
+    bias_kv: Annotated[bool, option("--bias-kv", "A learned extra key position.")] = False,
+    zero_attn: Annotated[bool, option("--zero-attn", "An extra key position of zeros.")] = False,
+    dropout: Annotated[float, option("--dropout", "Dropout rate of the weights.")] = 0.0,
+    soft_cap: Annotated[float | None, option("--soft-cap", "Soft cap of the logits.")] = None,
+    framework: Framework = None,
+    svg: Annotated[Path | None, option("--svg", "Draw the graph into this file.")] = None,
+    force: Annotated[bool, option("--force", "Overwrite the drawing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what attention computes, node by node: formula, shape, cost, and what frameworks do
-    otherwise."""
+    """Print every step of attention: formula, shape, cost, and how frameworks differ."""
     with one_message():
         if svg is not None and svg.suffix != ".svg":
-            raise ValueError(f"--svg: {svg} does not end in .svg, which is what is drawn")
-        own = {
-            "features": features,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "value_head_dim": value_head_dim,
-            "key_features": key_features,
-            "value_features": value_features,
-            "out_features": out_features,
-            "use_bias": False if no_bias else None,
-            "use_bias_kv": True if bias_kv else None,
-        }
-        sizes = {name: size for name, size in own.items() if size is not None}
-        params, name, others = None, "", 0
-        semantics = Semantics(
-            dropout_rate=dropout, logits_soft_cap=soft_cap, add_zero_attn=zero_attn
+            raise ValueError(f"--svg: the output must end in .svg, got {svg}")
+        # fmt: off
+        sizes = _given(
+            num_heads=num_heads, features=features, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            value_head_dim=value_head_dim, key_features=key_features, value_features=value_features,
+            out_features=out_features, use_bias=False if no_bias else None,
+            use_bias_kv=bias_kv or None,
         )
-        if file is not None:
-            if sizes or zero_attn or soft_cap is not None:
-                given = [*sizes, *["zero_attn"] * zero_attn, *["soft_cap"] * (soft_cap is not None)]
-                options = ", ".join(f"--{one.replace('_', '-')}" for one in given)
-                raise ValueError(
-                    f"a checkpoint has its own sizes and behaviour: leave out {options}"
-                )
-            name, params, own_semantics, others = load_block.read(file, block, num_heads)
-            semantics = dataclasses.replace(own_semantics, dropout_rate=dropout)
-        elif block is not None:
-            raise ValueError("--block names a block of a checkpoint: name the file too")
-        elif num_heads is None or features is None:
-            raise ValueError("give --num-heads and --features, or a checkpoint")
-        else:
-            sizes["num_heads"] = num_heads
+        # fmt: on
+        semantics = _semantics(dropout, soft_cap, zero_attn)
+        layer = _layer(file, block, sizes, semantics)
         flow = describe(
-            params,
-            semantics,
+            layer.params,
+            layer.semantics,
             query_len=query_len,
             kv_len=kv_len,
             batch=batch,
-            dtype=None if dtype is None else _dtype(dtype),
+            dtype=None if dtype is None else parse_dtype(dtype),
             is_causal=causal,
-            mask=None if mask is None else _shape(mask),
+            mask=None if mask is None else parse_integers(mask, "--mask"),
             framework=framework.value if framework else None,
-            **sizes,
+            **layer.sizes,
         )
         if svg is not None:
-            apart: list[Path] = []
-            if file is not None:
-                with checkpoint.open(file) as opened:
-                    apart = list(opened.files)
-            check_text(svg, force, apart)
-            put_text(svg, flow.svg(), force, apart)
+            _draw(flow, svg, force, file)
         if as_json:
-            print_json({**flow.to_json(), **({"block": name} if file else {})})
-            return
-        _print(flow, f"{file}: {name or '(top)'}" if file else "multi-head attention")
-        if others:
-            out.print(f"one of {others + 1} blocks; --block names another", highlight=False)
-        if svg is not None:
-            out.print(f"drawn in {escape(str(svg))}", highlight=False)
+            print_json({**flow.to_json(), **({"block": layer.name} if file else {})})
+        else:
+            _print(flow, f"{file}: {layer.name or '(top)'}" if file else "multi-head attention")
+            _print_end(layer.others, svg)
 
 
-def _dtype(name: str) -> Any:
-    try:
-        return jnp.dtype(name)
-    except TypeError:
-        raise ValueError(f"--dtype must be a dtype such as bfloat16, got {name!r}") from None
+class _Layer(NamedTuple):
+    """The layer to describe: the parameters of a block, or sizes to draw them by."""
+
+    name: str
+    params: MHAParams | None
+    semantics: Semantics
+    sizes: Mapping[str, int]
+    others: int  # further blocks in the checkpoint
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--mask must be integers joined by commas, got {text!r}") from None
+def _semantics(dropout: float, soft_cap: float | None, zero_attn: bool) -> Semantics:
+    return Semantics(dropout_rate=dropout, logits_soft_cap=soft_cap, add_zero_attn=zero_attn)
+
+
+def _given(**sizes: int | None) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _layer(
+    file: Path | None, block: str | None, sizes: Mapping[str, int], semantics: Semantics
+) -> _Layer:
+    """Reads the block of a checkpoint, or takes the sizes.
+
+    Raises:
+        ValueError: options contradict each other or are missing.
+    """
+    if file is None:
+        if block is not None:
+            raise ValueError("--block names a block of a checkpoint: name the file too")
+        if not {"num_heads", "features"} <= sizes.keys():
+            raise ValueError("give --num-heads and --features, or a checkpoint")
+        return _Layer("", None, semantics, sizes, 0)
+    given = [name for name in sizes if name != "num_heads"]
+    given += ["zero_attn"] * semantics.add_zero_attn
+    given += ["soft_cap"] * (semantics.logits_soft_cap is not None)
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"a checkpoint has its own sizes and behaviour: leave out {options}")
+    name, params, own, others = load_block.read(file, block, sizes.get("num_heads"))
+    own = dataclasses.replace(own, dropout_rate=semantics.dropout_rate)
+    return _Layer(name, params, own, {}, others)
 
 
 def _print(flow: DataFlow, title: str) -> None:
     letters = ", ".join(f"{letter}={size}" for letter, size in flow.sizes.items())
-    out.print(escape(f"{title} in {flow.dtype}: {letters}"), highlight=False, soft_wrap=True)
+    print_line(escape(f"{title} in {flow.dtype}: {letters}"))
     if flow.refused:
         why = flow.refused.split("; got params")[0]  # the line above shows the sizes
-        shown = f"[yellow]{flow.framework} has no such layer:[/yellow] {escape(why)}"
-        out.print(shown, highlight=False, soft_wrap=True)
+        print_line(f"[yellow]{flow.framework} has no such layer:[/yellow] {escape(why)}")
+    out.print(_nodes(flow))
+    if flow.pairs is not None:
+        full = flow.sizes["T"] * flow["logits"].shape[-1]
+        out.print(f"causal: {flow.pairs} of {full} pairs of every head are needed", highlight=False)
+    out.print(_differences(flow))
+
+
+def _draw(flow: DataFlow, svg: Path, force: bool, file: Path | None) -> None:
+    sources = [] if file is None else files_of(file)
+    check_text(svg, force, sources)
+    put_text(svg, flow.svg(), force, sources)
+
+
+def _print_end(others: int, svg: Path | None) -> None:
+    if others:
+        out.print(f"one of {others + 1} blocks; --block names another", highlight=False)
+    if svg is not None:
+        out.print(f"drawn in {escape(str(svg))}", highlight=False)
+
+
+def _nodes(flow: DataFlow) -> Table:
     table = Table()
     for column in ("node", "formula", "shape"):
         table.add_column(column, overflow="fold")
@@ -179,18 +208,18 @@ def _print(flow: DataFlow, title: str) -> None:
         f"{memory(flow.bytes_fused)} if attention is fused (logits and weights are never written)"
     )
     table.add_row("all", fused, "", short(flow.flops), memory(flow.bytes))
-    out.print(table)
-    if flow.pairs is not None:
-        full = flow.sizes["T"] * flow["logits"].shape[-1]
-        out.print(f"causal: {flow.pairs} of {full} pairs of every head are needed", highlight=False)
-    others = Table(title="where frameworks differ", title_justify="left")
+    return table
+
+
+def _differences(flow: DataFlow) -> Table:
+    table = Table(title="where frameworks differ", title_justify="left")
     for column in ("node", "framework", "what it does"):
-        others.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold")
     for node in flow.nodes:
-        saying: dict[str, list[str]] = {}
+        frameworks: dict[str, list[str]] = {}  # by what they do
         for one in node.differences:
-            saying.setdefault(one.what, []).append(one.framework)
-        for i, (what, names) in enumerate(saying.items(), 1):
-            first, last = escape(node.name) if i == 1 else "", i == len(saying)
-            others.add_row(first, ", ".join(names), escape(what), end_section=last)
-    out.print(others)
+            frameworks.setdefault(one.what, []).append(one.framework)
+        for i, (what, names) in enumerate(frameworks.items(), 1):
+            first, last = escape(node.name) if i == 1 else "", i == len(frameworks)
+            table.add_row(first, ", ".join(names), escape(what), end_section=last)
+    return table

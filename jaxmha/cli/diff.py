@@ -1,7 +1,7 @@
 """`jaxmha diff`: attributes the difference between two checkpoints' attention to its causes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +12,6 @@ from rich.table import Table
 
 from jaxmha import Mask, Semantics, checkpoint
 from jaxmha.cli.console import (
-    Json,
-    NumHeads,
     escape,
     items,
     one_message,
@@ -23,11 +21,13 @@ from jaxmha.cli.console import (
     print_some,
     print_verdict,
 )
+from jaxmha.cli.options import Json, NumHeads, option
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import attribution, comparison, forward_check, other_tensors
 from jaxmha.converters.verify.attribution import Attribution, percent
 from jaxmha.converters.verify.captured_layer import Inputs, Layer, as_inputs, of_block
-from jaxmha.converters.verify.comparands import BlockSide
-from jaxmha.converters.verify.weights import kept_otherwise
+from jaxmha.converters.verify.comparands import Comparand, ComparedBlock
+from jaxmha.converters.verify.weights import stored_differently
 from jaxmha.semantics import PATHS
 
 EXAMPLES = (
@@ -45,106 +45,153 @@ MASKS = {
     "empty": Mask.lengths(key_value=np.array((*forward_check.LENGTHS[:-1], 0))),
 }
 MaskName = Enum("MaskName", {name: name for name in MASKS}, type=str)  # type: ignore[misc]
+InputsFile = Annotated[
+    Path | None,
+    option(
+        "--inputs",
+        "Instead of drawn inputs: a file with query (B T Dq), key, value (default: query), and "
+        "mask, mask_a, mask_b (Boolean, broadcastable to B N T S, True = attend).",
+    ),
+]
+Masks = tuple[Mask | NDArray | None, Mask | NDArray | None]
 PRESETS = {f"{name}:{path}" for name, paths in PATHS.items() for path in paths}
 INPUTS = {"query", "key", "value", "mask", "mask_a", "mask_b"}
 WIDTH = 10  # characters of the bar for the whole difference
 
 
-def diff(
+MaskOption = Annotated[MaskName, option("--mask", "Mask of both sources, for drawn inputs.")]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The result of the command.
+
+    Attributes:
+        blocks: name -> attribution, for every block that both sources have.
+        only_a: blocks that only the first source has. only_b: the same for the second.
+        rest: comparison of the tensors outside attention.
+        notes: lines for the user.
+    """
+
+    blocks: Mapping[str, Attribution]
+    only_a: Sequence[str]
+    only_b: Sequence[str]
+    rest: other_tensors.Outside
+    notes: tuple[str, ...]
+
+    @property
+    def different(self) -> bool:
+        """True if anything but rounding differs."""
+        missing = self.only_a or self.only_b or self.rest.differing
+        return bool(missing) or not all(one.same for one in self.blocks.values())
+
+    @property
+    def same(self) -> bool:
+        """True if everything was compared and nothing but rounding differs."""
+        return not self.different and not self.rest.left
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON holds it."""
+        return {
+            "same": self.same,
+            "different": self.different,
+            "blocks": {name: one.to_json() for name, one in self.blocks.items()},
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "notes": self.notes,
+            "outside": self.rest.differing,
+            "not_compared": [asdict(left) for left in self.rest.left],
+        }
+
+
+def command(
     a: Annotated[Path, typer.Argument(help="One checkpoint.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="The other.", show_default=False)],
     block: Annotated[
-        str | None, typer.Option(help="Only the block of this name (jaxmha inspect lists them).")
+        str | None, option("--block", "Compare only the block of this name (see jaxmha inspect).")
     ] = None,
-    mask: Annotated[MaskName, typer.Option(help="Of both sides, on drawn inputs.")] = MaskName.none,  # type: ignore[attr-defined]
-    mask_b: Annotated[MaskName | None, typer.Option(help="Of the second, instead.")] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of drawn ones: a file with query (B T Dq), key, value (default: query), and "
-            "mask, mask_a, mask_b (Boolean, broadcastable to B N T S, True = attend)."
-        ),
-    ] = None,
+    mask: MaskOption = MaskName.none,  # type: ignore[attr-defined]
+    mask_b: Annotated[MaskName | None, option("--mask-b", "Another mask of the second.")] = None,
+    inputs: InputsFile = None,
     as_a: Annotated[
         str | None,
-        typer.Option(help=f"Behave as a path of a framework: {', '.join(sorted(PRESETS))}."),
+        option("--as-a", f"Behave as a path of a framework: {', '.join(sorted(PRESETS))}."),
     ] = None,
-    as_b: Annotated[str | None, typer.Option(help="The same for the second.")] = None,
+    as_b: Annotated[str | None, option("--as-b", "The same for the second.")] = None,
     num_heads: NumHeads = None,
-    seed: Annotated[int, typer.Option(help="Of drawn inputs.", min=0)] = 0,
+    seed: Annotated[int, option("--seed", "Seed of drawn inputs.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say how much of the difference in output comes from what: weights, masks, scale, dtypes.
+    """Print how much of the difference in output is due to weights, masks, scale, dtypes.
 
-    The parts sum to the difference. Weights that are kept otherwise without effect, such as in
-    another dtype, count too. Tensors outside attention are compared bit by bit, unless one --block
-    is asked for. Exit code 1 if anything but rounding differs, or was not compared.
+    The parts sum to the difference. Weights that are stored differently without effect, such as in
+    another dtype, count too. Tensors outside attention are compared bit by bit, except with --block.
+    Exit code 1 if anything but rounding differs, or was not compared.
     """
     with one_message():
         file = None if inputs is None else _read(inputs)
         if file is not None and (mask is not MaskName.none or mask_b):  # type: ignore[attr-defined]
             raise ValueError("--mask is for drawn inputs: put masks into the file of --inputs")
-        side_a, side_b = comparison.read_both(a, b, num_heads)
-        pairs, only_a, only_b, notes = comparison.pair(side_a.blocks, side_b.blocks)
+        masks = _masks(file) or (MASKS[mask.value], MASKS[(mask_b or mask).value])
+        sources = comparison.read_both(a, b, num_heads)
+        pairs, only_a, only_b, notes = comparison.pair(sources[0].blocks, sources[1].blocks)
         if block is not None:
             pairs, only_a, only_b = [p for p in pairs if p[0].name == block], (), ()
         if not pairs:
-            named = ", ".join(side.name or "(top)" for side in side_a.blocks[:5])
+            named = ", ".join(one.name or "(top)" for one in sources[0].blocks[:5])
             raise ValueError(
                 f"no block in common{f' named {block}' if block else ''}: {a} has {named}"
             )
         found: dict[str, Attribution] = {}
         for x, y in items("comparing", as_json)(pairs):
-            given = _inputs(x, file, seed)
-            masks = _masks(file) or (MASKS[mask.value], MASKS[(mask_b or mask).value])
-            layers = [
-                _behaving(of_block(side, given, each, side.name), preset)
-                for side, each, preset in zip((x, y), masks, (as_a, as_b), strict=True)
-            ]
-            one = attribution.between(layers[0], layers[1], given)
-            stored = kept_otherwise(x.params, y.params, one.moves)
-            found[x.name or y.name] = replace(one, stored=stored)
-        missing = [*only_a, *only_b]
-        rest = other_tensors.NOTHING
-        if block is None:
-            rest = other_tensors.compare(side_a.source, side_b.source)
-            notes += (*rest.notes, *dict.fromkeys((*side_a.notes, *side_b.notes)))
-        else:
-            notes += (f"--block names only {block or '(top)'}: nothing else was compared",)
-        different = bool(missing or rest.differing) or not all(x.same for x in found.values())
-        same = not different and not rest.left
+            drawn = _inputs(x, file, seed)
+            found[x.name or y.name] = _attribute((x, y), drawn, masks, (as_a, as_b))
+        rest, more = _rest(sources, block)
+        result = Difference(found, only_a, only_b, rest, (*notes, *more))
         if as_json:
-            print_json(
-                {
-                    "same": same,
-                    "different": different,
-                    "blocks": {name: one.to_json() for name, one in found.items()},
-                    "only_a": only_a,
-                    "only_b": only_b,
-                    "notes": notes,
-                    "outside": rest.differing,
-                    "not_compared": [asdict(left) for left in rest.left],
-                }
-            )
+            print_json(result.to_json())
         else:
-            _print(found, missing, rest, notes)
-            print_verdict(same, comparison.verdict(same, different, len(rest.left)))
-    raise typer.Exit(0 if same else 1)
+            _print(result)
+    raise typer.Exit(0 if result.same else 1)
 
 
-def _print(
-    found: Mapping[str, Attribution],
-    missing: Sequence[str],
-    rest: other_tensors.Outside,
-    notes: Sequence[str],
-) -> None:
-    for name, one in found.items():
+def _attribute(
+    pair: tuple[ComparedBlock, ComparedBlock],
+    inputs: Inputs,
+    masks: Masks,
+    presets: tuple[str | None, str | None],
+) -> Attribution:
+    first, second = (
+        _behaving(of_block(one, inputs, mask, one.name), preset)
+        for one, mask, preset in zip(pair, masks, presets, strict=True)
+    )
+    found = attribution.between(first, second, inputs)
+    return replace(
+        found, idle_weights=stored_differently(pair[0].params, pair[1].params, found.changes_output)
+    )
+
+
+def _rest(
+    sources: tuple[Comparand, Comparand], block: str | None
+) -> tuple[other_tensors.Outside, tuple[str, ...]]:
+    """The comparison of the tensors outside attention, unless a block is named; and notes."""
+    if block is not None:
+        note = f"--block names only {block or '(top)'}: nothing else was compared"
+        return other_tensors.NOTHING, (note,)
+    rest = other_tensors.compare(sources[0].source, sources[1].source)
+    return rest, (*rest.notes, *dict.fromkeys((*sources[0].notes, *sources[1].notes)))
+
+
+def _print(result: Difference) -> None:
+    for name, one in result.blocks.items():
         show(name, one)
-    for name in missing:
-        out.print(f"only on one side: {escape(name)}", highlight=False)
-    print_outside(rest.differing, rest.left)
-    for note in notes:
+    for name in (*result.only_a, *result.only_b):
+        out.print(f"only in one source: {escape(name)}", highlight=False)
+    print_outside(result.rest.differing, result.rest.left)
+    for note in result.notes:
         out.print(escape(note), highlight=False)
+    verdict = comparison.verdict(result.same, result.different, len(result.rest.left))
+    print_verdict(result.same, verdict)
 
 
 def show(name: str, found: Attribution) -> None:
@@ -175,11 +222,11 @@ def show(name: str, found: Attribution) -> None:
     for sentence in found.idle:
         out.print(f"without effect here: {escape(sentence)}", highlight=False)
     print_some(
-        [f"[red]kept otherwise:[/red] {escape(sentence)}" for sentence in found.stored],
+        [f"[red]stored differently:[/red] {escape(sentence)}" for sentence in found.idle_weights],
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, NDArray]:
     with checkpoint.open(path) as file:
         arrays = {name: np.asarray(file[name]) for name in file.info}
     if unknown := arrays.keys() - INPUTS:
@@ -191,14 +238,14 @@ def _read(path: Path) -> dict[str, Any]:
     return arrays
 
 
-def _inputs(side: BlockSide, file: dict[str, Any] | None, seed: int) -> Inputs:
+def _inputs(block: ComparedBlock, file: Mapping[str, NDArray] | None, seed: int) -> Inputs:
     if file is None:
-        return forward_check.inputs(side, seed)
+        return forward_check.inputs(block, seed)
     given = {name: file[name] for name in ("query", "key", "value") if name in file}
-    return as_inputs(given, side.params)
+    return as_inputs(given, block.params)
 
 
-def _masks(file: dict[str, Any] | None) -> tuple[Any, Any] | None:
+def _masks(file: Mapping[str, NDArray] | None) -> Masks | None:
     if file is None:
         return None
     common = file.get("mask")
@@ -211,8 +258,8 @@ def _behaving(layer: Layer, preset: str | None) -> Layer:
     if preset not in PRESETS:
         raise ValueError(f"no path is called {preset!r}: there are {', '.join(sorted(PRESETS))}")
     framework, path = preset.split(":")
-    options: dict[str, Any] = {} if framework in ("jax", "torch_sdpa") else {"dtype": layer.dtype}
-    verb = getattr(Semantics, framework)
-    like = verb(**options) if framework in ("jax", "torch_sdpa") else verb(path, **options)
+    preset_of = getattr(Semantics, framework)
+    # These two have one path and no dtype of their own.
+    like = preset_of() if framework in ("jax", "torch_sdpa") else preset_of(path, dtype=layer.dtype)
     fields = {"fully_masked": like.fully_masked, "softmax_dtype": like.softmax_dtype}
     return replace(layer, semantics=replace(layer.semantics, **fields))

@@ -10,7 +10,8 @@ from rich.table import Table
 import jaxmha
 from jaxmha import checkpoint
 from jaxmha.checkpoint.atomic import check_target, replace_by
-from jaxmha.cli.console import Json, NumHeads, escape, one_message, out, print_json
+from jaxmha.cli.console import escape, one_message, out, print_json
+from jaxmha.cli.options import Block, Json, NumHeads, option, parse_integers
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify import load_block
 from jaxmha.introspect.head_statistics import HeadStatistics, as_weights, head_statistics
@@ -20,73 +21,66 @@ EXAMPLES = (
     "Examples:\n\n  jaxmha plot weights.npz --tokens '[CLS] the cat sat [SEP]'\n\n"
     "  jaxmha plot weights.npz --array layer_3 --batch 0 --heads 0,3 --output heads.svg\n\n"
     "  jaxmha plot model.safetensors --block encoder.layer.0.attention --inputs inputs.npz\n\n"
-    "An .npz of inputs holds query (T, Dq) or (B, T, Dq), and where they differ key and value; "
-    "mask (True = attend) if there is one."
+    "An .npz of inputs holds query (T, Dq) or (B, T, Dq), key and value if they differ from it, "
+    "and mask (True = attend) if there is one."
 )
 INPUTS = ("query", "key", "value", "mask")
 
 
-def _option(*names: str, about: str, **more: Any) -> Any:
-    return typer.Option(*names, help=about, **more)
+QueryLabels = Annotated[
+    str | None,
+    option("--tokens", "Labels of the queries: joined by spaces, or @FILE with one a line."),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Ends in .png, .svg or .pdf.")]
 
 
-def plot(
+def command(
     file: Annotated[
         Path, typer.Argument(help="Weights, or a checkpoint with --inputs.", show_default=False)
     ],
     array: Annotated[
-        str | None, _option("--array", about="Name of the weights.  [default: the only ones]")
+        str | None, option("--array", "Name of the weights.  [default: the only array]")
     ] = None,
     inputs: Annotated[
-        Path | None, _option("--inputs", about="What a block of the checkpoint attends to (.npz).")
+        Path | None, option("--inputs", "Inputs of a block of the checkpoint (.npz).")
     ] = None,
-    block: Annotated[
-        str | None,
-        _option("--block", about="Its prefix, as `jaxmha inspect` lists it.  [default: first]"),
-    ] = None,
+    block: Block = None,
     num_heads: NumHeads = None,
-    causal: Annotated[bool, _option("--causal", about="With --inputs.")] = False,
-    tokens: Annotated[
-        str | None,
-        _option("--tokens", about="Labels of the queries: between spaces, or @FILE, one a line."),
-    ] = None,
+    causal: Annotated[bool, option("--causal", "Causal mask, with --inputs.")] = False,
+    tokens: QueryLabels = None,
     key_tokens: Annotated[
-        str | None, _option("--key-tokens", about="Labels of the keys.  [default: --tokens]")
+        str | None, option("--key-tokens", "Labels of the keys.  [default: --tokens]")
     ] = None,
-    heads: Annotated[str | None, _option("--heads", about="Which: 0,3.  [default: all]")] = None,
-    batch: Annotated[int | None, _option("--batch", about="Row of (B, N, T, S).")] = None,
+    heads: Annotated[str | None, option("--heads", "Heads to draw: 0,3.  [default: all]")] = None,
+    batch: Annotated[int | None, option("--batch", "Row of (B, N, T, S).")] = None,
     named: Annotated[
-        str, _option("--named", about="Tokens whose share is printed, joined by commas.")
+        str, option("--named", "Tokens whose share is printed, joined by commas.")
     ] = "[CLS],[SEP]",
-    output: Annotated[Path, _option("--output", "-o", about="Ends in .png, .svg or .pdf.")] = Path(
-        "attention.png"
-    ),
-    force: Annotated[bool, _option("--force", about="Overwrite it.")] = False,
+    output: Output = Path("attention.png"),
+    force: Annotated[bool, option("--force", "Overwrite the output.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw the attention of every head, and say where it goes."""
+    """Draw the attention of every head, and print to which keys it goes."""
     with one_message():
         check_target(output, force, [file])
-        title = ""
+        if inputs is None and (block is not None or causal or num_heads is not None):
+            raise ValueError("--block, --num-heads and --causal require --inputs")
+        if inputs is not None and array is not None:
+            raise ValueError("--array names weights, --inputs computes them: give one")
         if inputs is None:
-            if block is not None or causal or num_heads is not None:
-                raise ValueError("--block, --num-heads and --causal go with --inputs")
-            weights = _stored(file, array)
+            title, weights = "", _stored(file, array)
         else:
-            if array is not None:
-                raise ValueError("--array names weights, --inputs computes them: give one")
             title, weights = _computed(file, block, num_heads, inputs, causal)
         if weights.ndim == 4 and len(weights) == 1 and batch is None:
             batch = 0
         maps = as_weights(weights, batch)
         rows, columns = _tokens(tokens, "--tokens"), _tokens(key_tokens, "--key-tokens")
-        chosen = list(range(len(maps))) if heads is None else _numbers(heads)
+        chosen = list(range(len(maps))) if heads is None else parse_integers(heads, "--heads")
         figure = plot_attention(maps, rows, columns, heads=chosen, title=title)
         labels = columns or (rows if maps.shape[1] == maps.shape[2] else None) or []
         special = [token for token in named.split(",") if token in labels]
         found = head_statistics(maps, rows, columns, named=special)
-        drawing = picture(figure, output.suffix)
-        replace_by(output, drawing, force=force, sources=[file])
+        replace_by(output, picture(figure, output.suffix), force=force, sources=[file])
         if as_json:
             data = {str(n): found[n]._asdict() for n in chosen}
             print_json({"output": str(output), "heads": data})
@@ -100,14 +94,14 @@ def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
     made = Table(caption="means over queries; entropy in nats; shares of the attention in %")
     made.add_column("head")
     columns = ("entropy", "itself", "previous", "next", "first key", " ".join(named), "same token")
-    there = [any(row[i] is not None for row in found.values()) for i in range(len(columns))]
-    for name, shown in zip(columns, there, strict=True):
+    known = [any(row[i] is not None for row in found.values()) for i in range(len(columns))]
+    for name, shown in zip(columns, known, strict=True):
         if shown:
             made.add_column(escape(name), justify="right")
     for head, row in found.items():
         cells = [f"{row.entropy:.2f}"]
         cells += ["" if x is None else f"{100 * x:.1f}" for x in row[1:]]
-        shown_cells = [cell for cell, shown in zip(cells, there, strict=True) if shown]
+        shown_cells = [cell for cell, shown in zip(cells, known, strict=True) if shown]
         made.add_row(head, *shown_cells)
     return made
 
@@ -167,10 +161,3 @@ def _tokens(text: str | None, option: str) -> list[str] | None:
     if not (parts := text.split()):
         raise ValueError(f"{option} is empty")
     return parts
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--heads must be integers joined by commas, got {text!r}") from None

@@ -3,41 +3,48 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jaxmha import checks, sharding
-from jaxmha.cached_attention import nan_where, refuse_structure
+from jaxmha.arrays import Array
+from jaxmha.cached_attention import nan_where, reject_structure
+from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.flax.heads import (
-    How,
-    between,
+    CallSettings,
+    Inputs,
+    attend_projected,
     check_arrays,
     check_positions,
-    fixed,
+    hashable_settings,
     sizes_of,
     widen,
 )
 from jaxmha.flax.settings import cast, read_mask, widened
 from jaxmha.implementations import forward_mode
-from jaxmha.kv_cache import KVCache, Rotate
-from jaxmha.layer import combine, project
+from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
+from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
+from jaxmha.rotary import Rotate
+
+# Cached keys `*B S K H`, values `*B S K h`, and an index.
+Cache: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend_cached(
     params: MHAParams,
-    inputs: tuple[Any, Any, Any],
-    cached: tuple[Any, Any, Any],
-    bias: Any,
+    inputs: Inputs,
+    cached: Cache,
+    bias: Array | None,
     mask: Mask,
     rotate: Rotate | None,
-    how: How,
-    positions: Any = None,
-) -> tuple[jax.Array, Any, tuple[Any, Any, Any]]:
-    """Appends T tokens to flax's cache (keys `*B S K H`, values `*B S K h`, an index) and attends.
+    settings: CallSettings,
+    positions: Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, Cache]:
+    """Appends T tokens to flax's cache and attends to all tokens in it.
 
     `mask` and `bias` cover the S slots; a window counts tokens. Outputs are NaN if no slots are
     left, since a compiled program cannot raise. `positions`: of the new tokens for `rotate`,
@@ -48,7 +55,7 @@ def attend_cached(
     """
     if isinstance(mask.causal_offset, int) and mask.causal_offset == 0:
         mask = replace(mask, causal_offset=None)  # every step is causal
-    refuse_structure(mask)
+    reject_structure(mask)
     check_positions(positions, rotate, *inputs[:2])
     check_arrays(params, inputs, bias)
     heads = {"cached_key": cached[0], "cached_value": cached[1]}
@@ -57,19 +64,26 @@ def attend_cached(
         checks.floating_dtype(x.dtype, f"the dtype of {name}")
     with forward_mode():
         out, weights, cached = _attend_cached(
-            params, inputs, cached, bias, mask, fixed(how), positions, rotate=rotate
+            params,
+            inputs,
+            cached,
+            bias,
+            mask,
+            hashable_settings(settings),
+            positions,
+            rotate=rotate,
         )
     return out, weights, cached
 
 
 def with_cache(
     module: Any,
-    step: Callable[..., Any],
-    inputs: Any,
+    step: Callable[..., tuple[jax.Array, KVCache]],
+    inputs: Array,
     cache: KVCache,
-    mask: Any,
+    mask: Array | Mask | None,
     force_fp32: bool = False,
-    **more: Any,
+    **more: object,
 ) -> tuple[jax.Array, KVCache]:
     """Runs `prefill` or `decode_step` of `jaxmha.kv_cache` for a module of linen or nnx."""
     params, semantics = module.to_params()
@@ -88,27 +102,31 @@ def with_cache(
     return cast(out, module.dtype), longer
 
 
-def _places_cached(params: MHAParams, inputs: Any, cached: Any, *_: Any, **__: Any) -> Any:
+def _output_specs(
+    params: MHAParams, inputs: tuple[jax.Array, ...], cached: Cache, *_: object, **__: object
+) -> tuple[sharding.Axes, object] | None:
     """Specs of the outputs: a cache keeps its sharding."""
-    spread = sharding.of_features(inputs[0], params.query.kernel)
-    specs = tuple(sharding.spec(*sharding.spec_of(x)) for x in cached)
-    return spread and (spread.axes, (spread.features, spread.pairs, specs))
+    found = sharding_of_features(inputs[0], params.query.kernel)
+    specs = tuple(sharding.spec(*spec_of(x)) for x in cached)
+    return found and (found.axes, (found.features, found.scores, specs))
 
 
 @partial(jax.jit, static_argnames="rotate")
-@sharding.by_types(_places_cached)
+@by_types(_output_specs)
 def _attend_cached(
     params: MHAParams,
-    inputs: tuple[Any, Any, Any],
-    cached: tuple[Any, Any, Any],
-    bias: Any,
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
+    cached: Cache,
+    bias: jax.Array | None,
     mask: Mask,
-    how: How,
-    positions: Any,
+    settings: CallSettings,
+    positions: jax.Array | None,
     *,
     rotate: Rotate | None,
-) -> tuple[Any, Any, tuple[Any, Any, Any]]:
-    query, key, value = project(params, *inputs, semantics=how.semantics)
+) -> tuple[jax.Array, jax.Array | None, Cache]:
+    _, dtype = check_inputs(params, *inputs)
+    semantics = settings.semantics
+    query, key, value = project_checked(params, *inputs, semantics, dtype)
     keys, values, index = cached
     *batch, T, _, _ = query.shape
     S = keys.shape[-3]
@@ -123,21 +141,23 @@ def _attend_cached(
         raise ValueError(f"T={T} new tokens are more than the S={S} slots of the cache")
     tokens = index + jnp.arange(T, dtype=index.dtype)
     if rotate is not None:
-        places = jnp.broadcast_to(tokens, (*batch, T)) if positions is None else positions
-        query, key = rotate(query, places), rotate(key, places)
+        at = jnp.broadcast_to(tokens, (*batch, T)) if positions is None else positions
+        query, key = rotate(query, at), rotate(key, at)
     start = (jnp.zeros_like(index),) * len(batch) + (index,) + (jnp.zeros_like(index),) * 2
     keys, values = (
         jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
         for old, new in ((keys, key), (values, value))
     )
     slots, rows = jnp.arange(S, dtype=index.dtype).reshape(1, S), tokens.reshape(T, 1)
-    there = slots <= rows
+    visible = slots <= rows
     left, _ = mask.window_size or (None, None)
     if left is not None:
-        there &= slots >= rows - left
-    mask = replace(mask, window_size=None) & Mask(array=there)
-    wide = widen(params, bias, mask, batch, sizes_of(query, keys), how.semantics)
+        visible &= slots >= rows - left
+    mask = replace(mask, window_size=None) & Mask(array=visible)
+    wide = widen(params, bias, mask, batch, sizes_of(query, keys), semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
-    out, weights = between(params, query, *heads, wide, how)
+    out, weights = attend_projected(params, query, *heads, wide, settings)
     out = nan_where(index > S - T, out)  # index + T may overflow
-    return combine(params, out, semantics=how.semantics), weights, (keys, values, index + T)
+    dtype = compute_dtype(params, heads=out)
+    out = combine_checked(params, out, semantics, dtype)
+    return out, weights, (keys, values, index + T)

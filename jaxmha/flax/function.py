@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike, are_arrays
-from jaxmha.flax.heads import How, Implementation, attend_heads, rotated
-from jaxmha.flax.settings import behaviour, cast, read_mask, refuse
-from jaxmha.kv_cache import Rotate
+from jaxmha.flax.heads import CallSettings, Implementation, attend_heads, rotated
+from jaxmha.flax.settings import behaviour, cast, read_mask, reject_hooks
 from jaxmha.mask import Mask
+from jaxmha.rotary import Rotate
 from jaxmha.semantics import Precision, Semantics
 
 
@@ -25,7 +25,7 @@ def attention_fn(
     bias: Float[Array, "..."] | None = None,
     mask: Array | Mask | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
+    dropout_rng: PRNGKeyArray | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
@@ -92,7 +92,7 @@ def attention_fn(
     >>> layer.init_with_output(jax.random.key(0), jnp.ones((3, 5, 6)))[0].shape
     (3, 5, 6)
     """
-    refuse(
+    reject_hooks(
         dtypes.promote_dtype,
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
@@ -141,14 +141,16 @@ def attention_fn(
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax keeps the weights in float32
         query, key, value = cast((query, key, value), np.float32)
     mask = read_mask(mask, is_causal=is_causal)
-    how = How(read, dropout_rng if drops else None, module is not None, implementation)
-    out, weights = attend_heads(query, key, value, bias, mask, how)
+    settings = CallSettings(
+        read, dropout_rng if drops else None, module is not None, implementation
+    )
+    out, weights = attend_heads(query, key, value, bias, mask, settings)
     if module is not None:
         sow(module, weights)
     return out
 
 
-def sow(module: Any, weights: Any) -> None:
+def sow(module: Any, weights: jax.Array | None) -> None:
     """Sows the weights in a module for inspection, under the same name as flax."""
     collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
     module.sow(collection, "attention_weights", weights)

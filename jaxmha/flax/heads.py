@@ -4,22 +4,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from jaxmha import bias_kv, checks, sharding
-from jaxmha.arrays import are_arrays
+from jaxmha.arrays import Array, are_arrays
 from jaxmha.attention import attend, hashable
+from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import forward_mode
-from jaxmha.kv_cache import Rotate
-from jaxmha.layer import combine, live_features, multi_head_attention, project_live
+from jaxmha.layer import attended_features, multi_head_attention
 from jaxmha.mask import Mask
-from jaxmha.params import MHAParams, check
+from jaxmha.params import MHAParams
+from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
+from jaxmha.rotary import Rotate
 from jaxmha.semantics import ReturnWeights, Semantics
 
+# Query, key and value features.
+Inputs: TypeAlias = tuple[Array, Array, Array]
+OutAndWeights: TypeAlias = tuple[jax.Array, jax.Array | None]
 Implementation: TypeAlias = str | Sequence[str] | None
 
 
@@ -29,122 +35,136 @@ Implementation: TypeAlias = str | Sequence[str] | None
     meta_fields=["return_weights", "implementation"],
 )
 @dataclass(frozen=True)
-class How:
+class CallSettings:
     """The settings of a call, apart from its arrays; `dropout_key` None: no dropout."""
 
     semantics: Semantics
-    dropout_key: Any = None
+    dropout_key: PRNGKeyArray | None = None
     return_weights: bool = False  # before dropout
     implementation: Implementation = None
 
 
 def attend_heads(
-    query: Any, key: Any, value: Any, bias: Any, mask: Mask, how: How
-) -> tuple[jax.Array, Any]:
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Mask,
+    settings: CallSettings,
+) -> OutAndWeights:
     """Attention over `*B T N H`, `*B S K H` and `*B S K h`: out `*B T N h`, and the weights."""
     with forward_mode():
-        out, weights = _attend_heads(query, key, value, bias, mask, fixed(how))
+        out, weights = _attend_heads(query, key, value, bias, mask, hashable_settings(settings))
     return out, weights
 
 
 def attend_layer(
     params: MHAParams,
-    inputs: tuple[Any, Any, Any],
-    bias: Any,
+    inputs: Inputs,
+    bias: Array | None,
     mask: Mask,
     rotate: Rotate | None,
-    how: How,
-    positions: Any = None,
-) -> tuple[jax.Array, Any]:
+    settings: CallSettings,
+    positions: Array | None = None,
+) -> OutAndWeights:
     """A layer over query, key and value features, with `rotate(heads, positions)` before attention.
 
     `positions`: of queries and keys, default 0, 1, ...
     """
     check_positions(positions, rotate, *inputs[:2])
     if rotate is None:
-        result: Any = multi_head_attention(
+        result = multi_head_attention(
             params,
             *inputs,
             bias=bias,
             mask=mask,
-            semantics=how.semantics,
-            dropout_key=how.dropout_key,
-            return_weights=how.return_weights,
-            implementation=how.implementation,
+            semantics=settings.semantics,
+            dropout_key=settings.dropout_key,
+            return_weights=settings.return_weights,
+            implementation=settings.implementation,
         )
-        return result if how.return_weights else (result, None)
+        return result if isinstance(result, tuple) else (result, None)
     check_arrays(params, inputs, bias)
     with forward_mode():
         out, weights = _attend_layer(
-            params, inputs, bias, mask, fixed(how), positions, rotate=rotate
+            params, inputs, bias, mask, hashable_settings(settings), positions, rotate=rotate
         )
     return out, weights
 
 
-def fixed(how: How) -> How:
+def hashable_settings(settings: CallSettings) -> CallSettings:
     """Makes the settings hashable for jit: a list of implementations becomes a tuple."""
-    return replace(how, implementation=hashable(how.implementation))
+    return replace(settings, implementation=hashable(settings.implementation))
 
 
-def check_arrays(params: MHAParams, inputs: tuple[Any, Any, Any], bias: Any) -> None:
+def check_arrays(params: MHAParams, inputs: Inputs, bias: Array | None) -> None:
     """Raises TypeError for an input that is not an array, or that JAX would silently round."""
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
     are_arrays(bias=bias, **names)
     checks.no_silent_rounding(params=params, bias=bias, **names)
 
 
-def _places_of_heads(query: Any, *_: Any) -> Any:
-    spread = sharding.of_heads(query)
-    return spread and (spread.axes, (spread.heads, spread.pairs))
+def _specs_of_heads(query: jax.Array, *_: object) -> tuple[sharding.Axes, object] | None:
+    found = sharding_of_heads(query)
+    return found and (found.axes, (found.heads, found.scores))
 
 
 @jax.jit
-@sharding.by_types(_places_of_heads)
+@by_types(_specs_of_heads)
 def _attend_heads(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
     mask: Mask,
-    how: How,
-) -> tuple[Any, Any]:
+    settings: CallSettings,
+) -> OutAndWeights:
     batch, sizes = query.shape[:-3], sizes_of(query, key)
-    wide = widen(None, bias, mask, batch, sizes, how.semantics)
-    return between(None, query, key, value, wide, how)
+    wide = widen(None, bias, mask, batch, sizes, settings.semantics)
+    return attend_projected(None, query, key, value, wide, settings)
 
 
-def _places(params: MHAParams, inputs: Any, *_: Any, **__: Any) -> Any:
-    spread = sharding.of_features(inputs[0], params.query.kernel)
-    return spread and (spread.axes, (spread.features, spread.pairs))
+def _output_specs(
+    params: MHAParams, inputs: tuple[jax.Array, ...], *_: object, **__: object
+) -> tuple[sharding.Axes, object] | None:
+    found = sharding_of_features(inputs[0], params.query.kernel)
+    return found and (found.axes, (found.features, found.scores))
 
 
 @partial(jax.jit, static_argnames="rotate")
-@sharding.by_types(_places)
+@by_types(_output_specs)
 def _attend_layer(
     params: MHAParams,
-    inputs: tuple[Any, Any, Any],
-    bias: Any,
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
+    bias: jax.Array | None,
     mask: Mask,
-    how: How,
-    positions: Any,
+    settings: CallSettings,
+    positions: jax.Array | None,
     *,
     rotate: Rotate,
-) -> tuple[Any, Any]:
+) -> OutAndWeights:
     batch = inputs[0].shape[:-2]
     T, S = inputs[0].shape[-2], inputs[1].shape[-2]
-    sizes = {**check(params), "T": T, "S": S}
-    wide = widen(params, bias, mask, batch, sizes, how.semantics)
-    extra = bias_kv.count(params, how.semantics)
-    live = live_features(math.prod(batch), *wide, sizes, extra, how.semantics.fully_masked)
-    query, key, value = project_live(params, *inputs, how.semantics, live)
+    sizes, dtype = check_inputs(params, *inputs)
+    semantics = settings.semantics
+    wide = widen(params, bias, mask, batch, sizes, semantics)
+    extra = bias_kv.count(params, semantics)
+    attended = attended_features(math.prod(batch), *wide, sizes, extra, semantics.fully_masked)
+    query, key, value = project_checked(params, *inputs, semantics, dtype, attended)
     query = rotate(query, _positions(batch, T) if positions is None else positions)
     key = rotate(key, _positions(batch, S) if positions is None else positions)
-    out, weights = between(params, query, key, value, wide, how)
-    return combine(params, out, semantics=how.semantics), weights
+    out, weights = attend_projected(params, query, key, value, wide, settings)
+    dtype = compute_dtype(params, heads=out)
+    return combine_checked(params, out, semantics, dtype), weights
 
 
 def check_positions(
-    positions: Any, rotate: Rotate | None, queries: Any, keys: Any, *, features: int = 1
+    positions: Array | None,
+    rotate: Rotate | None,
+    queries: Array,
+    keys: Array,
+    *,
+    features: int = 1,
 ) -> None:
     """Checks positions against queries `*B T ...` and keys `*B S ...` with `features` more axes."""
     if positions is None:
@@ -162,7 +182,9 @@ def check_positions(
         )
 
 
-def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) -> tuple[Any, Any]:
+def rotated(
+    query: jax.Array, key: jax.Array, rotate: Rotate | None, positions: Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Rotates heads `*B T N H` and `*B S K H` at their positions, default 0, 1, ..."""
     check_positions(positions, rotate, query, key, features=2)
     if rotate is None:
@@ -173,29 +195,29 @@ def rotated(query: Any, key: Any, rotate: Rotate | None, positions: Any = None) 
             f"rotate: which positions T={T} queries have among S={key.shape[-3]} keys is not known "
             "here; rotate in jaxmha.flax.linen or jaxmha.flax.nnx instead, which hold the cache"
         )
-    places = _positions(batch, T) if positions is None else positions
-    return rotate(query, places), rotate(key, places)
+    at = _positions(batch, T) if positions is None else jnp.asarray(positions)
+    return rotate(query, at), rotate(key, at)
 
 
-def _positions(batch: Sequence[int], size: int) -> Any:
+def _positions(batch: Sequence[int], size: int) -> jax.Array:
     """True positions 0, 1, ..., in zig-zag order if the features are."""
-    places = sharding.in_order(np.arange(size, dtype=np.int32).reshape(1, size), 1)
-    return jnp.broadcast_to(places[0], (*batch, size))
+    positions = sharding.in_order(np.arange(size, dtype=np.int32).reshape(1, size), 1)
+    return jnp.broadcast_to(positions[0], (*batch, size))
 
 
-def sizes_of(query: Any, key: Any) -> dict[str, int]:
+def sizes_of(query: jax.Array, key: jax.Array) -> dict[str, int]:
     """The sizes T, N and S of heads `*B T N H`, `*B S K H`, for masks and biases."""
     return {"T": query.shape[-3], "N": query.shape[-2], "S": key.shape[-3]}
 
 
 def widen(
     params: MHAParams | None,
-    bias: Any,
+    bias: Array | None,
     mask: Mask,
     batch: Sequence[int],
     sizes: dict[str, int],
     semantics: Semantics,
-) -> tuple[Any, Mask]:
+) -> tuple[jax.Array | None, Mask]:
     """Flattens bias and mask to one batch axis and extends them to the extra positions."""
     extra = 0 if params is None else bias_kv.count(params, semantics)
     return (
@@ -204,9 +226,14 @@ def widen(
     )
 
 
-def between(
-    params: MHAParams | None, query: Any, key: Any, value: Any, wide: tuple[Any, Mask], how: How
-) -> tuple[Any, Any]:
+def attend_projected(
+    params: MHAParams | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    wide: tuple[jax.Array | None, Mask],
+    settings: CallSettings,
+) -> OutAndWeights:
     """Attention over heads with any batch axes; appends the extra positions of `params`."""
     batch = query.shape[:-3]
     dtype = checks.promoted(query=query, key=key, value=value)
@@ -214,11 +241,18 @@ def between(
         x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)
     )
     if params is not None:
-        key = bias_kv.append(key, params.bias_k, how.semantics)
-        value = bias_kv.append(value, params.bias_v, how.semantics)
-    kind: ReturnWeights = "before_dropout" if how.return_weights else False
+        key = bias_kv.append(key, params.bias_k, settings.semantics)
+        value = bias_kv.append(value, params.bias_v, settings.semantics)
+    kind: ReturnWeights = "before_dropout" if settings.return_weights else False
     result = attend(
-        query, key, value, *wide, how.semantics, how.dropout_key, kind, how.implementation
+        query,
+        key,
+        value,
+        *wide,
+        settings.semantics,
+        settings.dropout_key,
+        kind,
+        settings.implementation,
     )
     out, weights = result.out, result.weights
     if weights is not None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
@@ -17,7 +18,8 @@ from jaxmha.checks import are_sizes, no_silent_rounding, promoted
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
-from jaxmha.flax.heads import How, Implementation, attend_layer
+from jaxmha.flax.heads import CallSettings, Implementation, Inputs, OutAndWeights, attend_layer
+from jaxmha.flax.linen_parameters import Parameters
 from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init, flat_init
 from jaxmha.flax.settings import (
     UseBias,
@@ -29,29 +31,15 @@ from jaxmha.flax.settings import (
     head_sizes,
     read_inputs,
     read_mask,
-    refuse,
+    reject_hooks,
     settings_of,
     widened,
 )
-from jaxmha.kv_cache import KVCache, Rotate, decode_step, prefill
+from jaxmha.kv_cache import KVCache, decode_step, prefill
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, from_leaves, leaves
+from jaxmha.rotary import Rotate
 from jaxmha.semantics import Precision, Semantics
-
-
-class Parameters(nn.Module):  # type: ignore[misc]
-    """A submodule of parameters; `entries` are (name, initialiser, shape)."""
-
-    entries: tuple[tuple[str, Initializer, tuple[int, ...]], ...]
-    param_dtype: Any
-
-    @nn.compact  # type: ignore[untyped-decorator]
-    def declare(self) -> dict[str, Any]:
-        """The parameters by name; missing ones are drawn."""
-        return {
-            name: self.param(name, init, shape, self.param_dtype)
-            for name, init, shape in self.entries
-        }
 
 
 class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
@@ -59,7 +47,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     Its variables equal flax's, so that checkpoints load unchanged, both ways. It computes what flax
     computes, with [these differences](../guide/models.md#what-differs-from-flax); above all, fully
-    masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
+    marguments rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     Attributes:
       num_heads: N.
@@ -87,7 +75,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
-      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
+      semantics: scale, soft cap, fully marguments rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
@@ -158,7 +146,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         bias: Float[Array, "..."] | None = None,
         is_causal: bool = False,
         deterministic: bool | None = None,
-        dropout_rng: Array | None = None,
+        dropout_rng: PRNGKeyArray | None = None,
         sow_weights: bool = False,
         input_positions: Int[Array, "..."] | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
@@ -208,26 +196,28 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         mask = read_mask(mask, self.local_window_size, is_causal)
-        how = How(semantics, dropout_rng if drops else None, sow_weights, self.implementation)
-        asked = bias, mask, self.rotate, how, input_positions
+        settings = CallSettings(
+            semantics, dropout_rng if drops else None, sow_weights, self.implementation
+        )
+        arguments = bias, mask, self.rotate, settings, input_positions
         if self.decode:
-            out, weights = self._decode(params, inputs, dtype, *asked)
+            out, weights = self._decode(params, inputs, dtype, *arguments)
         else:
-            out, weights = attend_layer(params, inputs, *asked)
-        given: jax.Array = cast(out, self.dtype)
+            out, weights = attend_layer(params, inputs, *arguments)
+        returned: jax.Array = cast(out, self.dtype)
         if sow_weights:
             sow(self, weights)
-        return given
+        return returned
 
     @nn.nowrap  # type: ignore[untyped-decorator]
     def _semantics(self) -> Semantics:
-        refuse(nn.dot_product_attention, own_attention_fn, attention_fn=self.attention_fn)
-        refuse(
+        reject_hooks(nn.dot_product_attention, own_attention_fn, attention_fn=self.attention_fn)
+        reject_hooks(
             jax.lax.dot_general,
             qkv_dot_general=self.qkv_dot_general,
             out_dot_general=self.out_dot_general,
         )
-        refuse(
+        reject_hooks(
             qkv_dot_general_cls=self.qkv_dot_general_cls,
             out_dot_general_cls=self.out_dot_general_cls,
             qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
@@ -243,7 +233,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         )
 
     @nn.nowrap  # type: ignore[untyped-decorator]
-    def _declare(self, inputs: tuple[Any, Any, Any], semantics: Semantics) -> MHAParams:
+    def _declare(self, inputs: Inputs, semantics: Semantics) -> MHAParams:
         """The parameters, in flax's order and under flax's names; missing ones are drawn."""
         Dq, Dk, Dv = (x.shape[-1] for x in inputs)
         N = self.num_heads
@@ -262,16 +252,18 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
                 entries.append(("bias", flat_init(bias_init, 0), shape[contracted:]))
             return Projection(**Parameters(tuple(entries), self.param_dtype, name=name).declare())
 
-        def scale(name: str) -> Any:
+        def scale(name: str) -> jax.Array | None:
             if semantics.qk_norm is None:
                 return None
             entry = ("scale", nn.initializers.ones_init(), (H,))
-            return Parameters((entry,), self.param_dtype, name=name).declare()["scale"]
+            scale: jax.Array = Parameters((entry,), self.param_dtype, name=name).declare()["scale"]
+            return scale
 
-        def learned(name: str, size: int) -> Any:
+        def learned(name: str, size: int) -> jax.Array | None:
             if not self.use_bias_kv:
                 return None
-            return self.param(name, bias_kv_init, (K, size), self.param_dtype)
+            bias: jax.Array = self.param(name, bias_kv_init, (K, size), self.param_dtype)
+            return bias
 
         return MHAParams(
             query=projection("query", (Dq, N, H)),
@@ -286,20 +278,22 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     @nn.nowrap  # type: ignore[untyped-decorator]
     def _decode(
-        self, params: MHAParams, inputs: tuple[Any, Any, Any], dtype: Any, *asked: Any
-    ) -> tuple[jax.Array, Any]:
-        there = self.has_variable("cache", "cached_key")
+        self, params: MHAParams, inputs: Inputs, dtype: np.dtype[np.floating], *arguments: Any
+    ) -> OutAndWeights:
+        initialised = self.has_variable("cache", "cached_key")
         batch, S = inputs[1].shape[:-2], inputs[1].shape[-2]
-        sides = (params.key, params.value)
+        projections = (params.key, params.value)
         keys, values = (
-            self.variable("cache", name, jnp.zeros, (*batch, S, *side.kernel.shape[1:]), dtype)
-            for name, side in zip(("cached_key", "cached_value"), sides, strict=True)
+            self.variable(
+                "cache", name, jnp.zeros, (*batch, S, *projection.kernel.shape[1:]), dtype
+            )
+            for name, projection in zip(("cached_key", "cached_value"), projections, strict=True)
         )
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
-        if not there:  # the call that initialises the cache does not decode
-            return attend_layer(params, inputs, *asked)
+        if not initialised:  # the call that initialises the cache does not decode
+            return attend_layer(params, inputs, *arguments)
         cached = keys.value, values.value, index.value
-        out, weights, cached = attend_cached(params, inputs, cached, *asked)
+        out, weights, cached = attend_cached(params, inputs, cached, *arguments)
         keys.value, values.value, index.value = cached
         return out, weights
 
@@ -353,8 +347,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             raise ValueError(
                 "a linen module holds no parameters: pass variables with 'params', or bind it"
             )
-        there = flatten_dict(meta.unbox(variables["params"]))
-        params = from_leaves({leaf: there[path] for leaf, path in PATHS.items() if path in there})
+        arrays = flatten_dict(meta.unbox(variables["params"]))
+        params = from_leaves({leaf: arrays[path] for leaf, path in PATHS.items() if path in arrays})
         return params, self._semantics()
 
     @classmethod

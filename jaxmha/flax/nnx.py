@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Float, Int
@@ -17,10 +16,10 @@ from jaxmha.checks import are_sizes, floating_dtype, no_silent_rounding
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
-from jaxmha.flax.heads import How, Implementation, attend_layer
+from jaxmha.flax.heads import CallSettings, Implementation, attend_layer
 from jaxmha.flax.nnx_attributes import Attributes
 from jaxmha.flax.nnx_dropout import dropout_key
-from jaxmha.flax.nnx_parameters import declare, params_of, variable
+from jaxmha.flax.nnx_parameters import declare, params_of, variable, with_given
 from jaxmha.flax.parameters import Initializer
 from jaxmha.flax.settings import (
     UseBias,
@@ -31,13 +30,14 @@ from jaxmha.flax.settings import (
     head_sizes,
     read_inputs,
     read_mask,
-    refuse,
-    refuse_shardings,
+    reject_hooks,
+    reject_shardings,
     settings_of,
 )
-from jaxmha.kv_cache import KVCache, Rotate, decode_step, prefill
+from jaxmha.kv_cache import KVCache, decode_step, prefill
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, leaves
+from jaxmha.rotary import Rotate
 from jaxmha.semantics import Precision, Semantics
 
 Metadata = Mapping[str, Any]
@@ -49,7 +49,7 @@ class MultiHeadAttention(Attributes):
 
     Its state equals flax's, so that checkpoints load unchanged, both ways. It computes what flax
     computes, with [these differences](../guide/models.md#what-differs-from-flax); above all, fully
-    masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
+    marguments rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     The attributes `dropout_rate`, `broadcast_dropout` and `precision` read and set `semantics`;
     `use_bias`, `normalize_qk` and `attention_fn` are read-only.
@@ -81,7 +81,7 @@ class MultiHeadAttention(Attributes):
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
-      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
+      semantics: scale, soft cap, fully marguments rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
@@ -145,11 +145,11 @@ class MultiHeadAttention(Attributes):
         rotate: Rotate | None = None,
         implementation: Implementation = None,
     ) -> None:
-        refuse(nnx.dot_product_attention, own_attention_fn, attention_fn=attention_fn)
-        refuse(
+        reject_hooks(nnx.dot_product_attention, own_attention_fn, attention_fn=attention_fn)
+        reject_hooks(
             jax.lax.dot_general, qkv_dot_general=qkv_dot_general, out_dot_general=out_dot_general
         )
-        refuse(
+        reject_hooks(
             dtypes.promote_dtype,
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
@@ -167,8 +167,8 @@ class MultiHeadAttention(Attributes):
         kv = in_features if in_kv_features is None else as_tuple(in_kv_features)
         Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
         are_sizes(in_features=in_features, out_features=out_features)
-        for size in (Dk, Dv):
-            are_sizes(in_kv_features=size)
+        are_sizes(in_kv_features=Dk)
+        are_sizes(in_kv_features=Dv)
         features = in_features if qkv_features is None else qkv_features
         K, H, h = head_sizes(num_heads, features, num_kv_heads, value_head_dim)
         self.num_heads, self.num_kv_heads = num_heads, K
@@ -188,25 +188,30 @@ class MultiHeadAttention(Attributes):
             "kernel_metadata": kernel_metadata,
             "bias_metadata": bias_metadata,
         }
-        out = heads | {
-            "kernel_init": out_kernel_init or kernel_init,
-            "bias_init": out_bias_init or bias_init,
-            "kernel_metadata": out_kernel_metadata or kernel_metadata,
-            "bias_metadata": out_bias_metadata or bias_metadata,
-        }
+        out = with_given(
+            heads,
+            kernel_init=out_kernel_init,
+            bias_init=out_bias_init,
+            kernel_metadata=out_kernel_metadata,
+            bias_metadata=out_bias_metadata,
+        )
         norms = {
             "query_ln": common | {"scale_metadata": query_ln_scale_metadata},
             "key_ln": common | {"scale_metadata": key_ln_scale_metadata},
         }
-        ends = {"Dq": in_features, "Dk": Dk, "Dv": Dv, "Do": self.out_features}
-        declared = declare(
-            ends | {"N": num_heads, "K": K, "H": H, "h": h},
-            heads,
-            out if use_out else None,
-            norms if self.normalize_qk else {},
-            use_bias=as_tuple(use_bias),
-            use_bias_kv=use_bias_kv,
-        )
+        Do = self.out_features
+        sizes = {
+            "Dq": in_features,
+            "Dk": Dk,
+            "Dv": Dv,
+            "Do": Do,
+            "N": num_heads,
+            "K": K,
+            "H": H,
+            "h": h,
+        }
+        chosen = heads, out if use_out else None, norms if self.normalize_qk else {}
+        declared = declare(sizes, *chosen, use_bias=as_tuple(use_bias), use_bias_kv=use_bias_kv)
         for name, held in declared.items():
             setattr(self, name, held)
         keeps = keep_rngs and self.dropout_rate > 0
@@ -256,21 +261,21 @@ class MultiHeadAttention(Attributes):
           ValueError: a shape does not fit, dropout has no rngs, or decoding has no cache.
           TypeError: a submodule was replaced by one of another type.
         """
-        refuse_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
+        reject_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         params = cast(params_of(self), self.dtype)
         mask = read_mask(mask, self.local_window_size, is_causal)
         key = dropout_key(self, deterministic, rngs)
-        how = How(self.semantics, key, sow_weights, self.implementation)
-        asked = bias, mask, self.rotate, how, input_positions
+        settings = CallSettings(self.semantics, key, sow_weights, self.implementation)
+        arguments = bias, mask, self.rotate, settings, input_positions
         if self.decode if decode is None else decode:
             if self.cached_key is None:
                 raise ValueError("there is no cache to decode with: call init_cache first")
             cached = tuple(x[...] for x in (self.cached_key, self.cached_value, self.cache_index))
-            out, weights, cached = attend_cached(params, inputs, cached, *asked)
+            out, weights, cached = attend_cached(params, inputs, cached, *arguments)
             self.cached_key[...], self.cached_value[...], self.cache_index[...] = cached
         else:
-            out, weights = attend_layer(params, inputs, *asked)
+            out, weights = attend_layer(params, inputs, *arguments)
         if sow_weights:
             sow(self, weights)
         return out
@@ -291,32 +296,6 @@ class MultiHeadAttention(Attributes):
         self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), held))
         self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), held))
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
-
-    def set_view(
-        self,
-        deterministic: bool | None = None,
-        decode: bool | None = None,
-        batch_size: int | tuple[int, ...] | None = None,
-        max_length: int | None = None,
-    ) -> None:
-        """Sets attributes for `nnx.view`; a decoding module without a cache gets one if both sizes
-        are given.
-
-        Args:
-          deterministic: no dropout.
-          decode: appends to the cache.
-          batch_size: of the cache, one size or several.
-          max_length: of the cache, S.
-        """
-        if deterministic is not None:
-            self.deterministic = deterministic
-        if decode is not None:
-            self.decode = decode
-        if batch_size is None or max_length is None or not self.decode:
-            return
-        if self.cached_key is None:
-            batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
-            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
 
     def prefill(
         self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
@@ -400,5 +379,7 @@ class MultiHeadAttention(Attributes):
             **{"keep_rngs": rngs is not None, **known},
         )
         for leaf, array in leaves(params).items():
-            variable(module, leaf).set_value(jnp.asarray(array))
+            held = variable(module, leaf)
+            assert held is not None
+            held.set_value(jnp.asarray(array))
         return module

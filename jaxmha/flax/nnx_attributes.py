@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxmha.flax.function import attention_fn as own_attention_fn
@@ -15,6 +17,8 @@ class Attributes(nnx.Module):  # type: ignore[misc]
     """Base class that reads these attributes from `semantics` and projections, and sets some."""
 
     semantics: Semantics
+    deterministic: bool | None
+    decode: bool | None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("dropout_rate", "precision"):
@@ -50,14 +54,40 @@ class Attributes(nnx.Module):  # type: ignore[misc]
     def use_bias(self) -> UseBias:
         """True or False if all projections agree; else the names of the projections with a bias."""
         layers = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
-        there = {
+        has_bias = {
             name: layer.bias is not None for name, layer in layers.items() if layer is not None
         }
-        if len(set(there.values())) == 1:
-            return there["query"]
-        return tuple(name for name, has in there.items() if has)
+        if len(set(has_bias.values())) == 1:
+            return has_bias["query"]
+        return tuple(name for name, has in has_bias.items() if has)
 
     @property
     def attention_fn(self) -> Callable[..., Any]:
         """`jaxmha.flax.attention_fn`, which computes the attention of this module."""
         return own_attention_fn
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Sets attributes for `nnx.view`; a decoding module without a cache gets one if both sizes
+        are given.
+
+        Args:
+          deterministic: no dropout.
+          decode: appends to the cache.
+          batch_size: of the cache, one size or several.
+          max_length: of the cache, S.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is None or max_length is None or not self.decode:
+            return
+        if self.cached_key is None:
+            batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
+            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)

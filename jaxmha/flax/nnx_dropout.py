@@ -1,11 +1,12 @@
 """Dropout keys from the rng streams of flax's nnx."""
 
-from typing import Any
-
 from flax import nnx
+from jaxtyping import PRNGKeyArray
 
 
-def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
+def dropout_key(
+    module: nnx.Module, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+) -> PRNGKeyArray | None:
     """The next key of `rngs`, or of the module's own stream; None if dropout does not act.
 
     Raises:
@@ -17,7 +18,7 @@ def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
     deterministic = module.deterministic if deterministic is None else deterministic
     if deterministic is None:
         raise ValueError(
-            "deterministic: say in the constructor or in the call whether dropout acts"
+            "deterministic: give it in the constructor or in the call, since dropout may act"
         )
     if deterministic:
         return None
@@ -28,6 +29,7 @@ def dropout_key(module: Any, deterministic: bool | None, rngs: Any) -> Any:
     if stream is None:
         raise ValueError(
             "rngs: dropout needs them in the call where keep_rngs=False, or where the module "
-            "was made without dropout"
+            "was constructed without dropout"
         )
-    return stream()
+    key: PRNGKeyArray = stream()
+    return key

@@ -13,6 +13,11 @@ from jaxmha.params import MHAParams, from_leaves
 Settings = Mapping[str, Any]
 
 
+def with_given(settings: Settings, **others: object) -> dict[str, Any]:
+    """`settings`, with those of `others` that are given."""
+    return {**settings, **{name: value for name, value in others.items() if value}}
+
+
 def declare(
     sizes: Mapping[str, int],
     heads: Settings,
@@ -65,7 +70,7 @@ UNTOUCHED: dict[str, Any] = {
 }
 
 
-def variable(module: Any, leaf: str) -> Any:
+def variable(module: nnx.Module, leaf: str) -> nnx.Variable | None:
     """The variable of a module that holds a leaf of `MHAParams`, or None."""
     name, *tail = PATHS[leaf]
     held = getattr(module, name)
@@ -87,7 +92,7 @@ def variable(module: Any, leaf: str) -> Any:
     return getattr(held, *tail)
 
 
-def params_of(module: Any) -> MHAParams:
+def params_of(module: nnx.Module) -> MHAParams:
     """Reads the parameters from the variables of a module."""
-    there = {leaf: variable(module, leaf) for leaf in PATHS}
-    return from_leaves({leaf: x[...] for leaf, x in there.items() if x is not None})
+    variables = {leaf: variable(module, leaf) for leaf in PATHS}
+    return from_leaves({leaf: x[...] for leaf, x in variables.items() if x is not None})

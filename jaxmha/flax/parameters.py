@@ -6,7 +6,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
 
+from jaxmha.arrays import DTypeLike
 from jaxmha.params import CANONICAL
 
 Initializer: TypeAlias = Callable[..., Any]
@@ -25,15 +27,17 @@ def flat_init(init: Initializer, contracted: int) -> Initializer:
     flax draws its kernels so; an initialiser that depends on fans uses those of the matrix.
     """
 
-    def draw(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        sides = shape[:contracted], shape[contracted:]
-        flat = tuple(math.prod(side) for side in sides[contracted == 0 :])
+    def draw(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> PyTree:
+        axes = shape[:contracted], shape[contracted:]
+        flat = tuple(math.prod(x) for x in axes[contracted == 0 :])
         # tree.map: partitioning metadata boxes the array in a pytree.
         return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
 
     return draw
 
 
-def bias_kv_init(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def bias_kv_init(
+    key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
     """Xavier-normal on `(1, 1, K * H)`, where both fans are `K * H`, as torch draws bias_k."""
     return jax.nn.initializers.normal(math.prod(shape) ** -0.5)(key, shape, dtype)

@@ -2,20 +2,21 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import checks
-from jaxmha.arrays import are_arrays, none_foreign
+from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
 from jaxmha.checks import are_of, are_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Precision, Semantics, one_of
 
 UseBias: TypeAlias = bool | Collection[str]
+Tree = TypeVar("Tree")
 Window: TypeAlias = int | Sequence[int | None] | None
 
 
@@ -36,40 +37,41 @@ def behaviour(
     >>> behaviour(None, dropout_rate=0.1).dropout_broadcast
     ('B', 'N')
     """
-    asked = Semantics() if semantics is None else semantics
-    are_of(Semantics, semantics=asked)
-    left_open = ("B", "N") if semantics is None else asked.dropout_broadcast  # flax's default
-    said = Semantics(
+    given = Semantics() if semantics is None else semantics
+    are_of(Semantics, semantics=given)
+    default = ("B", "N") if semantics is None else given.dropout_broadcast  # flax's default
+    from_arguments = Semantics(
         dropout_rate=dropout_rate,
-        dropout_broadcast=shared_axes(broadcast_dropout, left_open),
+        dropout_broadcast=shared_axes(broadcast_dropout, default),
         precision=precision,
         qk_norm="layer" if normalize_qk else None,
         softmax_dtype=np.float32 if force_fp32_for_softmax else None,
     )
-    left: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name in ("dropout_rate", "dropout_broadcast", "precision", "qk_norm", "softmax_dtype"):
-        own, other = getattr(said, name), getattr(asked, name)
+        own, other = getattr(from_arguments, name), getattr(given, name)
         if own and other and own != other:
             raise ValueError(
                 f"{name}={own!r} by flax's arguments and {name}={other!r} of semantics differ: "
                 "give one"
             )
-        left[name] = own or other
-    return replace(asked, **{**left, "dropout_broadcast": said.dropout_broadcast})
+        merged[name] = own or other
+    merged["dropout_broadcast"] = from_arguments.dropout_broadcast
+    return replace(given, **merged)
 
 
-def shared_axes(broadcast_dropout: bool | None, left_open: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes that share a dropout draw by flax's argument; `left_open` if that is None."""
+def shared_axes(broadcast_dropout: bool | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes that share a dropout draw by flax's argument; `default` if that is None."""
     one_of("broadcast_dropout", broadcast_dropout, (None, True, False))
     if broadcast_dropout is None:
-        return left_open
+        return default
     return ("B", "N") if broadcast_dropout else ()
 
 
 INSTEAD = "leave it out, or use flax's own module with attention_fn=jaxmha.flax.attention_fn"
 
 
-def refuse(*accepted: Any, instead: str = INSTEAD, **hooks: Any) -> None:
+def reject_hooks(*accepted: object, instead: str = INSTEAD, **hooks: object) -> None:
     """Raises ValueError for a hook into computations of jaxmha, unless it is one of `accepted`."""
     for name, hook in hooks.items():
         if hook is not None and not any(hook is known for known in accepted):
@@ -80,7 +82,7 @@ def refuse(*accepted: Any, instead: str = INSTEAD, **hooks: Any) -> None:
             )
 
 
-def refuse_shardings(**shardings: Any) -> None:
+def reject_shardings(**shardings: object) -> None:
     """Raises ValueError for flax's sharding constraints on the results of a call."""
     for name, sharding in shardings.items():
         if sharding is not None:
@@ -90,7 +92,9 @@ def refuse_shardings(**shardings: Any) -> None:
             )
 
 
-def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
+def read_inputs(
+    query: Array, key: Array | None, value: Array | None, dtype: DTypeLike | None
+) -> tuple[Array, Array, Array]:
     """Inputs of a flax call with defaults filled in, cast to the compute dtype if there is one."""
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
@@ -105,7 +109,7 @@ def read_inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any,
     return made[id(query)], made[id(key)], made[id(value)]
 
 
-def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask:
+def read_mask(mask: Array | Mask | None, window: Window = None, is_causal: bool = False) -> Mask:
     """Combines mask, window and causality of a flax call; nonzero entries of an array attend."""
     if isinstance(mask, Mask):
         read = mask
@@ -122,21 +126,22 @@ def read_mask(mask: Any, window: Window = None, is_causal: bool = False) -> Mask
     return read & checks.window(window) & causal
 
 
-def as_tuple(several: Any) -> Any:
+def as_tuple(several: object) -> Any:
     """Converts lists and sets to tuples, which can be static attributes of a module."""
     if isinstance(several, set | frozenset):
         return tuple(sorted(several))
     return tuple(several) if isinstance(several, list) else several
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
     """Casts every array of a tree to the compute dtype, if there is one."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), tree)
+    cast_tree: Tree = jax.tree.map(lambda x: jnp.asarray(x).astype(np.dtype(dtype)), tree)
+    return cast_tree
 
 
-def widened(tree: Any) -> Any:
+def widened(tree: Tree) -> Tree:
     """Casts half precision to float32, as flax does to weights by `force_fp32_for_softmax`."""
     widest = max(x.dtype.itemsize for x in jax.tree.leaves(tree))
     return cast(tree, np.float32) if widest == 2 else tree
@@ -176,31 +181,31 @@ def head_sizes(
 
 
 def settings_of(
-    params: MHAParams, semantics: Semantics, asked: Mapping[str, Any]
+    params: MHAParams, semantics: Semantics, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Constructor arguments, common to linen and nnx, of a module that holds these parameters.
 
-    `asked`: further arguments of the caller.
+    `given`: further arguments of the caller.
 
     Raises:
-      ValueError: parameters contradict `semantics` or the arguments in `asked`.
+      ValueError: parameters contradict `semantics` or the arguments in `given`.
     """
     made = _settings_of(params, semantics)
-    for name in made.keys() & asked.keys() - {"dropout_rate", "precision"}:
-        value = np.dtype(asked[name]) if name == "param_dtype" else as_tuple(asked[name])
+    for name in made.keys() & given.keys() - {"dropout_rate", "precision"}:
+        value = np.dtype(given[name]) if name == "param_dtype" else as_tuple(given[name])
         if value != made[name]:
             raise ValueError(
-                f"{name}={asked[name]!r} is not that of the parameters, {made[name]!r}: leave it "
+                f"{name}={given[name]!r} is not that of the parameters, {made[name]!r}: leave it "
                 "out, or change the parameters first"
             )
-    return {**made, **asked}
+    return {**made, **given}
 
 
 def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
     are_of(MHAParams, params=params)
     are_of(Semantics, semantics=semantics)
     sizes = check(params)
-    there = tuple(
+    with_bias = tuple(
         name
         for name in ("query", "key", "value", "out")
         if getattr(params, name) is not None and getattr(params, name).bias is not None
@@ -218,7 +223,7 @@ def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
         "qkv_features": sizes["N"] * sizes["H"],
         "value_head_dim": sizes["h"],
         "out_features": None if params.out is None else sizes["Do"],
-        "use_bias": bool(there) if len(there) in (0, every) else there,
+        "use_bias": bool(with_bias) if len(with_bias) in (0, every) else with_bias,
         "use_out": params.out is not None,
         "use_bias_kv": params.bias_k is not None,
         "normalize_qk": semantics.qk_norm == "layer",

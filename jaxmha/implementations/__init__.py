@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jaxtyping import PRNGKeyArray
 
 from jaxmha import sharding
 from jaxmha.implementations import platforms, probe, reference, shard_map, small_query
@@ -19,13 +20,14 @@ from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
 from jaxmha.implementations.native import attention as native
 from jaxmha.implementations.tiled import attention as blocked
+from jaxmha.mask import Mask
 
 __all__ = [
     "IMPLEMENTATIONS",
     "KERNELS",
-    "Question",
     "Request",
     "Result",
+    "SupportQuery",
     "UnsupportedError",
     "attend",
     "candidates",
@@ -50,7 +52,7 @@ OF_JAX: dict[str, str] = {"xla": "reference"}
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Implementations outside plain XLA, and the platform that JAX must lower them for.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
-# Whether the native kernels are the first choice on CPU; else they run only by name.
+# True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = False
 # Order of preference by platform; "" is every other platform. splash has a good reputation but was
 # never measured here: it runs only by name.
@@ -73,20 +75,20 @@ class UnsupportedError(ValueError):
         self.reasons = reasons
 
 
-class Question(tuple[str, ...]):
-    """A query for support instead of a run: names of implementations (none: those of the platform).
+class SupportQuery(tuple[str, ...]):
+    """Names of implementations (none: those of the platform), for `attend` to check and not to run.
 
-    `attend` fills `answer` with every candidate and the reason why it cannot compute the request
-    (None: it can). No two questions are equal, so that no cache of jit returns an old one.
+    `attend` fills `reasons` with every candidate and why it cannot compute the request (None: it
+    can). No two queries are equal, so that no cache of jit returns an old one.
     """
 
-    answer: list[tuple[str, str | None]]
+    reasons: list[tuple[str, str | None]]
 
-    def __new__(cls, implementation: str | Sequence[str] | None = None) -> "Question":  # noqa: PYI034
+    def __new__(cls, implementation: str | Sequence[str] | None = None) -> "SupportQuery":  # noqa: PYI034
         names = (implementation,) if isinstance(implementation, str) else implementation or ()
-        asked = super().__new__(cls, names)
-        asked.answer = []
-        return asked
+        query = super().__new__(cls, names)
+        query.reasons = []
+        return query
 
     __hash__ = object.__hash__
 
@@ -131,7 +133,7 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     reason: str | None = implementation.supports(request)
     if reason or name not in KERNELS:
         return reason
-    if platforms.current().live:
+    if platforms.current().present:
         dense = adapter.is_dense(request)
         return probe.failure(name, implementation.attend, request.query.dtype.name, dense)
     return implementation.traceable() if traced else None
@@ -154,9 +156,9 @@ def select(request: Request, implementation: str | Sequence[str] | None = None) 
 
 def attend(request: Request, implementation: str | Sequence[str] | None = None) -> Result:
     """Runs the request with the selected implementation."""
-    if isinstance(implementation, Question):
+    if isinstance(implementation, SupportQuery):
         names = candidates(implementation, request)
-        implementation.answer[:] = [(n, unsupported(request, n, traced=False)) for n in names]
+        implementation.reasons[:] = [(n, unsupported(request, n, traced=False)) for n in names]
         implementation = "reference"
     name = select(request, implementation)
     if name in CONTEXT:
@@ -176,12 +178,19 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 def _run(request: Request, name: str, portable: str | None) -> Result:
     """Runs a kernel on its platform, and the portable implementation elsewhere."""
     if name not in KERNELS or portable is None:
-        result: Result = IMPLEMENTATIONS[name].attend(request)
-        return result
+        direct: Result = IMPLEMENTATIONS[name].attend(request)
+        return direct
 
     # The platform is known only at lowering, after this trace, so both branches are traced.
-    def by(name: str, *arrays: Any) -> Result:
-        query, key, value, bias, mask, dropout_key = arrays
+    def run(
+        name: str,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        mask: Mask,
+        dropout_key: PRNGKeyArray | None,
+    ) -> Result:
         these = request._replace(
             query=query, key=key, value=value, bias=bias, mask=mask, dropout_key=dropout_key
         )
@@ -190,12 +199,12 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
 
     def elsewhere(*arrays: Any) -> Result:  # most likely on a CPU
         with platforms.lowering_for("cpu"):
-            return by(portable, *arrays)
+            return run(portable, *arrays)
 
-    result = jax.lax.platform_dependent(
+    result: Result = jax.lax.platform_dependent(
         *(*request[:5], request.dropout_key),
         default=elsewhere,
-        **{KERNELS[name]: lambda *arrays: by(name, *arrays)},
+        **{KERNELS[name]: lambda *arrays: run(name, *arrays)},
     )
     return result
 

@@ -1,11 +1,12 @@
 """The contract of every implementation: `Request` in, `Result` out."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, PRNGKeyArray
 from numpy.typing import DTypeLike
 
 from jaxmha.arrays import Array
@@ -21,8 +22,8 @@ class Part(NamedTuple):
       N, T: sizes of the larger request.
     """
 
-    b: Any
-    n: Any
+    b: jax.Array | int
+    n: jax.Array | int
     N: int
     T: int
 
@@ -31,8 +32,8 @@ class Request(NamedTuple):
     """One call of attention, its shapes, dtypes and arguments checked.
 
     Attributes:
-      query: `B T N H`. key: `B S K H`. value: `B S K h`. All of one floating dtype.
-      bias: broadcastable to `B N T S`, four axes; -inf excludes.
+      query, key, value: of one floating dtype.
+      bias: -inf excludes.
       mask: the allowed pairs, `simplified`; its arrays have a batch axis.
       semantics: scale, soft cap, policy, dtypes, dropout.
       dropout_key: None: no dropout.
@@ -41,35 +42,46 @@ class Request(NamedTuple):
       part: position within a larger request; None: this is the whole.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
+    query: Float[jax.Array, "B T N H"]
+    key: Float[jax.Array, "B S K H"]
+    value: Float[jax.Array, "B S K h"]
+    bias: Float[jax.Array, "#B #N #T #S"] | None
     mask: Mask
     semantics: Semantics
-    dropout_key: Array | None
+    dropout_key: PRNGKeyArray | None
     return_weights: ReturnWeights
     return_lse: bool = False
     part: Part | None = None
 
+    @property
+    def scale(self) -> float:
+        """Factor of the logits."""
+        scale = self.semantics.scale
+        return self.query.shape[3] ** -0.5 if scale is None else scale
+
+    @property
+    def drops(self) -> bool:
+        """True if dropout acts."""
+        return self.dropout_key is not None and self.semantics.dropout_rate > 0
+
 
 class Result(NamedTuple):
-    """out `B T N h`; weights `B N T S` if requested; lse `B N T`, -inf on fully masked rows.
+    """Output, weights if requested, and lse, -inf on fully masked rows; lse may be None if it was
+    not requested."""
 
-    lse may be None if it was not requested.
-    """
-
-    out: jax.Array
-    weights: jax.Array | None
-    lse: jax.Array | None
+    out: Float[jax.Array, "B T N h"]
+    weights: Float[jax.Array, "B N T S"] | None
+    lse: Float[jax.Array, "B N T"] | None
 
 
-def accumulation_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+def accumulation_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
     """float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def allowed_pairs(mask: Mask, bias: Array | None, T: int, S: int) -> jax.Array | None:
+def allowed_pairs(
+    mask: Mask, bias: Float[Array, "b n t s"] | None, T: int, S: int
+) -> Bool[jax.Array, "_ _ _ _"] | None:
     """Pairs that neither the mask nor a bias of -inf excludes, broadcastable to BNTS; None: all."""
     allowed = None if mask.empty else jnp.asarray(mask.to_array(T, S))
     if bias is not None:
@@ -85,7 +97,7 @@ def simplified(mask: Mask) -> Mask:
     >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
     (2, 7)
     """
-    array: Any = mask.array
+    array = mask.array
     if array is None:
         return mask
     array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)

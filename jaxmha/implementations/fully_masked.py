@@ -3,13 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from jaxmha import sharding
 from jaxmha.implementations.base import Request, accumulation_dtype
 
 
-def answer(request: Request, out: jax.Array, empty: jax.Array) -> jax.Array:
-    """Replaces fully masked rows (`empty`, `B T N`) of `out`, `B T N h`, as the policy says.
+def apply(
+    request: Request, out: Float[jax.Array, "B T N h"], masked: Bool[jax.Array, "B T N"]
+) -> Float[jax.Array, "B T N h"]:
+    """Replaces the fully masked rows of `out` as the policy says.
 
     Rows beyond a query length are 0 under every policy.
     """
@@ -20,10 +23,10 @@ def answer(request: Request, out: jax.Array, empty: jax.Array) -> jax.Array:
     if lengths is not None:
         positions = jnp.arange(T, dtype=np.int32).reshape(1, T, 1)
         within = positions < jnp.asarray(lengths).reshape(-1, 1, 1)
-        empty &= sharding.in_order(within, 1)
+        masked &= sharding.in_order(within, 1)
     if policy == "mean" and request.value.shape[1]:
         values = request.value.astype(accumulation_dtype(request.value.dtype))
         mean = jnp.repeat(values.mean(1, keepdims=True), N // values.shape[2], 2)
-        return jnp.where(empty[..., None], mean.astype(out.dtype), out)
+        return jnp.where(masked[..., None], mean.astype(out.dtype), out)
     # Last, so that no gradient passes through a NaN.
-    return jnp.where(empty[..., None], jnp.nan, out) if policy == "nan" else out
+    return jnp.where(masked[..., None], jnp.nan, out) if policy == "nan" else out

@@ -13,13 +13,13 @@ class Platform(NamedTuple):
       name: JAX's lowering platform: `cpu`, `cuda`, `rocm` or `tpu`.
       device: name of the device.
       capability: CUDA compute capability; None on other platforms.
-      live: whether JAX runs on it here, so that kernels can be probed.
+      present: whether JAX runs on it here, so that kernels can be probed.
     """
 
     name: str
     device: str
     capability: tuple[int, int] | None = None
-    live: bool = False
+    present: bool = False
 
 
 def _cuda(device: str, major: int, minor: int) -> Platform:
@@ -80,19 +80,19 @@ def lowering_for(name: str) -> AbstractContextManager[None]:
 def current() -> Platform:
     """The platform named by `lowering_for`, else that of JAX's default device."""
     chosen: Platform | None = _CHOSEN.value
-    return chosen or _live()
+    return chosen or _default()
 
 
-def _live() -> Platform:
+def _default() -> Platform:
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):
         default = jax.devices(default)[0]
     backend = default.platform if default is not None else jax.default_backend()
     if backend != "gpu":
-        return Platform(backend, backend, live=True)
+        return Platform(backend, backend, present=True)
     device = default or jax.local_devices(backend="gpu")[0]
     try:
         major, minor = map(int, device.compute_capability.split("."))
     except (AttributeError, ValueError):  # gfx942 and the like
-        return Platform("rocm", device.device_kind, live=True)
-    return Platform("cuda", device.device_kind, (major, minor), live=True)
+        return Platform("rocm", device.device_kind, present=True)
+    return Platform("cuda", device.device_kind, (major, minor), present=True)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmha.implementations.base import Request, Result
 from jaxmha.mask import Mask
@@ -56,29 +57,30 @@ def _agreed(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str
 
 
 def _tried(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    request, slope = _problem(dtype, dense)
+    request, cotangent = _problem(dtype, dense)
 
-    def run(query: Any, key: Any, value: Any, slope: Any) -> Any:
-        def out(*heads: Any) -> Any:
-            return attend(request._replace(query=heads[0], key=heads[1], value=heads[2])).out
+    def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        def out(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return attend(request._replace(query=query, key=key, value=value)).out
 
-        found, pull = jax.vjp(out, query, key, value)
-        return found, *pull(slope)
+        *heads, d_out = operands
+        found, pull = jax.vjp(out, *heads)
+        return found, *pull(d_out)
 
     try:
-        found = jax.jit(run)(*request[:3], slope)
-        expected = _expected(request, slope)
+        found = jax.jit(run)(*request[:3], cotangent)
+        expected = _expected(request, cotangent)
         for what, x, y in zip(("output", "query", "key", "value"), found, expected, strict=True):
             error = np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()
             if not error <= ALLOWED:  # NaN as well
                 gradient = "" if what == "output" else "the gradient of "
                 return f"{gradient}{what} is wrong by {error:.1e} of the largest value"
-    except Exception as error:  # noqa: BLE001  whatever a driver or a compiler raises
+    except Exception as error:  # noqa: BLE001  drivers and compilers raise any
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     return None
 
 
-def _problem(dtype: str, dense: bool) -> tuple[Request, Any]:
+def _problem(dtype: str, dense: bool) -> tuple[Request, Float[jax.Array, "B T N H"]]:
     """A causal request with grouped heads and lengths (two batch rows of 128 positions), and an
     output cotangent."""
     rng = np.random.default_rng(0)
@@ -93,10 +95,12 @@ def _problem(dtype: str, dense: bool) -> tuple[Request, Any]:
     return Request(*heads, bias, mask, Semantics(), None, False), normal(B, T, N, H)
 
 
-def _expected(request: Request, slope: Any) -> tuple[Any, ...]:
+def _expected(
+    request: Request, cotangent: Float[jax.Array, "B T N H"]
+) -> tuple[np.ndarray[Any, np.dtype[np.float32]], ...]:
     """Output and gradients, written out in NumPy."""
-    heads = (np.asarray(x, np.float32) for x in (*request[:3], slope))
-    query, key, value, slope = (np.moveaxis(x, 2, 1) for x in heads)
+    heads = (np.asarray(x, np.float32) for x in (*request[:3], cotangent))
+    query, key, value, d_out = (np.moveaxis(x, 2, 1) for x in heads)
     scale = query.shape[3] ** -0.5
     logits = scale * query @ np.swapaxes(key, 2, 3)
     if request.bias is not None:
@@ -108,8 +112,8 @@ def _expected(request: Request, slope: Any) -> tuple[Any, ...]:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     out = weights @ value
-    slopes = slope @ np.swapaxes(value, 2, 3) - (slope * out).sum(-1, keepdims=True)
-    slopes *= weights * scale
-    transposed = np.swapaxes(slopes, 2, 3) @ query, np.swapaxes(weights, 2, 3) @ slope
-    key_slope, value_slope = (x.sum(1, keepdims=True) for x in transposed)
-    return tuple(np.moveaxis(x, 1, 2) for x in (out, slopes @ key, key_slope, value_slope))
+    d_logits = d_out @ np.swapaxes(value, 2, 3) - (d_out * out).sum(-1, keepdims=True)
+    d_logits *= weights * scale
+    transposed = np.swapaxes(d_logits, 2, 3) @ query, np.swapaxes(weights, 2, 3) @ d_out
+    d_key, d_value = (x.sum(1, keepdims=True) for x in transposed)
+    return tuple(np.moveaxis(x, 1, 2) for x in (out, d_logits @ key, d_key, d_value))

@@ -5,16 +5,19 @@ Ainslie et al., "GQA" (2023).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from jaxmha import dropout
 from jaxmha.implementations.base import Request, Result, accumulation_dtype, allowed_pairs
+from jaxmha.implementations.online_softmax import cap_and_mask
 from jaxmha.mask import Mask
 from jaxmha.matmul import matmul, pairwise_sum
+from jaxmha.semantics import FullyMasked, Precision
 
 
 def supports(request: Request) -> str | None:
@@ -22,19 +25,21 @@ def supports(request: Request) -> str | None:
     return None
 
 
-class Products(NamedTuple):
-    """The two matmuls of attention; the last argument is the precision.
+class Matmuls(NamedTuple):
+    """The two matmuls of attention.
 
     Attributes:
-      logits: queries `B T N H` and keys `B S K H` to `B N T S`.
-      out: weights `B N T S` and values `B S K h` to `B T N h`.
+      query_key: queries `B T N H` and keys `B S K H` to `B N T S`.
+      weights_value: weights `B N T S` and values `B S K h` to `B T N h`.
     """
 
-    logits: Callable[[jax.Array, jax.Array, Any], jax.Array]
-    out: Callable[[jax.Array, jax.Array, Any], jax.Array]
+    query_key: Callable[[jax.Array, jax.Array, Precision], jax.Array]
+    weights_value: Callable[[jax.Array, jax.Array, Precision], jax.Array]
 
 
-def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+def _query_key(
+    query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
+) -> Float[jax.Array, "B N T S"]:
     """The query heads of a group are rows of one matmul."""
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     rows = jnp.moveaxis(query.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, N // K * T, H)
@@ -42,18 +47,20 @@ def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
     return logits.reshape(B, N, T, S)
 
 
-def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+def _weights_value(
+    weights: Float[jax.Array, "B N T S"], value: Float[jax.Array, "B S K h"], precision: Precision
+) -> Float[jax.Array, "B T N h"]:
     (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
     rows = weights.reshape(B, K, N // K * T, S)
     out = matmul(rows, jnp.moveaxis(value, 1, 2), precision=precision)
     return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2)
 
 
-HEAD_BY_HEAD = Products(_logits, _out)
+HEAD_BY_HEAD = Matmuls(_query_key, _weights_value)
 
 
 def attend(
-    request: Request, products: Products = HEAD_BY_HEAD, *, all_finite: bool = False
+    request: Request, matmuls: Matmuls = HEAD_BY_HEAD, *, all_finite: bool = False
 ) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs.
 
@@ -61,69 +68,76 @@ def attend(
     weight of 0 suffices.
     """
     semantics = request.semantics
-    (B, T, N, H), S = request.query.shape, request.value.shape[1]
+    T, S = request.query.shape[1], request.value.shape[1]
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (x.astype(accumulate) for x in request[:3])
     bias = None if request.bias is None else request.bias.astype(accumulate)
     allowed = allowed_pairs(request.mask, bias, T, S)
     if allowed is not None and not all_finite:
-        query, key, value = _drop_dead(query, key, value, allowed, semantics.fully_masked)
+        query, key, value = _zero_unattended(query, key, value, allowed, semantics.fully_masked)
 
-    precision = semantics.precision
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
-    logits = products.logits(query * scale, key, precision)
-    if semantics.logits_soft_cap is not None:
-        logits = semantics.logits_soft_cap * jnp.tanh(logits / semantics.logits_soft_cap)
-    if bias is not None:
-        logits += bias
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+    logits = matmuls.query_key(query * request.scale, key, semantics.precision)
+    logits, _ = cap_and_mask(logits, semantics.logits_soft_cap, bias, allowed)
     logits = logits.astype(np.dtype(semantics.softmax_dtype or accumulate))
-
-    # A fully masked row has row max -inf and row sum 0; both are replaced to avoid NaN.
-    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
-    exps = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0.0, highest).astype(logits.dtype))
-    exps, highest = exps.astype(accumulate), highest.astype(accumulate)
-    total = pairwise_sum(exps)
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, highest + jnp.log(total))[..., 0]
-    weights = exps / total
+    weights, lse, masked = _softmax(logits, accumulate)
     if request.mask.query_lengths is not None:  # rows beyond a length are 0 under every policy
-        there = Mask(query_lengths=request.mask.query_lengths).to_array(T, 1)
-        empty &= there
+        masked &= Mask(query_lengths=request.mask.query_lengths).to_array(T, 1)
     if semantics.fully_masked == "mean" and S:
-        weights = jnp.where(empty, 1 / S, weights)
+        weights = jnp.where(masked, 1 / S, weights)
 
-    kept = weights
-    if request.dropout_key is not None and semantics.dropout_rate > 0:
-        rate = semantics.dropout_rate
-        draws = dropout.keep(
-            request.dropout_key, rate, (B, N, T, S), semantics.dropout_broadcast, request.part
-        )
-        kept = jnp.where(draws, weights / (1 - rate), 0.0)
-    out = products.out(kept, value, precision)
+    kept = _drop(request, weights)
+    out = matmuls.weights_value(kept, value, semantics.precision)
     if semantics.fully_masked == "nan":  # last, so that no gradient passes through a NaN
-        out = jnp.where(jnp.swapaxes(empty, 1, 2), jnp.nan, out)
-        weights, kept = (jnp.where(empty, jnp.nan, w) for w in (weights, kept))
-    shown = {False: None, "before_dropout": weights, "after_dropout": kept}[request.return_weights]
+        out = jnp.where(jnp.swapaxes(masked, 1, 2), jnp.nan, out)
+        weights, kept = (jnp.where(masked, jnp.nan, w) for w in (weights, kept))
+    returned = {False: None, "before_dropout": weights, "after_dropout": kept}
+    shown = returned[request.return_weights]
     if shown is not None:
         shown = shown.astype(request.query.dtype)
     return Result(out.astype(request.query.dtype), shown, lse)
 
 
-def _drop_dead(
-    query: jax.Array, key: jax.Array, value: jax.Array, allowed: jax.Array, fully_masked: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _softmax(
+    logits: Float[jax.Array, "B N T S"], accumulate: np.dtype[np.floating]
+) -> tuple[Float[jax.Array, "B N T S"], Float[jax.Array, "B N T"], Bool[jax.Array, "B N T 1"]]:
+    """Weights and log-sum-exp, 0 and -inf on fully masked rows, and which rows are so."""
+    # A fully masked row has row max -inf and row sum 0; both are replaced to avoid NaN.
+    row_max = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    exps = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(logits.dtype))
+    exps, row_max = exps.astype(accumulate), row_max.astype(accumulate)
+    row_sum = pairwise_sum(exps)
+    masked = row_sum == 0
+    row_sum = jnp.where(masked, 1.0, row_sum)
+    lse = jnp.where(masked, -jnp.inf, row_max + jnp.log(row_sum))[..., 0]
+    return exps / row_sum, lse, masked
+
+
+def _drop(request: Request, weights: Float[jax.Array, "B N T S"]) -> Float[jax.Array, "B N T S"]:
+    """Weights after dropout."""
+    if request.dropout_key is None or not request.drops:
+        return weights
+    B, N, T, S = weights.shape
+    rate, broadcast = request.semantics.dropout_rate, request.semantics.dropout_broadcast
+    keep = dropout.keep(request.dropout_key, rate, (B, N, T, S), broadcast, request.part)
+    return jnp.where(keep, weights / (1 - rate), 0.0)
+
+
+def _zero_unattended(
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B S K H"],
+    value: Float[jax.Array, "B S K h"],
+    allowed: Bool[jax.Array, "b n T S"],
+    policy: FullyMasked,
+) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B S K H"], Float[jax.Array, "B S K h"]]:
     """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
     gradients."""
     (_, T, N, _), (_, S, K, _) = query.shape, key.shape
     b, n = allowed.shape[:2]
     groups = allowed.reshape(b, *((K, N // K) if n == N else (1, 1)), T, S)
-    query_lives = jnp.moveaxis(allowed.any(-1), 1, 2)[..., None]
-    key_lives = jnp.moveaxis(groups.any((2, 3)), 1, 2)[..., None]
-    query = jnp.where(query_lives, query, 0.0)
-    key = jnp.where(key_lives, key, 0.0)
-    if fully_masked != "mean":  # the mean reads every value
-        value = jnp.where(key_lives, value, 0.0)
+    attended_rows = jnp.moveaxis(allowed.any(-1), 1, 2)[..., None]
+    attended_keys = jnp.moveaxis(groups.any((2, 3)), 1, 2)[..., None]
+    query = jnp.where(attended_rows, query, 0.0)
+    key = jnp.where(attended_keys, key, 0.0)
+    if policy != "mean":  # the mean reads every value
+        value = jnp.where(attended_keys, value, 0.0)
     return query, key, value

@@ -4,19 +4,24 @@ No communication is needed, and a kernel sees the arrays of one device, so that 
 replicates them.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Float, PRNGKeyArray
 
 from jaxmha import sharding
 from jaxmha.implementations.base import Part, Request, Result
+from jaxmha.params import Projection
 from jaxmha.sharding import Axes
 
 Tree = TypeVar("Tree")
+Others = TypeVar("Others")
+Projections: TypeAlias = tuple[Projection, Projection, Projection]
+Inputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Split(NamedTuple):
@@ -37,12 +42,12 @@ class Split(NamedTuple):
 
     def spec(self, shape: tuple[int, ...], letters: str) -> PartitionSpec:
         """The spec of an array with axes `letters`: b, n, k, `c` (positions); others replicated."""
-        places = {"b": self.b, "n": self.n, "k": self.k}
+        names = {"b": self.b, "n": self.n, "k": self.k}
         if self.axes.context is not None:
-            places["c"] = (self.axes.context,)
+            names["c"] = (self.axes.context,)
         return sharding.spec(
             *(
-                places.get(letter) if size > 1 else None
+                names.get(letter) if size > 1 else None
                 for letter, size in zip(letters, shape, strict=True)
             )
         )
@@ -62,7 +67,7 @@ class Split(NamedTuple):
             x, jnp.minimum((first + jnp.arange(N, dtype=np.int32)) // G, K - 1), axis=axis
         )
 
-    def starts(self) -> tuple[Any, Any]:
+    def starts(self) -> tuple[jax.Array | int, jax.Array | int]:
         """The first batch row and query head of this device."""
         b, n = (
             jax.lax.axis_index(names) * (size // self.axes.size(names)) if names else 0
@@ -70,11 +75,13 @@ class Split(NamedTuple):
         )
         return b, n
 
-    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """`jax.shard_map` over the axes in use."""
+    def run(
+        self, function: Callable[..., Tree], in_specs: tuple[Any, ...], out_specs: Tree
+    ) -> Callable[..., Tree]:
+        """`jax.shard_map` over the axes in use; specs are pytrees like arguments and result."""
         used = {*self.b, *self.n}
         used |= {self.axes.context} if self.axes.context else set()
-        return jax.shard_map(
+        mapped: Callable[..., Tree] = jax.shard_map(
             function,
             mesh=self.axes.mesh,
             in_specs=in_specs,
@@ -82,6 +89,7 @@ class Split(NamedTuple):
             axis_names=used,
             check_vma=False,
         )
+        return mapped
 
 
 def split(B: int, N: int, K: int) -> Split | None:
@@ -114,8 +122,11 @@ def alike(arrays: Tree) -> Tree:
 
 
 def project(
-    run: Callable[..., Any], projections: tuple[Any, ...], inputs: tuple[Any, ...], others: Any
-) -> Any:
+    run: Callable[[Sequence[Projection], Sequence[jax.Array], Others], list[jax.Array]],
+    projections: Projections,
+    inputs: Inputs,
+    others: Others,
+) -> list[jax.Array]:
     """`run(projections, inputs, others)` on each device's own heads of query, key and value.
 
     The gradient of an input is summed over its projections first, then over devices once.
@@ -131,12 +142,12 @@ def project(
     )
     first = [[x is y for y in inputs].index(True) for x in inputs]
 
-    def local(projections: Any, inputs: Any, others: Any) -> Any:
-        spread = [jax.lax.pcast(x, found.n, to="varying") for x in inputs]
-        mine = [(spread if names else inputs)[i] for i, names in zip(first, used, strict=True)]
-        return run(projections, mine, others)
+    def local(projections: Projections, inputs: Inputs, others: Others) -> list[jax.Array]:
+        varying = [jax.lax.pcast(x, found.n, to="varying") for x in inputs]
+        own = [(varying if names else inputs)[i] for i, names in zip(first, used, strict=True)]
+        return run(projections, own, others)
 
-    return jax.shard_map(
+    heads: list[jax.Array] = jax.shard_map(
         local,
         mesh=found.axes.mesh,
         in_specs=(weights, sharding.spec(), sharding.spec()),
@@ -146,6 +157,7 @@ def project(
         ],
         axis_names=set(found.n),
     )(projections, inputs, others)
+    return heads
 
 
 def attend(request: Request, run: Callable[[Request], Result]) -> Result:
@@ -156,33 +168,40 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     found = split(B, N, K)
     if found is None or not (found.b or found.n):
         return run(request)
-    here = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
+    local_split = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
     letters = {1: "b", 2: "b?", 4: "bnts"}  # lengths, offsets; padding, segments; array
     conditions, tree = jax.tree.flatten(request.mask)
     conditions = [jnp.asarray(x) for x in conditions]
     heads = (request.query, request.key, request.value)
     in_specs = (
-        *(here.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
-        None if request.bias is None else here.spec(request.bias.shape, "bnts"),
-        [here.spec(x.shape, letters[x.ndim]) for x in conditions],
+        *(local_split.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
+        None if request.bias is None else local_split.spec(request.bias.shape, "bnts"),
+        [local_split.spec(x.shape, letters[x.ndim]) for x in conditions],
         sharding.spec(),
     )
-    rows = sharding.spec(here.b, here.n)
-    out: Any = Result(
-        sharding.spec(here.b, None, here.n),  # type: ignore[arg-type]
+    rows = sharding.spec(local_split.b, local_split.n)
+    out_specs: Any = Result(
+        sharding.spec(local_split.b, None, local_split.n),  # type: ignore[arg-type]
         rows if request.return_weights else None,  # type: ignore[arg-type]
         rows if request.return_lse else None,  # type: ignore[arg-type]
     )
 
-    def local(query: Any, key: Any, value: Any, bias: Any, mask: Any, dropout_key: Any) -> Result:
+    def local(
+        query: Float[jax.Array, "B T N H"],
+        key: Float[jax.Array, "B S K H"],
+        value: Float[jax.Array, "B S K h"],
+        bias: Float[jax.Array, "b n t s"] | None,
+        mask: list[jax.Array],
+        dropout_key: PRNGKeyArray | None,
+    ) -> Result:
         part = None
         if dropout_key is not None:
-            part = Part(*here.starts(), N, T)
+            part = Part(*local_split.starts(), N, T)
         found = run(
             request._replace(
                 query=query,
-                key=here.own_heads(key, 2),
-                value=here.own_heads(value, 2),
+                key=local_split.own_heads(key, 2),
+                value=local_split.own_heads(value, 2),
                 bias=bias,
                 mask=jax.tree.unflatten(tree, mask),
                 dropout_key=dropout_key,
@@ -192,5 +211,5 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
         return found if request.return_lse else found._replace(lse=None)
 
     arrays = (*heads, request.bias, conditions, request.dropout_key)
-    result: Result = here.run(local, in_specs, out)(*arrays)
+    result: Result = local_split.run(local, in_specs, out_specs)(*arrays)
     return result

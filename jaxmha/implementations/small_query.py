@@ -5,22 +5,27 @@ matmul computes all heads: each query is zero-padded over the other heads, and t
 head is selected.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request, Result
 from jaxmha.matmul import matmul
+from jaxmha.semantics import Precision
 
 # Crossover points, by measurement: up to MOST_ROWS rows (T*N) the matmul is memory-bound even with
 # K times the necessary FLOPs, and from LEAST_KEYS keys on the gain is worth a separate program.
 MOST_ROWS = 32
 LEAST_KEYS = 64
+
+# Puts the arrays of a request back among its static values.
+Rebuild: TypeAlias = Callable[[Sequence[Any]], Request]
 
 
 def supports(request: Request) -> str | None:
@@ -43,80 +48,84 @@ def attend(request: Request) -> Result:
     arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
     static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
 
-    def whole(arrays: list[Any]) -> Request:
+    def rebuild(arrays: Sequence[Any]) -> Request:
         rest = iter(arrays)
         found: Request = jax.tree.unflatten(tree, [next(rest) if x is None else x for x in static])
         return found
 
-    result: Result = _attend(whole, arrays)
-    return result
+    return _attend(rebuild, arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(whole: Callable[[list[Any]], Request], arrays: list[Any]) -> Result:
-    request = whole(arrays)
+def _attend(rebuild: Rebuild, arrays: Sequence[Any]) -> Result:
+    request = rebuild(arrays)
     if request.mask.empty and request.bias is None:
-        return _apart(request)
+        return _all_heads(request)
     return _masked(request)
 
 
 @_attend.defjvp
-def _slopes(whole: Callable[[list[Any]], Request], primals: Any, tangents: Any) -> Any:
+def _jvp(
+    rebuild: Rebuild, primals: tuple[list[Any]], tangents: tuple[list[Any]]
+) -> tuple[Result, Result]:
     """Differentiates `reference` instead: gradients of the matmul over all heads would leak NaN
     into other heads (0 * NaN), and per-head key gradients copy all keys anyway, at the same speed.
     """
-    return jax.jvp(lambda arrays: reference.attend(whole(arrays)), primals, tangents)
+    return jax.jvp(lambda arrays: reference.attend(rebuild(arrays)), primals, tangents)
 
 
 def _masked(request: Request) -> Result:
     """Skips zeroing of unattended keys and values, which copies them all. It is only needed if some
     are NaN or infinite, which shows in the (small) logits and outputs."""
-    finite = []
+    finite: list[jax.Array] = []
 
-    def logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
-        found = _logits(query, key, precision)
-        finite.append(jnp.isfinite(found.sum()))
-        return found
+    def query_key(query: jax.Array, key: jax.Array, precision: Precision) -> jax.Array:
+        logits = _query_key(query, key, precision)
+        finite.append(jnp.isfinite(logits.sum()))
+        return logits
 
-    def out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
-        found = _out(weights, value, precision)
-        finite.append(jnp.isfinite(found).all())  # XLA would make one sum per head
-        return found
+    def weights_value(weights: jax.Array, value: jax.Array, precision: Precision) -> jax.Array:
+        out = _weights_value(weights, value, precision)
+        finite.append(jnp.isfinite(out).all())  # XLA would make one sum per head
+        return out
 
-    quick = reference.attend(request, reference.Products(logits, out), all_finite=True)
+    matmuls = reference.Matmuls(query_key, weights_value)
+    quick = reference.attend(request, matmuls, all_finite=True)
     result: Result = jax.lax.cond(
-        _all(finite[0] & finite[1]), lambda: quick, lambda: _apart(request)
+        _all(finite[0] & finite[1]), lambda: quick, lambda: _all_heads(request)
     )
     return result
 
 
-def _apart(request: Request) -> Result:
+def _all_heads(request: Request) -> Result:
     """One matmul for all heads; head by head if a non-finite key leaked into other heads, which
     shows as a NaN in their lse (0 * inf)."""
     result = reference.attend(request, ALL_HEADS)
     if request.key.shape[2] == 1:
         return result
     assert result.lse is not None
-    apart: Result = jax.lax.cond(
+    found: Result = jax.lax.cond(
         _all(~jnp.isnan(result.lse).any()),
         lambda: result,
         lambda: reference.attend(request, EACH_HEAD),
     )
-    return apart
+    return found
 
 
 @jax.custom_batching.custom_vmap
-def _all(x: jax.Array) -> jax.Array:
+def _all(x: Bool[jax.Array, "..."]) -> Bool[jax.Array, ""]:
     """`x.all()`, also over vmapped axes: with a batched predicate, `cond` runs both branches."""
     return x.all()
 
 
 @_all.def_vmap
-def _of_batch(_: int, __: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+def _all_of_batch(_: int, __: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
     return _all(x), False
 
 
-def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+def _query_key(
+    query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
+) -> Float[jax.Array, "B N T S"]:
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     own = jnp.repeat(jnp.eye(K, dtype=bool), N // K, 1)  # K N
     columns = jnp.where(
@@ -129,7 +138,9 @@ def _logits(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
     return jnp.swapaxes(logits, 1, 2).reshape(B, N, T, S)
 
 
-def _logits_of_each(query: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+def _query_key_by_head(
+    query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
+) -> Float[jax.Array, "B N T S"]:
     """One key head at a time: a program allocates memory for both branches, and a transposed copy
     of all keys would be in it even where the other branch runs."""
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
@@ -137,12 +148,14 @@ def _logits_of_each(query: jax.Array, key: jax.Array, precision: Any) -> jax.Arr
     def head(k: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(query, k * (N // K), N // K, 2)
         keys = jax.lax.dynamic_slice_in_dim(key, k, 1, 2)
-        return reference.HEAD_BY_HEAD.logits(rows, keys, precision)
+        return reference.HEAD_BY_HEAD.query_key(rows, keys, precision)
 
     return jnp.moveaxis(jax.lax.map(head, jnp.arange(K)), 0, 1).reshape(B, N, T, S)
 
 
-def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
+def _weights_value(
+    weights: Float[jax.Array, "B N T S"], value: Float[jax.Array, "B S K h"], precision: Precision
+) -> Float[jax.Array, "B T N h"]:
     (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
     out = matmul(weights.reshape(B, N * T, S), value.reshape(B, S, K * h), precision=precision)
     heads = out.reshape(B, N, T, K, h)
@@ -150,5 +163,5 @@ def _out(weights: jax.Array, value: jax.Array, precision: Any) -> jax.Array:
     return jnp.stack(own, 2)
 
 
-ALL_HEADS = reference.Products(_logits, _out)
-EACH_HEAD = reference.Products(_logits_of_each, _out)
+ALL_HEADS = reference.Matmuls(_query_key, _weights_value)
+EACH_HEAD = reference.Matmuls(_query_key_by_head, _weights_value)

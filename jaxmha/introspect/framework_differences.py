@@ -8,11 +8,11 @@ tables of the converters; the other facts are in this module. They were measured
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.transform import refuse_export
 from jaxmha.converters.masks import flax as flax_masks
 from jaxmha.converters.masks import jax as jax_masks
@@ -116,7 +116,7 @@ FACTS: dict[str, dict[str, str]] = {
     },
     "capped_logits": _NONE,
     "masked_logits": {
-        "torch": "-inf; is_causal is a hint beside attn_mask, which need_weights=False replaces by "
+        "torch": "-inf; is_causal is a hint in addition to attn_mask, which need_weights=False replaces by "
         "the top-left triangle",
         "keras": f"about -2.4e38; {_SCORES} -1e9, in float16 -3e4",
         "tensorflow": f"about -2.4e38; {_SCORES} -1e9, in float16 -3e4",
@@ -147,7 +147,7 @@ FACTS: dict[str, dict[str, str]] = {
         "jax": "left to the caller",
     },
 }
-_ANSWERS = {"nan": "NaN", "zero": "0", "mean": "the mean of all values"}
+_FULLY_MASKED = {"nan": "NaN", "zero": "0", "mean": "the mean of all values"}
 _OTHER = {
     "nonzero": "other dtypes: nonzero = True, so that an additive mask is inverted",
     "added": "floats are added",
@@ -204,9 +204,9 @@ def _softmax(framework: str) -> list[str]:
     dtypes = {"input": "in the input dtype", "float32": "in float32 always", None: ""}
     lines = []
     for path, label in shown.items():
-        answer = f"a row with nothing left is {_ANSWERS[known[path].fully_masked]}"
-        said = ", ".join(filter(None, (dtypes[known[path].softmax], answer)))
-        lines.append(f"{label}: {said}" if label else said)
+        empty = f"a row with nothing left is {_FULLY_MASKED[known[path].fully_masked]}"
+        text = ", ".join(filter(None, (dtypes[known[path].softmax], empty)))
+        lines.append(f"{label}: {text}" if label else text)
     return lines
 
 
@@ -225,8 +225,8 @@ def stored(
       ValueError: an unknown framework.
     """
     one_of("framework", framework, (None, *FRAMEWORKS))
-    there = leaves(params)
-    own: Arrays = {n: ((n, CANONICAL[n], tuple(x.shape)),) for n, x in there.items()}
+    arrays = leaves(params)
+    own: Arrays = {n: ((n, CANONICAL[n], tuple(x.shape)),) for n, x in arrays.items()}
     layouts = FRAMEWORKS[framework].layouts if framework is not None else ()
     reasons = []
     for layout in layouts:
@@ -235,7 +235,7 @@ def stored(
         except ValueError as error:
             reasons.append(str(error))
             continue
-        entries = [entry for entry in layout.entries if entry.leaves[0] in there]
+        entries = [entry for entry in layout.entries if entry.leaves[0] in arrays]
         found = {
             leaf: (entry.key, entry.axes, _shape(entry, sizes))
             for entry in entries
@@ -245,7 +245,7 @@ def stored(
     return own, reasons[0] if reasons else None
 
 
-def _shape(entry: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(entry: Entry, sizes: Mapping[str, int]) -> tuple[int, ...]:
     known = {**sizes, "qkv": len(entry.leaves), "kv": len(entry.leaves)}
     groups = parse(entry.axes)
     return tuple(math.prod(int(a) if a.isdigit() else known[a] for a in group) for group in groups)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, bias_kv, init_params
-from jaxmha.arrays import DTypeLike
+from jaxmha.arrays import Array, DTypeLike
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
@@ -30,7 +30,7 @@ def describe(
     is_causal: bool = False,
     mask: Sequence[int] | None = None,
     framework: str | None = None,
-    **sizes: Any,
+    **sizes: int | bool | None,
 ) -> DataFlow:
     """Lists every node of a multi-head attention layer, without computing any.
 
@@ -65,26 +65,33 @@ def describe(
     if params is None:
         params = _shapes(jnp.dtype(dtype or jnp.float32), sizes)
     elif sizes:
-        raise TypeError(f"params have their sizes, so {', '.join(sizes)} cannot be given beside")
+        raise TypeError(f"params have their own sizes: leave out {', '.join(sizes)}")
     params = jax.tree.map(_placeholder, params)
     letters = {"B": batch, "T": T, "S": S, **check(params)}
     letters.setdefault("Do", letters["N"] * letters["h"])
+    compute = _compute_dtype(params, dtype)
+    arrays, refused = stored(framework, params, semantics, letters)
+    graph = _Graph(letters, framework, arrays, params, semantics, compute)
+    _build(graph, jnp.dtype(dtype) if dtype is not None else compute, is_causal, mask)
+    pairs = sum(min(i + 1, S) for i in range(T)) + T * graph.extra if is_causal else None
+    return DataFlow(letters, str(compute), framework, refused, tuple(graph.nodes.values()), pairs)
+
+
+def _compute_dtype(params: MHAParams, dtype: DTypeLike | None) -> np.dtype:
+    """The promoted dtype of parameters and inputs.
+
+    Raises:
+      TypeError: one of them is not floating.
+    """
     kinds = {jnp.dtype(x.dtype) for x in leaves(params).values()}
     kinds |= {jnp.dtype(dtype)} if dtype is not None else set()
     if wrong := [str(kind) for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]:
         raise TypeError(f"dtype must be floating, got {', '.join(wrong)}")
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        compute = jnp.result_type(*kinds)
-    given = jnp.dtype(dtype) if dtype is not None else compute
-    arrays, refused = stored(framework, params, semantics, letters)
-    graph = _Graph(letters, framework, arrays)
-    _build(graph, params, semantics, given, compute, is_causal, mask)
-    extra = bias_kv.count(params, semantics)
-    pairs = sum(min(i + 1, S) for i in range(T)) + T * extra if is_causal else None
-    return DataFlow(letters, str(compute), framework, refused, tuple(graph.nodes.values()), pairs)
+        return jnp.result_type(*kinds)
 
 
-def _shapes(dtype: np.dtype[Any], sizes: Mapping[str, Any]) -> MHAParams:
+def _shapes(dtype: np.dtype, sizes: Mapping[str, Any]) -> MHAParams:
     """Shapes of initial parameters, checked as `init_params` does."""
     if missing := {"num_heads", "features"} - sizes.keys():
         raise TypeError(f"give params, or {' and '.join(sorted(missing, reverse=True))}")
@@ -94,7 +101,7 @@ def _shapes(dtype: np.dtype[Any], sizes: Mapping[str, Any]) -> MHAParams:
     return found
 
 
-def _placeholder(x: Any) -> NDArray:
+def _placeholder(x: Array | jax.ShapeDtypeStruct) -> NDArray:
     """An array of the same shape and dtype that takes no memory."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
@@ -107,10 +114,21 @@ class _Graph:
         sizes: Mapping[str, int],
         framework: str | None,
         arrays: Arrays,
+        params: MHAParams,
+        semantics: Semantics,
+        compute: np.dtype,
     ) -> None:
         self.sizes, self.framework, self.arrays = sizes, framework, arrays
+        self.params, self.semantics = params, semantics
+        self.compute, self.wide = compute, np.dtype(accumulation_dtype(compute))
+        self.extra = bias_kv.count(params, semantics)
+        self.keys = f"S+{self.extra}" if self.extra else "S"
+        self.pairs = f"B N T {self.keys}"
         self.nodes: dict[str, Node] = {}
-        self.parameter_bytes: dict[str, int] = {}
+        self.parameter_bytes = {
+            leaf: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+            for leaf, x in leaves(params).items()
+        }
 
     def add(
         self,
@@ -118,7 +136,7 @@ class _Graph:
         kind: Kind,
         formula: str,
         axes: str,
-        dtype: Any,
+        dtype: np.dtype,
         inputs: Iterable[str] = (),
         parameters: Iterable[str] = (),
         cost: str = "0",
@@ -147,148 +165,149 @@ class _Graph:
         return name
 
 
-def _build(
-    graph: _Graph,
-    params: MHAParams,
-    semantics: Semantics,
-    given: np.dtype[Any],
-    compute: np.dtype[Any],
-    is_causal: bool,
-    mask: Sequence[int] | None,
-) -> None:
+def _build(graph: _Graph, given: np.dtype, is_causal: bool, mask: Sequence[int] | None) -> None:
     """Adds every node, in the order of computation in `jaxmha`."""
-    there = leaves(params)
-    graph.parameter_bytes = {
-        leaf: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for leaf, x in there.items()
-    }
-    wide = accumulation_dtype(compute)
-    extra = bias_kv.count(params, semantics)
-    E = f"S+{extra}" if extra else "S"
-    pairs = f"B N T {E}"
-
     for name, axes in (("query", "B T Dq"), ("key", "B S Dk"), ("value", "B S Dv")):
         graph.add(name, "input", "given", axes, given)
-    heads = {}
-    for name, axes, D in (
-        ("query", "T N H", "Dq"),
-        ("key", "S K H", "Dk"),
-        ("value", "S K h", "Dv"),
-    ):
-        own = [leaf for leaf in (f"{name}.kernel", f"{name}.bias") if leaf in there]
-        heads[name] = graph.add(
+    query, key, value = _extend(graph, *_normalise(graph, *_project(graph)))
+    logits = _mask(graph, _logits(graph, query, key), is_causal, mask)
+    _combine(graph, _weights(graph, logits), value)
+
+
+def _project(graph: _Graph) -> tuple[str, str, str]:
+    """Adds the heads of query, key and value; returns the names of their nodes."""
+    present = leaves(graph.params)
+
+    def heads(name: str, axes: str, features: str) -> str:
+        own = [leaf for leaf in (f"{name}.kernel", f"{name}.bias") if leaf in present]
+        return graph.add(
             f"{name}_heads",
             "product",
-            f"Σ_{D} {name} · " + " + ".join(own),
+            f"Σ_{features} {name} · " + " + ".join(own),
             f"B {axes}",
-            compute,
+            graph.compute,
             [name],
             own,
-            f"2 B {axes} {D}" + f" + B {axes}" * (len(own) > 1),
+            f"2 B {axes} {features}" + f" + B {axes}" * (len(own) > 1),
         )
-    if semantics.qk_norm is not None:
-        of_layer = semantics.qk_norm == "layer"
-        word = "LayerNorm" if of_layer else "RMSNorm"
-        for name, axes in (("query", "B T N"), ("key", "B S K")):
-            heads[name] = graph.add(
-                f"{name}_normed",
-                "elementwise",
-                f"{word} over H, times {name}_norm",
-                f"{axes} H",
-                compute,
-                [heads[name]],
-                [f"{name}_norm"],
-                f"{6 if of_layer else 4} {axes} H + 2 {axes}",
-            )
-    if extra:
-        learned = params.bias_k is not None
-        for name, leaf, size in (("key", "bias_k", "H"), ("value", "bias_v", "h")):
-            rows = [heads[name], *[leaf] * learned, *["0"] * semantics.add_zero_attn]
-            heads[name] = graph.add(
-                f"{name}_extended",
-                "joined",
-                f"[{', '.join(rows)}] along S",
-                f"B {E} K {size}",
-                compute,
-                [heads[name]],
-                [leaf] * learned,
-            )
 
+    return heads("query", "T N H", "Dq"), heads("key", "S K H", "Dk"), heads("value", "S K h", "Dv")
+
+
+def _normalise(graph: _Graph, query: str, key: str, value: str) -> tuple[str, str, str]:
+    """Adds the normalisation of query and key heads, if there is one."""
+    if graph.semantics.qk_norm is None:
+        return query, key, value
+    of_layer = graph.semantics.qk_norm == "layer"
+    operation = "LayerNorm" if of_layer else "RMSNorm"
+
+    def normed(name: str, heads: str, axes: str) -> str:
+        return graph.add(
+            f"{name}_normed",
+            "elementwise",
+            f"{operation} over H, times {name}_norm",
+            f"{axes} H",
+            graph.compute,
+            [heads],
+            [f"{name}_norm"],
+            f"{6 if of_layer else 4} {axes} H + 2 {axes}",
+        )
+
+    return normed("query", query, "B T N"), normed("key", key, "B S K"), value
+
+
+def _extend(graph: _Graph, query: str, key: str, value: str) -> tuple[str, str, str]:
+    """Adds the extra key positions, if there are any."""
+    if not graph.extra:
+        return query, key, value
+    learned, zeros = graph.params.bias_k is not None, graph.semantics.add_zero_attn
+
+    def extended(name: str, heads: str, leaf: str, size: str) -> str:
+        rows = [heads, *[leaf] * learned, *["0"] * zeros]
+        return graph.add(
+            f"{name}_extended",
+            "joined",
+            f"[{', '.join(rows)}] along S",
+            f"B {graph.keys} K {size}",
+            graph.compute,
+            [heads],
+            [leaf] * learned,
+        )
+
+    return query, extended("key", key, "bias_k", "H"), extended("value", value, "bias_v", "h")
+
+
+def _logits(graph: _Graph, query: str, key: str) -> str:
+    """Adds the scaled query, the logits, and their soft cap if there is one."""
+    semantics, pairs = graph.semantics, graph.pairs
     scale = graph.sizes["H"] ** -0.5 if semantics.scale is None else semantics.scale
     root = " = 1/√H" if semantics.scale is None else ""
-    scaled = graph.add(
-        "scaled_query",
-        "elementwise",
-        f"{heads['query']} × {scale:.4g}{root}",
-        "B T N H",
-        wide,
-        [heads["query"]],
-        cost="B T N H",
-    )
+    formula = f"{query} × {scale:.4g}{root}"
+    axes = "B T N H"
+    scaled = graph.add("scaled_query", "elementwise", formula, axes, graph.wide, [query], cost=axes)
     group = graph.sizes["N"] // graph.sizes["K"]
     shared = f", head n with key head n // {group}" if group > 1 else ""
-    last = graph.add(
-        "logits",
-        "product",
-        f"Σ_H {scaled} · {heads['key']}{shared}",
-        pairs,
-        wide,
-        [scaled, heads["key"]],
-        cost=f"2 {pairs} H",
+    formula = f"Σ_H {scaled} · {key}{shared}"
+    logits = graph.add(
+        "logits", "product", formula, pairs, graph.wide, [scaled, key], cost=f"2 {pairs} H"
     )
-    if (cap := semantics.logits_soft_cap) is not None:
-        formula = f"{cap:g} × tanh({last} / {cap:g})"
-        last = graph.add(
-            "capped_logits", "elementwise", formula, pairs, wide, [last], cost=f"3 {pairs}"
-        )
-    if mask is not None or is_causal:
-        hidden, inputs = [], [last]
-        if mask is not None:
-            inputs.append(
-                graph.add("mask", "input", "True = attend", _of_mask(mask, graph), "bool")
-            )
-            hidden.append("not mask")
-        if is_causal:
-            hidden.append("j > i" if not extra else "i < j < S")
-        formula = f"-inf where {' or '.join(hidden)}, else {last}"
-        last = graph.add("masked_logits", "elementwise", formula, pairs, wide, inputs)
-    of_softmax = np.dtype(semantics.softmax_dtype or wide)
+    if (cap := semantics.logits_soft_cap) is None:
+        return logits
+    formula = f"{cap:g} × tanh({logits} / {cap:g})"
+    return graph.add(
+        "capped_logits", "elementwise", formula, pairs, graph.wide, [logits], cost=f"3 {pairs}"
+    )
+
+
+def _mask(graph: _Graph, logits: str, is_causal: bool, mask: Sequence[int] | None) -> str:
+    """Adds the masked logits, if anything is masked."""
+    if mask is None and not is_causal:
+        return logits
+    hidden, inputs = [], [logits]
+    if mask is not None:
+        axes = _of_mask(mask, graph)
+        inputs.append(graph.add("mask", "input", "True = attend", axes, np.dtype(bool)))
+        hidden.append("not mask")
+    if is_causal:
+        hidden.append("i < j < S" if graph.extra else "j > i")
+    formula = f"-inf where {' or '.join(hidden)}, else {logits}"
+    return graph.add("masked_logits", "elementwise", formula, graph.pairs, graph.wide, inputs)
+
+
+def _weights(graph: _Graph, logits: str) -> str:
+    """Adds the softmax, and dropout if there is any."""
+    pairs, wide, rate = graph.pairs, graph.wide, graph.semantics.dropout_rate
+    of_softmax = np.dtype(graph.semantics.softmax_dtype or wide)
     inside = f" in {of_softmax}" if of_softmax != wide else ""
-    last = graph.add(
-        "weights",
-        "softmax",
-        f"softmax over S of {last}{inside}",
-        pairs,
-        wide,
-        [last],
-        # Per row: S - 1 comparisons, S differences, S exponentials, S - 1 additions, S divisions.
-        cost=f"5 {pairs} - 2 B N T",
-    )
-    if semantics.dropout_rate:
-        last = graph.add(
-            "kept_weights",
-            "elementwise",
-            f"dropout: 0, or {last} / {1 - semantics.dropout_rate:g}",
-            pairs,
-            wide,
-            [last],
-            cost=pairs,
-        )
+    formula = f"softmax over S of {logits}{inside}"
+    # Per row: S - 1 comparisons, S differences, S exponentials, S - 1 additions, S divisions.
+    cost = f"5 {pairs} - 2 B N T"
+    weights = graph.add("weights", "softmax", formula, pairs, wide, [logits], cost=cost)
+    if not rate:
+        return weights
+    formula = f"dropout: 0, or {weights} / {1 - rate:g}"
+    return graph.add("kept_weights", "elementwise", formula, pairs, wide, [weights], cost=pairs)
+
+
+def _combine(graph: _Graph, weights: str, value: str) -> None:
+    """Adds the weighted values and the output projection, or the concatenated heads."""
     context = graph.add(
         "context",
         "product",
-        f"Σ_S {last} · {heads['value']}",
+        f"Σ_S {weights} · {value}",
         "B T N h",
-        compute,
-        [last, heads["value"]],
-        cost=f"2 {pairs} h",
+        graph.compute,
+        [weights, value],
+        cost=f"2 {graph.pairs} h",
     )
-    if params.out is None:
-        graph.add("out", "joined", "heads side by side", "B T Do", compute, [context])
+    if graph.params.out is None:
+        graph.add("out", "joined", "heads side by side", "B T Do", graph.compute, [context])
         return
-    own = [leaf for leaf in ("out.kernel", "out.bias") if leaf in there]
+    present = leaves(graph.params)
+    own = [leaf for leaf in ("out.kernel", "out.bias") if leaf in present]
     cost = "2 B T N h Do" + " + B T Do" * (len(own) > 1)
     formula = f"Σ_N,h {context} · " + " + ".join(own)
-    graph.add("out", "product", formula, "B T Do", compute, [context], own, cost)
+    graph.add("out", "product", formula, "B T Do", graph.compute, [context], own, cost)
 
 
 def _of_mask(mask: Sequence[int], graph: _Graph) -> str:

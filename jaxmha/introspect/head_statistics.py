@@ -1,11 +1,11 @@
 """Statistics of the positions that every head attends."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 
 # Rows of weights may sum to 1 + ROUNDED, because they may have been rounded to half precision.
 ROUNDED = 0.02
@@ -35,7 +35,7 @@ class HeadStatistics(NamedTuple):
 
 
 def head_statistics(
-    weights: Any,
+    weights: AnyArray,
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     *,
@@ -92,7 +92,7 @@ def head_statistics(
     return found
 
 
-def as_weights(weights: Any, batch: int | None = None) -> NDArray:
+def as_weights(weights: AnyArray, batch: int | None = None) -> NDArray:
     """Weights as `(N, T, S)`; for `(B, N, T, S)` the batch row with index `batch`.
 
     Raises:
@@ -118,7 +118,7 @@ def as_weights(weights: Any, batch: int | None = None) -> NDArray:
     if array.ndim != 3 or 0 in array.shape:
         raise ValueError(
             "weights: expected axes (N, T, S), (T, S) or, with batch=, (B, N, T, S), got shape "
-            f"{np.shape(weights)}"
+            f"{array.shape}"
         )
     array = array.astype(np.float32) if array.dtype.itemsize < 4 else array
     if np.isinf(array).any() or (array < 0).any():

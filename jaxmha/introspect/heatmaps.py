@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxmha.converters.layout.arrays import AnyArray, NDArray
 from jaxmha.introspect.head_statistics import as_weights, check_tokens
 from jaxmha.introspect.svg import INK, adaptive
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from types import ModuleType
 
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+Labels = tuple[Sequence[str] | None, Sequence[str] | None]  # of queries and keys
 COLOURS = "cividis"  # perceptually uniform, also for colour-blind readers
 FONT = 8.0  # points: the smallest font size
 LINE = FONT * 1.25 / 72  # inches that a label takes across its text
@@ -22,7 +28,7 @@ SHOWN = 24  # characters of a token shown
 
 
 def plot_attention(
-    weights: Any,
+    weights: AnyArray,
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     *,
@@ -63,63 +69,92 @@ def plot_attention(
     key_tokens = tokens if key_tokens is None and tokens is not None and T == S else key_tokens
     check_tokens("tokens", tokens, T, "T")
     check_tokens("key_tokens", key_tokens, S, "S")
-    chosen = list(range(N)) if heads is None else list(heads)
-    if not chosen or any(type(n) is not int or not 0 <= n < N for n in chosen):
-        raise ValueError(f"heads: expected numbers from 0 to {N - 1}, got {chosen}")
-    names = [f"head {n}" for n in chosen] if titles is None else list(titles)
-    if len(names) != len(chosen):
-        raise ValueError(f"titles: expected {len(chosen)}, one for each head, got {len(names)}")
+    chosen = _chosen(heads, N)
+    names = _titles(titles, chosen)
     if columns is not None and columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
-
     matplotlib = _matplotlib()
-    from matplotlib.figure import Figure
-
-    height, width = _sides(T, S)
-    across = min(columns or _columns(len(chosen), height, width), len(chosen))
-    down = math.ceil(len(chosen) / across)
-    left, below = (_margin(labels, n) for labels, n in ((tokens, T), (key_tokens, S)))
-    top = 0.35 + 0.3 * bool(title)
     with matplotlib.rc_context(_settings()):
-        figure = Figure(
-            figsize=(
-                left + across * (width + 0.25) + 1.0,
-                below + down * (height + 0.35) + top,
-            ),
-            layout="constrained",
-        )
-        grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-        shades = matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0))
-        drawn = array[chosen]
-        largest = float(np.nanmax(drawn)) or 1.0
-        flat = list(grid.flat)
-        for axes, map_, name in zip(flat, drawn, names, strict=False):
-            axes.set_facecolor("none")
-            axes.patch.set(hatch="////", edgecolor="#7f7f7f", linewidth=0)
-            image = axes.imshow(
-                map_,
-                cmap=shades,
-                vmin=0.0,
-                vmax=largest,
-                interpolation="nearest",
-                aspect="equal",
-            )
-            axes.set_title(name, fontsize=FONT + 1)
-        _label(flat[0].yaxis, tokens, T, height)
-        _label(flat[0].xaxis, key_tokens, S, width)
-        for axes in flat[len(chosen) :]:
-            axes.remove()
-        for place, axes in enumerate(flat[: len(chosen)]):
-            lowest = place + across >= len(chosen)
-            axes.tick_params(labelbottom=lowest, labelleft=place % across == 0)
-            axes.tick_params(axis="x", rotation=90 if key_tokens is not None or S > 99 else 0)
-        bar = figure.colorbar(image, ax=flat[: len(chosen)], shrink=min(1.0, 2.5 / (down * height)))
+        labels = tokens, key_tokens
+        figure, grid, size = _grid(len(chosen), (T, S), labels, columns, bool(title))
+        image = _draw(grid, array[chosen], names)
+        _label_axes(grid, len(chosen), size, (T, S), labels)
+        shrink = min(1.0, 2.5 / (len(grid) * size[0]))
+        bar = figure.colorbar(image, ax=list(grid.flat)[: len(chosen)], shrink=shrink)
         bar.set_label("weight of the key")
         figure.supylabel("query", fontsize=FONT + 1)
         figure.supxlabel("key", fontsize=FONT + 1)
         if title:
             figure.suptitle("\n".join(textwrap.wrap(title, 100)), fontsize=FONT + 2)
     return figure
+
+
+def _chosen(heads: Sequence[int] | None, N: int) -> list[int]:
+    chosen = list(range(N)) if heads is None else list(heads)
+    if not chosen or any(type(n) is not int or not 0 <= n < N for n in chosen):
+        raise ValueError(f"heads: expected numbers from 0 to {N - 1}, got {chosen}")
+    return chosen
+
+
+def _titles(titles: Sequence[str] | None, heads: Sequence[int]) -> list[str]:
+    names = [f"head {n}" for n in heads] if titles is None else list(titles)
+    if len(names) != len(heads):
+        raise ValueError(f"titles: expected {len(heads)}, one for each head, got {len(names)}")
+    return names
+
+
+def _grid(
+    count: int,
+    lengths: tuple[int, int],
+    labels: Labels,
+    columns: int | None,
+    titled: bool,
+) -> "tuple[Figure, np.ndarray, tuple[float, float]]":
+    """A figure, its grid of axes, and the height and width of a map in inches."""
+    from matplotlib.figure import Figure
+
+    height, width = _sides(*lengths)
+    across = min(columns or _columns(count, height, width), count)
+    down = math.ceil(count / across)
+    left, below = (_margin(names, n) for names, n in zip(labels, lengths, strict=True))
+    top = 0.35 + 0.3 * titled
+    size = left + across * (width + 0.25) + 1.0, below + down * (height + 0.35) + top
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    return figure, grid, (height, width)
+
+
+def _draw(grid: np.ndarray, maps: NDArray, names: Sequence[str]) -> "AxesImage":
+    """Draws the maps with one colour scale; returns the last one."""
+    shades = _matplotlib().colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0))
+    largest = float(np.nanmax(maps)) or 1.0
+    for axes, map_, name in zip(grid.flat, maps, names, strict=False):
+        axes.set_facecolor("none")
+        axes.patch.set(hatch="////", edgecolor="#7f7f7f", linewidth=0)
+        image: AxesImage = axes.imshow(
+            map_, cmap=shades, vmin=0.0, vmax=largest, interpolation="nearest", aspect="equal"
+        )
+        axes.set_title(name, fontsize=FONT + 1)
+    return image
+
+
+def _label_axes(
+    grid: np.ndarray,
+    count: int,
+    size: tuple[float, float],
+    lengths: tuple[int, int],
+    labels: Labels,
+) -> None:
+    """Labels the outer axes, and removes the panels without a map."""
+    flat, across = list(grid.flat), grid.shape[1]
+    _label(flat[0].yaxis, labels[0], lengths[0], size[0])
+    _label(flat[0].xaxis, labels[1], lengths[1], size[1])
+    for axes in flat[count:]:
+        axes.remove()
+    upright = labels[1] is not None or lengths[1] > 99
+    for index, axes in enumerate(flat[:count]):
+        axes.tick_params(labelbottom=index + across >= count, labelleft=index % across == 0)
+        axes.tick_params(axis="x", rotation=90 if upright else 0)
 
 
 def picture(figure: "Figure", suffix: str) -> bytes:
@@ -146,7 +181,7 @@ def picture(figure: "Figure", suffix: str) -> bytes:
     return stream.getvalue() if plain else adaptive(stream.getvalue().decode()).encode()
 
 
-def _matplotlib() -> Any:
+def _matplotlib() -> "ModuleType":
     try:
         import matplotlib
     except ImportError:
@@ -189,8 +224,8 @@ def _shown(token: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _label(axis: Any, labels: Sequence[str] | None, size: int, inches: float) -> None:
+def _label(axis: "Axis", labels: Sequence[str] | None, size: int, inches: float) -> None:
     """Adds every label, or every k-th if they would overlap."""
     step = math.ceil(size * LINE / inches - 1e-9)
-    places = range(0, size, step)
-    axis.set_ticks(places, [str(i) if labels is None else _shown(labels[i]) for i in places])
+    shown = range(0, size, step)
+    axis.set_ticks(shown, [str(i) if labels is None else _shown(labels[i]) for i in shown])

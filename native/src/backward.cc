@@ -37,7 +37,7 @@ struct Item {
   long b, kv;
   Scratch memory;
   Panel panel;
-  float *keys, *values, *d_keys, *d_values, *d_query, *exps, *d_exps, *slope, *delta;
+  float *keys, *values, *d_keys, *d_values, *d_query, *exps, *d_exps, *cap_gradient, *delta;
   TileMemory tile;
 
   Item(const Backward& g, const Sizes& sizes, long b, long kv, float* sums);
@@ -57,7 +57,7 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
   delta = memory.take(ROWS);
   exps = memory.take(s.kept_keys(p) * ROWS);
   d_exps = memory.take(s.kept_keys(p) * ROWS);
-  slope = p.soft_cap != 0.f ? memory.take(s.kept_keys(p) * ROWS) : nullptr;
+  cap_gradient = p.soft_cap != 0.f ? memory.take(s.kept_keys(p) * ROWS) : nullptr;
   tile.allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
   tile.bias = memory.take(KEYS * ROWS);
   d_keys = sums, d_values = sums + p.S * s.H;
@@ -79,7 +79,7 @@ void add_products(long count, const float* exps, const float* d_exps, float* del
 }
 
 // d_exps becomes the gradient of the logits.
-void subtract(long count, const float* exps, float* d_exps, const float* slope,
+void subtract(long count, const float* exps, float* d_exps, const float* cap_gradient,
               const float* delta) {
   const Vector zero = set1(0.f);
   for (long j = 0; j < ROWS / W; j++) {
@@ -88,7 +88,7 @@ void subtract(long count, const float* exps, float* d_exps, const float* slope,
       const long at = key * ROWS + j * W;
       const Vector x = load(exps + at);
       Vector y = mul(x, sub(load(d_exps + at), d));
-      if (slope) y = mul(y, load(slope + at));
+      if (cap_gradient) y = mul(y, load(cap_gradient + at));
       store(d_exps + at, select(is_zero(x), zero, y));
     }
   }
@@ -96,7 +96,7 @@ void subtract(long count, const float* exps, float* d_exps, const float* slope,
 
 struct Block {
   long k0, count;
-  float *exps, *d_exps, *slope;
+  float *exps, *d_exps, *cap_gradient;
 };
 
 void add_values(Item& w, const Block& t) {
@@ -108,7 +108,7 @@ void add_values(Item& w, const Block& t) {
 
 void add_keys_and_queries(Item& w, const Block& t) {
   const Sizes& s = w.sizes;
-  subtract(t.count, t.exps, t.d_exps, t.slope, w.delta);
+  subtract(t.count, t.exps, t.d_exps, t.cap_gradient, w.delta);
   product<Into::added>(t.count, s.H / W, ROWS, {t.d_exps, ROWS, 1}, w.panel.query_rows, s.H,
                        w.d_keys + t.k0 * s.H, s.H);
   product<Into::added>(ROWS, s.H / W, t.count, {t.d_exps, 1, ROWS}, w.keys + t.k0 * s.H, s.H,
@@ -162,9 +162,9 @@ void visit_panel(Item& w, long n, long r0) {
   for (long k0 = seen.first; k0 < seen.end; k0 += KEYS) {
     const long at = all_keys ? (k0 - seen.first) * ROWS : 0;
     const Block t{k0, std::min(KEYS, seen.end - k0), w.exps + at, w.d_exps + at,
-                  w.slope ? w.slope + at : nullptr};
+                  w.cap_gradient ? w.cap_gradient + at : nullptr};
     if (!exponentials(p, view, w.panel, k0, t.count, w.keys + k0 * w.sizes.H, w.sizes.H, w.tile,
-                      t.exps, t.slope))
+                      t.exps, t.cap_gradient))
       continue;
     add_values(w, t);
     if (all_keys) {

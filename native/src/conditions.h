@@ -24,7 +24,7 @@ class View {
   // The keys outside which rows [r0, r0 + rows) attend nothing.
   Range keys_of(long r0, long rows) const;
   bool valid_row(long r) const { return rows_ == nullptr || rows_[r]; }
-  // Whether any row of [0, T) attends key j; by a loop, for the few keys that need it.
+  // True if any row of [0, T) attends key j; by a loop, for the few keys that need it.
   bool attended(long j) const;
   // True if some pairs may be masked, by anything.
   bool any() const { return conditions_; }

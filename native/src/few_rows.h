@@ -7,7 +7,7 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
-// Whether rows of all query heads of a group are so few that reading keys takes the time. Not where
+// True if rows of all query heads of a group are so few that reading keys takes the time. Not where
 // a gradient follows: it computes the logits again, which has to round in the same way.
 bool are_few_rows(const Forward& forward);
 

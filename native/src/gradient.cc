@@ -48,7 +48,7 @@ void Panel::load_rows(const Cotangents& g, const View& view, long b, long n, lon
 
 bool exponentials(const Problem& p, const View& view, const Panel& panel, long k0, long count,
                   const float* keys, long key_width, const TileMemory& memory, float* exps,
-                  float* slope) {
+                  float* cap_gradient) {
   const Tile kind = view.tile(panel.r0, panel.rows, k0, count, memory.allowed, memory.bias);
   if (kind == Tile::masked) return false;
   const long lanes = ROWS / W;
@@ -56,7 +56,7 @@ bool exponentials(const Problem& p, const View& view, const Panel& panel, long k
   if (kind == Tile::mixed) {
     const float* const bias = view.has_bias() ? memory.bias : nullptr;
     const float rest = p.whole_logits() ? p.rest : 1.f;
-    apply_conditions({count, lanes, exps, memory.allowed, bias, rest, p.soft_cap, slope});
+    apply_conditions({count, lanes, exps, memory.allowed, bias, rest, p.soft_cap, cap_gradient});
   }
   const Exponent exponent(p.exponent());
   for (long j = 0; j < lanes; j++) {

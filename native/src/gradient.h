@@ -1,4 +1,4 @@
-// What both backward kernels share: a panel of ROWS query rows of one head, with its cotangents
+// The parts of both backward kernels: a panel of ROWS query rows of one head, with its cotangents
 // and row statistics, and the tiles of exponentials and of their cotangents.
 #pragma once
 #include "conditions.h"
@@ -24,7 +24,7 @@ struct Panel {
 };
 
 // A tile of exponentials (of their own logits, below the row max of all keys) `keys ROWS`.
-// `slope`: the derivative of the soft cap is stored there, where there is one.
+// `cap_gradient`: the derivative of the soft cap is stored there, where there is one.
 // Returns false where every pair is masked, and computes nothing.
 struct TileMemory {
   uint8_t* allowed;  // keys ROWS
@@ -32,7 +32,7 @@ struct TileMemory {
 };
 bool exponentials(const Problem& p, const View& view, const Panel& panel, long k0, long count,
                   const float* keys, long key_width, const TileMemory& memory, float* exps,
-                  float* slope);
+                  float* cap_gradient);
 
 // Cotangents of the exponentials, `keys ROWS`.
 inline void cotangents(const Problem& p, const Panel& panel, long count, const float* values,

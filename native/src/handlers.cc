@@ -1,4 +1,4 @@
-// What XLA calls: handlers that check their buffers and run a kernel on XLA's own threads.
+// The handlers that XLA calls: they check their buffers and run a kernel on XLA's own threads.
 #include <new>
 
 #include "kernels.h"

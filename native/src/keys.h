@@ -13,7 +13,7 @@ namespace JAXMHA_ISA {
 void copy_keys(const Problem& problem, long b, long kv, long k0, long count, long key_width,
                long value_width, float* keys, float* values);
 
-// Whether keys [k0, k0 + count) and their values, float32, are all finite. They are then in the
+// True if keys [k0, k0 + count) and their values, float32, are all finite. They are then in the
 // cache.
 bool finite_keys(const Problem& problem, long b, long kv, long k0, long count);
 

@@ -1,4 +1,4 @@
-// What the library says of itself before any of its handlers is registered.
+// Questions that the library answers before any of its handlers is registered.
 #pragma once
 
 namespace jaxmha {

@@ -15,7 +15,7 @@
 
 namespace jaxmha {
 
-// What kernels know of threads.
+// The threads, as kernels see them.
 struct Pool {
   virtual long threads() = 0;
   virtual void spawn(std::function<void()> task) = 0;

@@ -39,7 +39,7 @@ inline __attribute__((always_inline)) void tile(Left a, const float* __restrict 
   finish(c);
 }
 
-// What becomes of a product: C = AB, C += AB, or row i of C = C * factors[i] + AB.
+// The use of a product: C = AB, C += AB, or row i of C = C * factors[i] + AB.
 enum class Into { replaced, added, rescaled };
 
 template <Into into, int M, int N>

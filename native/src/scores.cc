@@ -52,7 +52,7 @@ void apply_conditions(const TileOfScores& t) {
       Vector x = mul(load(t.scores + at), rest);
       if (t.soft_cap != 0.f) {
         const Vector bent = tanh(div(x, cap));
-        if (t.slope) store(t.slope + at, fma(sub(set1(0.f), bent), bent, one));
+        if (t.cap_gradient) store(t.cap_gradient + at, fma(sub(set1(0.f), bent), bent, one));
         x = mul(cap, bent);
       }
       if (t.bias) x = add(x, load(t.bias + at));

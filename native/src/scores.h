@@ -10,14 +10,14 @@ namespace JAXMHA_ISA {
 
 constexpr float LOWEST = -3.40282347e38f;
 
-// What lies around a tile of scores.
+// A tile of scores and its conditions.
 struct TileOfScores {
   long keys, lanes;            // rows in use, and vectors of each
   float* scores;               // keys ROWS
   const uint8_t* allowed;      // keys ROWS, where the tile is mixed
   const float* bias;           // keys ROWS, or null
   float rest, soft_cap;        // factor of whole logits, else 1; soft_cap 0: none
-  float* slope = nullptr;      // keys ROWS: derivative of the soft cap, where it is asked for
+  float* cap_gradient = nullptr;      // keys ROWS: derivative of the soft cap, where it is asked for
 };
 
 template <int M, int N>

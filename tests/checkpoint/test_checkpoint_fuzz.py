@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.fuzz import commands
 from jaxmha import checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import torch_files
+from tests.fuzz import commands
 
 FLIPS = int(os.environ.get("JAXMHA_FUZZ", "300"))
 EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ
@@ -45,6 +45,7 @@ def test_every_bit_flip_is_refused_or_harmless(name: str, tmp_path: Path) -> Non
             assert _contents(path) in (None, sound), (at, bit)
 
 
+@pytest.mark.slow_variants("*keras*")
 @pytest.mark.parametrize("name", hostile.SOUND)
 def test_random_damage(name: str, tmp_path: Path) -> None:
     case = hostile.SOUND[name]
@@ -104,6 +105,7 @@ def test_random_programs(seed: int) -> None:
     assert finished < FLIPS
 
 
+@pytest.mark.slow_variants("commands")
 @pytest.mark.parametrize("name", commands.TARGETS)
 def test_targets_of_the_fuzzer(name: str, tmp_path: Path) -> None:
     """Every file of a target cut short, doubled and overwritten."""

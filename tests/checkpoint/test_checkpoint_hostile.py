@@ -32,6 +32,12 @@ def test_sound_file_is_accepted(name: str, tmp_path: Path) -> None:
         assert file[key].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.slow_variants(
+    "folder_of_100_000_files",
+    "zip_directory_larger_than_its_file_may_build",
+    "pickle_many_*",
+    "pickle_long_shape_of_many_tensors",
+)
 @pytest.mark.parametrize("name", hostile.CASES)
 def test_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
     case = hostile.CASES[name]
@@ -84,6 +90,7 @@ def test_there_are_enough_cases() -> None:
     }
 
 
+@pytest.mark.slow_variants("sound_sharded")
 @pytest.mark.parametrize("name", hostile.SOUND)
 def test_every_truncation_is_refused(name: str, tmp_path: Path) -> None:
     """Of any file. A folder of orbax has files that nobody needs: there, or nothing changes."""

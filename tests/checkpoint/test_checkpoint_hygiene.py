@@ -66,6 +66,7 @@ def _python(code: str, *args: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_nothing_runs_while_reading(tmp_path: Path) -> None:
     """Sound and hostile files alike: no unpickler, no code, no import, no other file."""
     paths = []
@@ -79,6 +80,7 @@ def test_nothing_runs_while_reading(tmp_path: Path) -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_audit_can_fail(tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     np.savez(path, w=np.ones(2))
@@ -127,6 +129,7 @@ def _without(place: Path, blocked: str, suffixes: tuple[str, ...]) -> list[str]:
 WRITTEN = (".safetensors", ".pt", ".weights.h5", ".npz", ".orbax", ".bin.index.json")
 
 
+@pytest.mark.slow
 def test_no_framework_is_needed(tmp_path: Path) -> None:
     """`tests.wheel` does the same where none is installed."""
     blocked = "torch,keras,tensorflow,flax,safetensors,orbax,transformers"

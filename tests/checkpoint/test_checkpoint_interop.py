@@ -272,6 +272,7 @@ def _model(dtype: str = "float32", seed: int = 0) -> Any:
     return keras.Model(x, keras.layers.Dense(3, dtype=dtype)(normal(second(attention(x, x), x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keras_both_ways(dtype: str, tmp_path: Path) -> None:
     model, other = _model(dtype), _model(dtype, seed=1)

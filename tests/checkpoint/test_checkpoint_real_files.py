@@ -150,6 +150,7 @@ def test_many_tiny_tensors_of_safetensors_are_read(
         assert file[name.format(4999)].tolist() == [0]
 
 
+@pytest.mark.slow
 def test_memory_of_many_tiny_tensors_is_what_was_charged(tmp_path: Path) -> None:
     count = 8000
     data = _tiny(count, "w{}", separators=(",", ":"))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxmha import checkpoint
 from jaxmha.checkpoint.formats import keras_h5, npz, safetensors, zarr
 from jaxmha.checkpoint.formats.torch import records
-from tests.everyday import everyday
 
 HELD: dict[str, frozenset[np.dtype]] = {
     ".safetensors": frozenset(safetensors.CODES),
@@ -57,8 +56,9 @@ def assert_same(path: Path, expected: Mapping[str, np.ndarray]) -> None:
             assert (part.shape, part.dtype, part.tobytes()) == (got.shape, got.dtype, got.tobytes())
 
 
+@pytest.mark.everyday(suffix=HELD)
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("suffix", everyday(EVERY, *HELD))
+@pytest.mark.parametrize("suffix", EVERY)
 def test_every_dtype_and_shape(suffix: str, dtype: np.dtype, tmp_path: Path) -> None:
     path = tmp_path / f"m{suffix}"
     tensors = {f"t/{i}.w": sample(shape, dtype, i) for i, shape in enumerate(SHAPES)}
@@ -186,7 +186,8 @@ def _tensors(draw: st.DrawFn, suffix: str) -> dict[str, np.ndarray]:
     return made
 
 
-@pytest.mark.parametrize("suffix", everyday(EVERY, *HELD))
+@pytest.mark.everyday(suffix=HELD)
+@pytest.mark.parametrize("suffix", EVERY)
 @settings(
     max_examples=25,
     deadline=None,

@@ -3,13 +3,14 @@
 import json
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import atomic, writer
+from jaxmha.checkpoint import atomic, system, writer
 
 INDEX = "m.safetensors.index.json"
 TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
@@ -203,20 +204,20 @@ def test_without_resume_an_interruption_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("call", ["sync_folder", "put"])
+@pytest.mark.parametrize(("module", "call"), [(system, "sync_folder"), (atomic, "put")])
 def test_a_late_interruption_never_takes_shards_in_use(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / INDEX
     checkpoint.write(path, {"w": np.ones(3)})
-    real = getattr(atomic, call)
+    real = getattr(module, call)
 
     def late(*args: Any) -> None:
         real(*args)
         if not same(path, {"w": np.ones(3)}):  # the new index is in place
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(atomic, call, late)
+    monkeypatch.setattr(module, call, late)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.write(path, TENSORS, shard_size=SHARD, force=True)
     monkeypatch.undo()

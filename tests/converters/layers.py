@@ -163,18 +163,18 @@ class Values:
     """Random parameters; scales of norms lie around 1."""
 
     rng: np.random.Generator
-    spread: float
+    deviation: float
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray:
         """A parameter of that name."""
         centre = 1.0 if "scale" in name else 0.0
-        drawn: NDArray = (centre + self.spread * self.rng.normal(size=shape)).astype(dtype)
+        drawn: NDArray = (centre + self.deviation * self.rng.normal(size=shape)).astype(dtype)
         return drawn
 
 
-def build(config: Config, dtype: str = "float32", seed: int = 0, spread: float = 0.35) -> Any:
+def build(config: Config, dtype: str = "float32", seed: int = 0, deviation: float = 0.35) -> Any:
     """The live layer with random parameters, ready for inference; linen: (module, variables)."""
-    values = Values(np.random.default_rng([seed, config.seed]), spread)
+    values = Values(np.random.default_rng([seed, config.seed]), deviation)
     made = {"torch": _torch, "keras": _keras, "linen": _linen, "nnx": _nnx}[config.framework]
     with foreign():
         return made(config, numpy_dtype(dtype), values)

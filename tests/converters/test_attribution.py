@@ -157,9 +157,9 @@ FAULTS = (
     Fault("soft cap", "soft cap", semantic(logits_soft_cap=1.0), "cap"),
     Fault("zero position", "zero position", semantic(add_zero_attn=True), "extra"),
     Fault("softmax dtype", "softmax dtype", semantic(softmax_dtype="float16"), "softmax"),
-    Fault("mask polarity", "mask polarity", padded(lambda there: ~there), "padding"),
+    Fault("mask polarity", "mask polarity", padded(lambda present: ~present), "padding"),
     Fault("mask ignored", "mask ignored", masked(key_value_padding=None), "padding"),
-    Fault("padding shifted", "padding shifted", padded(lambda there: np.roll(there, -1, axis=1) & there), "padding"),
+    Fault("padding shifted", "padding shifted", padded(lambda present: np.roll(present, -1, axis=1) & present), "padding"),
     Fault("causal alignment", "causal alignment", masked(causal_offset=0), "causal"),
     Fault("not causal", "causality", masked(causal_offset=None), "causal"),
     Fault("rows to heads", "mask axis", rows_to_heads, "padding heads causal"),
@@ -211,7 +211,7 @@ def check_fault(fault: Fault, seed: int) -> None:
     np.testing.assert_allclose(back.total, found.total, rtol=1e-9)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_the_top_part(fault: Fault) -> None:
     check_fault(fault, 0)
 
@@ -290,11 +290,11 @@ def test_what_is_undone_is_no_part() -> None:
     assert found.same
     assert_sums(found)
     assert len(found.idle) >= 2
-    assert all("undoes it" in sentence for sentence in found.idle)
+    assert all("undo it" in sentence for sentence in found.idle)
 
 
 def test_what_is_below_rounding_still_sums() -> None:
-    """A value so small that its part is idle beside the others is in the sum all the same."""
+    """A value so small that its part is idle next to the others is in the sum all the same."""
     rng = np.random.default_rng(11)
     a, given = draw(rng), inputs(rng)
     arrays: dict[str, Any] = {name: np.array(leaf) for name, leaf in leaves(a.params).items()}
@@ -326,7 +326,7 @@ def test_inputs_wider_than_a_layer_of_torch() -> None:
     found = attribution.attribute(a, b, np.random.default_rng(0).standard_normal((2, 5, 15)))
     assert found.same
     wide = torch.nn.MultiheadAttention(16, 4)
-    with pytest.raises(ValueError, match="inputs of other widths: Dq=15 and 16"):
+    with pytest.raises(ValueError, match="inputs of different widths: Dq=15 and 16"):
         attribution.attribute(a, wide)
 
 
@@ -394,7 +394,7 @@ def test_a_layer_that_computes_something_else_is_not_called_rounding() -> None:
     assert (found.parts[0].name, found.parts[0].not_finite) == ("unexplained", 15)
 
 
-def test_what_has_no_effect_is_said_apart() -> None:
+def test_what_has_no_effect_is_shown_apart() -> None:
     rng = np.random.default_rng(0)
     a, given = draw(rng), inputs(rng)
     b = semantic(fully_masked="nan")(noisy("key.bias")(a))  # a key bias cancels in the softmax
@@ -410,7 +410,7 @@ def test_layers_of_other_widths_are_refused() -> None:
     a, given = draw(rng), inputs(rng)
     with pytest.raises(ValueError, match="Dk=15 and 14"):
         attribution.between(a, draw(rng, SIZES | {"Dk": 14}), given)
-    with pytest.raises(ValueError, match="outputs have other widths: 15 and 13"):
+    with pytest.raises(ValueError, match="outputs have different widths: 15 and 13"):
         attribution.between(a, draw(rng, SIZES | {"Do": 13}), given)
     # Other sizes inside: the weights cannot be swapped one by one, but all together.
     found = attribution.between(a, draw(rng, SIZES | {"N": 2, "K": 2}), given)
@@ -490,7 +490,7 @@ def test_elements_that_are_not_finite_are_in_the_headline() -> None:
     assert_sums(found)
 
 
-def test_a_layer_that_inverts_its_mask_is_told_by_its_answers() -> None:
+def test_a_layer_that_inverts_its_mask_is_reported_by_its_outputs() -> None:
     import torch
 
     from jaxmha.converters import attribute

@@ -59,7 +59,7 @@ def test_blocks_of_every_family(layout: str, family: str, pattern: str, before: 
         assert block.layout.name == layout
         assert block.family == (family, pattern)
         assert block.also == ()
-        assert block.why == f"{len(block.keys)} keys and the place of {family}: {pattern}"
+        assert block.why == f"{len(block.keys)} keys and the prefix of {family}: {pattern}"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_keys_alone_elsewhere(prefix: str) -> None:
     assert block.why == "4 keys alone"
 
 
-def test_same_keys_are_decided_by_the_place_or_said_to_be_ambiguous(
+def test_same_keys_are_decided_by_the_place_or_reported_to_be_ambiguous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = replace(linear.LLAMA, name="other")
@@ -263,7 +263,7 @@ def test_damaged_blocks_are_named() -> None:
 def test_unknown_keys_under_a_prefix() -> None:
     layout = huggingface.GPT2
     state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
-    state["h.0.attn.bias"] = np.ones((1, 1, 5, 5), np.float32)  # known to stand beside
+    state["h.0.attn.bias"] = np.ones((1, 1, 5, 5), np.float32)  # known next to attention
     state["h.0.attn.gate"] = np.ones(5, np.float32)
     (block,) = attention_blocks.find({key: array.shape for key, array in state.items()})
     assert block.unknown == ("h.0.attn.gate",)
@@ -303,7 +303,7 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
         (json.loads('{"a": [' * 250 + "3" + "]}" * 250), None),
     ],
 )
-def test_config_beside_the_file(content: Any, expected: Any, tmp_path: Path) -> None:
+def test_config_next_to_the_file(content: Any, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     found = head_count.in_config(tmp_path / "model.pt")
     assert (found and found.of("h.0.attn")) == expected
@@ -344,7 +344,7 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
         ('{"num_heads": -3}', "has an impossible head count (config.json: num_heads is -3)"),
     ],
 )
-def test_an_unusable_config_is_said(content: str, wrong: str, tmp_path: Path) -> None:
+def test_an_unusable_config_is_reported(content: str, wrong: str, tmp_path: Path) -> None:
     """Where the head count is needed; a layout that stores it is read all the same."""
     for name in ("gpt2", "flax"):
         layout = attention_blocks.named(name)
@@ -353,10 +353,10 @@ def test_an_unusable_config_is_said(content: str, wrong: str, tmp_path: Path) ->
         )
         checkpoint.write(tmp_path / f"{name}.npz", state)
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
-    said = re.escape(f"{tmp_path / 'config.json'} {wrong}")
+    printed = re.escape(f"{tmp_path / 'config.json'} {wrong}")
     unread = "cannot be read" in wrong
     remedy = f"correct it, or {'move it away' if unread else 'pass num_heads= or --num-heads'}"
-    with pytest.raises(ValueError, match=rf"(?s){said}.*[:;] {remedy}"):
+    with pytest.raises(ValueError, match=rf"(?s){printed}.*[:;] {remedy}"):
         pipeline.convert(tmp_path / "gpt2.npz", tmp_path / "out.npz", to="linear")
     (info,) = pipeline.inspect(tmp_path / "gpt2.npz").blocks
     assert info.num_heads is None
@@ -367,7 +367,7 @@ def test_an_unusable_config_is_said(content: str, wrong: str, tmp_path: Path) ->
     assert (info.num_heads, info.num_heads_from) == (N, "shape")
 
 
-def test_a_head_count_that_does_not_divide_is_said(tmp_path: Path) -> None:
+def test_a_head_count_that_does_not_divide_is_reported(tmp_path: Path) -> None:
     layout = attention_blocks.named("gpt2")
     state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
     checkpoint.write(tmp_path / "a.npz", state)

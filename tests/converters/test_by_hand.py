@@ -114,6 +114,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow_variants("functional.weights.h5")
 @pytest.mark.parametrize("name", FILES)
 def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -> None:
     source, heads = folder / name, ("--num-heads", N)
@@ -135,13 +136,13 @@ def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["subclassed", "functional"])
 def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path: Path) -> None:
     """Under the paths that its model loads."""
-    source, there, back = (
+    source, present, back = (
         folder / f"{name}.weights.h5",
         tmp_path / "a.pt",
         tmp_path / "b.weights.h5",
     )
-    cli("convert", source, there, "--to", "linear", "--num-heads", N)
-    cli("convert", there, back, "--to", "dense", "--num-heads", N)
+    cli("convert", source, present, "--to", "linear", "--num-heads", N)
+    cli("convert", present, back, "--to", "dense", "--num-heads", N)
     with checkpoint.open(source) as first, checkpoint.open(back) as last:
         named = {name for name in first if name.startswith("up")} | set(last)
         if name == "subclassed":
@@ -155,9 +156,9 @@ def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path
 
 
 def test_keras_loads_what_was_converted(folder: Path, tmp_path: Path) -> None:
-    there, back = tmp_path / "a.pt", tmp_path / "b.weights.h5"
-    cli("convert", folder / "subclassed.weights.h5", there, "--to", "linear", "--num-heads", N)
-    cli("convert", there, back, "--to", "dense", "--num-heads", N)
+    present, back = tmp_path / "a.pt", tmp_path / "b.weights.h5"
+    cli("convert", folder / "subclassed.weights.h5", present, "--to", "linear", "--num-heads", N)
+    cli("convert", present, back, "--to", "dense", "--num-heads", N)
     model = subclassed()
     model.load_weights(back)
     assert comparison.compare(model, folder / "subclassed.weights.h5").same
@@ -182,6 +183,7 @@ def test_live_classes_are_read_and_compared() -> None:
     assert part.name == "transposed kernel"
 
 
+@pytest.mark.slow_variants("*", "!names1", "!names6")
 @pytest.mark.parametrize("names", [*by_hand.NAMES.values(), ("qkv", "proj")])
 def test_other_names_in_every_framework(names: tuple[str, ...]) -> None:
     from flax import nnx

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
+from jaxmha.cli.app import COMMANDS, app
 from jaxmha.converters import flax, keras, torch
 from tests.converters import layers
 
@@ -141,7 +141,21 @@ def test_keras_layers_keep_their_names(folder: Path) -> None:
     assert [block["name"] for block in found["blocks"]] == ["block_0", "block_1"]
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["plan"], ["convert"], ["verify"]])
+def test_a_command_is_one_module_of_its_name() -> None:
+    modules = {name: module.__name__ for name, module in COMMANDS.items()}
+    assert modules == {name: f"jaxmha.cli.{name}" for name in COMMANDS}
+    assert [command.name for command in app.registered_commands] == list(COMMANDS)
+
+
+def test_help_names_every_format() -> None:
+    formats = {format.suffixes[0] for format in checkpoint.FORMATS}
+    assert all(suffix in cli("--help").stdout for suffix in formats)
+    written = " ".join(cli("convert", "--help").stdout.replace("│", " ").split())
+    assert all(suffix in written for suffix in formats - {".keras"})
+    assert ".keras" not in written
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help(command: list[str]) -> None:
     result = cli(*command, "--help")
     assert result.exit_code == 0
@@ -427,6 +441,7 @@ def process(*arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_real_process(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "keras.weights.h5"
     made = process("convert", folder / "flax.safetensors", target, "--to", "keras", "--json")

@@ -47,7 +47,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def said(done: Any) -> str:
+def printed(done: Any) -> str:
     return " ".join(done.stderr.split())
 
 
@@ -66,13 +66,13 @@ def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) ->
     for N, tower, own in ((TEXT, "vision", VISION), (VISION, "text", TEXT), (1, "text", TEXT)):
         done = run("convert", clip, tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
         assert done.exit_code == 2
-        assert f"num_heads={N} is given" in said(done)
-        assert f"{tower}_config: num_attention_heads says {own}" in said(done)
-        assert "write a plan and set num_heads for each module" in said(done)
+        assert f"num_heads={N} is given" in printed(done)
+        assert f"{tower}_config: num_attention_heads says {own}" in printed(done)
+        assert "write a plan and set num_heads for each module" in printed(done)
     made = pipeline.plan(clip, to="flax")[0]
-    wrong = [replace(m, num_heads=TEXT) if m.source.startswith("vision") else m for m in made.moves]
+    wrong = [replace(m, num_heads=TEXT) if m.source.startswith("vision") else m for m in made.steps]
     with pytest.raises(ValueError, match=r"block vision_model.*num_heads=3 is given"):
-        pipeline.convert(clip, tmp_path / "a.npz", plan=replace(made, moves=tuple(wrong)))
+        pipeline.convert(clip, tmp_path / "a.npz", plan=replace(made, steps=tuple(wrong)))
     assert not list(tmp_path.iterdir())
 
 
@@ -97,8 +97,8 @@ def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
     assert done.exit_code == 2
-    assert "none of them is said to be that of left.encoder.layers.0.self_attn" in said(done)
-    assert "write a plan and set num_heads for each module" in said(done)
+    assert "none of them belongs to left.encoder.layers.0.self_attn" in printed(done)
+    assert "write a plan and set num_heads for each module" in printed(done)
     refused = run("plan", source, "--to", "flax", "--num-heads", 1, "-o", plan)
     assert refused.exit_code == 2
     assert_planned(source, tmp_path, {"left": TEXT, "vision_model": VISION})
@@ -145,7 +145,7 @@ def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: P
     config = {"vision_config": {"num_attention_heads": VISION}, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
-    assert (done.exit_code, "write a plan" in said(done)) == (2, True)
+    assert (done.exit_code, "write a plan" in printed(done)) == (2, True)
     assert_planned(source, tmp_path, {"text_model": TEXT, "vision_model": VISION})
 
 
@@ -163,11 +163,11 @@ def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
             pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=given)
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
     assert done.plan is not None
-    assert [move.num_heads for move in done.plan.moves] == [3]
+    assert [step.num_heads for step in done.plan.steps] == [3]
 
 
 def llama(path: Path, config: dict[str, Any]) -> None:
-    """Attention and a norm as Llama has them, beside a configuration."""
+    """Attention and a norm as Llama has them, next to a configuration."""
     layout = attention_blocks.named("llama")
     state = transform.export_params(
         layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
@@ -211,7 +211,7 @@ def test_norms_that_multiply_by_more_are_not_understood(tmp_path: Path) -> None:
 
 
 def test_norms_with_a_bias_are_others_than_those_without() -> None:
-    """A vision tower beside Gemma has ordinary ones."""
+    """A vision tower next to Gemma has ordinary ones."""
     info = {f"n.{key}": np.zeros(5, np.float32) for key in ("weight", "bias")}
     assert other_layers.find(info, [], {"rmsnorm": "why"})[1] == {}
     assert other_layers.find(info, [], {"norm": "why"})[1] == dict.fromkeys(info, "why")

@@ -28,7 +28,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def said(done: Any) -> str:
+def printed(done: Any) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
@@ -69,7 +69,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model.safetensors"
 
 
-def beside(source: Path, folder: Path, config: Any) -> Path:
+def copied_to(source: Path, folder: Path, config: Any) -> Path:
     """A copy of a checkpoint next to a configuration."""
     path = folder / source.name
     shutil.copy(source, path)
@@ -105,23 +105,27 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "change", "told"), UNLIKE)
+@pytest.mark.parametrize(("model", "change", "reported"), UNLIKE)
 def test_a_configuration_that_contradicts_the_tensors_is_set_aside(
-    model: str, change: dict[str, Any], told: str, request: pytest.FixtureRequest, tmp_path: Path
+    model: str,
+    change: dict[str, Any],
+    reported: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     original: Path = request.getfixturevalue(model)
     config = change if model == "encoder" else own(original) | change
-    source, target = beside(original, tmp_path, config), tmp_path / "a.safetensors"
+    source, target = copied_to(original, tmp_path, config), tmp_path / "a.safetensors"
     with pytest.raises(
-        ValueError, match=rf"config.json does not describe.*{re.escape(told)}.*--num-heads"
+        ValueError, match=rf"config.json does not describe.*{re.escape(reported)}.*--num-heads"
     ):
         pipeline.convert(source, target, to="flax")
     info = pipeline.inspect(source)
     assert {block.num_heads for block in info.blocks} == {None}
-    assert any(told in note for note in info.notes)
+    assert any(reported in note for note in info.notes)
     done = pipeline.convert(source, target, to="flax", num_heads=N)
     assert {(count, where) for _, count, where in done.heads} == {(N, "given")}
-    assert any("config.json was set aside" in note and told in note for note in done.notes)
+    assert any("config.json was set aside" in note and reported in note for note in done.notes)
     assert not any("1e-12" in note for note in done.notes)
     plan = pipeline.plan(source, to="flax", num_heads=N)[0]
     by_plan = pipeline.convert(source, tmp_path / "b.npz", plan=plan)
@@ -136,7 +140,9 @@ def test_a_configuration_that_fits_is_used_and_named(
 ) -> None:
     for source in (bert, llama):
         done = run("convert", source, tmp_path / "a.npz", "--to", "flax", "--force")
-        assert "heads 6 (config.json: num_attention_heads): 2 blocks" in said(done), said(done)
+        assert "heads 6 (config.json: num_attention_heads): 2 blocks" in printed(done), printed(
+            done
+        )
         assert {block.confidence for block in pipeline.inspect(source).blocks} == {"certain"}
         data = run(
             "convert", source, tmp_path / "b.npz", "--to", "flax", "--json", "--force"
@@ -145,7 +151,7 @@ def test_a_configuration_that_fits_is_used_and_named(
         assert first[1:] == [N, "config.json: num_attention_heads"]
         text = plan_toml.dumps(pipeline.plan(source, to="flax")[0])
         assert "# num_heads: from config.json: num_attention_heads" in text
-    source = beside(encoder, tmp_path, {"num_attention_heads": N})
+    source = copied_to(encoder, tmp_path, {"num_attention_heads": N})
     assert {block.confidence for block in pipeline.inspect(source).blocks} == {"likely"}
     assert {x.confidence for x in pipeline.inspect(encoder, num_heads=N).blocks} == {"certain"}
 
@@ -165,7 +171,7 @@ def test_vision_models_keep_the_names_of_older_versions(name: str, tmp_path: Pat
 def test_inspect_says_each_note_once(llama: Path) -> None:
     done = run("inspect", llama)
     assert done.exit_code == 0
-    assert said(done).count("note: not converted: rotary positions") == 1
+    assert printed(done).count("note: not converted: rotary positions") == 1
 
 
 def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
@@ -183,12 +189,12 @@ def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
 
 def test_a_plan_that_contradicts_is_refused(bert: Path, tmp_path: Path) -> None:
     plan = pipeline.plan(bert, to="flax")[0]
-    for count, told in ((OTHER, "num_heads=4 is given"), (5, "N=5")):
-        moves = tuple(
-            replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.moves
+    for count, reported in ((OTHER, "num_heads=4 is given"), (5, "N=5")):
+        steps = tuple(
+            replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.steps
         )
-        with pytest.raises(ValueError, match=told):
-            pipeline.convert(bert, tmp_path / "a.npz", plan=replace(plan, moves=moves))
+        with pytest.raises(ValueError, match=reported):
+            pipeline.convert(bert, tmp_path / "a.npz", plan=replace(plan, steps=steps))
 
 
 def test_a_file_that_was_converted_keeps_its_configuration(bert: Path, tmp_path: Path) -> None:
@@ -216,18 +222,22 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
     from jaxmha.converters.discovery import attention_blocks, hf_config
 
     found = [
-        head_count._count(way, x) for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
+        head_count._count(way, x)
+        for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
+        if isinstance(x, int)
     ]
     configured = blocks_of(Path("config.json"), tuple(found))
-    there = attention_blocks.find(shapes)
-    assert len(there) == 2
-    assert contradictions.find(config, configured, there, shapes) == []
+    present = attention_blocks.find(shapes)
+    assert len(present) == 2
+    assert contradictions.find(config, configured, present, shapes) == []
     wrong = config | {"vision_config": {"hidden_size": 24, "num_heads": 4}}
     found = [
-        head_count._count(way, x) for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
+        head_count._count(way, x)
+        for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
+        if isinstance(x, int)
     ]
-    (told,) = contradictions.find(wrong, blocks_of(Path("c"), tuple(found)), there, shapes)
-    assert "visual.layers.0.self_attn has 16 features" in told
+    (reported,) = contradictions.find(wrong, blocks_of(Path("c"), tuple(found)), present, shapes)
+    assert "visual.layers.0.self_attn has 16 features" in reported
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -240,7 +250,7 @@ def test_an_archive_that_contradicts_itself_is_set_aside(tmp_path: Path) -> None
     keras.Model(inputs, keras.layers.Dense(5, name="head")(out)).save(tmp_path / "a.keras")
     done = pipeline.plan(tmp_path / "a.keras", to="flax")[0]
     assert any("epsilon is 1e-09 (the archive's config.json)" in note for note in done.notes)
-    for old, new, told in (
+    for old, new, reported in (
         ('"num_heads": 6', '"num_heads": 4', "num_heads of attn is 4, and layers/multi_head"),
         ('"units": 5', '"units": 9', "units of head is 9, and layers/dense/vars/0 has shape"),
     ):
@@ -255,7 +265,7 @@ def test_an_archive_that_contradicts_itself_is_set_aside(tmp_path: Path) -> None
                     raw = raw.replace(old.encode(), new.encode())
                 other.writestr(name, raw)
         plan = pipeline.plan(tmp_path / "b.keras", to="flax")[0]
-        assert any("was set aside" in note and told in note for note in plan.notes)
+        assert any("was set aside" in note and reported in note for note in plan.notes)
         assert not any("1e-09" in note for note in plan.notes)
 
 
@@ -266,12 +276,12 @@ def test_a_number_in_a_wrong_place_is_no_crash(encoder: Path, tmp_path: Path) ->
         [1, 2],
         {"text_config": {"text_config": [{"num_attention_heads": N}]}},
     ):
-        pipeline.inspect(beside(encoder, tmp_path, config))
+        pipeline.inspect(copied_to(encoder, tmp_path, config))
 
 
-def test_the_epsilon_of_parts_is_said_of_each(bert: Path, tmp_path: Path) -> None:
+def test_the_epsilon_of_parts_is_reported_of_each(bert: Path, tmp_path: Path) -> None:
     config = own(bert)
-    source = beside(bert, tmp_path, config | {"other_config": {"layer_norm_eps": 1e-7}})
+    source = copied_to(bert, tmp_path, config | {"other_config": {"layer_norm_eps": 1e-7}})
     (note, *_) = [n for n in pipeline.plan(source, to="flax")[0].notes if "epsilon" in n]
     assert "epsilon is 1e-12 or 1e-07" in note
     assert "each part of the model has its own" in note

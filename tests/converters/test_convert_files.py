@@ -96,7 +96,7 @@ def test_shards_and_their_folder_to_orbax(name: str, source: Path, tmp_path: Pat
         assert dict(file.digests) == data["digests"]
 
 
-def test_an_index_beside_its_source_is_refused(source: Path, tmp_path: Path) -> None:
+def test_an_index_next_to_its_source_is_refused(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     shutil.copytree(source / "shards", folder)
     before = sorted(folder.iterdir())
@@ -107,10 +107,10 @@ def test_an_index_beside_its_source_is_refused(source: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
 
 
-def test_head_counts_without_a_place_are_told(source: Path, tmp_path: Path) -> None:
-    for name, told in (("a.npz", True), ("a.safetensors", False)):
+def test_head_counts_without_a_place_are_reported(source: Path, tmp_path: Path) -> None:
+    for name, reported in (("a.npz", True), ("a.safetensors", False)):
         done = pipeline.convert(source / "flax.npz", tmp_path / name, to="bert")
-        assert any("the head count (" in note for note in done.notes) == told
+        assert any("the head count (" in note for note in done.notes) == reported
 
 
 def test_a_folder_of_two_checkpoints_is_ambiguous(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_float64_needs_no_x64() -> None:
     assert flow["logits"].dtype == flow["out"].dtype == "float64"
 
 
-def test_softmax_dtype_is_said() -> None:
+def test_softmax_dtype_is_reported() -> None:
     flow = describe(
         None, Semantics(softmax_dtype="float16"), **SQUARE, query_len=5, dtype="float16"
     )
@@ -239,7 +239,7 @@ def test_arrays_are_those_of_a_live_layer(framework: str) -> None:
         ("jax", {"value_head_dim": 3}, None),
     ],
 )
-def test_what_a_framework_cannot_hold_is_said(
+def test_what_a_framework_cannot_hold_is_reported(
     framework: str, more: dict[str, Any], why: str | None
 ) -> None:
     flow = describe(**SQUARE, **more, query_len=5, framework=framework)

@@ -150,7 +150,7 @@ def test_weights_that_are_kept_otherwise_are_not_the_same(
     kind: str, folder: Path, tmp_path: Path
 ) -> None:
     """Neither moves the output, and `verify` says of both that they differ."""
-    changes, words = KEPT[kind]
+    changes, text = KEPT[kind]
     with checkpoint.open(folder / "right.safetensors") as file:
         state = {name: file[name] for name in file}
     for end, change in changes.items():
@@ -163,11 +163,11 @@ def test_weights_that_are_kept_otherwise_are_not_the_same(
     both = (folder / "right.safetensors", tmp_path / "b.safetensors")
     result = cli(*both, "--num-heads", N)
     assert result.exit_code == 1, result.stdout
-    assert words in " ".join(result.stdout.split())
+    assert text in " ".join(result.stdout.split())
     assert result.stdout.strip().endswith("different")
     data = json.loads(cli(*both, "--num-heads", N, "--json").stdout)
     assert (data["same"], data["blocks"]["attention"]["same"]) == (False, False)
     with checkpoint.open(both[0]) as file:
         found = attribution.attribute({n: file[n] for n in file}, state, num_heads=N)
     assert not found.same
-    assert words in str(found)
+    assert text in str(found)

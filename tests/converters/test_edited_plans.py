@@ -21,7 +21,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def said(done: Any) -> str:
+def printed(done: Any) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
@@ -35,7 +35,7 @@ def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a
 
 def planned(source: Path, to: str) -> str:
     done = run("plan", source, "--to", to, "--num-heads", N, "-o", source.with_suffix(".toml"))
-    assert done.exit_code == 0, said(done)
+    assert done.exit_code == 0, printed(done)
     return source.with_suffix(".toml").read_text()
 
 
@@ -57,8 +57,8 @@ def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: P
     plan.write_text(edited)
     target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
     done = run("convert", source, target, "--plan", plan)
-    assert done.exit_code == 0, said(done)
-    assert "verified" in said(done)
+    assert done.exit_code == 0, printed(done)
+    assert "verified" in printed(done)
     group = "embedding" if kind == "embedding" else "dense"
     expected = f"layers/{group}/vars/0" if to == "keras-file" else FIRST[to][kind]
     with checkpoint.open(source) as a, checkpoint.open(target) as b:
@@ -80,7 +80,7 @@ def test_a_bias_goes_with_its_kernel(both: bool, tmp_path: Path) -> None:
     plan = tmp_path / "edited.toml"
     plan.write_text(re.sub(pattern, r'\1kind = "convolution"', text, count=0 if both else 1))
     done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
-    assert done.exit_code == 0, said(done)
+    assert done.exit_code == 0, printed(done)
     with checkpoint.open(tmp_path / "b.npz") as file:
         assert file.info["x/tr_deconv/kernel"].shape == (3, 3, 5, 7)
         assert "x/tr_deconv/bias" in file
@@ -96,7 +96,7 @@ def test_a_kind_by_name_can_be_another(to: str, tmp_path: Path) -> None:
     plan.write_text(re.sub(pattern, r'\1kind = "embedding"', text))
     target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
     done = run("convert", source, target, "--plan", plan)
-    assert done.exit_code == 0, said(done)
+    assert done.exit_code == 0, printed(done)
     with checkpoint.open(target) as file:
         name = "layers/embedding/vars/0" if to == "keras-file" else "head/embedding"
         assert file.info[name].shape == (11, 7)
@@ -109,7 +109,9 @@ def test_a_kind_that_the_arrays_are_not_is_refused(tmp_path: Path) -> None:
     plan.write_text(text)
     done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
     assert done.exit_code == 2
-    assert "module 'tok.weight' of the plan is no norm: tok.weight: expected axes (D)" in said(done)
+    assert "module 'tok.weight' of the plan is no norm: tok.weight: expected axes (D)" in printed(
+        done
+    )
 
 
 def test_a_plan_to_keras_is_one_for_its_files(tmp_path: Path) -> None:
@@ -121,14 +123,14 @@ def test_a_plan_to_keras_is_one_for_its_files(tmp_path: Path) -> None:
     plan = tmp_path / "edited.toml"
     plan.write_text(text)
     done = run("convert", source, tmp_path / "a.weights.h5", "--plan", plan)
-    assert done.exit_code == 0, said(done)
+    assert done.exit_code == 0, printed(done)
     modules = text.split("[[module]]")
     first = next(i for i, one in enumerate(modules) if 'from = "fc1"' in one)
     second = next(i for i, one in enumerate(modules) if 'from = "fc2"' in one)
     modules[first], modules[second] = modules[second], modules[first]
     plan.write_text("[[module]]".join(modules))
     done = run("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
-    assert done.exit_code == 0, said(done)
+    assert done.exit_code == 0, printed(done)
     with (
         checkpoint.open(source) as state,
         checkpoint.open(tmp_path / "a.weights.h5") as a,
@@ -144,7 +146,7 @@ def test_the_python_call_takes_an_edited_plan_too(tmp_path: Path) -> None:
 
     source = source_of(tmp_path, {"tok.weight": (11, 7)})
     made = pipeline.plan(source, to="flax", num_heads=N)[0]
-    moves = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.moves]
-    pipeline.convert(source, tmp_path / "b.npz", plan=replace(made, moves=tuple(moves)))
+    steps = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.steps]
+    pipeline.convert(source, tmp_path / "b.npz", plan=replace(made, steps=tuple(steps)))
     with checkpoint.open(tmp_path / "b.npz") as file:
         assert "tok/embedding" in file

@@ -1,4 +1,4 @@
-"""Whole encoders in Flax, of random weights, beside torch's; the published ones are an experiment."""
+"""Whole encoders in Flax, of random weights, next to torch's; the published ones are an experiment."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxmha.converters.verify import oracle
 OPTIMISED = True
 N, D, HIDDEN, LAYERS = 3, 6, 11, 1
 LENGTHS, T = (7, 4, 1), 7
-THERE = np.arange(T) < np.array(LENGTHS)[:, None]
+PRESENT = np.arange(T) < np.array(LENGTHS)[:, None]
 
 
 def randomised(model: Any) -> dict[str, NDArray]:
@@ -54,14 +54,14 @@ def test_encoder_equals_torch_s(encoder: tuple[Any, dict[str, NDArray]]) -> None
     model = Encoder(D, N, LAYERS, HIDDEN)
     assert load(model, pipeline.convert_state(state, to="flax", num_heads=N)) == []
     x = np.random.default_rng(1).normal(size=(len(LENGTHS), T, D)).astype(np.float32)
-    padding = torch.from_numpy(~THERE)
+    padding = torch.from_numpy(~PRESENT)
     with torch.no_grad():
-        out = theirs(torch.from_numpy(x), src_key_padding_mask=padding).numpy()[THERE]
+        out = theirs(torch.from_numpy(x), src_key_padding_mask=padding).numpy()[PRESENT]
         exact = theirs.double()(torch.from_numpy(x).double(), src_key_padding_mask=padding)
         theirs.float()
-    mask = Mask.padding(key_value=jnp.asarray(THERE))
-    ours = np.asarray(nnx.jit(lambda m, x: m(x, mask))(model, jnp.asarray(x)))[THERE]
-    assert error(ours, exact.numpy()[THERE]) <= 2 * error(out, exact.numpy()[THERE])
+    mask = Mask.padding(key_value=jnp.asarray(PRESENT))
+    ours = np.asarray(nnx.jit(lambda m, x: m(x, mask))(model, jnp.asarray(x)))[PRESENT]
+    assert error(ours, exact.numpy()[PRESENT]) <= 2 * error(out, exact.numpy()[PRESENT])
     back = pipeline.convert_state(flat(model), to="torch")
     assert {name: array.tobytes() for name, array in back.items()} == {
         name: array.tobytes() for name, array in state.items()
@@ -93,7 +93,7 @@ def test_bert_equals_transformers() -> None:
     model = Bert(config.to_dict())
     assert load(model, pipeline.convert_state(state, to="flax", num_heads=N)) == []
     tokens = np.random.default_rng(1).integers(0, 17, (len(LENGTHS), T))
-    mask = torch.from_numpy(THERE.astype(int))
+    mask = torch.from_numpy(PRESENT.astype(int))
 
     def in_torch() -> tuple[NDArray, NDArray]:
         with torch.no_grad():
@@ -104,9 +104,9 @@ def test_bert_equals_transformers() -> None:
     exact = in_torch()
     states, pooled = model(jnp.asarray(tokens), jnp.asarray(LENGTHS))
     assert error(np.asarray(pooled), exact[1]) <= 2 * error(plain[1], exact[1])
-    ours = np.asarray(states)[THERE]
-    assert error(ours, exact[0][THERE]) <= 2 * error(plain[0][THERE], exact[0][THERE])
+    ours = np.asarray(states)[PRESENT]
+    assert error(ours, exact[0][PRESENT]) <= 2 * error(plain[0][PRESENT], exact[0][PRESENT])
     vectors = np.asarray(sentence_embeddings(states, jnp.asarray(LENGTHS)))
-    mean = (exact[0] * THERE[..., None]).sum(1) / THERE.sum(1, keepdims=True)
+    mean = (exact[0] * PRESENT[..., None]).sum(1) / PRESENT.sum(1, keepdims=True)
     expected = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
     np.testing.assert_allclose(vectors, expected, rtol=1e-5, atol=1e-6)

@@ -26,15 +26,15 @@ from jaxmha.converters.layout import (
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.linear import import_params
-from jaxmha.layer import combine
 from jaxmha.params import CANONICAL, from_leaves, leaves
+from jaxmha.projections import combine
 from jaxmha.rotary import rope
 from tests.converters.test_live_classes import randomised
 
 B, T, N, K, H = 2, 11, 6, 3, 4
 D = N * H
 TABLES: tuple[Any, ...] = (torch, keras, flax, huggingface, linear, equinox, haiku)
-EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS, ids=lambda layout: layout.name)
+EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS)
 
 
 def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAParams:

@@ -101,7 +101,7 @@ def torch_model(name: str) -> dict[str, NDArray]:
     return state_of(models[name]())
 
 
-# Attention blocks, layers beside them by kind, and what keeps its name.
+# Attention blocks, layers next to them by kind, and what keeps its name.
 MODELS: dict[str, tuple[Any, str, int, dict[str, int], set[str]]] = {
     "BERT": (
         hugging_face, "bert", 1, {"linear": 6, "norm": 4, "embedding": 3},
@@ -141,11 +141,11 @@ def test_every_tensor_is_understood_and_comes_back(name: str) -> None:
     state = maker(name)
     found = attention_blocks.find({key: array.shape for key, array in state.items()})
     assert [block.layout.name for block in found] == [layout] * attention
-    beside, others = other_layers.find(state, found)
-    assert Counter(module.kind for module in beside) == kinds
+    layers, others = other_layers.find(state, found)
+    assert Counter(module.kind for module in layers) == kinds
     assert others.keys() == bare
     if not name.endswith("Layer"):  # a layer alone has no place
-        assert {module.confidence for module in beside} == {"certain"}
+        assert {module.confidence for module in layers} == {"certain"}
     heads: dict[str, Any] = {"num_heads": N}
     for to in ("flax", "keras", "haiku"):
         if (name, to) in (("Llama", "haiku"), ("Llama", "keras")):
@@ -182,9 +182,9 @@ def test_the_head_of_gpt_neox_is_no_embedding() -> None:
 def test_all_of_whisper_but_its_convolutions_over_time() -> None:
     state = hugging_face("Whisper")
     found = attention_blocks.find({key: array.shape for key, array in state.items()})
-    beside, others = other_layers.find(state, found)
-    assert {module.confidence for module in beside} == {"certain"}
-    assert Counter(module.kind for module in beside) == {"linear": 5, "norm": 7, "embedding": 3}
+    layers, others = other_layers.find(state, found)
+    assert {module.confidence for module in layers} == {"certain"}
+    assert Counter(module.kind for module in layers) == {"linear": 5, "norm": 7, "embedding": 3}
     convolutions = {f"model.encoder.conv{i}.{key}" for i in (1, 2) for key in ("weight", "bias")}
     assert others.keys() == convolutions
 

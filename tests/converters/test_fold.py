@@ -27,7 +27,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def said(done: Any) -> str:
+def printed(done: Any) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
@@ -60,20 +60,24 @@ TARGETS = ["flax", "keras", "torch", "linear", "llama", "dense", "equinox", "hai
 @pytest.mark.parametrize("to", TARGETS)
 def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
     N, H = (4, 8) if to in ("torch", "equinox", "gpt-neox") else (4, 16)  # some tie the width
-    source, there, back = t5(tmp_path, N, H), tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    refused = run("convert", source, there, "--to", to)
+    source, present, back = (
+        t5(tmp_path, N, H),
+        tmp_path / "a.safetensors",
+        tmp_path / "b.safetensors",
+    )
+    refused = run("convert", source, present, "--to", to)
     assert refused.exit_code == 2
-    assert "--fold-scale" in said(refused)
-    assert "Semantics(scale=1.0)" in said(refused)
-    done = run("convert", source, there, "--to", to, "--fold-scale")
-    assert done.exit_code == 0, said(done)
+    assert "--fold-scale" in printed(refused)
+    assert "Semantics(scale=1.0)" in printed(refused)
+    done = run("convert", source, present, "--to", to, "--fold-scale")
+    assert done.exit_code == 0, printed(done)
     exact = H == 16
-    assert ("a power of two, so that no digit changes" in said(done)) is exact
-    assert ("is rounded by up to 6e-08 of itself (float32)" in said(done)) is not exact
-    assert "verified" in said(done)
-    assert_close(output(there, to), output(source, "t5"), factor=8)
-    done = run("convert", there, back, "--to", "t5", "--fold-scale")
-    assert done.exit_code == 0, said(done)
+    assert ("a power of two, so that no digit changes" in printed(done)) is exact
+    assert ("is rounded by up to 6e-08 of itself (float32)" in printed(done)) is not exact
+    assert "verified" in printed(done)
+    assert_close(output(present, to), output(source, "t5"), factor=8)
+    done = run("convert", present, back, "--to", "t5", "--fold-scale")
+    assert done.exit_code == 0, printed(done)
     with checkpoint.open(source) as a, checkpoint.open(back) as b:
         for name in a:
             if exact or ".q." not in name:
@@ -87,7 +91,7 @@ def test_a_plan_says_it(tmp_path: Path) -> None:
     assert plan_toml.read(plan).fold_scale
     assert "fold_scale = true" in plan.read_text()
     done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
-    assert (done.exit_code, "verified" in said(done)) == (0, True), said(done)
+    assert (done.exit_code, "verified" in printed(done)) == (0, True), printed(done)
 
 
 def test_biases_are_multiplied_too() -> None:

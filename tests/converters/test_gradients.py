@@ -84,6 +84,10 @@ def assert_all_close(
         assert_close(array, theirs[key], key, scale, close)
 
 
+def _gradient(tensor: Any) -> NDArray:
+    return to_numpy(tensor.grad)
+
+
 def torch_gradients(
     layer: Any, inputs: Inputs, cotangent: NDArray, mask: NDArray | None, bias: NDArray | None
 ) -> tuple[Gradients, NDArray | None]:
@@ -100,9 +104,9 @@ def torch_gradients(
         need_weights=False,
     )
     framework.sum(out * to_torch(cotangent)).backward()  # type: ignore[no-untyped-call]
-    weights = {name: to_numpy(p.grad) for name, p in layer.named_parameters()}
-    query, key, value = (to_numpy(x.grad) for x in tensors)
-    return (weights, (query, key, value)), None if added is None else to_numpy(added.grad)
+    weights = {name: _gradient(p) for name, p in layer.named_parameters()}
+    query, key, value = (_gradient(x) for x in tensors)
+    return (weights, (query, key, value)), None if added is None else _gradient(added)
 
 
 def flax_gradients(
@@ -175,6 +179,7 @@ def padding() -> NDArray:
     return mask
 
 
+@pytest.mark.slow_variants("torch-packed")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("config", layers.cases("torch"))
 def test_torch(config: Config) -> None:
@@ -188,6 +193,7 @@ def test_torch(config: Config) -> None:
         assert_close(a, b, name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "config", [c for c in layers.configs("torch") if c.name in ("packed", "kdim vdim")], ids=str
@@ -205,6 +211,7 @@ def test_torch_bias(config: Config) -> None:
     assert_all_close(torch.export_params(weights, semantics), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("config", layers.cases("linen", "nnx"))
 def test_flax(config: Config) -> None:
@@ -218,6 +225,7 @@ def test_flax(config: Config) -> None:
         assert_close(a, b, name, close=close)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("config", layers.cases("keras"))
 def test_keras(config: Config) -> None:

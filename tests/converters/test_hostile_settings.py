@@ -70,6 +70,7 @@ def test_values_of_a_configuration(key: str, source: Path) -> None:
             assert all(0 < epsilon < np.inf for epsilon in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -105,9 +106,9 @@ def test_a_configuration_of_more_than_a_megabyte_is_not_read(source: Path) -> No
 @pytest.mark.parametrize("labels", [12_000, 40_000])
 def test_a_configuration_that_is_too_large_is_not_passed_over(labels: int, source: Path) -> None:
     """It may say that attention is another function; head counts that are given do not change that."""
-    said = {"attn_logit_softcapping": 30.0, "id2label": {str(i): f"l{i}" for i in range(labels)}}
-    said["label2id"] = {f"l{i}": i for i in range(labels)}
-    source.with_name("config.json").write_text(json.dumps(said))
+    printed = {"attn_logit_softcapping": 30.0, "id2label": {str(i): f"l{i}" for i in range(labels)}}
+    printed["label2id"] = {f"l{i}": i for i in range(labels)}
+    source.with_name("config.json").write_text(json.dumps(printed))
     with pytest.raises(ValueError, match=r"config\.json.*(too large to be read|softcapping=30)"):
         pipeline.convert(source, source.with_name("out.npz"), to="flax", num_heads=4)
     assert not source.with_name("out.npz").exists()

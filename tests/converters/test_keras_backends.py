@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("test_round_trip.py", "test_parity.py", "test_gradients.py", "test_refusals.py")
+FILES = ("test_round_trip.py", "test_parity.py", "test_gradients.py", "test_validation.py")
 
 
 def run(backend: str, choice: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +41,7 @@ def test_keras_on_tensorflow() -> None:
     assert int(passed[1]) >= 20, done.stdout
 
 
+@pytest.mark.slow
 def test_another_backend_is_noticed() -> None:
     """The run above would fail if Keras did not listen to the variable."""
     done = run("no_such_backend", "test_keras_runs_on_the_backend_asked_for")

@@ -22,7 +22,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def said(done: Any) -> str:
+def printed(done: Any) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
@@ -84,9 +84,9 @@ def test_layers_come_back_as_they_were(
     path, made, expected = saved
     pipeline.convert(path.with_name(source), tmp_path / name, to=to)
     done = run("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
-    assert done.exit_code == 0, said(done)
-    assert "verified: " in said(done)
-    assert "not verified" not in said(done)
+    assert done.exit_code == 0, printed(done)
+    assert "verified: " in printed(done)
+    assert "not verified" not in printed(done)
     np.testing.assert_array_equal(loaded(made, tmp_path / "b.weights.h5"), expected)
 
 
@@ -110,14 +110,14 @@ def test_where_the_order_is_not_kept_nothing_is_verified(
     pipeline.convert(path, tmp_path / name, to="flax")
     arguments = ("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
     done = run(*arguments, "--report", tmp_path / "report.json")
-    assert done.exit_code == 0, said(done)
-    assert "not verified: " in said(done)
+    assert done.exit_code == 0, printed(done)
+    assert "not verified: " in printed(done)
     for layer in ("up_0", "up_1", "down_0", "down_1", "alpha_norm", "zeta_attention"):
-        assert layer in said(done)
-    assert "more" not in said(done).partition("here they are in the order")[2].partition(":")[0]
+        assert layer in printed(done)
+    assert "more" not in printed(done).partition("here they are in the order")[2].partition(":")[0]
     assert '"unchecked": [\n  "the order' in (tmp_path / "report.json").read_text()
     done = run(*arguments, "--force", "--like", path)
-    assert (done.exit_code, "not verified" in said(done)) == (0, False), said(done)
+    assert (done.exit_code, "not verified" in printed(done)) == (0, False), printed(done)
     np.testing.assert_array_equal(loaded(made, tmp_path / "b.weights.h5"), expected)
 
 
@@ -178,7 +178,7 @@ def test_layers_that_cannot_be_exchanged_need_no_order(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", {name: x.astype("f") for name, x in state.items()})
     made = pipeline.plan(tmp_path / "a.npz", to="keras", in_file=True)[0]
     with checkpoint.open(tmp_path / "a.npz") as file:
-        assert keras_order.order_is_evident(made.moves, file.info)
+        assert keras_order.order_is_evident(made.steps, file.info)
 
 
 def test_metadata_that_says_nonsense_is_ignored(
@@ -203,5 +203,5 @@ def test_a_plan_keeps_the_order(saved: tuple[Path, Any, Any], tmp_path: Path) ->
     (tmp_path / "plan.toml").write_text(plan_toml.dumps(plan))
     target = tmp_path / "b.weights.h5"
     done = run("convert", tmp_path / "a.safetensors", target, "--plan", tmp_path / "plan.toml")
-    assert done.exit_code == 0, said(done)
+    assert done.exit_code == 0, printed(done)
     np.testing.assert_array_equal(loaded(made, target), expected)

@@ -80,7 +80,7 @@ def test_an_output_of_several_axes_is_their_product() -> None:
     assert (config["seed"], config["kernel_initializer"]["class_name"]) == (7, "HeNormal")
 
 
-def test_there_and_back_keeps_what_torch_had() -> None:
+def test_back_and_forth_keeps_what_torch_had() -> None:
     import torch as framework
 
     source = framework.nn.MultiheadAttention(6, 2)
@@ -106,7 +106,7 @@ def test_the_fused_path_has_the_softmax_of_keras_on_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "printed"),
     [
         ({}, "the module is in training mode"),
         ({"eval": True}, "nothing keeps it off torch's fast path"),
@@ -115,7 +115,7 @@ def test_the_fused_path_has_the_softmax_of_keras_on_jax() -> None:
         ({"eval": True, "bias": False}, "the module has no biases"),
     ],
 )
-def test_the_path_of_torch_has_a_reason(change: dict[str, Any], said: str) -> None:
+def test_the_path_of_torch_has_a_reason(change: dict[str, Any], printed: str) -> None:
     import torch as framework
 
     settings = {"num_heads": 2, "batch_first": True} | change
@@ -126,4 +126,4 @@ def test_the_path_of_torch_has_a_reason(change: dict[str, Any], said: str) -> No
     with framework.no_grad():
         path, why = path_of(module, x, x, x, why=True)
         assert path == path_of(module, x, x, x)
-    assert (said in why, path == "native") == (True, "nothing" in said)
+    assert (printed in why, path == "native") == (True, "nothing" in printed)

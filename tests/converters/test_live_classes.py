@@ -47,8 +47,8 @@ def randomised(module: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            spread = parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+            deviation = parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
     return module.eval()
 
 
@@ -323,6 +323,9 @@ def measured(name: str) -> Iterator[tuple[float, float]]:
             yield float(np.sqrt(np.mean(a**2) / np.mean(b**2))), float(a.max() / b.max())
 
 
+@pytest.mark.slow_variants(
+    "*", "!transformers gpt2", "!transformers llama", "!transformers gpt-neox"
+)
 @pytest.mark.filterwarnings("default")  # the libraries' own
 @pytest.mark.parametrize("name", LIVE)
 def test_no_less_exact_than_the_class(name: str) -> None:

@@ -29,7 +29,7 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def said(done: Any) -> str:
+def printed(done: Any) -> str:
     """The message, whatever box it stands in."""
     return " ".join(done.stderr.replace("│", " ").split())
 
@@ -90,7 +90,9 @@ def test_version() -> None:
 def test_a_layout_is_guessed(given: str, meant: str) -> None:
     for command in (("convert", "a", "b"), ("plan", "a")):
         done = run(*command, "--to", given)
-        assert (done.exit_code, f"did you mean {meant}?" in said(done)) == (2, True), said(done)
+        assert (done.exit_code, f"did you mean {meant}?" in printed(done)) == (2, True), printed(
+            done
+        )
     with pytest.raises(ValueError, match=rf"unknown layout '{given}': did you mean {meant}\?"):
         pipeline.convert_state({}, to=given)
 
@@ -112,17 +114,17 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_destination_that_is_there_names_the_option(tmp_path: Path) -> None:
+def test_a_destination_that_exists_names_the_option(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", encoder())
     done = run("convert", tmp_path / "a.npz", tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
     assert done.exit_code == 2
     (tmp_path / "b.npz").touch()
     done = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "flax", "--num-heads", N)
-    assert "choose another name, or replace it with --force" in said(done)
+    assert "choose another name, or replace it with --force" in printed(done)
     done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
     assert done.exit_code == 0
     done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
-    assert "--force" in said(done)
+    assert "--force" in printed(done)
 
 
 def test_a_folder_of_hugging_face_is_an_input(bert: Path, tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_the_config_is_that_of_the_folder(bert: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "found"),
+    ("present", "found"),
     [
         (["model.safetensors", "pytorch_model.bin", "training_args.bin"], "model.safetensors"),
         (["pytorch_model.bin", "optimizer.pt", "rng_state.pth"], "pytorch_model.bin"),
@@ -159,8 +161,8 @@ def test_the_config_is_that_of_the_folder(bert: Path, tmp_path: Path) -> None:
         (["deep.orbax"], "deep.orbax"),
     ],
 )
-def test_which_file_of_a_folder(there: list[str], found: str, tmp_path: Path) -> None:
-    for name in there:
+def test_which_file_of_a_folder(present: list[str], found: str, tmp_path: Path) -> None:
+    for name in present:
         if table.by_suffix(Path(name)):
             checkpoint.write(tmp_path / name, {name: np.ones(3, np.float32)})
         else:
@@ -170,7 +172,7 @@ def test_which_file_of_a_folder(there: list[str], found: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("there", "told"),
+    ("present", "reported"),
     [
         (["b.safetensors", "a.npz"], r"several checkpoints \(a.npz, b.safetensors\); name one"),
         (["model.safetensors", "model.safetensors.index.json"], "several checkpoints"),
@@ -180,17 +182,17 @@ def test_which_file_of_a_folder(there: list[str], found: str, tmp_path: Path) ->
     ],
 )
 def test_folders_without_exactly_one_checkpoint(
-    there: list[str], told: str, tmp_path: Path
+    present: list[str], reported: str, tmp_path: Path
 ) -> None:
-    for name in there:
+    for name in present:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    with pytest.raises(checkpoint.CheckpointError, match=told):
+    with pytest.raises(checkpoint.CheckpointError, match=reported):
         checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_how_a_torch_layer_is_called_is_said(batch_first: bool) -> None:
+def test_how_a_torch_layer_is_called_is_reported(batch_first: bool) -> None:
     torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(16, 4, batch_first=batch_first).eval()
     found = convert.from_module(module)
@@ -219,7 +221,7 @@ def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_layout_does_not_list_all_of_them() -> None:
     for given in ("flx", "zzz"):
-        text = said(run("convert", "a", "b", "--to", given))
+        text = printed(run("convert", "a", "b", "--to", given))
         assert "`jaxmha inspect --layouts` lists all" in text
         assert "dense-combine-file" not in text
     with pytest.raises(ValueError, match="inspect --layouts") as error:
@@ -246,7 +248,7 @@ def test_an_unknown_kind_in_a_plan_is_named(old: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     plan.write_text(plan.read_text().replace(f'kind = "{old}"', 'kind = "frob"', 1))
     done = run("convert", tmp_path / "a.npz", out, "--plan", plan)
-    text = said(done)
+    text = printed(done)
     assert done.exit_code == 2
     assert "kind must be one of attention, linear, conv1d, norm" in text
     assert "got 'frob'" in text

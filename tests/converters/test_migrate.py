@@ -48,6 +48,7 @@ def refused(folder: Path, message: str, source: str, destination: str, **options
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_twelve_layers_keep_their_order_in_keras_files(tmp_path: Path) -> None:
     names = [f"encoder.layer.{i}.attention" for i in range(12)]
     state: State = {}
@@ -292,27 +293,27 @@ def test_inspect_says_why(tmp_path: Path) -> None:
     found = json.loads(run(app, ["inspect", str(tmp_path / "a.npz"), "--json"]).stdout)["blocks"]
     first, last = found[0], found[2]
     assert (first["family"], first["pattern"]) == ("GPT-2", "h.{i}.attn")
-    assert first["why"] == "4 keys and the place of GPT-2: h.{i}.attn"
+    assert first["why"] == "4 keys and the prefix of GPT-2: h.{i}.attn"
     assert list(first["shapes"]) == ["c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"]
     assert first["num_heads_from"] == "config.json: n_head"
     assert (last["family"], last["why"], last["also_fits"]) == (None, "8 keys alone", [])
     printed = run(app, ["inspect", str(tmp_path / "a.npz")]).stdout
-    assert "gpt2, 2 times, for its 4 keys and the place of GPT-2: h.{i}.attn" in printed
+    assert "gpt2, 2 times, for its 4 keys and the prefix of GPT-2: h.{i}.attn" in printed
     assert "bert, 1 times, for its 8 keys alone" in printed
 
 
-def test_what_is_no_tensor_is_told_or_refused(tmp_path: Path) -> None:
+def test_what_is_no_tensor_is_reported_or_refused(tmp_path: Path) -> None:
     layer = torch.nn.MultiheadAttention(6, 2)
     source = tmp_path / "a.pt"
     torch.save({"model": layer.state_dict(), "epoch": 3, "lr": [0.1, None]}, source)
     done = pipeline.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
-    assert "not carried over, since they are no tensors: epoch, lr.0, lr.1" in done.notes
+    assert "not carried over, because they are not tensors: epoch, lr.0, lr.1" in done.notes
     with pytest.raises(ValueError, match=r"a.pt: not tensors: epoch, lr.0, lr.1; --others pass"):
         pipeline.convert(source, tmp_path / "c.npz", to="flax", num_heads=2, others="refuse")
     assert not (tmp_path / "c.npz").exists()
 
 
-def test_metadata_without_a_place_is_told(tmp_path: Path) -> None:
+def test_metadata_without_a_place_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "a.safetensors"
     state = {k: v.numpy() for k, v in torch.nn.MultiheadAttention(6, 2).state_dict().items()}
     checkpoint.write(source, state, metadata={"license": "MIT", "format": "pt"})

@@ -80,11 +80,11 @@ def build(case: Case) -> tuple[MHAParams, tuple[NDArray, NDArray, NDArray], Any]
     return params, (query, key, value), mask
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_oracle_equals_the_loops(case: Case) -> None:
     params, inputs, mask = build(case)
     stages = oracle.run(params, case.semantics, *inputs, mask=mask)
-    output, answer = reference.multi_head_attention(
+    output, result = reference.multi_head_attention(
         params, *inputs, semantics=case.semantics, mask=mask
     )
     heads = reference.project(params, *inputs, case.semantics)
@@ -92,8 +92,8 @@ def test_oracle_equals_the_loops(case: Case) -> None:
         (stages.query, heads[0]),
         (stages.key[:, :S], heads[1]),
         (stages.value[:, :S], heads[2]),
-        (stages.probabilities, answer.weights),
-        (stages.context, answer.out),
+        (stages.probabilities, result.weights),
+        (stages.context, result.out),
         (stages.output, output),
     ]
     for ours, theirs in pairs:

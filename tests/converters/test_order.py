@@ -84,7 +84,7 @@ def test_numbers_are_in_order_whatever_the_file_has(tmp_path: Path) -> None:
     state = {f"layers.{i}.{name}": x for i in (10, 2, 0) for name, x in layer.items()}
     checkpoint.write(tmp_path / "a.npz", state)
     made = pipeline.plan(tmp_path / "a.npz", to="keras", num_heads=N, in_file=True)[0]
-    targets = {move.source: move.target for move in made.moves}
+    targets = {step.source: step.target for step in made.steps}
     for place, i in enumerate((0, 2, 10)):
         for which, number in (("self_attn", 2 * place), ("multihead_attn", 2 * place + 1)):
             ending = f"_{number}" * (number > 0)

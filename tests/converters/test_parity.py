@@ -118,6 +118,7 @@ EVERY = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_variants("nnx-rich", "linen-rich", "keras-rich")
 @EVERY
 @pytest.mark.parametrize("framework", ["torch", "keras", "linen", "nnx"])
 def test_no_less_exact_than_the_framework(framework: str, every: bool) -> None:
@@ -142,7 +143,7 @@ def assert_exact(found: dict[str, list[Measured]]) -> None:
     assert good, "\n".join(lines)
 
 
-def test_there_are_enough_configurations() -> None:
+def test_enough_configurations() -> None:
     assert len(layers.VARIANTS) * DRAWS * len(layers.masks(layers.S)) >= 200
 
 

@@ -17,7 +17,7 @@ from jaxmha.cli.app import app
 from jaxmha.converters.discovery.attention_blocks import named
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
-from jaxmha.converters.migrate.plans import Move, Plan, make
+from jaxmha.converters.migrate.plans import Plan, Step, make
 from jaxmha.converters.migrate.resolved import resolve
 from tests.converters.test_every_layout import N, params_of
 
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 def model() -> State:
-    """Attention, each kind of neighbour, and what is not understood."""
+    """Attention, each kind of other layer, and what is not understood."""
     layout, rng = named("bert"), np.random.default_rng(0)
     params = params_of(layout)
     shapes = {
@@ -59,8 +59,8 @@ def cli(*arguments: Any) -> Any:
 
 
 def test_every_tensor_is_in_it(plan: Plan) -> None:
-    assert sorted(name for move in plan.moves for name in move.tensors) == sorted(model())
-    assert {(move.kind, move.target) for move in plan.moves} == {
+    assert sorted(name for step in plan.steps for name in step.tensors) == sorted(model())
+    assert {(step.kind, step.target) for step in plan.steps} == {
         ("attention", "encoder/layer/0/attention"),
         ("linear", "encoder/layer/0/intermediate/dense"),
         ("norm", "encoder/layer/0/attention/output/LayerNorm"),
@@ -97,14 +97,14 @@ digests = st.from_regex(r"sha256:[0-9a-f]{64}|xxh3_128:[0-9a-f]{32}", fullmatch=
 @settings(max_examples=50, deadline=None)
 @given(names, st.lists(fields, max_size=3), names, st.just("") | digests)
 def test_any_name_survives_the_file(to: str, drawn: Any, source: str, digest: str) -> None:
-    made = Plan(to, tuple(Move(*one) for one in drawn), source=source, digest=digest)
+    made = Plan(to, tuple(Step(*one) for one in drawn), source=source, digest=digest)
     assert plan_toml.loads(plan_toml.dumps(made)) == made
 
 
 def test_a_file_without_attention_is_noted(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", {"fc.weight": np.ones((3, 5)), "fc.bias": np.ones(3)})
     made, _ = pipeline.plan(tmp_path / "a.npz", to="flax")
-    assert "no block of attention was found" in made.notes[0]
+    assert "no attention block was found" in made.notes[0]
 
 
 def test_a_file_whose_name_is_no_text_has_a_plan(tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ def test_edited_plans_are_followed(plan: Plan, source: Path, tmp_path: Path) -> 
 
 def edited(plan: Plan, which: str, **changes: Any) -> Plan:
     """The plan with the first move of a kind changed."""
-    first = next(move for move in plan.moves if move.kind == which)
+    first = next(step for step in plan.steps if step.kind == which)
     return replace(
-        plan, moves=tuple(replace(m, **changes) if m is first else m for m in plan.moves)
+        plan, steps=tuple(replace(m, **changes) if m is first else m for m in plan.steps)
     )
 
 
 BIAS, KERNEL = (f"encoder.layer.0.intermediate.dense.{x}" for x in ("bias", "weight"))
 WRONG: dict[str, tuple[Any, str]] = {
-    "dropped": (lambda p: replace(p, moves=p.moves[:-1]), r"leaves out 1 tensors, .* is dropped"),
+    "dropped": (lambda p: replace(p, steps=p.steps[:-1]), r"leaves out 1 tensors, .* is dropped"),
     "invented": (lambda p: edited(p, "other", tensors=("no",)), r"names 'no', which the source"),
     "twice": (
-        lambda p: replace(p, moves=(*p.moves, Move("other", "", "x", "x", (BIAS,)))),
+        lambda p: replace(p, steps=(*p.steps, Step("other", "", "x", "x", (BIAS,)))),
         r"in 2 modules: leave it in one",
     ),
     "clash": (
@@ -182,7 +182,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "digest": (lambda p: replace(p, digest="sha256:0"), r"write a new plan"),
     "no digest": (lambda p: replace(p, digest="md5:0"), r"safetensors: no digest 'md5'"),
-    "refuse": (lambda p: replace(p, others="refuse"), r"the plan refuses others"),
+    "refuse": (
+        lambda p: replace(p, others="refuse"),
+        r"the plan has others = .refuse., and a module of kind other",
+    ),
     "to": (lambda p: replace(p, to="keras-file"), r"inside a .weights.h5 file"),
     "dtype": (lambda p: replace(p, dtype="int3"), r"unknown dtype 'int3'"),
 }
@@ -275,7 +278,7 @@ def test_others_are_passed_or_refused_and_always_reported(source: Path, tmp_path
 
 def test_attention_only(source: Path, tmp_path: Path) -> None:
     done = pipeline.convert(source, tmp_path / "a.npz", to="flax", attention_only=True)
-    assert done.beside == ()
+    assert done.other_layers == ()
     assert BIAS in done.carried
     with checkpoint.open(tmp_path / "a.npz") as file:
         assert file[KERNEL].tobytes() == model()[KERNEL].tobytes()
@@ -336,10 +339,10 @@ def test_head_counts_of_a_plan(plan: Plan, source: Path, tmp_path: Path) -> None
 
     def heads(*counts: int | None) -> Plan:
         given = iter(counts)
-        moves = (
-            replace(m, num_heads=next(given)) if m.kind == "attention" else m for m in two.moves
+        steps = (
+            replace(m, num_heads=next(given)) if m.kind == "attention" else m for m in two.steps
         )
-        return replace(two, moves=tuple(moves))
+        return replace(two, steps=tuple(steps))
 
     state = {k: v for k, v in model().items() if "attention" in k}
     state |= {k.replace("layer.0", "layer.1"): v for k, v in state.items()}
@@ -353,7 +356,7 @@ def test_head_counts_of_a_plan(plan: Plan, source: Path, tmp_path: Path) -> None
     assert not any("head counts" in n for n in done.notes)
 
 
-def test_notes_of_a_plan_are_told_when_it_is_carried_out(
+def test_notes_of_a_plan_are_reported_when_it_is_carried_out(
     plan: Plan, source: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.toml"

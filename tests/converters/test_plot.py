@@ -168,7 +168,7 @@ def test_statistics_are_those_of_loops() -> None:
         assert row.same == pytest.approx((head[2, 4] + head[4, 2]) / 2)
 
 
-def test_statistics_of_cross_attention_know_no_neighbours() -> None:
+def test_statistics_of_cross_attention_know_no_other_layers() -> None:
     (row,) = head_statistics(weights(1, T, S), QUERIES, KEYS, named=["[SEP]"])
     assert (row.itself, row.previous, row.next, row.same) == (None,) * 4
     assert row.named is not None

@@ -45,6 +45,7 @@ def start(name: str, error: str, **environment: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow_variants("typer")
 @pytest.mark.parametrize("library", ["typer", "rich"])
 def test_a_missing_library_is_one_line(library: str) -> None:
     done = start(library, f"ModuleNotFoundError(name={library!r})")
@@ -58,6 +59,7 @@ def test_nothing_is_missing() -> None:
     assert "torch" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_broken_library_is_one_line() -> None:
     done = start("typer", "RuntimeError('two\\nlines')")
     assert (done.returncode, done.stdout) == (2, "")
@@ -69,6 +71,7 @@ def test_a_broken_library_is_one_line() -> None:
     assert shown.stderr.endswith(expected)
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_starting() -> None:
     done = start("typer", "KeyboardInterrupt()")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -136,6 +139,7 @@ def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
     assert "differ" not in table
 
 
+@pytest.mark.slow
 def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
     layout = attention_blocks.named("linear")
     state = transform.export_params(layout, params_of(layout), prefix="a")
@@ -220,10 +224,10 @@ def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
 
 
 def test_parts_that_make_no_sense(tmp_path: Path) -> None:
-    for words, message in ((["--part", "1/2"], "needs --resume"),
+    for phrase, message in ((["--part", "1/2"], "requires --resume"),
                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
         done = CliRunner().invoke(
-            app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *words]
+            app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *phrase]
         )
         assert done.exit_code == 2
         assert message in done.output

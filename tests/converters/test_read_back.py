@@ -36,16 +36,16 @@ def bert(folder: Path, count: int = 2) -> Path:
 
 @pytest.mark.parametrize("layout", FILES)
 def test_every_layout_is_read_back(layout: str, tmp_path: Path) -> None:
-    source, there, back = bert(tmp_path), tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    source, present, back = bert(tmp_path), tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     try:
-        pipeline.convert(source, there, to=layout, num_heads=HEADS)
+        pipeline.convert(source, present, to=layout, num_heads=HEADS)
     except ValueError:  # what the layout cannot hold
         assert layout in CANNOT
-        assert not there.exists()
+        assert not present.exists()
         return
     assert layout not in CANNOT
-    assert comparison.compare(source, there, num_heads=HEADS)
-    pipeline.convert(there, back, to="bert")
+    assert comparison.compare(source, present, num_heads=HEADS)
+    pipeline.convert(present, back, to="bert")
     assert comparison.compare(source, back, num_heads=HEADS)
     old, new = checkpoint.open(source), checkpoint.open(back)
     with old, new:
@@ -55,7 +55,7 @@ def test_every_layout_is_read_back(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["self.query.weight", "self.value.weight", "output.dense.weight"])
 def test_a_missing_array_is_named(key: str, tmp_path: Path) -> None:
-    """Whichever it is, also the first of the table, beside a block that is whole."""
+    """Whichever it is, also the first of the table, next to a block that is whole."""
     with checkpoint.open(bert(tmp_path)) as file:
         state = {name: file[name] for name in file}
     del state[f"encoder.layer.1.attention.{key}"]

@@ -100,6 +100,7 @@ def traced(*arguments: Any, **options: Any) -> tuple[report.ConversionReport, in
         tracemalloc.stop()
 
 
+@pytest.mark.slow_variants("True")
 @pytest.mark.parametrize("forward", [False, True])
 def test_a_block_is_compared_in_little_more_than_its_largest_tensor(
     forward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +159,7 @@ def test_groups_of_heads_are_the_whole_block(
     monkeypatch.setattr(head_groups, "MOST", -(-size // count))
     with streaming.opened(tmp_path / f"a{suffix}") as file:
         tensors = {name: partial(only, leaf) for leaf, name in names.items()}
-        views = streaming.Views(streaming.Stored(file, dict[str, streaming.Unpack](tensors)))
+        views = streaming.Views(streaming.FileLayer(file, dict[str, streaming.Unpack](tensors)))
         boxes = list(head_groups.boxes(views, (3,)))
         groups = [params.leaves(head_groups.group(views, (3,), box).params) for box in boxes]
     assert len(groups) == count
@@ -168,13 +169,13 @@ def test_groups_of_heads_are_the_whole_block(
         own = group["query.kernel"].shape[1] // group["key.kernel"].shape[1]  # queries of a key
         for j in range(group["query.kernel"].shape[1]):
             n = heads.pop(0)
-            there = {"N": n, "K": n * K // sizes["N"]}
+            present = {"N": n, "K": n * K // sizes["N"]}
             here = {"N": j, "K": j // own}
             for leaf, axes in CANONICAL.items():
                 if leaf in leaves:
                     x, y = (
                         whole[tuple(at.get(letter, slice(None)) for letter in axes.split())]
-                        for whole, at in ((group[leaf], here), (leaves[leaf][3], there))
+                        for whole, at in ((group[leaf], here), (leaves[leaf][3], present))
                     )
                     np.testing.assert_array_equal(x, y, strict=True)
 
@@ -214,7 +215,7 @@ def test_every_group_of_heads_is_run(
     """A layer whose last heads compute something else."""
     real, runs = comparands.of_params, []
 
-    def wrong(*args: Any) -> comparands.BlockSide:
+    def wrong(*args: Any) -> comparands.ComparedBlock:
         side = real(*args)
         runs.append(side)
         if len(runs) < 2 * N:

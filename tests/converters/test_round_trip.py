@@ -63,6 +63,7 @@ def test_keras_runs_on_the_backend_asked_for() -> None:
     assert framework.backend.backend() == os.environ["KERAS_BACKEND"]
 
 
+@pytest.mark.slow_variants("nnx*16", "nnx*float64")
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
@@ -116,7 +117,7 @@ def test_every_layer_holds_the_block_or_refuses_it(config: Config, target: str) 
 )
 def test_torch_through_flax_and_keras_and_back(config: Config, middle: str, dtype: str) -> None:
     if not holds(config, middle):
-        middle = "keras"  # two widths do not fit into nnx; the refusal is tested
+        middle = "keras"  # two widths do not fit into nnx; the error is tested
     source = layers.build(config, dtype)
     block = read(source)
     for framework in (middle, "keras", "torch"):
@@ -172,9 +173,9 @@ def test_flat_dicts_both_ways(
     params = params_for(name, dtype_name, lead)
     state = transform.export_params(layout, params, layout.semantics, prefix=prefix)
     assert all(key.startswith(prefix) for key in state)
-    beside = {"another/model/kernel": np.ones(3)} if prefix else {}
+    others = {"another/model/kernel": np.ones(3)} if prefix else {}
     params_again, semantics = transform.import_params(
-        [layout], state | beside, num_heads=params.query.kernel.shape[-2], prefix=prefix
+        [layout], state | others, num_heads=params.query.kernel.shape[-2], prefix=prefix
     )
     assert_identical(params, params_again)
     assert semantics == layout.semantics
@@ -271,6 +272,7 @@ def test_no_memory_is_shared_on_the_way_in(config: Config) -> None:
     assert_identical(layers.snapshot(layer), before)
 
 
+@pytest.mark.slow_variants("keras-everything*")
 @EVERY
 def test_no_memory_is_shared_on_the_way_out(config: Config) -> None:
     params, semantics = read(layers.build(config))
@@ -339,7 +341,7 @@ def test_torch_tensors_keep_dtype_and_bits(name: str) -> None:
     assert to_numpy(tensor).tobytes() == array.tobytes()
 
 
-def test_huggingface_bert_reads_its_neighbour_and_leaves_it() -> None:
+def test_huggingface_bert_reads_its_other_layers_and_leaves_it() -> None:
     params = params_for("bert", "float32")
     state = huggingface.export_params(params, prefix="encoder.layer.0.attention")
     norm = {"encoder.layer.0.attention.output.LayerNorm.weight": np.ones(17)}
@@ -367,7 +369,7 @@ def swap(entries: tuple[Entry, ...], key: str, **changes: Any) -> tuple[Entry, .
     ],
 )
 def test_a_wrong_table_is_seen(key: str, changes: dict[str, Any]) -> None:
-    """The formulas catch each of the mistakes that every shape check lets through."""
+    """The formulas catch each of the known errors that every shape check lets through."""
     from dataclasses import replace
 
     layout, params = attention_blocks.named("torch"), params_for("torch", "float32")

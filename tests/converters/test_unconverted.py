@@ -78,14 +78,17 @@ def test_parts_of_a_model_type_are_named(
     model_type: str, part: str, refused: bool, tmp_path: Path
 ) -> None:
     path = source(tmp_path, {"model_type": model_type})
-    words = signs.PARTS[part][0]
-    (note,) = (x for x in pipeline.inspect(path).notes if words in x)
+    message = signs.PARTS[part][0]
+    (note,) = (x for x in pipeline.inspect(path).notes if message in x)
     assert f"model_type {model_type}" in note
     if refused:
-        for verb in (pipeline.plan, lambda a, **k: pipeline.convert(a, tmp_path / "b.npz", **k)):
+        for function in (
+            pipeline.plan,
+            lambda a, **k: pipeline.convert(a, tmp_path / "b.npz", **k),
+        ):
             with pytest.raises(ValueError, match="would be read as another function") as error:
-                verb(path, to="flax")
-            assert words in str(error.value)
+                function(path, to="flax")
+            assert message in str(error.value)
     else:
         assert note in notes(path)
 
@@ -119,9 +122,9 @@ KEYS: list[tuple[dict[str, Any], str, str]] = [
 def test_keys_of_a_configuration_are_named(
     config: dict[str, Any], part: str, shown: str, tmp_path: Path
 ) -> None:
-    said = notes(source(tmp_path, {"model_type": "bert"} | config))
-    words = signs.PARTS[part][0]
-    assert any(words in note and shown in note for note in said)
+    printed = notes(source(tmp_path, {"model_type": "bert"} | config))
+    message = signs.PARTS[part][0]
+    assert any(message in note and shown in note for note in printed)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +138,10 @@ def test_keys_of_a_configuration_are_named(
     ],
 )
 def test_a_key_switches_a_part_off(config: dict[str, Any], tmp_path: Path) -> None:
-    said = " ".join(notes(source(tmp_path, config)))
-    assert signs.PARTS["window"][0] not in said
-    assert signs.PARTS["form"][0] not in said
-    assert "not known" not in said
+    printed = " ".join(notes(source(tmp_path, config)))
+    assert signs.PARTS["window"][0] not in printed
+    assert signs.PARTS["form"][0] not in printed
+    assert "not known" not in printed
 
 
 def test_a_key_of_no_known_meaning_is_named(tmp_path: Path) -> None:
@@ -148,7 +151,7 @@ def test_a_key_of_no_known_meaning_is_named(tmp_path: Path) -> None:
     assert "may change attention: sparse_kv_blocks = 30:" in note
 
 
-def test_a_model_type_that_is_not_known_is_said(tmp_path: Path) -> None:
+def test_a_model_type_that_is_not_known_is_reported(tmp_path: Path) -> None:
     (note,) = notes(source(tmp_path, {"model_type": "of_tomorrow"}))
     assert "jaxmha does not know what of_tomorrow" in note
     assert "compare with the model's own output" in note
@@ -182,7 +185,7 @@ def test_tensors_outside_the_blocks_are_named(part: str, name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "config", [{"architectures": ["RoFormerModel"]}, {"transformers_version": "5.23.0"}]
 )
-def test_a_configuration_without_a_model_type_is_said(
+def test_a_configuration_without_a_model_type_is_reported(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     """RoFormer's and YOSO's say nothing else of what they have."""
@@ -192,8 +195,8 @@ def test_a_configuration_without_a_model_type_is_said(
 
 def test_sinusoids_of_boxes_are_no_rotary_positions(tmp_path: Path) -> None:
     more: Any = {"bbox_embeddings.bbox_sinusoid_emb.x_pos_emb.inv_freq": np.ones(4, np.float32)}
-    said = notes(source(tmp_path, {"model_type": "bros"}, **more))
-    assert [signs.PARTS["relative"][0] in note for note in said] == [True]
+    printed = notes(source(tmp_path, {"model_type": "bros"}, **more))
+    assert [signs.PARTS["relative"][0] in note for note in printed] == [True]
 
 
 def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> 
 
 
 def test_text_and_json_of_every_command_name_it(tmp_path: Path) -> None:
-    path, words = source(tmp_path, {"model_type": "bloom"}), signs.PARTS["alibi"][0]
+    path, message = source(tmp_path, {"model_type": "bloom"}), signs.PARTS["alibi"][0]
     target = str(tmp_path / "b.npz")
     for command in (
         ["inspect", str(path)],
@@ -220,8 +223,8 @@ def test_text_and_json_of_every_command_name_it(tmp_path: Path) -> None:
         text = CliRunner().invoke(app, command)
         data = CliRunner().invoke(app, [*command, "--json"])
         assert (text.exit_code, data.exit_code) == (0, 0), text.output + data.output
-        assert f"note: not converted: {words}" in " ".join(text.stdout.split())
-        assert any(words in note for note in json.loads(data.stdout)["notes"])
+        assert f"note: not converted: {message}" in " ".join(text.stdout.split())
+        assert any(message in note for note in json.loads(data.stdout)["notes"])
 
 
 def test_a_conversion_by_a_plan_names_it_too(tmp_path: Path) -> None:
@@ -244,6 +247,7 @@ def test_a_configuration_that_cannot_be_read_is_no_crash(tmp_path: Path) -> None
     assert unconverted.notes(tmp_path / "none.npz", [], ["bert"]) == ()
 
 
+@pytest.mark.slow
 def test_every_type_of_transformers_is_known() -> None:
     """A type that is new there is to be read, run and added."""
     names = importlib.import_module("transformers.models.auto.configuration_auto")

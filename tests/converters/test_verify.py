@@ -15,7 +15,6 @@ from jaxmha.params import leaves
 from tests.converters import layers
 from tests.converters.layers import Config
 from tests.converters.test_every_layout import N, params_of
-from tests.everyday import everyday
 
 torch_config, keras_config, linen_config, nnx_config = (
     layers.configs(framework)[0] for framework in ("torch", "keras", "linen", "nnx")
@@ -61,6 +60,7 @@ def next_up(index: tuple[int, ...]) -> Any:
     return change
 
 
+@pytest.mark.slow_variants("linen*", "keras*", "nnx*")
 @pytest.mark.parametrize("config", layers.cases())
 def test_every_layer_is_the_same_as_its_parameters(config: Config) -> None:
     live = layers.build(config)
@@ -80,7 +80,9 @@ def test_four_frameworks_hold_the_same(params: MHAParams, layer: Any) -> None:
         comparison.assert_same(side, layer)
 
 
-@pytest.mark.parametrize("dtype", everyday(layers.DTYPES, "bfloat16", "float64"))
+@pytest.mark.everyday(dtype=["bfloat16", "float64"])
+@pytest.mark.slow_variants("bfloat16")
+@pytest.mark.parametrize("dtype", layers.DTYPES)
 def test_every_dtype(dtype: str) -> None:
     live = layers.build(torch_config, dtype)
     found = report(live, torch.from_module(live)[0])
@@ -142,7 +144,7 @@ def test_dropped_key_bias_is_seen(params: MHAParams, layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "stage"),
+    ("known_error", "stage"),
     [
         (lambda p: p._replace(query=p.key, key=p.query), "query"),
         (lambda p: spoiled(p, "query.kernel", lambda x: transposed(x)), "query"),
@@ -156,9 +158,9 @@ def test_dropped_key_bias_is_seen(params: MHAParams, layer: Any) -> None:
     ],
 )
 def test_the_first_stage_that_departs(
-    params: MHAParams, layer: Any, mistake: Any, stage: str
+    params: MHAParams, layer: Any, known_error: Any, stage: str
 ) -> None:
-    found = report(layer, mistake(params))
+    found = report(layer, known_error(params))
     assert not found.same
     assert found.departs is not None
     assert found.departs.split(" ")[0].rstrip(":") == stage
@@ -166,7 +168,7 @@ def test_the_first_stage_that_departs(
 
 
 def transposed(kernel: np.ndarray) -> np.ndarray:
-    """The mistake that square weights let through."""
+    """The known errors that square weights let through."""
     D = len(kernel)
     return np.ascontiguousarray(kernel.reshape(D, D).T).reshape(kernel.shape)
 
@@ -285,6 +287,7 @@ def test_whole_torch_encoder() -> None:
 
 
 # Keras' own variables have an __array__ of before NumPy 2.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_keras_functional_model() -> None:
     import keras as framework
@@ -308,6 +311,7 @@ def test_keras_functional_model() -> None:
     assert [block.same for block in comparison.compare(a, b).blocks] == [True, False]
 
 
+@pytest.mark.slow
 def test_nnx_model_with_two_layers() -> None:
     from flax import nnx
 
@@ -340,12 +344,12 @@ def test_what_is_not_compared_is_counted(layer: Any) -> None:
     assert comparison.compare(state, state, num_heads=heads).notes == ()
     found = comparison.compare({**state, **one}, {**state, **two}, num_heads=heads)
     assert (found.same, found.different) == (False, False)
-    assert [(left.name, left.side) for left in found.not_compared] == [
+    assert [(left.name, left.source) for left in found.not_compared] == [
         ("a0", "first"),
         ("b0", "second"),
         ("b1", "second"),
     ]
-    assert "not compared: a0, of the first: nothing in the second has this name" in str(found)
+    assert "not compared: a0, of the first: no tensor of the second has this name" in str(found)
 
 
 def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
@@ -380,7 +384,7 @@ def test_a_transpose_is_the_same_only_between_layouts() -> None:
     assert comparison.compare(one, same, num_heads=N).outside.keys() == {"mlp.weight"}
     found = comparison.compare(one, moved, num_heads=N)
     assert found.same
-    assert "stored transposed, and else the same: mlp.weight" in found.notes
+    assert "stored transposed, and otherwise the same: mlp.weight" in found.notes
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])

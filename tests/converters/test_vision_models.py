@@ -87,7 +87,7 @@ NORMS: dict[str, tuple[str, bool, bool]] = {
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
-    name, converted, told = NORMS[kind]
+    name, converted, reported = NORMS[kind]
     ones = np.ones(D, np.float32)
     state = {
         "attn.in_proj_weight": np.ones((3 * D, D), np.float32), "attn.in_proj_bias": np.ones(3 * D, np.float32),
@@ -98,8 +98,8 @@ def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", state)
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=N)
     assert (f"{name}.weight" not in done.carried) == converted
-    assert any("GroupNorm" in note and name in note for note in done.notes) == told
-    assert any("may be of groups" in move.why for move in done.plan.moves) != converted  # type: ignore[union-attr]
+    assert any("GroupNorm" in note and name in note for note in done.notes) == reported
+    assert any("may be of groups" in step.why for step in done.plan.steps) != converted  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("to", ["flax", "haiku"])

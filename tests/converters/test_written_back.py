@@ -14,7 +14,7 @@ from jaxmha.converters.discovery import attention_blocks, other_layers
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
-from jaxmha.converters.migrate.plans import Move
+from jaxmha.converters.migrate.plans import Step
 from jaxmha.converters.verify import comparison
 from jaxmha.params import CANONICAL, from_leaves
 
@@ -110,20 +110,20 @@ def tree(source: str, names: Iterable[str]) -> dict[str, NDArray]:
 
 def comes_back(source: str, to: str, state: Mapping[str, Any], folder: Path) -> bool:
     """True if a state could be written; then it comes back by name and value, and verifies."""
-    old, there, back = (folder / f"{name}.safetensors" for name in "abc")
+    old, present, back = (folder / f"{name}.safetensors" for name in "abc")
     checkpoint.write(old, state, force=True)
     try:
-        done = pipeline.convert(old, there, to=to, num_heads=N, force=True)
+        done = pipeline.convert(old, present, to=to, num_heads=N, force=True)
     except ValueError:
         return False
-    said = " ".join(note for note in done.notes if "converted back" in note)
-    assert comparison.compare(old, there, num_heads=N)
-    pipeline.inspect(there)
-    pipeline.convert(there, back, to=source, force=True)
+    printed = " ".join(note for note in done.notes if "converted back" in note)
+    assert comparison.compare(old, present, num_heads=N)
+    pipeline.inspect(present)
+    pipeline.convert(present, back, to=source, force=True)
     with checkpoint.open(back) as file:
         other = {*file} ^ {*state}
         other |= {name for name in {*file} - other if not np.array_equal(file[name], state[name])}
-        assert all(other_layers.split(name)[0] in said for name in other), other
+        assert all(other_layers.split(name)[0] in printed for name in other), other
     return True
 
 
@@ -133,6 +133,7 @@ def test_every_layer_comes_back(source: str, to: str, tmp_path: Path) -> None:
     assert comes_back(source, to, tree(source, LAYERS), tmp_path)
 
 
+@pytest.mark.slow_variants("*", "!0", "!1", "!2", "!3")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_trees_come_back(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
@@ -159,7 +160,7 @@ def test_projections_of_unknown_attention_keep_their_names(tmp_path: Path) -> No
     assert names <= set(done.carried)
     assert comparison.compare(tmp_path / "a.npz", tmp_path / "b.npz", num_heads=N)
     assert done.plan is not None
-    whys = {move.why for move in done.plan.moves if move.source in names}
+    whys = {step.why for step in done.plan.steps if step.source in names}
     assert all("attention of another form" in why for why in whys)
     with pytest.raises(ValueError, match="attention of another form"):
         pipeline.convert(
@@ -171,14 +172,14 @@ def test_a_plan_that_makes_half_a_block_is_refused(tmp_path: Path) -> None:
     state = tree("linear", ["attention without an output"])
     checkpoint.write(tmp_path / "a.npz", state)
     made = pipeline.plan(tmp_path / "a.npz", to="flax", num_heads=N)[0]
-    moves = [move for move in made.moves if ".att." not in move.source]
+    steps = [step for step in made.steps if ".att." not in step.source]
     for name in ("query", "key", "value", "query_global"):
         at = f"layers.0.att.{name}"
         tensors = (f"{at}.weight", f"{at}.bias")
-        moves.append(Move("linear", "torch", at, at.replace(".", "/"), tensors, "linear"))
+        steps.append(Step("linear", "torch", at, at.replace(".", "/"), tensors, "linear"))
     with pytest.raises(ValueError, match=r"could not be read back: layers/0/att looks like"):
         pipeline.convert(
-            tmp_path / "a.npz", tmp_path / "b.npz", plan=replace(made, moves=tuple(moves))
+            tmp_path / "a.npz", tmp_path / "b.npz", plan=replace(made, steps=tuple(steps))
         )
     assert not (tmp_path / "b.npz").exists()
 
@@ -246,9 +247,9 @@ def test_a_plan_names_the_kind_of_a_norm(tmp_path: Path) -> None:
         state: dict[str, Any] = tree("linear", []) | {"n.weight": drawn(D)}
         checkpoint.write(tmp_path / "a.npz", state, force=True)
         made = pipeline.plan(tmp_path / "a.npz", to="keras", num_heads=N)[0]
-        moves = [move for move in made.moves if move.source != "n.weight"]
-        moves.append(Move(kind, "torch", "n", "n", ("n.weight",), kind))
-        plan = replace(made, moves=tuple(moves))
+        steps = [step for step in made.steps if step.source != "n.weight"]
+        steps.append(Step(kind, "torch", "n", "n", ("n.weight",), kind))
+        plan = replace(made, steps=tuple(steps))
         pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", plan=plan, force=True)
         with checkpoint.open(tmp_path / "b.npz") as file:
             assert f"n/{key}" in set(file)

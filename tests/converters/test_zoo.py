@@ -96,6 +96,7 @@ def is_plain(model: Any, block: Block, state: dict[str, NDArray], feed: Any) -> 
     return bool(min(errors) < 2e-3 * out.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_path: Path) -> None:
     import torch
@@ -119,7 +120,7 @@ def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_pat
     assert found
     readable = [block for block in found if not block.unknown]
     assert all(is_plain(model, b, state, {"input_ids": ids}) for b in readable) == plain
-    said = pipeline.inspect(source).notes
+    printed = pipeline.inspect(source).notes
     try:
         done = pipeline.convert(source, tmp_path / "b.safetensors", to="flax")
     except ValueError:
@@ -129,7 +130,7 @@ def test_parts_of_every_model_type_are_named_or_refused(model_type: str, tmp_pat
         return
     named = [note for note in done.notes if note.startswith("not converted: ")]
     assert bool(named) == (not plain)
-    assert set(named) <= set(said)
+    assert set(named) <= set(printed)
     # A configuration of an older version says the type, and less of the rest.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_heads": N}))
     older = pipeline.inspect(source).notes

@@ -27,6 +27,7 @@ SELF: MHAParams = replace_widths(SMALL)
 EXTRA = SELF._replace(bias_k=normal("bias_k", (3, 10)), bias_v=normal("bias_v", (3, 13)))
 
 
+@pytest.mark.slow
 def test_linen() -> None:
     settings = {**WIDE, "normalize_qk": True, "decode": True}
     flax = nn.MultiHeadDotProductAttention(**settings)
@@ -83,6 +84,7 @@ def modules(params: MHAParams, semantics: Semantics = Semantics(), **settings: A
     return ours_nnx.MultiHeadAttention.from_params(params, semantics, decode=True, **settings)
 
 
+@pytest.mark.slow
 def test_many_tokens_windows_rotations_and_extras() -> None:
     semantics = Semantics(add_zero_attn=True, logits_soft_cap=2.0)
     settings = {"local_window_size": (2, 0), "rotate": partial(rope, base=50.0)}
@@ -99,6 +101,7 @@ def test_many_tokens_windows_rotations_and_extras() -> None:
     assert int(layer.cache_index[...]) == T
 
 
+@pytest.mark.slow
 def test_half_precision_cache() -> None:
     layer = modules(SELF, dtype=jnp.bfloat16)
     layer.init_cache((B, T, DQ), jnp.bfloat16)
@@ -201,6 +204,7 @@ def test_a_view_of_a_module_that_decodes_makes_a_cache_too(no_shape_hook: None) 
     assert view.cached_key[...].shape == (B, 3, N, 7)
 
 
+@pytest.mark.slow
 def test_view_makes_a_cache() -> None:
     layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), dropout_rate=0.1)
     view = nnx.view(layer, decode=True, deterministic=True, batch_size=B, max_length=3)

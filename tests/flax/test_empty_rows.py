@@ -12,10 +12,9 @@ from flax import nnx
 from jaxmha import Semantics
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.everyday import everyday
 from tests.flax import test_same as same
 from tests.flax.common import DQ, B, N, Row, T, inputs, normal, pairs, randomise, theirs
-from tests.flax.test_every_argument import slopes
+from tests.flax.test_every_argument import grads
 
 ROWS = (
     Row("float32", same.WIDE, 2),
@@ -36,8 +35,9 @@ def masked(columns: int) -> Any:
     return pairs(columns, empty=True).at[1, :, 3].set(False)
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(ROWS))
+@pytest.mark.parametrize("row", ROWS)
 def test_linen_and_its_gradients(row: Row) -> None:
     flax = nn.MultiHeadAttention(**row.settings)
     ours = ours_linen.MultiHeadAttention(**preset(row))
@@ -54,10 +54,11 @@ def test_linen_and_its_gradients(row: Row) -> None:
 
     (expected, out), (actual, mine) = theirs(loss(flax), variables, x), loss(ours)(variables, x)
     same.agree(mine, out, row)
-    slopes(expected, actual, row)
+    grads(expected, actual, row)
 
 
-@pytest.mark.parametrize("row", everyday(ROWS, "float32"))
+@pytest.mark.everyday(row=["float32"])
+@pytest.mark.parametrize("row", ROWS)
 def test_decoding_of_nnx(row: Row) -> None:
     """Slots that no token has reached yet are part of the mean, as in flax."""
     settings = {"in_features": DQ, "decode": True, **row.settings}

@@ -15,7 +15,6 @@ from jaxmha import Semantics
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.everyday import everyday
 from tests.flax import test_same as same
 from tests.flax.common import CAUSAL, DQ, N, Row, T, inputs, normal, pairs, plain, randomise, theirs
 from tests.tolerance import FLOORS, LAYER, assert_same, error, floor
@@ -64,10 +63,10 @@ def test_every_argument_is_in_the_grid(flax: Any, rows: tuple[Row, ...]) -> None
     assert set(inspect.signature(flax.__init__).parameters) - named == set()
 
 
-def slopes(expected: Any, actual: Any, row: Row) -> None:
+def grads(expected: Any, actual: Any, row: Row) -> None:
     """Asserts that gradients agree, in floors of the dtype that the row computes in.
 
-    The slope of a key bias is 0 but for noise at the scale of the others.
+    The gradient of a key bias is 0 but for noise at the scale of the others.
     """
     dtype = np.dtype(row.settings.get("dtype", row.dtype))
     allowed = FLOORS[dtype.name] * (4 * LAYER if dtype.itemsize == 2 else 4)
@@ -81,8 +80,9 @@ def slopes(expected: Any, actual: Any, row: Row) -> None:
             assert error(a, e, dtype) <= allowed, name
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(same.LINEN))
+@pytest.mark.parametrize("row", same.LINEN)
 def test_gradients_of_linen(row: Row) -> None:
     flax, ours = (m.MultiHeadDotProductAttention(**row.settings) for m in (nn, ours_linen))
     x = inputs(row, same.widths(row))
@@ -96,7 +96,7 @@ def test_gradients_of_linen(row: Row) -> None:
 
         return jax.jit(jax.grad(of, (0, 1)))
 
-    slopes(theirs(loss(flax), variables, x), loss(ours)(variables, x), row)
+    grads(theirs(loss(flax), variables, x), loss(ours)(variables, x), row)
 
 
 def both(row: Row, **more: Any) -> tuple[Any, Any, Any]:
@@ -115,8 +115,9 @@ def both(row: Row, **more: Any) -> tuple[Any, Any, Any]:
     return flax, ours, inputs(row, same.widths(row))
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(same.NNX))
+@pytest.mark.parametrize("row", same.NNX)
 def test_gradients_of_nnx(row: Row) -> None:
     flax, ours, x = both(row)
     mask = np.repeat(pairs(x[-1].shape[1]), row.settings["num_heads"] // N, axis=1)
@@ -126,7 +127,7 @@ def test_gradients_of_nnx(row: Row) -> None:
         return jnp.vdot(out, normal("cotangent", out.shape))
 
     step = nnx.jit(nnx.grad(loss, argnums=(0, 1)))
-    slopes(theirs(step, flax, x), step(ours, x), row)
+    grads(theirs(step, flax, x), step(ours, x), row)
 
 
 def narrow(rows: tuple[Row, ...]) -> list[Row]:
@@ -134,8 +135,9 @@ def narrow(rows: tuple[Row, ...]) -> list[Row]:
     return [row._replace(inputs=1) for row in rows]
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(narrow(same.LINEN)))
+@pytest.mark.parametrize("row", narrow(same.LINEN))
 def test_decoding_of_linen(row: Row) -> None:
     settings = {**row.settings, "decode": True}
     (x,) = inputs(row, same.widths(row))
@@ -156,8 +158,9 @@ def test_decoding_of_linen(row: Row) -> None:
             assert plain(right)[name].dtype == array.dtype
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(narrow(same.NNX)))
+@pytest.mark.parametrize("row", narrow(same.NNX))
 def test_decoding_of_nnx(row: Row) -> None:
     flax, ours, (x,) = both(row, decode=True)
     dtype = row.settings.get("dtype", x.dtype)
@@ -200,8 +203,9 @@ def test_dropout_of_nnx_is_distributed_as_in_flax(broadcast: bool, how: str) -> 
         assert abs(float(first.std()) / row - 1) < 5 / (2 * (1 if broadcast else 4) * T) ** 0.5
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(narrow(same.NNX)))
+@pytest.mark.parametrize("row", narrow(same.NNX))
 def test_attention_fn_in_nnx(row: Row) -> None:
     """With every argument that flax hands on, decoding too."""
     swapped = {name: x for name, x in row.settings.items() if name != "attention_fn"}
@@ -219,8 +223,9 @@ def test_attention_fn_in_nnx(row: Row) -> None:
         same.agree(a, e, row, str(i))
 
 
+@pytest.mark.everyday(row=[])
 @pytest.mark.slow
-@pytest.mark.parametrize("row", everyday(narrow(same.LINEN)))
+@pytest.mark.parametrize("row", narrow(same.LINEN))
 def test_attention_fn_in_linen(row: Row) -> None:
     settings = {**row.settings, "attention_fn": nn.dot_product_attention, "decode": True}
     (x,) = inputs(row, same.widths(row))

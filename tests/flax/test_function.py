@@ -33,6 +33,7 @@ def heads(K: int = N, lead: tuple[int, ...] = (B,), h: int = 13) -> tuple[Any, A
     return query, key, value
 
 
+@pytest.mark.slow_variants("*dtype")
 @pytest.mark.parametrize("arguments", CONDITIONS, ids=lambda a: "-".join(a) or "plain")
 def test_arguments(arguments: dict[str, Any]) -> None:
     expected = theirs(nn.dot_product_attention, *heads(), **arguments)
@@ -60,6 +61,7 @@ def test_signature_has_every_argument_of_flax() -> None:
                 assert own[name].default == parameter.default, name
 
 
+@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("dropout", [False, True])
 def test_in_linen(dropout: bool) -> None:
     x = normal("x", (B, T, DQ))
@@ -141,6 +143,7 @@ def test_masks_and_implementations_of_jaxmha() -> None:
     assert_same(actual, dot_product_attention(*heads(), logits_soft_cap=0.7, is_causal=True))
 
 
+@pytest.mark.slow
 def test_float64(x64: None) -> None:
     q, k, v = (x.astype(jnp.float64) for x in heads())
     mask = pairs(S)

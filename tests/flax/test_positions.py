@@ -29,6 +29,7 @@ def by_hand(positions: Any) -> Any:
     return combine(PARAMS, dot_product_attention(q, k, v, is_causal=True))
 
 
+@pytest.mark.slow
 def test_positions_of_a_layer_and_of_its_cache() -> None:
     expected = by_hand(POSITIONS)
     layer = modules.MultiHeadAttention.from_params(PARAMS, rotate=ROTATE)
@@ -43,6 +44,7 @@ def test_positions_of_a_layer_and_of_its_cache() -> None:
     assert_close(jnp.concatenate(steps, 1), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_positions_in_linen() -> None:
     expected = by_hand(POSITIONS)
@@ -62,6 +64,7 @@ def test_positions_in_linen() -> None:
     assert_close(jnp.concatenate(steps, 1), expected)
 
 
+@pytest.mark.slow
 def test_positions_in_attention_fn() -> None:
     q, k, v = (normal(name, (B, T, N, 4)) for name in ("q", "k", "v"))
     for positions in (None, POSITIONS):
@@ -100,6 +103,7 @@ def test_what_positions_cannot_mean_is_refused() -> None:
         attention_fn(q, k, k, rotate=ROTATE)
 
 
+@pytest.mark.slow
 def test_positions_are_an_array(no_shape_hook: None) -> None:
     q: Any = jnp.ones((B, T, N, 4))
     listed: Any = [list(range(T))] * B

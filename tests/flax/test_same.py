@@ -13,7 +13,6 @@ from jaxmha import Semantics
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.everyday import everyday
 from tests.flax.common import (
     DK,
     DO,
@@ -86,9 +85,9 @@ def agree(actual: Any, expected: Any, row: Row, what: str = "") -> None:
     assert error(actual, np.asarray(expected), dtype) <= allowed, what or row.name
 
 
-@pytest.mark.parametrize(
-    "row", everyday(LINEN, "as wide as the input", "normalize_qk", "half", "three widths")
-)
+@pytest.mark.everyday(row=["as wide as the input", "normalize_qk", "half", "three widths"])
+@pytest.mark.slow_variants("normalize_qk", "three widths", "half")
+@pytest.mark.parametrize("row", LINEN)
 def test_linen(row: Row) -> None:
     flax, ours = (
         module.MultiHeadDotProductAttention(**row.settings) for module in (nn, ours_linen)
@@ -105,7 +104,9 @@ def test_linen(row: Row) -> None:
     agree(actual, expected, row)
 
 
-@pytest.mark.parametrize("row", everyday(NNX, "normalize_qk", "dtype", "num_kv_heads"))
+@pytest.mark.everyday(row=["normalize_qk", "dtype", "num_kv_heads"])
+@pytest.mark.slow_variants("num_kv_heads", "dtype")
+@pytest.mark.parametrize("row", NNX)
 def test_nnx(row: Row) -> None:
     Dq, Dk, _ = widths(row)
     settings = {"in_features": Dq, "decode": False, **row.settings}
@@ -135,7 +136,8 @@ DRAWN = (
 )
 
 
-@pytest.mark.parametrize("row", everyday(DRAWN, "every initialiser"))
+@pytest.mark.everyday(row=["every initialiser"])
+@pytest.mark.parametrize("row", DRAWN)
 def test_initial_values_of_linen(row: Row) -> None:
     x = inputs(row)
     settings = {**row.settings, "deterministic": True}
@@ -152,7 +154,8 @@ GROUPED = Row("grouped", {**INITS, "num_heads": 2 * N, "qkv_features": 2 * N * H
                           "num_kv_heads": N}, 2)  # fmt: skip
 
 
-@pytest.mark.parametrize("row", everyday((*DRAWN, GROUPED), "every initialiser"))
+@pytest.mark.everyday(row=["every initialiser"])
+@pytest.mark.parametrize("row", [*DRAWN, GROUPED])
 def test_initial_values_of_nnx(row: Row) -> None:
     settings = {**row.settings, "in_features": DQ, "in_kv_features": (DQ, DK)[row.inputs - 1]}
     expected, actual = (
@@ -177,6 +180,7 @@ def test_call_arguments_of_linen() -> None:
             ours.apply(variables, x[0], **wrong)
 
 
+@pytest.mark.slow
 def test_masks_of_every_rank_and_dtype(no_shape_hook: None) -> None:
     flax, ours = (module.MultiHeadAttention(**WIDE) for module in (nn, ours_linen))
     (x,) = inputs(Row("", {}))
@@ -192,6 +196,7 @@ def test_masks_of_every_rank_and_dtype(no_shape_hook: None) -> None:
         ours.apply(variables, x, mask=[[True]])
 
 
+@pytest.mark.slow
 def test_any_number_of_batch_axes() -> None:
     flax, ours = (module.MultiHeadAttention(**WIDE) for module in (nn, ours_linen))
     x = normal("many", (2, 3, T, DQ))
@@ -202,6 +207,7 @@ def test_any_number_of_batch_axes() -> None:
     assert_close(ours.apply(variables, x[0, 0], mask=mask[0, 0]), expected[0, 0])
 
 
+@pytest.mark.slow
 def test_causal_of_nnx() -> None:
     settings = {**WIDE, "in_features": DQ, "decode": False}
     flax = theirs(nnx.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
@@ -249,13 +255,14 @@ def test_gradients_of_linen() -> None:
     actual = jax.jit(loss(ours))(variables, x)
     assert structure(actual) == structure(expected)
     for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
-        # The slope of a bias of keys is 0 but for noise at the scale of the others.
+        # The gradient of a bias of keys is 0 but for noise at the scale of the others.
         if "key" in name and "bias" in name:
             assert np.abs(a - e).max() < 1e-5
         else:
             assert_close(a, e, name, factor=2)
 
 
+@pytest.mark.slow
 def test_gradients_of_nnx() -> None:
     settings = {**WIDE, "in_features": DQ, "decode": False}
     flax = theirs(nnx.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
@@ -263,10 +270,10 @@ def test_gradients_of_nnx() -> None:
     (x,) = inputs(Row("", {}))
     cotangent = normal("cotangent", (B, T, DQ))
 
-    def slopes(module: Any) -> Any:
+    def grads(module: Any) -> Any:
         return nnx.grad(lambda m, x: jnp.vdot(m(x, mask=pairs(T)), cotangent))(module, x)
 
-    expected, actual = theirs(nnx.jit(slopes), flax), nnx.jit(slopes)(ours)
+    expected, actual = theirs(nnx.jit(grads), flax), nnx.jit(grads)(ours)
     for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
         if "key" in name and "bias" in name:
             assert np.abs(a - e).max() < 1e-5
@@ -274,6 +281,7 @@ def test_gradients_of_nnx() -> None:
             assert_close(a, e, name, factor=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broadcast", "how"),
     [

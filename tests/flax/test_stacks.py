@@ -52,17 +52,17 @@ def test_layers_of_linen_draw_as_their_rngs_are_split(split: bool) -> None:
 
 @pytest.mark.slow
 def test_remat_of_linen_repeats_its_draws() -> None:
-    def slopes(stack: Any, variables: Any) -> Any:
+    def grads(stack: Any, variables: Any) -> Any:
         def loss(variables: Any) -> Any:
             _, outs = stack.apply(variables, X, rngs={"dropout": jax.random.key(5)})
             return jnp.square(outs).sum(), outs
 
         return jax.jit(jax.grad(loss, has_aux=True))(variables)
 
-    (expected, outs), (actual, others) = slopes(*drawing(True)), slopes(*drawing(True, nn.remat))
+    (expected, outs), (actual, others) = grads(*drawing(True)), grads(*drawing(True, nn.remat))
     assert_close(others, outs)
     for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
-        if "key" not in name or "bias" not in name:  # whose slope is 0 but for noise
+        if "key" not in name or "bias" not in name:  # whose gradient is 0 but for noise
             assert_close(a, e, name, factor=2 * LAYERS)
 
 
@@ -96,13 +96,13 @@ def test_layers_of_nnx_draw_from_their_own_streams(wrap: Any) -> None:
     def body(x: Any, layer: Any) -> Any:
         return x, layer(x, mask=MASK)
 
-    slopes, outs = losses(wrap(body))(layers)
+    grads, outs = losses(wrap(body))(layers)
     expected, others = losses(body)(reference)
     for i in range(LAYERS):
         for j in range(i):
             assert not np.array_equal(outs[i], outs[j])
     assert_close(outs, others)
-    for (name, a), e in zip(plain(slopes).items(), plain(expected).values(), strict=True):
+    for (name, a), e in zip(plain(grads).items(), plain(expected).values(), strict=True):
         if "key" not in name or "bias" not in name:
             assert_close(a, e, name, factor=4)
     for count in state_of(layers, nnx.RngCount).values():

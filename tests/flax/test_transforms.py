@@ -185,7 +185,7 @@ def test_scan_and_remat_of_linen() -> None:
     wanted, actual = theirs(run, flax, mask), run(ours, MASK)
     assert structure(actual) == structure(wanted)
     for (name, a), e in zip(plain(actual).items(), plain(wanted).values(), strict=True):
-        if "key" not in name or "bias" not in name:  # whose slope is 0 but for noise
+        if "key" not in name or "bias" not in name:  # whose gradient is 0 but for noise
             assert_close(a, e, name, factor=2 * LAYERS)
 
 

@@ -1,4 +1,4 @@
-"""Every framework's verbs, what they refuse, and a live call of each path, as data."""
+"""Every framework's functions, what they refuse, and a live call of each path, as data."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -23,10 +23,10 @@ from tests.masks.draws import Sizes, numbers, pairs
 
 H = 4
 Call = Callable[..., NDArray]
-Refusal = Callable[[Mask, Sizes], str | None]
+Rejected = Callable[[Mask, Sizes], str | None]
 
 
-class Verbs(NamedTuple):
+class MaskApi(NamedTuple):
     """A framework's `export_masks` and `import_masks`, and how to call them.
 
     Attributes:
@@ -37,7 +37,7 @@ class Verbs(NamedTuple):
       fills: whether what a mask blocks is filled after the bias was added.
       exporting: further arguments of the exporter.
       importing: further arguments of the importer, of sizes.
-      refuses: words of the refusal, where the target cannot hold the mask.
+      refuses: words of the error, where the target cannot hold the mask.
     """
 
     module: ModuleType
@@ -47,7 +47,7 @@ class Verbs(NamedTuple):
     fills: bool = False
     exporting: Mapping[str, Any] = MappingProxyType({})
     importing: Callable[[Sizes], Any] = lambda _: {}
-    refuses: Refusal = lambda mask, sizes: None
+    refuses: Rejected = lambda mask, sizes: None
 
 
 def per_head(mask: Mask, sizes: Sizes) -> str | None:
@@ -84,9 +84,9 @@ def lengths(sizes: Sizes) -> Any:
     return {"query_length": sizes.T, "key_length": sizes.S}
 
 
-VERBS = {
-    "torch": Verbs(torch_mha, ALL, bias=True, importing=heads),
-    "torch zero": Verbs(
+APIS = {
+    "torch": MaskApi(torch_mha, ALL, bias=True, importing=heads),
+    "torch zero": MaskApi(
         torch_mha,
         ALL,
         bias=True,
@@ -94,42 +94,44 @@ VERBS = {
         importing=lambda sizes: heads(sizes) | {"add_zero_attn": True},
         refuses=extras,
     ),
-    "sdpa": Verbs(sdpa, ALL, True, True, importing=lambda sizes: heads(sizes) | {"kernel": "math"}),
-    "keras": Verbs(keras, refuses=per_head),
-    "keras heads": Verbs(keras, exporting={"per_head": True}),
-    "gqa": Verbs(
+    "sdpa": MaskApi(
+        sdpa, ALL, True, True, importing=lambda sizes: heads(sizes) | {"kernel": "math"}
+    ),
+    "keras": MaskApi(keras, refuses=per_head),
+    "keras heads": MaskApi(keras, exporting={"per_head": True}),
+    "gqa": MaskApi(
         keras,
         exporting={"kind": "gqa", "per_head": True},
         importing=lambda _: {"kind": "gqa"},
     ),
-    "linen": Verbs(flax, exporting={"kind": "linen"}, importing=heads),
-    "nnx": Verbs(flax, importing=heads),
-    "flax function": Verbs(
+    "linen": MaskApi(flax, exporting={"kind": "linen"}, importing=heads),
+    "nnx": MaskApi(flax, importing=heads),
+    "flax function": MaskApi(
         flax,
         bias=True,
         exporting={"function": True},
         importing=rows,
         fills=True,
     ),
-    "jax": Verbs(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
-    "huggingface": Verbs(huggingface, NO_HEADS, bias=True, importing=lengths),
-    "scores": Verbs(
+    "jax": MaskApi(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
+    "huggingface": MaskApi(huggingface, NO_HEADS, bias=True, importing=lengths),
+    "scores": MaskApi(
         huggingface, NO_HEADS, bias=True, exporting={"form": "scores"}, importing=lengths
     ),
-    "causal model": Verbs(
+    "causal model": MaskApi(
         huggingface,
         NO_HEADS,
         bias=True,
         exporting={"is_causal": True},
         importing=lambda sizes: lengths(sizes) | {"is_causal": True},
     ),
-    "filled": Verbs(
+    "filled": MaskApi(
         handwritten,
         exporting={"style": "filled"},
         importing=lambda _: {"style": "filled"},
         refuses=two_axes,
     ),
-    "added": Verbs(
+    "added": MaskApi(
         handwritten,
         exporting={"style": "added"},
         importing=lambda _: {"style": "added"},
@@ -142,7 +144,7 @@ class Live(NamedTuple):
     """A path of a live framework.
 
     Attributes:
-      verbs: of `VERBS`.
+      functions: of `VERBS`.
       make: sizes to a call of the exported arguments; `(B, T, D)` of a layer with `params`, or
         `(B, T, N, H)` of a function.
       semantics: of the path.
@@ -151,7 +153,7 @@ class Live(NamedTuple):
       no_keys: whether it takes axes of size 0, and a row of no keys is one with nothing left.
     """
 
-    verbs: str
+    api: str
     make: Callable[[Sizes], Call]
     semantics: Semantics
     layer: bool = False

@@ -22,7 +22,7 @@ def layer(
     given = repeated(CHUNK, *map(to_numpy, inputs))
     run: Any = multi_head_attention
     for chunk in _chunks(masks):
-        answer = run(
+        output = run(
             params,
             *given,
             semantics=semantics,
@@ -30,7 +30,7 @@ def layer(
             implementation="reference",
             **chunk,
         )
-        found.append([np.asarray(x) for x in answer])
+        found.append([np.asarray(x) for x in output])
     return [np.concatenate(parts)[:count] for parts in zip(*found, strict=True)]
 
 
@@ -47,14 +47,14 @@ def heads(
     full = np.full((count, shape[1]), shape[2]) if query_lengths is None else query_lengths
     run: Any = dot_product_attention
     for chunk in _chunks({**masks, "query_seq_lengths": full.astype(np.int32)}):
-        answer = run(
+        output = run(
             *map(flat, given),
             fully_masked=semantics.fully_masked,
             softmax_dtype=semantics.softmax_dtype,
             implementation="reference",
             **{name: flat(array) for name, array in chunk.items()},
         )
-        found.append(np.reshape(answer, (*shape, -1 if answer.size else given[2].shape[-1])))
+        found.append(np.reshape(output, (*shape, -1 if output.size else given[2].shape[-1])))
     return np.concatenate(found)[:count]
 
 

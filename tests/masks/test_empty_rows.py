@@ -67,7 +67,7 @@ CASES: dict[tuple[Any, int], dict[str, tuple[Any, dict[str, Any]]]] = {
 }
 
 
-def answers(out: NDArray, groups: int) -> dict[str, NDArray]:
+def outputs(out: NDArray, groups: int) -> dict[str, NDArray]:
     """What the second batch row would be: of heads, or of the layer."""
     if out.ndim == 4:
         mean = inputs(SIZES, layer=False)[2][1].mean(0)
@@ -86,11 +86,11 @@ def answers(out: NDArray, groups: int) -> dict[str, NDArray]:
 
 
 @pytest.mark.parametrize(("module", "row"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_answers(module: Any, row: int) -> None:
+def test_outputs(module: Any, row: int) -> None:
     table = dict(module.ARGUMENTS[row].empty)
     assert CASES[module, row].keys() <= table.keys()
     for path, (call, arguments) in CASES[module, row].items():
         assert set(arguments) == {module.ARGUMENTS[row].name}
         out = call(**arguments)
-        expected = answers(out, 1 if module is keras else N)[table[path]]
+        expected = outputs(out, 1 if module is keras else N)[table[path]]
         assert_close(out[1].astype(np.float32), expected, path, factor=4.0)

@@ -122,6 +122,7 @@ def slow_path_fails(path: str, mask: NDArray | None, causal: bool) -> bool:
     return path == "nnx slow" and causal and not full
 
 
+@pytest.mark.slow_variants("*", "!linen")
 @pytest.mark.parametrize("path", PATHS)
 def test_every_combination_of_layers(path: str) -> None:
     """mask 33 x is_causal 2 (nnx)."""
@@ -145,6 +146,7 @@ def test_every_combination_of_layers(path: str) -> None:
     compare(path, made, expected, what)
 
 
+@pytest.mark.slow_variants("nnx slow")
 @pytest.mark.parametrize("path", PATHS)
 def test_every_combination_of_functions(path: str) -> None:
     """mask 9 x bias 5 x is_causal 2 (nnx), of which some bias leaves a row no key of the mask's."""
@@ -223,6 +225,6 @@ def test_exclusions_in_a_layer() -> None:
         ({"mask": np.ones((T, S)), "bias": np.ones((S, S))}, ValueError, "T=5"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         import_masks(**arguments)

@@ -42,6 +42,7 @@ def ours(mask: Mask | None, bias: NDArray | None, fully_masked: Any = "mean") ->
     return np.asarray(out)
 
 
+@pytest.mark.slow_variants("*-shape1-eager", "*-shape2-eager")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("shape", [(B, 1, T, S), (1, 1, T, S), (B, 1, 1, S), (B, N, T, S)])
 @pytest.mark.parametrize("what", ["constants", "infinite", "twice", "bias"])
@@ -87,10 +88,10 @@ def test_two_axes(causal: bool, dtype: Any) -> None:
 
     config = BertConfig(hidden_size=N * H, num_attention_heads=N)
     config._attn_implementation = "eager"
-    there = np.arange(S) < np.array([[S], [3], [1]])
+    present = np.arange(S) < np.array([[S], [3], [1]])
     make: Any = create_causal_mask if causal else create_bidirectional_mask
     options = {"past_key_values": None, "position_ids": None} if causal else {}
-    given = torch.from_numpy(there.astype(dtype))
+    given = torch.from_numpy(present.astype(dtype))
     theirs = make(
         config=config, inputs_embeds=torch.zeros(B, S, N * H), attention_mask=given, **options
     )
@@ -151,7 +152,7 @@ def test_exclusions_and_finite_values_of_narrow_dtypes(dtype: str) -> None:
             huggingface.export_masks(None, wide, dtype=np.float16, **SIZES)
 
 
-def test_refusals_of_transformers() -> None:
+def test_errors_of_transformers() -> None:
     with pytest.raises(ValueError, match="must hold 1"):
         huggingface.import_masks(attention_mask=np.array([[0.0, -1e9]]))
     with pytest.raises(TypeError, match="floating"):

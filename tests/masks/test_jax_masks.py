@@ -73,6 +73,7 @@ def compare(made: list[Masks], expected: list[Any], what: list[str]) -> None:
         assert_close(actual[c], theirs, what[c], factor=FACTOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", WINDOWS)
 def test_every_combination(window: Any) -> None:
     """mask 7 x bias 4 x is_causal 2 x query lengths 2 x key/value lengths 2, per window."""
@@ -150,6 +151,6 @@ def test_unbatched_and_jit() -> None:
         ({"local_window_size": -1}, ValueError, "window sides"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         import_masks(num_heads=N, **arguments)

@@ -92,12 +92,13 @@ def compare(
     params: MHAParams, scores: bool, made: list[Any], expected: list[Any], what: list[str]
 ) -> None:
     semantics = Semantics.keras("scores" if scores else "fused")
-    answer = ours.layer(params, (QUERY, VALUE), stacked(made), semantics)
+    output = ours.layer(params, (QUERY, VALUE), stacked(made), semantics)
     for c, found in enumerate(expected):
-        for actual, theirs in zip(answer, found, strict=False):
+        for actual, theirs in zip(output, found, strict=False):
             assert_close(actual[c], theirs, what[c], factor=FACTOR)
 
 
+@pytest.mark.slow_variants("*", "!mha-None-False")
 @pytest.mark.parametrize("scores", BOTH)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -130,7 +131,7 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
             )
 
         if kind == "mha" and query_mask == "given":
-            with pytest.raises(ValueError, match="ignores a query_mask"):
+            with pytest.raises(ValueError, match="ignores the argument query_mask"):
                 imported()
             refused += 1
             continue
@@ -158,7 +159,7 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
 
 
 def test_given_query_mask_is_ignored() -> None:
-    """What the refusal says is so."""
+    """What the error says is so."""
     made, _ = layer("mha")
     for scores in BOTH:
         for ignored, theirs in zip(
@@ -191,10 +192,11 @@ def test_two_readings() -> None:
         compare(params, scores_too, masks, expected, [str(i) for i in range(len(good))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", BOTH)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_row_to_head_where_batch_is_heads(kind: Kind, scores: bool) -> None:
-    """Four axes beside (B, S): Keras applies row b to head b, which num_heads=N asks for."""
+    """Four axes next to (B, S): Keras applies row b to head b, which num_heads=N asks for."""
     made, params = layer(kind)
     rows = np.random.default_rng(5).random((N, S)) < 0.6
     rows[1] = False
@@ -281,8 +283,8 @@ def test_post_norm_stack(kind: Kind) -> None:
     for _ in range(3):
         x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attention(kind)(x, x)]))
     arrived = implicit_masks(keras.Model(ids, x), tokens(T))
-    there = tokens(T) != 0
-    full = there[:, None, :, None] & there[:, None, None, :]
+    present = tokens(T) != 0
+    full = present[:, None, :, None] & present[:, None, None, :]
     for index, one in enumerate(arrived):
         mask, bias = import_masks(**one.arguments)
         assert bias is None
@@ -351,6 +353,7 @@ def test_a_subclass_that_fails_is_left_as_it_was() -> None:
 KINDS = "every_combination or one_layer or shared_memory or is_the_one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marks", "least"),
     [("not slow", 6), pytest.param("slow or not slow", 14, marks=pytest.mark.slow)],

@@ -19,7 +19,6 @@ from jaxmha.converters import torch as to_torch
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.arrays import to_torch as tensor
 from jaxmha.semantics import PATHS
-from tests.everyday import everyday
 from tests.tolerance import LAYER, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # nnx's own
@@ -31,7 +30,7 @@ HALF = ("bfloat16", "float16")
 # 16 floors of float32 are 1e-6 of the scale; a layer in half precision rounds in between.
 FACTOR = {"float32": 0.5, "bfloat16": LAYER, "float16": LAYER}
 
-Answer = tuple[Any, Any]
+Output = tuple[Any, Any]
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def loose() -> Iterator[None]:
 
 def torch_layer(
     path: str, params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0
-) -> Answer:
+) -> Output:
     layer = to_torch.to_module(params, Semantics(dropout_rate=rate)).train(rate > 0)
     query = tensor(x)
     with torch.set_grad_enabled(path != "native"):
@@ -60,15 +59,15 @@ def torch_layer(
 
 def keras_layer(
     path: str, params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0
-) -> Answer:
+) -> Output:
     layer = to_keras.to_module(params, Semantics(dropout_rate=rate))
     scores = path == "scores"
     with loose():
-        answer = layer(x, x, attention_mask=keep, return_attention_scores=scores, training=rate > 0)
-    return (answer[0], answer[1]) if scores else (answer, None)
+        output = layer(x, x, attention_mask=keep, return_attention_scores=scores, training=rate > 0)
+    return (output[0], output[1]) if scores else (output, None)
 
 
-def linen_layer(params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0) -> Answer:
+def linen_layer(params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0) -> Output:
     layer, variables = to_flax.to_module(
         params, Semantics(dropout_rate=rate, dropout_broadcast=("B", "N")), kind="linen"
     )
@@ -84,7 +83,7 @@ def linen_layer(params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0)
     return out, sown["intermediates"]["attention_weights"][0]
 
 
-def nnx_layer(path: str, params: MHAParams, x: NDArray, keep: NDArray) -> Answer:
+def nnx_layer(path: str, params: MHAParams, x: NDArray, keep: NDArray) -> Output:
     layer = to_flax.to_module(params, kind="nnx")
     sow = path == "weights"
     with loose():
@@ -96,7 +95,7 @@ class Live(NamedTuple):
     """A path of a live layer: its preset, and a call of (params, x, keep)."""
 
     preset: Callable[..., Semantics]
-    call: Callable[..., Answer]
+    call: Callable[..., Output]
 
 
 LIVE = {
@@ -133,9 +132,11 @@ def inputs(dtype: str) -> tuple[NDArray, NDArray]:
     return rng.standard_normal((B, S, D)).astype(jnp.dtype(dtype)), keep
 
 
-@pytest.mark.parametrize("dtype", everyday(["float32", *HALF], "float32"))
+@pytest.mark.everyday(dtype=["float32"])
+@pytest.mark.slow_variants("keras scores*", "linen*")
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
 @pytest.mark.parametrize("name", LIVE)
-def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
+def test_a_layer_outputs_as_its_path(name: str, dtype: str) -> None:
     params, (x, keep) = layer_params(dtype), inputs(dtype)
     out, weights = (None if a is None else to_numpy(a) for a in LIVE[name].call(params, x, keep))
     semantics = LIVE[name].preset(dtype=dtype if dtype in HALF else None)
@@ -150,7 +151,9 @@ def test_a_layer_answers_as_its_path(name: str, dtype: str) -> None:
         assert_close(ours_weights, weights, "weights", factor=FACTOR[dtype])
 
 
-@pytest.mark.parametrize("name", everyday(LIVE, "torch weights", "keras scores", "nnx fused"))
+@pytest.mark.everyday(name=["torch weights", "keras scores", "nnx fused"])
+@pytest.mark.slow_variants("keras scores*", "nnx fused")
+@pytest.mark.parametrize("name", LIVE)
 def test_float16_overflows_where_the_path_does(name: str) -> None:
     """Logits of 8e4: NaN where the softmax is in float16, the mean of equal values elsewhere."""
     width = 64
@@ -168,7 +171,7 @@ def test_float16_overflows_where_the_path_does(name: str) -> None:
 
 @pytest.mark.parametrize("logit", [-2e4, -4e4])
 def test_the_constant_of_keras_shows_below_it(logit: float) -> None:
-    """Two equal logits in float16 beside a blocked one: Keras' row is 0 where they are below -3e4."""
+    """Two equal logits in float16 next to a blocked one: Keras' row is 0 where they are below -3e4."""
     size = 4
     zero = np.zeros((size, 1, size), np.float16)
     zero[0, 0, 0] = 1
@@ -198,6 +201,7 @@ KEPT = np.ones((B, S, S), bool)
 RATE = 0.5
 
 
+@pytest.mark.slow_variants("keras scores*", "linen")
 @pytest.mark.parametrize("name", ["torch weights", "keras scores", "linen"])
 def test_weights_are_those_before_or_after_dropout(name: str) -> None:
     """After it, rows no longer sum to 1."""
@@ -223,9 +227,9 @@ def test_weights_are_those_before_or_after_dropout(name: str) -> None:
         if which == "before_dropout":
             assert_close(weights, clean, factor=FACTOR["float32"])
             continue
-        there = weights != 0
-        assert 0 < there.sum() < there.size
-        assert_close(weights[there], clean[there] / (1 - RATE), factor=FACTOR["float32"])
+        present = weights != 0
+        assert 0 < present.sum() < present.size
+        assert_close(weights[present], clean[present] / (1 - RATE), factor=FACTOR["float32"])
 
 
 def shared(draws: NDArray) -> set[str]:
@@ -233,6 +237,7 @@ def shared(draws: NDArray) -> set[str]:
     return {axis for i, axis in enumerate("BNTS") if (draws == draws.take([0], i)).all()}
 
 
+@pytest.mark.slow_variants("keras scores*", "linen")
 @pytest.mark.parametrize("name", ["torch weights", "keras scores", "linen"])
 def test_dropout_shares_draws_as_the_framework_does(name: str) -> None:
     """Queries and keys are 0 and values a unit matrix, so that outputs are what dropout keeps."""
@@ -262,6 +267,7 @@ def heads(dtype: str) -> tuple[NDArray, ...]:
     return tuple(rng.standard_normal((B, S, N, H)).astype(jnp.dtype(dtype)) for _ in range(3))
 
 
+@pytest.mark.slow_variants("jax-float16")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(n, d) for n in ("torch_sdpa", "jax") for d in ("float32", *HALF)]
@@ -290,10 +296,10 @@ def test_attention_alone(name: str, dtype: str) -> None:
         fully_masked=semantics.fully_masked,
         softmax_dtype=semantics.softmax_dtype,
     )
-    answer = to_numpy(live)
-    assert answer.dtype == dtype
-    assert_close(ours, answer)
-    empty = answer[1]
+    output = to_numpy(live)
+    assert output.dtype == dtype
+    assert_close(ours, output)
+    empty = output[1]
     assert (empty == 0).all() == (semantics.fully_masked == "zero")
 
 

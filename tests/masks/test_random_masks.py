@@ -23,7 +23,7 @@ from tests.masks.draws import (
     stacked,
 )
 from tests.masks.draws import SEED as PROPERTY_SEED
-from tests.masks.frameworks import LIVE, VERBS, Verbs, inputs, params
+from tests.masks.frameworks import APIS, LIVE, MaskApi, inputs, params
 from tests.tolerance import assert_close
 
 pytestmark = [
@@ -47,32 +47,32 @@ def random_bias(number: int, sizes: Sizes) -> NDArray | None:
     return bias
 
 
-def carried(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[Mask, dict[str, Any]]:
+def carried(api: MaskApi, mask: Mask, bias: Any, sizes: Sizes) -> tuple[Mask, dict[str, Any]]:
     """The mask, and the framework's arguments for it, after what is refused was left out."""
-    named = sizes.named(*verbs.sizes) | dict(verbs.exporting)
+    named = sizes.named(*api.sizes) | dict(api.exporting)
     lengths = mask.query_lengths
-    if not verbs.beyond and lengths is not None and np.any(lengths < sizes.T):
+    if not api.beyond and lengths is not None and np.any(lengths < sizes.T):
         with pytest.raises(ValueError, match=r"mask has query lengths.*Mask.padding\(query="):
-            verbs.module.export_masks(mask, bias, **named)
+            api.module.export_masks(mask, bias, **named)
         mask = replace(mask, query_lengths=None)
-    if words := verbs.refuses(mask, sizes):
-        with pytest.raises(ValueError, match=words):
-            verbs.module.export_masks(mask, bias, **named)
+    if reason := api.refuses(mask, sizes):
+        with pytest.raises(ValueError, match=reason):
+            api.module.export_masks(mask, bias, **named)
         mask = Mask.causal() if sizes.S else Mask()
-    return mask, verbs.module.export_masks(mask, bias, **named)
+    return mask, api.module.export_masks(mask, bias, **named)
 
 
-def round_trip(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[dict[str, Any], Masks]:
+def round_trip(api: MaskApi, mask: Mask, bias: Any, sizes: Sizes) -> tuple[dict[str, Any], Masks]:
     """The framework's arguments, and what they are read as: the same."""
-    mask, arguments = carried(verbs, mask, bias, sizes)
-    if verbs.module is handwritten and not arguments:
+    mask, arguments = carried(api, mask, bias, sizes)
+    if api.module is handwritten and not arguments:
         return arguments, (None, None)
-    importing = verbs.importing(sizes) | arguments
-    if verbs.fills and emptied(mask, bias, sizes).any():
+    importing = api.importing(sizes) | arguments
+    if api.fills and emptied(mask, bias, sizes).any():
         with pytest.raises(ValueError, match="excludes every key that the mask leaves"):
-            verbs.module.import_masks(**importing)
+            api.module.import_masks(**importing)
         importing["emptied_by_bias"] = "empty"
-    mask2, bias2 = verbs.module.import_masks(**importing)
+    mask2, bias2 = api.module.import_masks(**importing)
     allowed = pairs(mask, bias, sizes)
     np.testing.assert_array_equal(pairs(mask2, bias2, sizes), allowed)
     before, after = (np.zeros(()) if x is None else x for x in (bias, bias2))
@@ -82,19 +82,19 @@ def round_trip(verbs: Verbs, mask: Mask, bias: Any, sizes: Sizes) -> tuple[dict[
 
 def many_round_trips(name: str, examples: int) -> None:
     def check(mask: Mask, number: int, sizes: Sizes) -> None:
-        bias = random_bias(number, sizes) if VERBS[name].bias else None
-        round_trip(VERBS[name], mask, bias, sizes)
+        bias = random_bias(number, sizes) if APIS[name].bias else None
+        round_trip(APIS[name], mask, bias, sizes)
 
     property_test(check, examples)
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", APIS)
 def test_export_then_import(name: str) -> None:
     many_round_trips(name, 60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", APIS)
 def test_export_then_import_at_length(name: str) -> None:
     many_round_trips(name, 2000)
 
@@ -104,7 +104,7 @@ def live(name: str, sizes: Sizes, count: int) -> None:
     path = LIVE[name]
     if 0 in sizes and not path.no_keys:
         return
-    verbs = VERBS[path.verbs]
+    api = APIS[path.api]
     rng = np.random.default_rng([PROPERTY_SEED, count, *sizes])
     call, made, expected = path.make(sizes), [], []
     for _ in range(count):
@@ -112,10 +112,10 @@ def live(name: str, sizes: Sizes, count: int) -> None:
         number = int(rng.integers(2**32))
         excluded = float(rng.choice((0.0, 0.3, 1.0), p=(0.2, 0.7, 0.1)))
         mask = random_mask(number, kinds, excluded, sizes)
-        bias = random_bias(number, sizes) if verbs.bias else None
-        if verbs.fills and emptied(mask, bias, sizes).any():
+        bias = random_bias(number, sizes) if api.bias else None
+        if api.fills and emptied(mask, bias, sizes).any():
             bias = None  # refused
-        arguments, read = round_trip(verbs, mask, bias, sizes)
+        arguments, read = round_trip(api, mask, bias, sizes)
         made.append(read)
         expected.append(call(**arguments))
     given, masks = inputs(sizes, path.layer), stacked(made, sizes)
@@ -130,6 +130,7 @@ def live(name: str, sizes: Sizes, count: int) -> None:
         assert_close(actual[c], theirs, f"{name} {sizes} {made[c][0]!r}", factor=FACTOR)
 
 
+@pytest.mark.slow_variants("gqa*", "keras scores*", "nnx*", "bert*", "linen*")
 @pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize("name", LIVE)
 def test_live_frameworks_agree(name: str, sizes: Sizes) -> None:

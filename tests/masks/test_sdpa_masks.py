@@ -28,7 +28,7 @@ KINDS = ("bool", "float", "inf")
 def given(kind: str, full: tuple[bool, ...], T: int, S: int) -> NDArray:
     """A mask with the axes given in full, the others of size 1; some rows have nothing left."""
     sizes = (B, N, T, S)[-len(full) :]
-    shape = tuple(size if there else 1 for size, there in zip(sizes, full, strict=True))
+    shape = tuple(size if present else 1 for size, present in zip(sizes, full, strict=True))
     rng = np.random.default_rng([len(kind), *shape])
     keep = rng.random(shape) < 0.6
     keep[..., 0, :] = keep.shape[-2] == 1
@@ -79,7 +79,7 @@ def test_every_combination(T: int, S: int, gqa: bool, kernel: Any) -> None:
             if refuses and attn_mask is not None and is_causal:
                 with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set"):
                     sdpa(inputs, enable_gqa=gqa, **arguments)
-                with pytest.raises(ValueError, match="refuses attn_mask beside is_causal"):
+                with pytest.raises(ValueError, match="refuses attn_mask with is_causal"):
                     import_masks(kernel=kernel, **arguments)
                 continue
             out = sdpa(inputs, enable_gqa=gqa, **arguments)
@@ -145,7 +145,7 @@ def test_a_wider_mask_on_half_precision() -> None:
         (np.ones((B, N - 1, 5, 7), bool), ValueError, "N=6"),
     ],
 )
-def test_refusals_are_those_of_torch(attn_mask: NDArray, error: Any, why: str) -> None:
+def test_errors_are_those_of_torch(attn_mask: NDArray, error: Any, why: str) -> None:
     inputs = heads(N, 5), heads(N, 7, 1), heads(N, 7, 2)
     with pytest.raises((RuntimeError, IndexError)):
         sdpa(inputs, attn_mask=to_torch(attn_mask))

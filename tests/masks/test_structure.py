@@ -8,7 +8,7 @@ import pytest
 from jaxmha import Mask
 from jaxmha.converters.masks.compose import array_of, checked, padding_of, refuse_emptied
 from tests.masks.draws import Sizes, pairs
-from tests.masks.frameworks import VERBS
+from tests.masks.frameworks import APIS
 
 SIZES = Sizes(3, 2, 5, 7)
 # A field that does not fit, and what the message says of it.
@@ -36,30 +36,32 @@ KEYS = {
 
 
 def exported(name: str, mask: Any, sizes: Sizes) -> dict[str, Any]:
-    verbs = VERBS[name]
-    given: dict[str, Any] = verbs.module.export_masks(
-        mask, None, **sizes.named(*verbs.sizes), **verbs.exporting
+    api = APIS[name]
+    given: dict[str, Any] = api.module.export_masks(
+        mask, None, **sizes.named(*api.sizes), **api.exporting
     )
     return given
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", APIS)
 def test_what_does_not_fit_is_named(name: str, wrong: str) -> None:
     """The axes expected, the shape that came, and what to do."""
     mask, message = WRONG[wrong]
-    with pytest.raises(ValueError, match=f"mask.*: expected axes .*{message}: cut or pad the mask"):
+    with pytest.raises(
+        ValueError, match=f"mask.*: expected axes .*{message}: crop or pad the mask"
+    ):
         exported(name, mask, SIZES)
 
 
-@pytest.mark.parametrize("name", [n for n, verbs in VERBS.items() if "batch_size" in verbs.sizes])
+@pytest.mark.parametrize("name", [n for n, api in APIS.items() if "batch_size" in api.sizes])
 def test_a_wrong_batch_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=r"mask.key_value_lengths: .* with B=3, got shape \(4,\)"):
         exported(name, Mask.lengths(key_value=np.ones(4, int)), SIZES)
 
 
 @pytest.mark.parametrize("what", KEYS)
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", APIS)
 def test_no_keys(name: str, what: str) -> None:
     """S = 0: an array without entries, or none."""
     sizes = Sizes(2, 2, 3, 0)
@@ -71,13 +73,13 @@ def test_no_keys(name: str, what: str) -> None:
     arrays = [x for x in arguments.values() if isinstance(x, np.ndarray) and x.ndim > 1]
     assert all(array.shape[-1] == 0 for array in arrays)
     if arguments:
-        verbs = VERBS[name]
-        mask, bias = verbs.module.import_masks(**verbs.importing(sizes), **arguments)
+        api = APIS[name]
+        mask, bias = api.module.import_masks(**api.importing(sizes), **arguments)
         assert bias is None
         assert pairs(mask, None, sizes).shape == (2, 2, 3, 0)
 
 
-@pytest.mark.parametrize("name", [n for n, verbs in VERBS.items() if not verbs.beyond])
+@pytest.mark.parametrize("name", [n for n, api in APIS.items() if not api.beyond])
 def test_rows_beyond_a_length_are_not_dropped_in_silence(name: str) -> None:
     lengths = Mask.lengths(query=np.array([5, 2, 0]))
     with pytest.raises(
@@ -102,7 +104,7 @@ def test_dtypes_are_checked() -> None:
         checked(Mask(key_value_padding=np.array([[2, 0, 1]])), {})
     with pytest.raises(TypeError, match="query_lengths must be integers"):
         checked(Mask(query_lengths=np.array([1.0])), {})
-    with pytest.raises(ValueError, match="segments of one side"):
+    with pytest.raises(ValueError, match="segment ids for only one"):
         checked(Mask(query_segments=np.ones((1, 5), int)), {})
 
 

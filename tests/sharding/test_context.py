@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,8 @@ from jax.sharding import AxisType
 import jaxmha
 from experiments.scaling.hlo import collectives
 from jaxmha import Mask, Semantics, sharding
-from jaxmha.implementations.context_parallel import common
 from jaxmha.implementations.tiled import attention, loop
-from tests.everyday import everyday
+from tests import conformance
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, N, K, H, h = 2, 56, 6, 2, 5, 7
@@ -80,17 +80,17 @@ def gradients(**options: Any) -> Any:
     """Output, everything else that is returned, and gradients of heads (and a bias)."""
     bias = options.pop("bias", None)
 
-    def run(q: Any, k: Any, v: Any, slope: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, grad: Any) -> Any:
         def of(*arrays: Any) -> Any:
             found = jaxmha.dot_product_attention(*arrays, **options)
             out, *lse = found if isinstance(found, tuple) else (found,)
-            # Slopes of what is returned beside the output are those of the first feature.
-            more = [(x * jnp.moveaxis(slope[..., 0], 1, 2)).sum() for x in lse]
-            return (out * slope).sum() + sum(more), found
+            # Gradients of what is returned beside the output are those of the first feature.
+            more = [(x * jnp.moveaxis(grad[..., 0], 1, 2)).sum() for x in lse]
+            return (out * grad).sum() + sum(more), found
 
         arrays = (q, k, v) if bias is None else (q, k, v, bias)
-        slopes, found = jax.grad(of, tuple(range(len(arrays))), has_aux=True)(*arrays)
-        return found, slopes
+        grads, found = jax.grad(of, tuple(range(len(arrays))), has_aux=True)(*arrays)
+        return found, grads
 
     return run
 
@@ -108,11 +108,12 @@ def true_order(devices: int, got: Any) -> Any:
         axis = x.shape.index(T) if T in x.shape else None
         return x if axis is None else sharding.unzigzag(x, devices, axis)
 
-    found, slopes = jax.tree.map(turned, (found, (dq, dk, dv)))
-    return found, (*slopes, *d_bias)
+    found, grads = jax.tree.map(turned, (found, (dq, dk, dv)))
+    return found, (*grads, *d_bias)
 
 
-@pytest.mark.parametrize("variant", everyday(VARIANTS, *EVERYDAY))
+@pytest.mark.everyday(variant=EVERYDAY)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_values_and_gradients(variant: str) -> None:
     implementation, order, case = variant.split("-")
     zigzag, options = ORDERS[order], CASES[case]
@@ -122,16 +123,16 @@ def test_values_and_gradients(variant: str) -> None:
     with sharding.use(devices, data="data", context="context", zigzag=zigzag):
         run = jax.jit(gradients(**options, implementation=implementation))
         got, again = run(*arrays), run(*arrays)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
-        assert np.array_equal(x, y, equal_nan=True)
+    chex.assert_trees_all_equal(got, again, strict=True)
     assert_alike(true_order(4, got) if zigzag else got, expected, variant)
 
 
 SUMS = [f"{x}-{y}" for x in ("ring", "allgather") for y in ("full", "causal")]
 
 
+@pytest.mark.everyday(variant=["ring-full"])
 @pytest.mark.parametrize("size", [300.0, pytest.param(1e9, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", everyday(SUMS, "ring-full"))
+@pytest.mark.parametrize("variant", SUMS)
 def test_weights_of_the_gradient_sum_to_one(variant: str, size: float) -> None:
     """Products round large logits by their shape, which queries and keys of a device have."""
     implementation, case = variant.split("-")
@@ -162,9 +163,8 @@ LIVE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "variant", everyday(LIVE, "ring-zigzag-padding", "allgather-natural-lengths")
-)
+@pytest.mark.everyday(variant=["ring-zigzag-padding", "allgather-natural-lengths"])
+@pytest.mark.parametrize("variant", LIVE)
 def test_live_logits_of_any_size_beat_masked_ones(variant: str) -> None:
     """Down to the lowest float32, of the only key that is left, wherever the others lie."""
     name, order, kind = variant.split("-")
@@ -213,7 +213,7 @@ def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.Mon
         return loop.backward(plan, *rest)
 
     monkeypatch.setattr(attention, "backward", seen)
-    monkeypatch.setattr(common, "SIZES", {"cpu": {"side": 16}})
+    conformance.tune(monkeypatch, shard_side=16, shard_tile_bytes=None)
     devices = mesh(data=2, context=4)
     arrays = [jnp.ones((2, T, heads, 3)) for heads in (N, K, K, N)]
     with sharding.use(devices, data="data", context="context"):
@@ -226,7 +226,7 @@ def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("case", ["causal", "causal window", "full"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 def test_ring_moves_keys_and_values(case: str, zigzag: bool) -> None:
-    """Forward: keys and values to each device they meet; backward: once more, and their slopes
+    """Forward: keys and values to each device they meet; backward: once more, and their gradients
     all the way round and home."""
     devices, P = mesh(data=1, context=8), 8
     t = 2 * 8 * 5
@@ -256,9 +256,9 @@ def test_mixed(implementation: str, explicit: bool) -> None:
     names: dict[str, Any] = {"data": "data", "tensor": "tensor"}
     devices = mesh(explicit, data=2, tensor=2, context=2)
     weights = jaxmha.init_params(jax.random.key(0), num_heads=4, num_kv_heads=2, features=D)
-    x, slope = (jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32) for _ in range(2))
+    x, grad = (jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32) for _ in range(2))
 
-    def run(params: Any, x: Any, slope: Any, implementation: Any = None) -> Any:
+    def run(params: Any, x: Any, grad: Any, implementation: Any = None) -> Any:
         def out(x: Any, kernels: Any) -> Any:
             own = jax.tree.map(lambda x: x, params)
             own = own._replace(query=own.query._replace(kernel=kernels))
@@ -268,14 +268,12 @@ def test_mixed(implementation: str, explicit: bool) -> None:
             )  # fmt: skip
 
         found, pull = jax.vjp(out, x, params.query.kernel)
-        return found, pull(slope)
+        return found, pull(grad)
 
-    expected = jax.jit(run)(weights, x, slope)
+    expected = jax.jit(run)(weights, x, grad)
     specs = sharding.specs(weights, mesh=devices, **names)
     placed = jax.device_put(weights, sharding.named(devices, specs))
-    arrays = [
-        put(devices, y, *sharding.activations(**names, context="context")) for y in (x, slope)
-    ]
+    arrays = [put(devices, y, *sharding.activations(**names, context="context")) for y in (x, grad)]
     with jax.set_mesh(devices) if explicit else sharding.use(devices, **names, context="context"):
         got = jax.jit(run, static_argnums=3)(placed, *arrays, implementation)
         moved = collectives(
@@ -325,7 +323,7 @@ def test_types_without_an_axis_of_zigzag_order() -> None:
     devices = mesh(True, context=2)
     with jax.set_mesh(devices), sharding.use(devices, context="context", zigzag=True):
         q = put(devices, jnp.ones((2, 8, 2, 6)))
-        with pytest.raises(ValueError, match="T=8 positions in zig-zag order lie on"):
+        with pytest.raises(ValueError, match="T=8 positions in zig-zag order are sharded over"):
             jaxmha.dot_product_attention(q, q, q, is_causal=True)
 
 

@@ -14,7 +14,6 @@ from jaxmha import sharding
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as own_linen
 from jaxmha.flax import nnx as own_nnx
-from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, D, N, K, H = 2, 12, 20, 4, 2, 6
@@ -126,7 +125,8 @@ EXPLICIT: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", everyday(EXPLICIT, "linen", "attention_fn", "nnx decode"))
+@pytest.mark.everyday(name=["linen", "attention_fn", "nnx decode"])
+@pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_types(name: str) -> None:
     """What types say of the features is all that is needed, and holds of the output too."""
     run, x = EXPLICIT[name]
@@ -141,14 +141,14 @@ def test_explicit_types(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [linen, nnx])
 def test_gradients_of_explicit_types(run: Callable[[Any], Any]) -> None:
-    def slopes(x: Any) -> Any:
+    def grads(x: Any) -> Any:
         out, pull = jax.vjp(run, x)
         return pull(out)
 
     devices = mesh(True, data=2, tensor=2, context=2)
     with jax.set_mesh(devices):
-        found = jax.jit(slopes)(put(devices, X, "data", "context"))
-    assert_alike(found, jax.jit(slopes)(X))
+        found = jax.jit(grads)(put(devices, X, "data", "context"))
+    assert_alike(found, jax.jit(grads)(X))
 
 
 def test_explicit_caches_stay_where_they_lie() -> None:

@@ -13,7 +13,6 @@ import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
 from jaxmha.implementations import small_query
 from jaxmha.implementations.tiled import attention
-from tests.everyday import everyday
 from tests.sharding.devices import assert_alike, mesh
 
 B, T, S, K, N, H = 2, 5, 13, 2, 6, 3
@@ -35,10 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
 OWN = {"own keys": "x", "shared keys": None}
 
 
-@pytest.mark.parametrize("keys", everyday(OWN, "own keys"))
+@pytest.mark.everyday(keys=["own keys"], name=["window"], implementation=["blocked"])
+@pytest.mark.parametrize("keys", OWN)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "shared bias"])
-@pytest.mark.parametrize("name", everyday(CASES, "window"))
-@pytest.mark.parametrize("implementation", everyday(["blocked", "few_queries"], "blocked"))
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", ["blocked", "few_queries"])
 def test_answers_and_gradients(
     implementation: str, name: str, bias: bool, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,9 +83,11 @@ DECODING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.everyday(name=["window"])
+@pytest.mark.slow_variants("*-heads-read in blocks", "*-rows-read whole", "*cache-read in blocks")
 @pytest.mark.parametrize("length", [S, 2048], ids=["read whole", "read in blocks"])
 @pytest.mark.parametrize("split", ["rows", "rows, shared cache", "heads"])
-@pytest.mark.parametrize("name", everyday(DECODING, "window"))
+@pytest.mark.parametrize("name", DECODING)
 def test_decoding(name: str, split: str, length: int) -> None:
     """A step reads its cache by branches and loops, whose states differ between devices."""
     options = dict(DECODING[name])

@@ -41,9 +41,9 @@ def layer(**options: Any) -> Any:
 
 
 def with_gradients(run: Any) -> Any:
-    def both(params: MHAParams, x: Any, slope: Any) -> Any:
+    def both(params: MHAParams, x: Any, grad: Any) -> Any:
         out, pull = jax.vjp(run, params, x)
-        return out, *pull(slope)
+        return out, *pull(grad)
 
     return both
 
@@ -65,12 +65,12 @@ def entered(mesh: Mesh, **names: Any) -> Any:
 
 def assert_layer(got: Any, expected: Any) -> None:
     """A constant added to all keys changes nothing: its gradient is rounding error."""
-    (out, slopes, dx), (out_, slopes_, dx_) = got, expected
-    noise = np.abs(np.asarray(slopes.key.bias)).max()
-    scale = tolerance.floor(np.asarray(slopes_.query.bias), np.float32)
+    (out, grads, dx), (out_, grads_, dx_) = got, expected
+    noise = np.abs(np.asarray(grads.key.bias)).max()
+    scale = tolerance.floor(np.asarray(grads_.query.bias), np.float32)
     assert noise <= BOTH * tolerance.FLOORS["float32"] * scale
-    slopes, slopes_ = (x._replace(key=x.key._replace(bias=None)) for x in (slopes, slopes_))
-    assert_alike((out, slopes, dx), (out_, slopes_, dx_))
+    grads, grads_ = (x._replace(key=x.key._replace(bias=None)) for x in (grads, grads_))
+    assert_alike((out, grads, dx), (out_, grads_, dx_))
 
 
 def one_sum(found: list[Collective], size: int) -> bool:
@@ -96,7 +96,7 @@ def test_layer(explicit: bool) -> None:
         both = jax.jit(run).lower(*arrays).compile()
         assert one_sum(collectives(forward), B // 2 * T * D * 4)
         assert {c.kind for c in collectives(both)} == {"all-reduce"}
-        # Of activations the output and the slope of the input; slopes of weights over the data.
+        # Of activations the output and the gradient of the input; gradients of weights over the data.
         assert sums_of(collectives(both), f"f32[{B // 2},{T},{D}]") == 2
         got = both(*arrays)
     assert got[0].sharding.is_equivalent_to(arrays[1].sharding, 3)
@@ -126,22 +126,22 @@ def test_heads(N: int, K: int, tensor: int, explicit: bool) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("inputs", "sums"), [(1, 1), (2, 2), (3, 3)])
 def test_one_sum_each_way(inputs: int, sums: int, padded: bool, explicit: bool) -> None:
-    """Tensor parallel alone: the output forward, and each input's slope backward."""
+    """Tensor parallel alone: the output forward, and each input's gradient backward."""
     devices, weights = mesh(explicit, tensor=4), params()
     mask = Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7)) if padded else None
 
     def run(params: MHAParams, *features: Any) -> Any:
         return jaxmha.multi_head_attention(params, *features, mask=mask)
 
-    def both(params: MHAParams, slope: Any, *features: Any) -> Any:
+    def both(params: MHAParams, grad: Any, *features: Any) -> Any:
         out, pull = jax.vjp(run, params, *features)
-        return out, pull(slope)
+        return out, pull(grad)
 
-    placed_weights, x, slope = placed(devices, weights, tensor="tensor")
+    placed_weights, x, grad = placed(devices, weights, tensor="tensor")
     features = [x, *(put(devices, X * i, *sharding.activations()) for i in (2, 3))][:inputs]
     with entered(devices, tensor="tensor"):
         forward = jax.jit(run).lower(placed_weights, *features).compile()
-        backward = jax.jit(both).lower(placed_weights, slope, *features).compile()
+        backward = jax.jit(both).lower(placed_weights, grad, *features).compile()
     shape = f"f32[{B},{T},{D}]"
     assert one_sum(collectives(forward), B * T * D * 4)
     assert {c.kind for c in collectives(backward)} == {"all-reduce"}
@@ -200,14 +200,14 @@ def test_heads_alone(name: str, explicit: bool) -> None:
     """Without projections nothing travels at all, but the gradient of a bias that rows share."""
     devices = mesh(explicit, data=2, tensor=4)
 
-    def run(q: Any, k: Any, v: Any, slope: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, grad: Any) -> Any:
         def out(*heads: Any) -> Any:
             return jaxmha.dot_product_attention(*heads, **CASES[name])
 
         found, pull = jax.vjp(out, q, k, v)
         first, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
-        slopes = slope if rest is None else (slope, *(jnp.zeros_like(x) for x in rest))
-        return found, first, pull(slopes)
+        grads = grad if rest is None else (grad, *(jnp.zeros_like(x) for x in rest))
+        return found, first, pull(grads)
 
     expected = jax.jit(run)(*HEADS)
     arrays = [put(devices, x, "data", None, "tensor") for x in HEADS]
@@ -317,6 +317,7 @@ def test_names_that_do_not_fit(names: Any, message: str) -> None:
         sharding.use(mesh(data=2, tensor=4), **names)
 
 
+@pytest.mark.slow_variants("other0")
 @pytest.mark.parametrize("other", [{"rows": 2}, {"data": 4}])
 def test_two_meshes(other: Any) -> None:
     """Axes that the mesh in force lacks, or has in another size, are not left out silently."""
@@ -332,7 +333,9 @@ def test_two_meshes(other: Any) -> None:
 def test_an_axis_of_two_purposes(letter: str, spec: Any) -> None:
     devices = mesh(True, tensor=4)
     weights, _, _ = placed(devices, params(), tensor="tensor")
-    message = f"{letter} and heads both lie on axis 'tensor' of the mesh: make {letter} of the"
+    message = (
+        f"{letter} and heads are both sharded over axis 'tensor' of the mesh: make {letter} of the"
+    )
     with jax.set_mesh(devices):
         x = put(devices, X[:, :44], *spec)
         for run in (jaxmha.multi_head_attention, jaxmha.project):

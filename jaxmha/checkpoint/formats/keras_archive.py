@@ -1,6 +1,6 @@
 """The .keras archives of Keras 3: a zip of two JSON files and the weights.
 
-The weights are read, and config.json as data: no class that it names is ever looked up.
+The weights are read, and config.json as data: no class that it names is imported.
 
 Format: https://keras.io/api/models/model_saving_apis/model_saving_and_loading/
 """
@@ -22,7 +22,7 @@ from jaxmha.checkpoint.source import Section, Source
 WEIGHTS, CONFIG, ABOUT = "model.weights.h5", "config.json", "metadata.json"
 _ASSETS = "assets/"
 _BLOCK = 1 << 20
-_MOST_JSON = 16 << 20  # inflated
+_MOST_JSON = 16 << 20  # when inflated
 _AGAIN = "save it again with model.save"
 
 
@@ -38,12 +38,12 @@ def read(source: Source, limits: Limits) -> Contents:
     for name in (WEIGHTS, CONFIG, ABOUT):
         if name not in members:
             raise IncompleteCheckpoint(path, "the member is missing", _AGAIN, name)
-    told: dict[str, dict[str, Any]] = {}
+    documents: dict[str, dict[str, Any]] = {}
     for name, member in members.items():
         if name in (CONFIG, ABOUT):
             budget.spend("the size", member.size, _MOST_JSON, name)
             raw = zip_directory.read_member(source, member).tobytes().strip()
-            told[name] = json_text.parse(raw, budget, _AGAIN, name, numbers=True)
+            documents[name] = json_text.parse(raw, budget, _AGAIN, name, numbers=True)
         elif name != WEIGHTS and not name.startswith(_ASSETS):
             raise MalformedFile(path, "Keras writes no such member", _AGAIN, name)
     member = members[WEIGHTS]
@@ -63,4 +63,4 @@ def read(source: Source, limits: Limits) -> Contents:
             verified = True
         return inside.load(name)
 
-    return replace(inside, load=load, config=told[CONFIG])
+    return replace(inside, load=load, config=documents[CONFIG])

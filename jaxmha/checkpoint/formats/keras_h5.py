@@ -1,8 +1,8 @@
 """The .weights.h5 format of Keras 3: HDF5 groups with datasets named by position.
 
-Only hard links to plain numeric datasets are read. The reader is the one of this package, which
-follows no name and knows no other file; the HDF5 library writes. The library walks what it finds
-without asking whether it ends, opens files that a dataset names, and believes sizes.
+Only hard links to plain numeric datasets are read, by the reader of this package, which opens no
+other file. The HDF5 library only writes: its reader can run without end, opens external files that a
+dataset names, and trusts declared sizes.
 
 Format: https://keras.io/api/models/model_saving_apis/weights_saving_and_loading/
 """
@@ -49,7 +49,7 @@ from jaxmha.checkpoint.tensor import BFLOAT16, NUMPY
 MAGIC = hdf5_file.MAGIC
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
-_DIGEST = "jaxmha.digest"  # an attribute of datasets, and of the root for all of them
+_DIGEST = "jaxmha.digest"  # attribute of a dataset; at the root, of all datasets together
 _LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
 
@@ -82,7 +82,7 @@ def read(source: Source, limits: Limits) -> Contents:
 
 
 def check(plan: Plan) -> None:
-    """Raises where a name or a dtype is beyond the format, or not read as a position in it.
+    """Raises if the format cannot hold a name or dtype, or if the names are no positions.
 
     Raises:
         MissingDependency, UnsupportedDtype, PathEscape, AmbiguousFile, IncompleteCheckpoint,
@@ -122,14 +122,14 @@ def _check_parts(plan: Plan, name: str) -> None:
 
 
 def _enter(groups: dict[str, set[str]], name: str) -> None:
-    """Notes a dataset or group in all groups above it."""
+    """Registers a dataset or group in all groups above it."""
     while "/" in name:
         name, _, child = name.rpartition("/")
         groups.setdefault(name, set()).add(child)
 
 
 def _misnumbered(children: Iterable[str]) -> list[int]:
-    """The positions of variables, where they do not run from 0."""
+    """The groups whose variables are not numbered from 0."""
     positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
     return [] if positions == list(range(len(positions))) else positions
 
@@ -137,7 +137,7 @@ def _misnumbered(children: Iterable[str]) -> list[int]:
 def write(file: BinaryIO, plan: Plan) -> None:
     """Writes datasets at their names and the `name` attributes of the `vars` groups."""
     h5py = _h5py(plan.path)
-    file.truncate(0)  # HDF5 takes room that was made in advance for a file of its own
+    file.truncate(0)  # HDF5 would read reserved space as an existing file
     with h5py.File(file, "w") as target:
         for name, info in plan.info.items():
             kind = np.dtype("V2") if info.dtype == BFLOAT16 else info.dtype
@@ -145,12 +145,12 @@ def write(file: BinaryIO, plan: Plan) -> None:
             early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
-            # The place of the data is known, so that blocks go there without a copy in HDF5.
+            # The offset of the data is known, so that blocks are written there without a copy in HDF5.
             at = dataset.id.get_offset()
             if at is not None:
                 file.seek(at)
                 file.writelines(plan.pieces(name))
-            else:  # a scalar, which h5py gives no place in advance, or nothing
+            else:  # a scalar or an empty array has no offset in advance
                 for block in plan.blocks(name):
                     if info.nbytes:
                         dataset[()] = block.view(kind)[0]
@@ -180,7 +180,7 @@ class _Walk:
         self.links = 0
 
     def all(self) -> str | None:
-        """Walks the file; the digest of all of it, if it has one."""
+        """Walks the file; returns the digest over everything, if it has one."""
         file = self.file
         with file.damage("/"):
             if file.extension != UNDEFINED:

@@ -25,8 +25,8 @@ from jaxmha.checkpoint.tensor import NUMPY, from_bytes, over
 
 MAGIC = b"\x93NUMPY"
 DTYPES = frozenset(NUMPY)
-_MOST_HEADER = 10_000  # what NumPy itself accepts
-# The header is a Python literal of a fixed form. Reading it as that form needs no Python parser.
+_MOST_HEADER = 10_000  # the limit of NumPy
+# The header is a Python literal of a fixed form, so a regular expression reads it.
 _ITEM = re.compile(
     r"""\s*(?P<q>['"])(?P<key>descr|fortran_order|shape)(?P=q)\s*:\s*"""
     r"""(?P<value>'[^']*'|"[^"]*"|True|False|\([\d\sL,]*\))\s*(?:,|$)""",
@@ -88,7 +88,7 @@ def read(source: Source, limits: Limits) -> Contents:
 
 
 def check(plan: Plan) -> None:
-    """Raises where a dtype or a name is beyond the format.
+    """Raises if the format cannot hold a dtype or a name.
 
     Raises:
         UnsupportedDtype, PathEscape.
@@ -121,7 +121,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
 def _header(
     source: Source, member: zip_directory.Member
 ) -> tuple[int, tuple[int, ...], np.dtype, bool]:
-    """Where the data begins, shape, dtype as stored, Fortran order."""
+    """Offset of the data, shape, stored dtype, and whether it is in Fortran order."""
     path, name = source.path, member.name
     raw = zip_directory.read_prefix(source, member, _MOST_HEADER + 12)
     if not raw.startswith(MAGIC) or len(raw) < 12:
@@ -139,7 +139,7 @@ def _header(
         raise MalformedFile(path, "the .npy header is not UTF-8", _AGAIN, name) from None
     if re.search(r"""descr['"]\s*:\s*\[""", text):
         raise UnsupportedDtype(path, "a structured dtype", "store each field alone", name)
-    # Without the spaces at its end: every one of them would be tried as the start of an item.
+    # Strip the padding first: the expression would try every space as the start of an item.
     inside = text[1:-1].strip()
     items = list(_ITEM.finditer(inside)) if text[:1] + text[-1:] == "{}" else []
     header = {item["key"]: item["value"] for item in items}

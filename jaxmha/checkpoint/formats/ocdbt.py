@@ -1,8 +1,8 @@
-"""The databases of tensorstore (OCDBT), bounded before they are listed.
+"""Lists the keys of the databases of tensorstore (OCDBT) within limits.
 
-A few nodes that share their children hold billions of keys, a node may inflate to any size, and two
-bytes of it to a key of 64 kB. So each node is looked at once: its frame, the lengths of its keys,
-and then by tensorstore's own decoder.
+A few nodes with common children can hold billions of keys, a node can inflate to any size, and two of
+its bytes to a key of 64 kB. So each node is read once: first its frame and the lengths of its keys
+are checked, then tensorstore decodes it.
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
@@ -19,7 +19,7 @@ from jaxmha.checkpoint.limits import Budget
 MANIFEST = "manifest.ocdbt"
 _MOST_MANIFEST = 1 << 20
 _MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
-_BLOCK = 128 << 10  # what a block of zstd inflates to at most
+_BLOCK = 128 << 10  # largest inflated size of a block of zstd
 _REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3  # kinds of blocks; 0 is stored
 _DAMAGED = "a node of the database is damaged"
 _PLACE = re.compile(r"(?:btreenode|value):(.*):(.+):(\d+):(\d+)")  # folder, file, offset, length
@@ -65,12 +65,12 @@ def keys(
                     own = files if value in files else (*files, value)
                 held[node.prefix + entry["key"]] = own
         found = tensorstore.KvStore.open(store).result().list().result()
-    # A key that only tensorstore finds may be in any file.
+    # A key that was not found above may be in any file.
     return {key.decode("utf-8", "backslashreplace"): held.get(key, ("",)) for key in found}
 
 
 class _Node(NamedTuple):
-    """Where a node is, what the keys in it begin with, and the files read on the way to it."""
+    """The location of a node, the common prefix of its keys, and the files read on the way to it."""
 
     location: str
     prefix: bytes
@@ -78,7 +78,7 @@ class _Node(NamedTuple):
 
 
 def _place(folder: Folder, what: str, location: str) -> tuple[str, slice]:
-    """The file of the folder that a node or a value is in, and its bytes there."""
+    """The file that holds a node or a value, and its byte range."""
     parts = _PLACE.fullmatch(location)
     if parts is None:
         raise MalformedFile(folder.path, f"a {what} is nowhere", _AGAIN, location)
@@ -101,8 +101,10 @@ def _check_manifest(folder: Folder, tensorstore: Any, budget: Budget) -> None:
 
 
 def _check_node(folder: Folder, tensorstore: Any, node: _Node, budget: Budget) -> tuple[str, int]:
-    """The file of a node, and how many keys it has; raises unless it is a frame within a file of
-    the folder, and it and its keys inflate to what is allowed."""
+    """The file of a node and its number of keys.
+
+    Raises an error unless it is a frame within a file of the folder that, with its keys, inflates to
+    no more than the limits."""
     file, part = _place(folder, "node", node.location)
     raw = folder.read_part(file, part)
     _check_frame(folder, file, raw, budget)
@@ -113,7 +115,7 @@ def _check_node(folder: Folder, tensorstore: Any, node: _Node, budget: Budget) -
 
 
 def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
-    """Charges what a frame inflates to at most. tensorstore checks the rest."""
+    """Charges an upper bound of the inflated size of a frame; tensorstore checks the rest."""
     size = len(raw) if raw[12:14] == b"\0\0" else None  # a version, and no compression or zstd
     size = _inflated(raw) if raw[12:14] == b"\0\1" else size
     if size is None:
@@ -122,7 +124,7 @@ def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
 
 
 def _inflated(raw: bytes) -> int | None:
-    """The most bytes that a frame of zstd inflates to, by its blocks; None: it is damaged."""
+    """Upper bound of the inflated size of a frame of zstd, from its blocks; None if it is damaged."""
     if raw[14:18] != _MAGIC or len(raw) < 24:
         return None
     descriptor = raw[18]
@@ -136,5 +138,5 @@ def _inflated(raw: bytes) -> int | None:
             return None
         total += _BLOCK if kind == _COMPRESSED else length
         at += 3 + (1 if kind == _REPEATED else length)
-    # Behind it are at most a checksum of zstd and that of the frame.
+    # At most a checksum of zstd and that of the frame follow.
     return total if last and at + 4 <= len(raw) <= at + 8 else None

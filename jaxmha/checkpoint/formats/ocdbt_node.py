@@ -1,7 +1,7 @@
-"""How long the keys and paths of one node of OCDBT are, before tensorstore takes memory for them.
+"""Sums the lengths of the keys and paths of one OCDBT node before tensorstore allocates them.
 
-Each is stored as what it shares with the one before and what it adds, so that two bytes may stand
-for a key of 64 kB. Of a node only the lengths are read here, which come before all text.
+Each key is stored as the length that it shares with the one before and its own rest, so that two bytes
+can encode a key of 64 kB. Only the lengths are read here; they precede all text.
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
@@ -18,7 +18,7 @@ from jaxmha.checkpoint.limits import Budget
 
 _HEAD = 14  # magic, length, version, compression
 _CONFIG = 16  # of a manifest: a UUID, then numbers
-_MOST_BYTES = 3  # of a length as it is stored; keys have less than 2**16 bytes
+_MOST_BYTES = 3  # of a stored length; keys have less than 2**16 bytes
 _ZSTD = 93  # in zip files
 # Bytes of memory for the path of a file and for an entry of a node, their text not counted.
 _PATH, _ENTRY = 100, 600
@@ -30,7 +30,7 @@ class Damaged(Exception):  # noqa: N818
 
 
 class _Lengths:
-    """The start of a node, read as far as its lengths need."""
+    """The start of a node, inflated as far as its lengths need."""
 
     def __init__(self, first: Callable[[int], bytes], at: int) -> None:
         self._first, self.at = first, at
@@ -95,13 +95,13 @@ def check_manifest(tensorstore: Any, raw: bytes, budget: Budget) -> None:
 
 
 def keys(tensorstore: Any, raw: bytes, shared: int, budget: Budget) -> int:
-    """How many keys a node has. Charges them and the paths; each key has `shared` bytes more.
+    """The number of keys of a node. Charges keys and paths; each key has `shared` more bytes.
 
     Raises:
         BudgetExceeded, Damaged.
     """
     lengths = _Lengths(_start(tensorstore, raw), 0)
-    lengths.bytes(1)  # how many nodes are below
+    lengths.bytes(1)  # the height of the node
     _paths(lengths, budget)
     count = lengths.number()
     budget.spend("the number of chunks", count, budget.limits.members)
@@ -116,17 +116,17 @@ def _paths(lengths: _Lengths, budget: Budget) -> None:
     budget.spend("the number of files", count, budget.limits.files)
     total = lengths.total(count - 1)
     text = lengths.total(count)
-    lengths.total(count)  # of these the part that is a folder
+    lengths.total(count)  # the lengths of their folders
     budget.build(_PATH * count + _COPIES * (total + text), "its database")
     lengths.bytes(text)
 
 
 def _start(tensorstore: Any, raw: bytes) -> Callable[[int], bytes]:
-    """The first bytes of the content of a frame, inflated no further than is asked."""
+    """The first bytes of the content of a frame; inflates no more than needed."""
     inside = raw[_HEAD:-4]
     if raw[_HEAD - 1] == 0:
         return lambda count: inside[:count]
-    # No other part of tensorstore inflates the beginning of a stream of unknown length.
+    # Only this driver of tensorstore inflates the beginning of a stream of unknown length.
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("node", inside)

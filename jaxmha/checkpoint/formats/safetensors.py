@@ -51,7 +51,7 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-# Known to the format, narrower than a byte, without a NumPy layout.
+# Dtypes of the format that are narrower than a byte and have no NumPy layout.
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 _AGAIN = "write it again with the safetensors library"
 
@@ -88,7 +88,7 @@ def read(source: Source, limits: Limits) -> Contents:
 
 
 class _Entry(NamedTuple):
-    """What the header says of one tensor."""
+    """The entry of one tensor in the header."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -102,13 +102,12 @@ _ORDERS = itertools.permutations((_CODE, _LIST, _LIST))
 _FORM = re.compile(
     rb'"":\s?\{(?:' + b"|".join({rb",\s?".join(order) for order in _ORDERS}) + rb")\},?\s?"
 )
-_FORM_BYTES = 448  # of a name, its place in the header, and the entry
+_FORM_BYTES = 448  # bytes of a name, its position in the header, and the entry
 _SHOWN = 100  # entries of another form; the first of them is named
 
 
 def _compact(source: Source) -> json_text.Compact:
-    """Entries become tuples while the header is parsed: dicts of many small tensors take thrice
-    the memory."""
+    """Parses entries to tuples: dicts of many small tensors take three times the memory."""
     others = 0
 
     def made(items: dict[str, Any]) -> Any:
@@ -134,7 +133,7 @@ def _naturals(numbers: Any) -> bool:
 
 
 def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget) -> dict[str, int]:
-    """Where the data of each tensor begins; takes the header apart, and registers its tensors.
+    """The offset of each tensor; consumes the header and registers its tensors.
 
     Raises:
         MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype.
@@ -147,11 +146,11 @@ def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget)
         budget.give_back(_FORM_BYTES)
         info, declared = budget.tensor(name, entry.shape, entry.dtype), entry.end - entry.begin
         if declared != info.nbytes:
-            said = f"{declared} bytes declared for shape {info.shape} of {info.dtype}, which has "
-            raise MalformedFile(source.path, f"{said}{info.nbytes}", _AGAIN, name)
+            sizes = f"{declared} bytes declared for shape {info.shape} of {info.dtype}, which has "
+            raise MalformedFile(source.path, f"{sizes}{info.nbytes}", _AGAIN, name)
         offsets[name] = start + entry.begin
     position = start
-    # Tensors of no bytes lie at the start of others.
+    # Empty tensors start at the same offset as the next one.
     for name in sorted(offsets, key=lambda name: (offsets[name], budget.info[name].nbytes)):
         if offsets[name] != position:
             what = "overlaps the tensor before it" if offsets[name] < position else "leaves a hole"
@@ -167,7 +166,7 @@ def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget)
 
 
 def check(plan: Plan) -> None:
-    """Raises where a name, a dtype or the length of the header is beyond the format.
+    """Raises if the format cannot hold a name, a dtype, or a header of this length.
 
     Raises:
         UnsupportedDtype, AmbiguousFile, UnsupportedFormat.
@@ -186,7 +185,7 @@ def check(plan: Plan) -> None:
 
 
 def write(file: BinaryIO, plan: Plan) -> None:
-    """Writes what the safetensors library writes for the same tensors and metadata."""
+    """Writes the same bytes as the safetensors library for the same tensors and metadata."""
     rank = {dtype: i for i, dtype in enumerate(CODES)}
     names = sorted(plan.info, key=lambda name: (-rank[plan.info[name].dtype], name))
     file.write(_header(plan, names))
@@ -194,7 +193,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
         file.writelines(plan.pieces(name))
     if plan.keep_digests:
         file.seek(0)
-        file.write(_header(plan, names))  # as long as before, now with digests
+        file.write(_header(plan, names))  # the same length as before, now with digests
 
 
 def _header(plan: Plan, names: list[str]) -> bytes:
@@ -240,7 +239,7 @@ def _metadata(source: Source, metadata: Any) -> dict[str, str]:
 
 
 def _refuse(source: Source, name: str, entry: Any) -> NoReturn:
-    """Says what is wrong with an entry.
+    """Raises the error that describes a wrong entry.
 
     Raises:
         MalformedFile, UnsupportedDtype.

@@ -1,4 +1,4 @@
-"""Which formats there are, as data: how a file is recognised, read, written, or refused."""
+"""The table of formats: how a file is recognised, read, written, or refused."""
 
 import os
 import re
@@ -31,7 +31,9 @@ class Format:
     suffixes: tuple[str, ...]
     read: Callable[[Any, Limits], Contents]
     write: Callable[[BinaryIO, Plan], None] | None
-    check: Callable[[Plan], None]  # raises, before anything is written, where a plan does not fit
+    check: Callable[
+        [Plan], None
+    ]  # raises before anything is written if the format cannot hold a plan
     holds_metadata: bool = False
     holds_names: bool = False
     sharded: bool = False
@@ -39,7 +41,7 @@ class Format:
 
 
 def _check_shards(plan: Plan) -> None:
-    """Raises what the format of the shards raises, and for metadata that they would not keep."""
+    """Raises the errors of the format of the shards, and for metadata that it cannot hold."""
     ending = shards_read.suffix(plan.path)
     if plan.metadata and not BY_SUFFIX[ending].holds_metadata:
         problem = f"{ending} has no place for metadata"
@@ -89,7 +91,7 @@ _BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
 SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
-# What else people have, and the line that turns it into something read here.
+# Other common formats, and the code that converts each to a supported one.
 _DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
         "saved_model.pb",
@@ -131,7 +133,7 @@ _FLAX = (
 
 
 def suffixes() -> tuple[str, ...]:
-    """Every file name ending that is read and written.
+    """The suffixes of all supported formats.
 
     Example:
         >>> ".safetensors" in suffixes()
@@ -141,7 +143,7 @@ def suffixes() -> tuple[str, ...]:
 
 
 def by_suffix(path: Path) -> Format | None:
-    """The format that a file name promises, None where it promises none of ours."""
+    """The format of the suffix of a file name; None if it has no known suffix."""
     name = path.name.lower()
     return next((f for f in FORMATS if name.endswith(f.suffixes)), None)
 
@@ -163,17 +165,17 @@ def _is_written(format: Format) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder that orbax wrote.
+    """True if a path is a folder that orbax wrote.
 
     Raises:
-        UnsupportedFormat: a folder that another framework wrote, with the way out.
+        UnsupportedFormat: a folder that another framework wrote; the message has the remedy.
     """
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return False
         inside = set(os.listdir(path))
     except (OSError, ValueError):
-        return False  # opening it says what is wrong
+        return False  # opening it raises the precise error
     if orbax.TREE in inside:
         return True
     if orbax.MANIFEST in inside:
@@ -190,7 +192,7 @@ _USUAL = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# Files of training in such a folder, in the formats of torch: they are no model.
+# Training state in such a folder, in formats of torch: no model.
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
 _LISTED = 10
 
@@ -203,12 +205,12 @@ def file_in(path: Path) -> Path:
 
     Raises:
         AmbiguousFile: several, with their names.
-        IncompleteCheckpoint: none, with what is there.
+        IncompleteCheckpoint: none; the message lists the files.
     """
     try:
         names = sorted(os.listdir(path)) if os.path.isdir(path) else None
     except OSError:
-        names = None  # opening it says what is wrong
+        names = None  # opening it raises the precise error
     if names is None:
         return path
     indexes = [[n for n in names if n.lower().endswith(suffix)] for suffix in SHARDED.suffixes]
@@ -232,8 +234,8 @@ def file_in(path: Path) -> Path:
         )
         raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
     inside = [name for name in names if os.path.isdir(path / name) and _holds_one(path / name)]
-    there = ", ".join(inside[:_LISTED] or names[:_LISTED])
-    holding = "its folders " + there if inside else (f"only {there}" if names else "nothing")
+    listed = ", ".join(inside[:_LISTED] or names[:_LISTED])
+    holding = "its folders " + listed if inside else (f"only {listed}" if names else "nothing")
     raise IncompleteCheckpoint(
         path,
         f"is a directory without a checkpoint: it holds {holding}",
@@ -274,7 +276,7 @@ def _by_content(source: Source, limits: Limits) -> Format:
         return _BY_NAME["keras_h5"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return _zip_format(source, limits)
-    # A length may begin with the bytes of any magic, so this comes first.
+    # First, because the length of a safetensors header can begin with the bytes of any magic.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size - 8:
         return _BY_NAME["safetensors"]
     for at, magic, what, remedy in _MAGIC:

@@ -1,4 +1,4 @@
-"""What the documents of zarr arrays, version 2 and 3, say of shape, dtype and chunks.
+"""Reads shape, dtype and chunks from the documents of zarr arrays, versions 2 and 3.
 
 Format: https://zarr-specs.readthedocs.io/en/latest/
 """
@@ -24,12 +24,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def written(dtype: np.dtype) -> str:
-    """A dtype as .zarray documents name it."""
+    """The name of a dtype in .zarray documents."""
     return str(dtype) if dtype in (BFLOAT16, *FLOAT8) else dtype.newbyteorder("<").str
 
 
 class Shard(NamedTuple):
-    """The chunks within each chunk: their shape, and where the index of them is."""
+    """The inner chunks of each chunk: their shape, and the position of their index."""
 
     chunk: tuple[int, ...]
     at_end: bool
@@ -48,14 +48,14 @@ class Array(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many chunks there are on each axis."""
+        """The number of chunks along each axis."""
         return tuple(-(-n // c) for n, c in zip(self.info.shape, self.chunk, strict=True))
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Key and numbers of every chunk."""
         for numbers in itertools.product(*map(range, self.grid)):
             key = self.separator.join([*self.first, *map(str, numbers)])
-            yield key or "0", numbers  # of no axes
+            yield key or "0", numbers  # an array without axes
 
     def index_bytes(self) -> int:
         """The length of the index within each chunk."""

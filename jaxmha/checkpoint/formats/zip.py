@@ -1,4 +1,4 @@
-"""The directory of a zip file, read strictly: one way to understand it, or none.
+"""Reads the directory of a zip file strictly, and refuses ambiguous ones.
 
 Python's zipfile finds members by the central directory, others by local headers, and duplicates
 resolve differently. Here both must agree, and the members must tile the file from its first byte.
@@ -40,7 +40,7 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
-_HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: how hard deflate tried
+_HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: the level of deflate
 _ZIP64, _UNICODE_PATH = 1, 0x7075
 _DIGEST = 0x6D6A  # "jm"; extra fields of unknown kinds are skipped by every reader
 _BLOCK = 1 << 20
@@ -134,7 +134,7 @@ def read_member(source: Source, member: Member) -> NDArray[np.uint8]:
                 step = min(_BLOCK, end - position)
                 block = source.read(position, step)
                 position += step
-            # One byte more than is left, so that a longer stream shows.
+            # Request one byte more than is left, to notice a longer stream.
             out = inflate.decompress(block, min(_BLOCK, member.size - done + 1))
             if done + len(out) > member.size or not (block or out):
                 break
@@ -188,7 +188,7 @@ def writing(
 
 
 def digest_bytes(plan: Plan) -> int:
-    """How much longer `writing` makes a header."""
+    """The number of bytes that `writing` adds to a header."""
     return len(_digest_field(digests.blank(plan.algorithm))) if plan.keep_digests else 0
 
 
@@ -247,7 +247,9 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
         if sig != b"PK\1\2" or at > size or comment_len:
             _fail(source, MalformedFile, "the zip directory is damaged")
         name = _name(source, raw_name, flags)
-        budget.build(sys.getsizeof(name), "its zip directory")  # one wide letter widens them all
+        budget.build(
+            sys.getsizeof(name), "its zip directory"
+        )  # one wide character makes all characters wide
         unicode_path = _extra(extra, _UNICODE_PATH)
         if unicode_path is not None and unicode_path[5:] != raw_name:
             _fail(source, AmbiguousFile, "the zip member has two names", name)
@@ -276,7 +278,7 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
 
 
 def _local(source: Source, entry: _Entry) -> int:
-    """Where the data begins, after checking that the local header says the same."""
+    """The offset of the data, after checking that the local header agrees."""
     at = entry.offset
     fields = _LOCAL.unpack(source.read(at, _LOCAL.size))
     sig, _, flags, method, _, _, crc, compressed, size, name_len, extra_len = fields
@@ -286,11 +288,11 @@ def _local(source: Source, entry: _Entry) -> int:
         _fail(source, AmbiguousFile, "the two zip headers give different names", entry.name)
     if _FULL32 in (size, compressed) and (entry.size, entry.compressed) != (size, compressed):
         size, compressed = _zip64(source, extra, 2, entry.name)
-    said = (flags, method, crc, compressed, size)
+    header = (flags, method, crc, compressed, size)
     true = (entry.flags, entry.method, entry.crc, entry.compressed, entry.size)
     # With a descriptor, checksum and sizes come after the data and are zero here.
     later = (*true[:2], 0, 0, 0) if flags & _DESCRIPTOR else true
-    if said not in (true, later):
+    if header not in (true, later):
         _fail(source, AmbiguousFile, "the two zip headers contradict each other", entry.name)
     if _extra(extra, _DIGEST) != entry.digest:
         _fail(source, AmbiguousFile, "the two zip headers give different digests", entry.name)

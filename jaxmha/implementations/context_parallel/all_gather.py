@@ -6,24 +6,30 @@ gathers again. Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmha import sharding
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import common
-from jaxmha.implementations.context_parallel.common import Static
+from jaxmha.implementations.context_parallel.common import OutLse, Static
+from jaxmha.implementations.online_softmax import Softmax
 from jaxmha.implementations.tiled import attention
-from jaxmha.implementations.tiled.block_mask import Pairs
-from jaxmha.implementations.tiled.tile import Softmax
+from jaxmha.implementations.tiled.attention import CoreInputs
+from jaxmha.implementations.tiled.block_mask import Conditions
+from jaxmha.implementations.tiled.dropout import Seed
+
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 
 def supports(request: Request) -> str | None:
     """None, or the reason why not."""
-    reason = common.declined(request)
+    reason = common.unsupported(request)
     if reason is not None:
         return reason
     axes = sharding.current()
@@ -35,64 +41,83 @@ def supports(request: Request) -> str | None:
 
 def attend(request: Request) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs."""
-    found: Result = common.attend(request, _local)
-    return found
+    return common.attend(request, _local)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _local(
     static: Static,
+    query: Float[jax.Array, "B N t H"],
+    key: Float[jax.Array, "B K s H"],
+    value: Float[jax.Array, "B K s h"],
+    bias: Float[jax.Array, "b n t2 S"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> OutLse:
+    """Output and lse of one device's queries over the keys and values of all devices."""
+    out, lse = _by_parts(attention.core, static, query, key, value, bias, traced, seed)
+    return out, lse
+
+
+def _by_parts(
+    compute: Callable[..., tuple[jax.Array | None, ...]],
+    static: Static,
+    query: Float[jax.Array, "B N t H"],
+    key: Float[jax.Array, "B K s H"],
+    value: Float[jax.Array, "B K s h"],
+    bias: Float[jax.Array, "b n t2 S"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> tuple[jax.Array, ...]:
+    """`compute` (whose results are arrays) on each part of one device's queries, with the gathered keys and values."""
+    k, v = (_gather(static, x, query.dtype) for x in (key, value))
+    queries = common.split_parts(static, query)
+
+    def part(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
+        rows, start = x
+        tiling, config, conditions, part_seed = common.pair_of_parts(
+            static, rows, k, traced, seed, start, 0
+        )
+        return compute(tiling, config, rows, k, v, bias, conditions, part_seed)
+
+    found = _map_parts(part, (queries, _starts(static)))
+    return tuple(common.join_parts(x) for x in found if x is not None)
+
+
+def _forward(
+    static: Static,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None,
-    traced: Pairs,
-    words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of one device's queries `B N t H` over the keys and values of all devices."""
-    found = _of_parts(attention.core, static, query, key, value, bias, traced, words)
-    return found[0], found[1]
+    traced: Conditions,
+    seed: Seed | None,
+) -> tuple[OutLse, tuple[CoreInputs, Softmax]]:
+    inputs = query, key, value, bias, traced, seed
+    softmax = Softmax(*_by_parts(attention.forward_for_gradient, static, *inputs))
+    return (softmax.out, softmax.lse), (inputs, softmax)
 
 
-def _of_parts(
-    compute: Callable[..., Any],
-    static: Static,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    traced: Pairs,
-    words: Any,
-) -> tuple[jax.Array, ...]:
-    """`compute` on each part of one device's queries, with the gathered keys and values."""
+def _backward(
+    static: Static, saved: tuple[CoreInputs, Softmax], cotangents: OutLse
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
+    (query, key, value, bias, traced, seed), softmax = saved
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
-    queries = common.split_parts(static, query)
+    rows = tuple(common.split_parts(static, x) for x in (query, *softmax, *cotangents))
 
-    def part(x: Any) -> Any:
-        rows, start = x
-        plan, rules, pairs, at = common.corner(static, rows, k, traced, words, start, 0)
-        return compute(plan, rules, rows, k, v, bias, pairs, at)
+    def part(x: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[jax.Array | None, ...]:
+        (q, out, row_max, row_sum, d_out, d_lse), start = x
+        tiling, config, conditions, part_seed = common.pair_of_parts(
+            static, q, k, traced, seed, start, 0
+        )
+        inputs = q, k, v, bias, conditions, part_seed
+        saved = inputs, Softmax(out, row_max, row_sum)
+        return attention.core_backward(tiling, config, saved, (d_out, d_lse))[:4]
 
-    return tuple(map(common.join_parts, _each(part, (queries, _starts(static)))))
-
-
-def _forward(static: Static, *arguments: Any) -> Any:
-    found = Softmax(*_of_parts(attention.before_gradient, static, *arguments))
-    return attention.shown(static.rules, found), (*arguments, found)
-
-
-def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    query, key, value, bias, traced, words, found = saved
-    k, v = (_gather(static, x, query.dtype) for x in (key, value))
-    rows = tuple(common.split_parts(static, x) for x in (query, *found, *slopes))
-
-    def part(x: Any) -> Any:
-        (q, out, row_max, row_sum, *slope), start = x
-        plan, rules, pairs, at = common.corner(static, q, k, traced, words, start, 0)
-        saved = q, k, v, bias, pairs, at, Softmax(out, row_max, row_sum)
-        return attention.core_backward(plan, rules, saved, tuple(slope))[:4]
-
-    dq, dk, dv, d_bias = _each(part, (rows, _starts(static)))
+    dq, dk, dv, d_bias = _map_parts(part, (rows, _starts(static)))
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
     dk, dv = (_scatter(static, x.sum(0)).astype(key.dtype) for x in (dk, dv))
     return common.join_parts(dq), dk, dv, None if d_bias is None else d_bias.sum(0), None, None
 
@@ -101,19 +126,23 @@ _local.defvjp(_forward, _backward)
 
 
 def _starts(static: Static) -> jax.Array:
-    here = jax.lax.axis_index(static.axis)
-    return jnp.stack([jnp.asarray(x) for x in static.starts(here, static.T)])
+    device = jax.lax.axis_index(static.axis)
+    return jnp.stack([jnp.asarray(x) for x in static.starts(device, static.T)])
 
 
-def _each(function: Any, parts: Any) -> Any:
+def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
     """`function` of each part, one after another; a single part needs no loop."""
+    found: Out
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         found = function(jax.tree.map(lambda x: x[0], parts))
-        return jax.tree.map(lambda x: x[None], found)
-    return jax.lax.map(function, parts)
+        return jax.tree.map(lambda x: x[None], found)  # type: ignore[no-any-return]
+    found = jax.lax.map(function, parts)
+    return found
 
 
-def _gather(static: Static, x: jax.Array, dtype: Any) -> jax.Array:
+def _gather(
+    static: Static, x: Float[jax.Array, "B K s d"], dtype: np.dtype[np.floating]
+) -> Float[jax.Array, "B K S d"]:
     """All-gathers keys or values, in the order of true positions."""
     x = jax.lax.all_gather(x, static.axis, axis=2, tiled=True)
     if static.zigzag:
@@ -121,7 +150,7 @@ def _gather(static: Static, x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-def _scatter(static: Static, x: jax.Array) -> jax.Array:
+def _scatter(static: Static, x: Float[jax.Array, "B K S d"]) -> Float[jax.Array, "B K s d"]:
     """Reduce-scatters gradients of keys or values to the devices that hold these positions."""
     if static.zigzag:
         x = jnp.take(x, sharding.zigzag_order(static.S, static.devices), axis=2)

@@ -3,33 +3,42 @@ part of the queries and a part of the keys."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Num
 
 from jaxmha import sharding
 from jaxmha.implementations import shard_map
-from jaxmha.implementations.base import Request
+from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.tiled import attention
-from jaxmha.implementations.tiled.block_mask import NOTHING, Pairs
-from jaxmha.implementations.tiled.dropout import placed
-from jaxmha.implementations.tiled.tile import Rules
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations.tiled.attention import Shaped
+from jaxmha.implementations.tiled.bands import OutAndLse
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
+from jaxmha.implementations.tiled.dropout import Seed, shift_seed
+from jaxmha.implementations.tiled.layout import Index
+from jaxmha.implementations.tiled.tile import Config
+from jaxmha.implementations.tiled.tiling import Tiling
+from jaxmha.implementations.tiled.tuning import tuning_for
+
+# Positions as Python ints, NumPy arrays or traced values.
+Positions: TypeAlias = Index | np.ndarray[Any, np.dtype[np.integer]]
 
 
 class Static(NamedTuple):
     """Static configuration of one call.
 
     Attributes:
-      rules: config of the tiled implementation for the whole request.
+      config: of the tiled implementation for the whole request.
       axis: the mesh axis of positions. devices: its size.
       zigzag: whether each device holds an early and a late part of the positions.
       T, S: global sizes.
     """
 
-    rules: Rules
+    config: Config
     axis: str
     devices: int
     zigzag: bool
@@ -41,7 +50,7 @@ class Static(NamedTuple):
         """Number of contiguous parts of positions that a device holds."""
         return 2 if self.zigzag else 1
 
-    def starts(self, device: Any, size: int) -> list[Any]:
+    def starts(self, device: Positions, size: int) -> list[Positions]:
         """The first position of each part of a device; `size` is T or S."""
         if not self.zigzag:
             return [device * (size // self.devices)]
@@ -49,7 +58,13 @@ class Static(NamedTuple):
         return [device * part, (2 * self.devices - 1 - device) * part]
 
 
-def declined(request: Request) -> str | None:
+OutLse: TypeAlias = tuple[Float[jax.Array, "B N t h"], Float[jax.Array, "B N t"]]
+# Output and lse of one device's queries over the keys and values of all devices:
+# `(static, query, key, value, bias, traced, seed)`, arrays of one device.
+Local: TypeAlias = Callable[..., OutLse]
+
+
+def unsupported(request: Request) -> str | None:
     """The reason why positions cannot be sharded over devices; None: they can."""
     axes = sharding.current()
     if axes is None or axes.context is None:
@@ -67,151 +82,161 @@ def declined(request: Request) -> str | None:
     return None
 
 
-def spread(
-    local: Callable[..., tuple[jax.Array, jax.Array]],
-    dtype: np.dtype[Any],
-    plan: Plan,
-    rules: Rules,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    traced: Pairs,
-    words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`attention.core` on many devices: `local` computes output and lse of one device's queries.
+def distributed_core(
+    local: Local,
+    dtype: np.dtype[np.floating],
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> OutAndLse:
+    """`attention.core` on many devices.
 
     Conditions on keys are small and therefore replicated; only keys and values are communicated.
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
     key, value = key.astype(dtype), value.astype(dtype)  # exact: it is their original dtype
-    found = shard_map.split(B, N, K)
-    assert found is not None
-    assert found.axes.context is not None
+    split = shard_map.split(B, N, K)
+    assert split is not None
+    assert split.axes.context is not None
     static = Static(
-        rules._replace(lse=True, whole=(N, T)),
-        found.axes.context,
-        found.axes.size((found.axes.context,)),
-        found.axes.zigzag,
+        config._replace(lse=True, whole=(N, T)),
+        split.axes.context,
+        split.axes.size((split.axes.context,)),
+        split.axes.zigzag,
         T,
         S,
     )
 
-    def spec(x: Any, letters: str) -> Any:
-        return None if x is None else found.spec(x.shape, letters)
+    def spec(x: jax.Array | None, letters: str) -> PartitionSpec | None:
+        return None if x is None else split.spec(x.shape, letters)
 
     letters = {1: "b", 2: "b?", 4: "bnc?"}  # offsets; rows, keys and segments; array
-    given: Any = traced._replace(window=(None, None))
-    specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), given)
+    conditions: Any = traced._replace(window=(None, None))
+    specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), conditions)
 
-    def inside(query: Any, key: Any, value: Any, bias: Any, given: Pairs, words: Any) -> Any:
-        key, value = (found.own_heads(x, 1) for x in (key, value))
-        if words is not None:
-            words = placed(words, *found.starts(), 0, 0)
-        return local(static, query, key, value, bias, given, words)
+    def inside(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        conditions: Conditions,
+        seed: Seed | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        key, value = (split.own_heads(x, 1) for x in (key, value))
+        if seed is not None:
+            seed = shift_seed(seed, *split.starts(), 0, 0)
+        return local(static, query, key, value, bias, conditions, seed)
 
-    out_specs = sharding.spec(found.b, found.n, static.axis)
-    out, lse = found.run(
-        inside,
-        (
-            *(spec(x, f"b{n}c?") for x, n in ((query, "n"), (key, "k"), (value, "k"))),
-            spec(bias, "bnc?"),
-            specs,
-            None if words is None else sharding.spec(),
-        ),
-        (out_specs, out_specs),
-    )(query, key, value, bias, given, words)
-    return out, lse if rules.lse else None
-
-
-class Corner(NamedTuple):
-    """Arguments of `attention.core` for a part of the queries and a part of the keys."""
-
-    plan: Plan
-    rules: Rules
-    traced: Pairs
-    words: jax.Array | None
+    out_spec: Any = sharding.spec(split.b, split.n, static.axis)
+    in_specs = (
+        *(spec(x, f"b{n}c?") for x, n in ((query, "n"), (key, "k"), (value, "k"))),
+        spec(bias, "bnc?"),
+        specs,
+        None if seed is None else sharding.spec(),
+    )
+    mapped = split.run(inside, in_specs, (out_spec, out_spec))
+    out, lse = mapped(query, key, value, bias, conditions, seed)
+    return out, lse if config.lse else None
 
 
-# Tile sizes by platform: the memory of a tile does not fall as devices are added.
-SIZES: dict[str, dict[str, int]] = {"cpu": {"side": 256, "target": 2**21}}
+class Pair(NamedTuple):
+    """Arguments of `attention.core` for one part of the queries and one part of the keys."""
+
+    tiling: Tiling
+    config: Config
+    traced: Conditions
+    seed: Seed | None
 
 
-def corner(
+def pair_of_parts(
     static: Static,
-    query: Any,
-    key: Any,
-    traced: Pairs,
-    words: jax.Array | None,
-    t: Any,
-    s: Any,
-) -> Corner:
+    query: Shaped,
+    key: Shaped,
+    traced: Conditions,
+    seed: Seed | None,
+    t: Index,
+    s: Index,
+) -> Pair:
     """Tiling and conditions between queries `b n t H` from position `t` and keys `b k s H` from
     position `s`; only the shapes of both are used."""
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)
 
-    def slice_of(x: Any, start: Any, size: int) -> Any:
-        return None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, 1)
+    def slice_of(x: jax.Array, start: Index, size: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, start, size, 1)
 
     segments = traced.segments
     if segments is not None:
         segments = slice_of(segments[0], t, T), slice_of(segments[1], s, S)
-    local = Pairs(
+    local = Conditions(
         None if above is None else (jnp.asarray(above, jnp.int32) + shift).reshape(-1),
         (None, None),
-        slice_of(traced.rows, t, T),
-        slice_of(traced.keys, s, S),
+        None if traced.rows is None else slice_of(traced.rows, t, T),
+        None if traced.keys is None else slice_of(traced.keys, s, S),
         segments,
         traced.array,
         None if below is None else (below - shift).reshape(-1),
     )
-    platform = static.rules.platform
-    sizes = (*SIZES.get(platform, {}).items(), *static.rules.sizes)
-    plan = attention.cut(query, key, platform=platform, skips=local != NOTHING, sizes=sizes)
-    rules = static.rules._replace(window=(None, None), above=None, sizes=sizes)
-    if words is not None:
-        words = placed(words, 0, 0, t, s)
-    return Corner(plan, rules, local, words)
+    platform = static.config.platform
+    tuning = tuning_for(platform)
+    measured = {"side": tuning.shard_side, "target": tuning.shard_tile_bytes}
+    sizes = tuple((name, size) for name, size in measured.items() if size is not None)
+    sizes = (*sizes, *static.config.sizes)
+    skips = local != NO_CONDITIONS
+    tiling = attention.tiling_for(query, key, platform=platform, skips=skips, sizes=sizes)
+    config = static.config._replace(window=(None, None), above=None, sizes=sizes)
+    if seed is not None:
+        seed = shift_seed(seed, 0, 0, t, s)
+    return Pair(tiling, config, local, seed)
 
 
-def bounds(static: Static, traced: Pairs) -> tuple[int | None, Any]:
+def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None]:
     """Bounds `i - below <= j <= i + above`; None: no bound. `above` may be traced, `B`."""
-    below, right = static.rules.window
-    given = static.rules.above if traced.above is None else traced.above
-    both = [x for x in (right, given) if x is not None]
+    below, right = static.config.window
+    offset = static.config.above if traced.above is None else traced.above
+    both = [x for x in (right, offset) if x is not None]
     above = None if not both else both[0] if len(both) == 1 else jnp.minimum(*both)
-    if len(both) == 2 and all(isinstance(x, int) for x in both):
-        above = min(both)
+    if isinstance(right, int) and isinstance(offset, int):
+        above = min(right, offset)
     return below, above
 
 
-def meets(below: Any, above: Any, t: Any, T: int, s: Any, S: int) -> Any:
+def any_allowed(
+    below: int | None, above: Index | None, t: Positions, T: int, s: Positions, S: int
+) -> Positions:
     """True if the bounds allow any pair of T queries from position t and S keys from position s."""
-    found: Any = True
+    found: Positions = True
     if above is not None:
-        highest = above if isinstance(above, int) else jnp.max(above)
-        found = found & (s <= t + T - 1 + highest)
+        largest = above if isinstance(above, int) else jnp.max(above)
+        found = found & (s <= t + T - 1 + largest)
     if below is not None:
         found = found & (s + S - 1 >= t - below)
     return found
 
 
-def split_parts(static: Static, x: jax.Array) -> jax.Array:
-    """`b n t ...` as `parts b n t ...`."""
+def split_parts(
+    static: Static, x: Num[jax.Array, "b n t *d"]
+) -> Num[jax.Array, "{static.parts} b n _ *d"]:
+    """Splits the positions of a device into its contiguous parts."""
     b, n, t, *rest = x.shape
     return jnp.moveaxis(x.reshape(b, n, static.parts, t // static.parts, *rest), 2, 0)
 
 
-def join_parts(x: jax.Array) -> jax.Array:
+def join_parts(x: Num[jax.Array, "parts b n t *d"]) -> Num[jax.Array, "b n _ *d"]:
     """The inverse of `split_parts`."""
     x = jnp.moveaxis(x, 0, 2)
     b, n, parts, t, *rest = x.shape
     return x.reshape(b, n, parts * t, *rest)
 
 
-def attend(request: Request, local: Callable[..., Any]) -> Any:
+def attend(request: Request, local: Local) -> Result:
     """Computes the request with `local` in place of `attention.core`."""
-    return attention.attend(request, partial(spread, local, np.dtype(request.query.dtype)))
+    dtype = np.dtype(request.query.dtype)
+    return attention.attend(request, partial(distributed_core, local, dtype))

@@ -9,25 +9,33 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Num
 
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import common
-from jaxmha.implementations.context_parallel.common import Static
+from jaxmha.implementations.context_parallel.common import OutLse, Pair, Static
 from jaxmha.implementations.fused.adapter import is_dense
-from jaxmha.implementations.tiled import layout, loop, tile
-from jaxmha.implementations.tiled.block_mask import Pairs
-from jaxmha.implementations.tiled.tile import Rules, Softmax
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations.online_softmax import Softmax, State
+from jaxmha.implementations.tiled import layout, loop
+from jaxmha.implementations.tiled.block_mask import Conditions
+from jaxmha.implementations.tiled.dropout import Seed
+from jaxmha.implementations.tiled.layout import Index
+from jaxmha.implementations.tiled.tile import Config
+from jaxmha.implementations.tiled.tiling import Tiling
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Tree = TypeVar("Tree")
+Carry = TypeVar("Carry")
 
 
 def supports(request: Request) -> str | None:
     """None, or why not."""
-    reason = common.declined(request)
+    reason = common.unsupported(request)
     if reason is None and is_dense(request):
         return (
             "the ring takes no bias, and no dense mask but one of queries or of keys alone; "
@@ -38,206 +46,249 @@ def supports(request: Request) -> str | None:
 
 def attend(request: Request) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs."""
-    found: Result = common.attend(request, _local)
-    return found
+    return common.attend(request, _local)
 
 
-def _local(static: Static, query: Any, key: Any, value: Any, _: Any, *rest: Any) -> Any:
-    return _ring(static, query, key, value, *rest)
+def _local(
+    static: Static,
+    query: Float[jax.Array, "B N t H"],
+    key: Float[jax.Array, "B K s H"],
+    value: Float[jax.Array, "B K s h"],
+    bias: None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> OutLse:
+    return _ring(static, query, key, value, traced, seed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
     static: Static,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    traced: Pairs,
-    words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of one device's queries `B N t H` over the keys and values of all devices."""
-    found = _softmax(static, query, key, value, traced, words)
+    query: Float[jax.Array, "B N t H"],
+    key: Float[jax.Array, "B K s H"],
+    value: Float[jax.Array, "B K s h"],
+    traced: Conditions,
+    seed: Seed | None,
+) -> OutLse:
+    """Output and lse of one device's queries over the keys and values of all devices."""
+    found = _softmax(static, query, key, value, traced, seed)
     return found.out, found.lse
 
 
 def _softmax(
-    static: Static, query: Any, key: Any, value: Any, traced: Pairs, words: Any
+    static: Static,
+    query: Float[jax.Array, "B N t H"],
+    key: Float[jax.Array, "B K s H"],
+    value: Float[jax.Array, "B K s h"],
+    traced: Conditions,
+    seed: Seed | None,
 ) -> Softmax:
-    static = static._replace(rules=static.rules._replace(transposed=True))  # as in the gradient
-    cut = _cut(static, query, key, traced, words)
-    rows = jnp.stack([layout.tiles(cut.plan, x) for x in common.split_parts(static, query)])
-    rows = _once(jnp.swapaxes(rows, -1, -2))
-    start = tile.nothing_yet(cut.rules, rows, value.shape[-1])
-    read = partial(_numbers, key.dtype, query.dtype)
+    # Transposed as in the gradient, so that the logits of both round alike.
+    static = static._replace(config=static.config._replace(transposed=True))
+    part = _part(static, query, key, traced, seed)
+    rows = jnp.stack(
+        [layout.to_query_tiles(part.tiling, x) for x in common.split_parts(static, query)]
+    )
+    rows = _barrier(jnp.swapaxes(rows, -1, -2))
+    start = loop.initial_state(part.config, rows, value.shape[-1])
+    decode = partial(_decode, np.dtype(key.dtype), np.dtype(query.dtype))
 
-    def meet(seen: Any, kv: Any, i: Any, j: Any, at: common.Corner) -> Any:
-        parts = rows[i], *(x[j] for x in kv)
-        mine = jax.tree.map(lambda x: x[i], seen)
-        more = loop.forward(at.plan, at.rules, parts, None, *at[2:], lambda x: x, mine, read)
-        return jax.tree.map(lambda x, part: x.at[i].set(part), seen, more)
+    def fold(state: State, kv: Arrays, i: Index, j: Index, pair: Pair) -> tuple[State, Arrays]:
+        keys, values = kv
+        own: State = jax.tree.map(lambda x: x[i], state)
+        own = loop.forward_into(
+            pair.tiling,
+            pair.config,
+            own,
+            rows[i],
+            keys[j],
+            values[j],
+            pair.traced,
+            pair.seed,
+            decode,
+        )
+        return jax.tree.map(lambda x, new: x.at[i].set(new), state, own), kv
 
-    seen, _, _ = _travel(static, cut, traced, words, start, _chunks(static, cut, key, value), meet)
-    seen = loop.turned(seen)
-    found = loop.finished(cut.rules, seen, words)
-    whole = (jnp.stack([layout.rows(cut.plan, x) for x in y]) for y in found)
+    kv = _encode(static, part, key, value)
+    state, _, _ = _rotate(static, part, traced, seed, start, kv, fold)
+    softmax = loop.normalize(part.config, loop.transpose_all(state), seed)
+    whole = (jnp.stack([layout.from_query_tiles(part.tiling, x) for x in y]) for y in softmax)
     return Softmax(*map(common.join_parts, whole))
 
 
-def _forward(static: Static, *arguments: Any) -> Any:
-    found = _softmax(static, *arguments)
-    return (found.out, found.lse), (*arguments, found)
+RingInputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, Conditions, Seed | None]
 
 
-def _backward(static: Static, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    query, key, value, traced, words, found = saved
-    cut = _cut(static, query, key, traced, words)
-    rows = [common.split_parts(static, x) for x in (query, *found, *slopes)]
-    parts = [
-        loop.rows_of_gradient(cut.plan, part[0], Softmax(*part[1:4]), *part[4:])
-        for part in zip(*rows, strict=True)
+def _forward(
+    static: Static,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    traced: Conditions,
+    seed: Seed | None,
+) -> tuple[OutLse, tuple[RingInputs, Softmax]]:
+    softmax = _softmax(static, query, key, value, traced, seed)
+    return (softmax.out, softmax.lse), ((query, key, value, traced, seed), softmax)
+
+
+def _backward(
+    static: Static, saved: tuple[RingInputs, Softmax], cotangents: OutLse
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    (query, key, value, traced, seed), softmax = saved
+    part = _part(static, query, key, traced, seed)
+    rows = [common.split_parts(static, x) for x in (query, *softmax, *cotangents)]
+    inputs = [
+        loop.backward_inputs(part.tiling, x[0], Softmax(*x[1:4]), *x[4:])
+        for x in zip(*rows, strict=True)
     ]
-    rows = _once(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-    kv = _chunks(static, cut, key, value)
-    read = partial(_numbers, key.dtype, query.dtype)
-    start, *sums = (jnp.zeros(x.shape, query.dtype) for x in (rows[0], *kv))
+    per_row = _barrier(jax.tree.map(lambda *x: jnp.stack(x), *inputs))
+    kv = _encode(static, part, key, value)
+    decode = partial(_decode, np.dtype(key.dtype), np.dtype(query.dtype))
+    start, *sums = (jnp.zeros(x.shape, query.dtype) for x in (per_row[0], *kv))
 
-    def meet(dq: Any, moving: Any, i: Any, j: Any, at: common.Corner) -> Any:
-        k, v, *sums = moving
-        mine = dq[i], *(x[j] for x in sums)
-        per_row = tuple(x[i] for x in rows)
-        per_key = k[j], v[j]
-        _, (mine, *more) = loop.backward(
-            at.plan, at.rules, per_row, per_key, None, *at[2:], mine, read
+    def fold(
+        dq: jax.Array, rotating: Arrays, i: Index, j: Index, pair: Pair
+    ) -> tuple[jax.Array, Arrays]:
+        k, v, dk, dv = rotating
+        own_rows, own_cotangents = jax.tree.map(lambda x: x[i], per_row)
+        new_dq, new_dk, new_dv = loop.backward_into(
+            pair.tiling,
+            pair.config,
+            (dq[i], dk[j], dv[j]),
+            own_rows,
+            own_cotangents,
+            k[j],
+            v[j],
+            pair.traced,
+            pair.seed,
+            decode,
         )
-        return dq.at[i].set(mine), (
-            k,
-            v,
-            *(x.at[j].set(y) for x, y in zip(sums, more, strict=True)),
-        )
+        return dq.at[i].set(new_dq), (k, v, dk.at[j].set(new_dk), dv.at[j].set(new_dv))
 
-    dq, (_, _, *sums), at = _travel(
-        static, cut, traced, words, start, (*kv, *sums), meet, writes=True
-    )
-    home = _shift(static, tuple(x.astype(key.dtype) for x in sums), static.devices - at)
-    whole = [jnp.stack([layout.unchunked(cut.plan, x) for x in y]) for y in home]
-    dq = jnp.stack([layout.rows(cut.plan, jnp.swapaxes(x, -1, -2)) for x in dq])
-    return *(common.join_parts(x) for x in (dq, *whole)), None, None
-
-
-class _Cut(NamedTuple):
-    """Tiling, config and shapes of a part of the queries `b n t H` and of the keys `b k s H`."""
-
-    plan: Plan
-    rules: Rules
-    query: Any
-    key: Any
-
-
-def _cut(static: Static, query: Any, key: Any, traced: Pairs, words: Any) -> _Cut:
-    make: Any = jax.ShapeDtypeStruct
-    shapes = [
-        make((*x.shape[:2], x.shape[2] // static.parts, x.shape[3]), query.dtype)
-        for x in (query, key)
-    ]
-    plan, rules, *_ = common.corner(static, shapes[0], shapes[1], traced, words, 0, 0)
-    return _Cut(plan, rules, *shapes)
-
-
-def _once(x: Any) -> Any:
-    """Keeps XLA from rematerialising the tiled rows within the loop over hops, in a second copy."""
-    barrier: Any = jax.lax.optimization_barrier
-    return barrier(x)
-
-
-def _chunks(static: Static, cut: _Cut, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Tiled keys and values for the ring. Half precision is bitcast to uint16: XLA:CPU upcasts the
-    whole array when it is sliced or permuted."""
-    found = []
-    for x in arrays:
-        parts = [layout.chunks(cut.plan, part) for part in common.split_parts(static, x)]
-        whole = jnp.stack(parts)
-        half = x.dtype.itemsize == 2
-        found.append(jax.lax.bitcast_convert_type(whole, np.uint16) if half else whole)
-    return tuple(found)
-
-
-def _numbers(kept: Any, wanted: Any, x: jax.Array) -> jax.Array:
-    """Decodes a tile of `_chunks`, originally of dtype `kept`, to dtype `wanted`."""
-    if x.dtype == np.uint16:
-        x = jax.lax.bitcast_convert_type(x, kept)
-    return x.astype(wanted)
+    dq, (_, _, *sums), hops = _rotate(static, part, traced, seed, start, (*kv, *sums), fold)
+    home = _send(static, tuple(x.astype(key.dtype) for x in sums), static.devices - hops)
+    dk, dv = (jnp.stack([layout.from_kv_tiles(part.tiling, x) for x in y]) for y in home)
+    dq = jnp.stack([layout.from_query_tiles(part.tiling, jnp.swapaxes(x, -1, -2)) for x in dq])
+    return common.join_parts(dq), common.join_parts(dk), common.join_parts(dv), None, None
 
 
 _ring.defvjp(_forward, _backward)
 
 
-def _travel(
-    static: Static,
-    cut: _Cut,
-    traced: Pairs,
-    words: jax.Array | None,
-    carry: Any,
-    moving: tuple[Any, ...],
-    meet: Callable[..., Any],
-    *,
-    writes: bool = False,
-) -> tuple[Any, tuple[Any, ...], int]:
-    """`carry = meet(carry, moving, i, j, corner)` for every pair of parts with an allowed pair.
+class _Part(NamedTuple):
+    """Tiling, config and shapes of a part of the queries `b n t H` and of the keys `b k s H`."""
 
-    `moving` arrays rotate around the ring; if `writes`, `meet` returns `(carry, moving)`. Returns
-    carry, moving, and the number of hops that moving arrays are away from their home device.
+    tiling: Tiling
+    config: Config
+    query: jax.ShapeDtypeStruct
+    key: jax.ShapeDtypeStruct
+
+
+def _part(
+    static: Static, query: jax.Array, key: jax.Array, traced: Conditions, seed: Seed | None
+) -> _Part:
+    shapes = [
+        jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            (*x.shape[:2], x.shape[2] // static.parts, x.shape[3]), query.dtype
+        )
+        for x in (query, key)
+    ]
+    pair = common.pair_of_parts(static, shapes[0], shapes[1], traced, seed, 0, 0)
+    return _Part(pair.tiling, pair.config, *shapes)
+
+
+def _barrier(x: Tree) -> Tree:
+    """Keeps XLA from rematerialising the tiled rows within the loop over hops, in a second copy."""
+    held: Tree = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+    return held
+
+
+def _encode(static: Static, part: _Part, *arrays: Float[jax.Array, "B K s _"]) -> Arrays:
+    """Tiled keys and values for the ring. Half precision is bitcast to uint16: XLA:CPU upcasts the
+    whole array when it is sliced or permuted."""
+    found = []
+    for x in arrays:
+        tiles = [layout.to_kv_tiles(part.tiling, y) for y in common.split_parts(static, x)]
+        whole = jnp.stack(tiles)
+        half = x.dtype.itemsize == 2
+        found.append(jax.lax.bitcast_convert_type(whole, np.uint16) if half else whole)
+    return tuple(found)
+
+
+def _decode(
+    stored: np.dtype[np.floating], wanted: np.dtype[np.floating], x: Num[jax.Array, "*tile"]
+) -> Float[jax.Array, "*tile"]:
+    """Decodes a tile of `_encode`, originally of dtype `stored`, to dtype `wanted`."""
+    if x.dtype == np.uint16:
+        x = jax.lax.bitcast_convert_type(x, stored)
+    return x.astype(wanted)
+
+
+def _rotate(
+    static: Static,
+    part: _Part,
+    traced: Conditions,
+    seed: Seed | None,
+    carry: Carry,
+    rotating: Arrays,
+    fold: Callable[[Carry, Arrays, Index, Index, Pair], tuple[Carry, Arrays]],
+) -> tuple[Carry, Arrays, int]:
+    """`carry, rotating = fold(carry, rotating, i, j, pair)` for every part i of this device's
+    queries and part j of any device's keys that has an allowed pair.
+
+    Returns carry, rotating, and the number of hops that rotating arrays are away from their home
+    device.
     """
-    here = jax.lax.axis_index(static.axis)
+    device = jax.lax.axis_index(static.axis)
     bounds = common.bounds(static, traced)
     m, T, S = static.parts, *(x // (static.devices * static.parts) for x in (static.T, static.S))
-    mine = jnp.stack([jnp.asarray(x) for x in static.starts(here, static.T)])
+    own_starts = jnp.stack([jnp.asarray(x) for x in static.starts(device, static.T)])
 
-    def visit(hop: Any, carry: Any, moving: Any) -> Any:
-        owner = (here - hop) % static.devices
-        theirs = jnp.stack([jnp.asarray(x) for x in static.starts(owner, static.S)])
+    def visit(hop: Index, carry: Carry, rotating: Arrays) -> tuple[Carry, Arrays]:
+        owner = (device - hop) % static.devices
+        starts = jnp.stack([jnp.asarray(x) for x in static.starts(owner, static.S)])
 
-        def pair(p: Any, state: Any) -> Any:
+        def parts(p: Index, state: tuple[Carry, Arrays]) -> tuple[Carry, Arrays]:
             i, j = p // m, p % m
-            t, s = mine[i], theirs[j]
+            t, s = own_starts[i], starts[j]
 
-            def met(state: Any) -> Any:
-                carry, moving = state
-                at = common.corner(static, cut.query, cut.key, traced, words, t, s)
-                found = meet(carry, moving, i, j, at)
-                return found if writes else (found, moving)
+            def run(state: tuple[Carry, Arrays]) -> tuple[Carry, Arrays]:
+                carry, rotating = state
+                pair = common.pair_of_parts(static, part.query, part.key, traced, seed, t, s)
+                return fold(carry, rotating, i, j, pair)
 
-            needed = common.meets(*bounds, t, T, s, S)
+            needed = common.any_allowed(*bounds, t, T, s, S)
             if needed is True:
-                return met(state)
+                return run(state)
             # A loop of 0 or 1 steps works in place; `cond` would allocate its result in addition.
-            return jax.lax.fori_loop(0, needed.astype(np.int32), lambda _, x: met(x), state)
+            once = jnp.asarray(needed).astype(np.int32)
+            done: tuple[Carry, Arrays] = jax.lax.fori_loop(0, once, lambda _, x: run(x), state)
+            return done
 
-        state = carry, moving
-        return (
-            pair(0, state)
-            if m == 1
-            else jax.lax.fori_loop(np.int32(0), np.int32(m * m), pair, state)
+        if m == 1:
+            return parts(0, (carry, rotating))
+        found: tuple[Carry, Arrays] = jax.lax.fori_loop(
+            np.int32(0), np.int32(m * m), parts, (carry, rotating)
         )
+        return found
+
+    def step(state: tuple[Carry, Arrays], hop: object) -> tuple[tuple[Carry, Arrays], None]:
+        carry, rotating = state
+        return visit(cast(jax.Array, hop), carry, _send(static, rotating, 1)), None
 
     at = 0
     for first, last in _runs(static, traced):
-        moving = _shift(static, moving, first - at)
-        carry, moving = visit(first, carry, moving)
-
-        def step(state: Any, hop: Any) -> Any:
-            carry, moving = state
-            return visit(hop, carry, _shift(static, moving, 1)), None
-
+        rotating = _send(static, rotating, first - at)
+        carry, rotating = visit(first, carry, rotating)
         if last > first:
-            state = carry, moving
-            (carry, moving), _ = jax.lax.scan(
-                step, state, np.arange(first + 1, last + 1, dtype=np.int32)
-            )
+            hops = np.arange(first + 1, last + 1, dtype=np.int32)
+            state, _ = jax.lax.scan(step, (carry, rotating), hops)
+            carry, rotating = state
         at = last
-    return carry, moving, at
+    return carry, rotating, at
 
 
-def _runs(static: Static, traced: Pairs) -> list[tuple[int, int]]:
+def _runs(static: Static, traced: Conditions) -> list[tuple[int, int]]:
     """Runs (first, last) of hops at which some device has an allowed pair within the bounds."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
@@ -249,12 +300,12 @@ def _runs(static: Static, traced: Pairs) -> list[tuple[int, int]]:
     for hop in range(P):
         queries = static.starts(device, static.T)
         keys = static.starts((device - hop) % P, static.S)
-        met = [
-            np.any(common.meets(below, above, t, T, s, S) & np.ones(P, bool))
+        needed = [
+            np.any(common.any_allowed(below, above, t, T, s, S) & np.ones(P, bool))
             for t in queries
             for s in keys
         ]
-        if not any(met):
+        if not any(needed):
             continue
         if runs and runs[-1][1] == hop - 1:
             runs[-1] = runs[-1][0], hop
@@ -263,30 +314,34 @@ def _runs(static: Static, traced: Pairs) -> list[tuple[int, int]]:
     return runs
 
 
-def _shift(static: Static, arrays: tuple[Any, ...], hops: int) -> tuple[Any, ...]:
+def _send(static: Static, arrays: Arrays, hops: int) -> Arrays:
     """Sends each device's arrays `hops` devices further around the ring."""
     if hops % static.devices == 0:
         return arrays
     route = [(r, (r + hops) % static.devices) for r in range(static.devices)]
-    move: Any = jax.lax.ppermute
-    return tuple(_in_place(lambda x: move(x, static.axis, route), x) for x in arrays)
+
+    def permute(x: jax.Array) -> jax.Array:
+        sent: jax.Array = jax.lax.ppermute(x, static.axis, route)  # type: ignore[no-untyped-call]
+        return sent
+
+    return tuple(_in_place(permute, x) for x in arrays)
 
 
-def _in_place(move: Callable[[Any], jax.Array], x: jax.Array) -> jax.Array:
-    """`move(x)` of a large array `... keys d`, piece by piece: arriving pieces overwrite departed
+PIECES, SMALL = 16, 2**18  # maximum number of pieces; bytes that are sent whole
+
+
+def _in_place(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`send(x)` of a large array `... keys d`, piece by piece: arriving pieces overwrite departed
     ones, so that only one piece needs additional memory."""
     s = x.shape[-2]
     count = max(n for n in range(1, PIECES + 1) if s % n == 0)
     if x.nbytes <= SMALL or count == 1:
-        return move(x)
+        return send(x)
 
-    def piece(i: Any, x: Any) -> Any:
+    def piece(i: Index, x: jax.Array) -> jax.Array:
         at, size = i * (s // count), s // count
-        arrived = move(jax.lax.dynamic_slice_in_dim(x, at, size, -2))
+        arrived = send(jax.lax.dynamic_slice_in_dim(x, at, size, -2))
         return jax.lax.dynamic_update_slice_in_dim(x, arrived, at, -2)
 
-    moved: jax.Array = jax.lax.fori_loop(np.int32(0), np.int32(count), piece, x)
-    return moved
-
-
-PIECES, SMALL = 16, 2**18  # maximum number of pieces; bytes that are sent whole
+    sent: jax.Array = jax.lax.fori_loop(np.int32(0), np.int32(count), piece, x)
+    return sent

@@ -6,47 +6,49 @@ suit the kernel. The adapter turns requests into such problems, and kernel outpu
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32, Integer
 
+from jaxmha.arrays import Array
 from jaxmha.implementations import fully_masked
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.tiled import block_mask
-from jaxmha.implementations.tiled.block_mask import Pairs
+from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
 
 
-class Parts(NamedTuple):
+class KernelInputs(NamedTuple):
     """A request as kernels take it: unattended keys and values and fully masked queries are zero.
 
     Attributes:
-      query: `B T N H`. key: `B S K H`. value: `B S K h`.
-      bias: `b n t s` or None.
+      query, key, value: of one dtype.
+      bias: each axis full or 1.
       conditions: `rows` is None, since the adapter applies it; `keys` are the valid keys, lengths
         included, where the mask has key padding, else None.
-      query_lengths, key_lengths: `B`, within 0 and T, S; None: all.
+      query_lengths, key_lengths: within 0 and T, S; None: all.
       left: `j >= i - left`; above: `j <= i + above`; None: no bound, or one that masks nothing.
       scale: of the logits.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    conditions: Pairs
-    query_lengths: jax.Array | None
-    key_lengths: jax.Array | None
+    query: Float[jax.Array, "B T N H"]
+    key: Float[jax.Array, "B S K H"]
+    value: Float[jax.Array, "B S K h"]
+    bias: Float[jax.Array, "b n t s"] | None
+    conditions: Conditions
+    query_lengths: Int32[jax.Array, "B"] | None
+    key_lengths: Int32[jax.Array, "B"] | None
     left: int | None
     above: int | None
     scale: float
 
 
-def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
+def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
     """Why no fused kernel, or not this one with its dtypes, takes a request; None: no objection."""
-    semantics, dtype = request.semantics, request.query.dtype
+    dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
     shapes = (*request.query.shape, *request.value.shape)
@@ -56,9 +58,9 @@ def declined(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | N
         return f"every size must be at least 1, got {request.query.shape}, {request.value.shape}"
     if request.return_weights:
         return "weights are never materialised: return_weights must be False"
-    if request.dropout_key is not None and semantics.dropout_rate > 0:
+    if request.drops:
         return f"{name} has no dropout that is the same everywhere"
-    if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
+    if request.semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
     return None
 
@@ -68,27 +70,29 @@ def is_dense(request: Request) -> bool:
     return request.bias is not None or request.mask.array is not None
 
 
-def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array | None]]) -> Result:
+OutAndLse: TypeAlias = tuple[Float[jax.Array, "B T N h"], Float[jax.Array, "B N T"] | None]
+
+
+def attend(request: Request, run: Callable[[KernelInputs], OutAndLse]) -> Result:
     """Computes the request with a kernel: `run` returns `B T N h` and, if it is read, lse `B N T`.
 
     `run` may return any value in fully masked rows, but no NaN where a gradient passes.
     """
-    semantics = request.semantics
-    (B, T, N, H), (_, S, K, _) = request.query.shape, request.value.shape
+    (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     mask = request.mask
-    conditions = block_mask.of_mask(mask, T, S)
-    rows, keys = block_mask.live(conditions, request.bias, B, N, T, S)
+    conditions = block_mask.from_mask(mask, T, S)
+    rows, keys = block_mask.attended(conditions, request.bias, B, N, T, S)
     query, key, value = request.query, request.key, request.value
     if rows is not None:
         query = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], query, 0)
     if keys is not None:
         each = keys if keys.shape[1] == 1 else keys.reshape(-1, K, N // K, S).any(2)
-        there = jnp.moveaxis(each, 1, 2)[..., None]
-        key, value = (jnp.where(there, x, 0) for x in (key, value))
+        valid = jnp.moveaxis(each, 1, 2)[..., None]
+        key, value = (jnp.where(valid, x, 0) for x in (key, value))
     left, above = diagonals(mask, T, S)
     padded = mask.key_value_padding is not None
     out, lse = run(
-        Parts(
+        KernelInputs(
             query,
             key,
             value,
@@ -98,15 +102,15 @@ def attend(request: Request, run: Callable[[Parts], tuple[jax.Array, jax.Array |
             None if padded else _lengths(mask.key_value_lengths, B, S),
             left,
             above,
-            H**-0.5 if semantics.scale is None else semantics.scale,
+            request.scale,
         )
     )
     if rows is not None:
         out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0)
         if lse is not None:
             lse = jnp.where(rows, lse, -jnp.inf)
-        empty = jnp.broadcast_to(~jnp.moveaxis(rows, 1, 2), out.shape[:3])
-        out = fully_masked.answer(request, out, empty)
+        masked = jnp.broadcast_to(~jnp.moveaxis(rows, 1, 2), out.shape[:3])
+        out = fully_masked.apply(request, out, masked)
     return Result(out, None, lse)
 
 
@@ -122,7 +126,9 @@ def diagonals(mask: Mask, T: int, S: int) -> tuple[int | None, int | None]:
     return left, above
 
 
-def _lengths(lengths: Any, B: int, most: int) -> jax.Array | None:
+def _lengths(
+    lengths: Integer[Array, "b"] | None, B: int, most: int
+) -> Int32[jax.Array, "{B}"] | None:
     if lengths is None:
         return None
     return jnp.broadcast_to(jnp.clip(jnp.asarray(lengths), 0, most).astype(np.int32), B)
@@ -138,6 +144,10 @@ def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Arra
     return jnp.pad(x, widths)
 
 
+# Further arrays of a kernel: lengths of queries and keys, or segment ids of both.
+Others: TypeAlias = tuple[jax.Array, jax.Array] | None
+
+
 class Kernel(NamedTuple):
     """A kernel with its static configuration; hashable.
 
@@ -146,28 +156,28 @@ class Kernel(NamedTuple):
         keys must be valid values too.
       out_and_lse: the same, `-> (out, lse)`. Its gradient ignores the cotangent of lse, or it has
         none.
-      pulls: whether `out_and_lse` has a gradient.
+      has_gradient: whether `out_and_lse` has a gradient.
       scale: of the logits.
       settings: everything that makes two kernels different programs.
     """
 
     out: Callable[..., jax.Array]
     out_and_lse: Callable[..., tuple[jax.Array, jax.Array]]
-    pulls: bool
+    has_gradient: bool
     scale: float
     settings: Hashable
 
 
 def call(
     kernel: Kernel,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    others: Any,
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B S K H"],
+    value: Float[jax.Array, "B S K h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    others: Others,
     *,
     lse: bool,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> OutAndLse:
     """Output and, if `lse` is set, a differentiable lse."""
     if lse:
         return out_and_lse(kernel, query, key, value, bias, others)
@@ -177,19 +187,30 @@ def call(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def out_and_lse(
     kernel: Kernel,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    others: Any,
-) -> tuple[jax.Array, jax.Array]:
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B S K H"],
+    value: Float[jax.Array, "B S K h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    others: Others,
+) -> tuple[Float[jax.Array, "B T N h"], Float[jax.Array, "B N T"]]:
     """Output and differentiable lse of a kernel whose own lse has no gradient."""
     return kernel.out_and_lse(kernel.settings, query, key, value, bias, others)
 
 
-def _forward(kernel: Kernel, query: Any, key: Any, value: Any, bias: Any, others: Any) -> Any:
+Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+Saved: TypeAlias = tuple[Callable[..., tuple[jax.Array, ...]], Operands, Others]
+
+
+def _forward(
+    kernel: Kernel,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    others: Others,
+) -> tuple[tuple[jax.Array, jax.Array], Saved]:
     operands = query, key, value, bias
-    if kernel.pulls:
+    if kernel.has_gradient:
         (out, lse), pull = jax.vjp(
             lambda *x: kernel.out_and_lse(kernel.settings, *x, others), *operands
         )
@@ -199,7 +220,9 @@ def _forward(kernel: Kernel, query: Any, key: Any, value: Any, bias: Any, others
     return (out, lse), (pull, operands, others)
 
 
-def _backward(kernel: Kernel, saved: Any, slopes: Any) -> tuple[Any, ...]:
+def _backward(
+    kernel: Kernel, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
     """Computes the gradient of lse with the same kernel, with keys in place of values.
 
     d lse_i / d query_i is `scale` times row i of attention over the keys as values, and
@@ -207,13 +230,13 @@ def _backward(kernel: Kernel, saved: Any, slopes: Any) -> tuple[Any, ...]:
     the queries as output cotangent.
     """
     pull, (query, key, _, bias), others = saved
-    slope, slope_lse = slopes
-    zeros = jnp.zeros_like(slope_lse)
-    d_query, d_key, d_value, d_bias = pull((slope, zeros) if kernel.pulls else slope)
+    d_out, d_lse = cotangents
+    zeros = jnp.zeros_like(d_lse)
+    d_query, d_key, d_value, d_bias = pull((d_out, zeros) if kernel.has_gradient else d_out)
     means, pull_values = jax.vjp(
         lambda x: kernel.out(kernel.settings, query, key, x, bias, others), key
     )
-    weight = kernel.scale * jnp.moveaxis(slope_lse, 1, 2)[..., None]
+    weight = kernel.scale * jnp.moveaxis(d_lse, 1, 2)[..., None]
     (more,) = pull_values((weight * query.astype(np.float32)).astype(means.dtype))
     d_query = _sum(d_query, weight * means.astype(np.float32))
     return d_query, _sum(d_key, more), d_value, d_bias, None

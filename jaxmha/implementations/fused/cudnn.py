@@ -4,16 +4,17 @@ Source: `jax.nn.dot_product_attention(implementation="cudnn")` and, for the log-
 the private function that it calls, whose signature is the same in JAX 0.10 to 0.12.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
-from jaxmha.implementations.fused.adapter import Kernel, Parts, fill
+from jaxmha.implementations.fused.adapter import Kernel, KernelInputs, Others, OutAndLse, fill
 
 # Backward passes with a bias are wrong or missing at other sizes (NaN at 64 modulo 128).
 BIAS_MULTIPLE = 128
@@ -33,7 +34,7 @@ class Settings(NamedTuple):
 
 def supports(request: Request) -> str | None:
     """None, or why not."""
-    reason = adapter.declined(request, name="cuDNN", dtypes=("bfloat16", "float16"))
+    reason = adapter.unsupported(request, name="cuDNN", dtypes=("bfloat16", "float16"))
     if reason:
         return reason
     platform = platforms.current()
@@ -51,16 +52,18 @@ def supports(request: Request) -> str | None:
     if semantics.logits_soft_cap is not None:
         return "cuDNN has no soft cap"
     if max(H + barrier, h) > most:
-        column = " (one more for padding of keys beside causality or a window)" * barrier
+        column = " (one more for padding of keys together with causality or a window)" * barrier
         return f"heads must have at most {most} features on {platform.device}, got {H}, {h}{column}"
     if mask.query_segments is not None:
-        return "JAX gives cuDNN packed sequences as offsets, which ids do not show"
+        return "cuDNN takes packed sequences as offsets, which segment ids do not give"
     if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
         return "the causal offset must be a Python integer"
     if left is not None and above is None:
         return "a window must have a right side (or be causal)"
     if barrier and abs(scale) * BARRIER**2 < 2.0**14:
-        return f"padding of keys beside causality or a window needs a larger scale, got {scale}"
+        return (
+            f"padding of keys together with causality or a window needs a larger scale, got {scale}"
+        )
     if dense and request.query.dtype != jnp.bfloat16:
         return f"{request.query.dtype} has no number far below every bias"
     if request.bias is not None and request.return_lse:
@@ -75,41 +78,41 @@ def traceable() -> str | None:
     try:
         private.check_cudnn_version()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        return f"JAX asks the cuDNN of this machine while it traces: {error}"
+        return f"JAX reads the version of cuDNN on this machine while it traces: {error}"
     return None
 
 
 def attend(request: Request) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32."""
-    return adapter.attend(request, lambda parts: _run(parts, lse=request.return_lse))
+    return adapter.attend(request, lambda inputs: _run(inputs, lse=request.return_lse))
 
 
-def _run(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
+def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
     """Shifts the rows of queries, so that the causal mask is aligned top-left (`above` is 0)."""
-    above, left = parts.above, parts.left
+    above, left = inputs.above, inputs.left
     if not above:
-        return _top_left(parts, lse=lse)
-    query, lengths = parts.query, parts.query_lengths
-    (B, T, N, _), h = query.shape, parts.value.shape[3]
+        return _top_left(inputs, lse=lse)
+    query, lengths = inputs.query, inputs.query_lengths
+    (B, T, N, _), h = query.shape, inputs.value.shape[3]
     left = None if left is None else left + above
     if T + above <= 0 or (left is not None and left < 0):  # every row is fully masked
         return jnp.zeros((B, T, N, h), query.dtype), jnp.zeros((B, N, T), np.float32)
-    bias = parts.bias
-    conditions = parts.conditions
+    bias = inputs.bias
+    conditions = inputs.conditions
     array = conditions.array
 
-    def shifted(x: Any, axis: int) -> Any:
-        if x is None or (x.ndim == 4 and axis == 2 and x.shape[axis] == 1):
+    def shifted(x: jax.Array, axis: int) -> jax.Array:
+        if axis == 2 and x.shape[axis] == 1:  # a bias or mask that broadcasts over queries
             return x
         if above < 0:
             return jax.lax.slice_in_dim(x, -above, None, axis=axis)
         return fill(x, axis, x.shape[axis] + above, front=True)
 
     out, found = _top_left(
-        parts._replace(
+        inputs._replace(
             query=shifted(query, 1),
-            bias=shifted(bias, 2),
-            conditions=conditions._replace(array=shifted(array, 2)),
+            bias=None if bias is None else shifted(bias, 2),
+            conditions=conditions._replace(array=None if array is None else shifted(array, 2)),
             query_lengths=None if lengths is None else jnp.maximum(lengths + above, 0),
             left=left,
             above=0,
@@ -122,28 +125,28 @@ def _run(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
     return out[:, above:], None if found is None else found[:, :, above:]
 
 
-def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
+def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
     """The kernel call for `above` 0 or None; each row within its length must attend some key."""
-    query, key, value, _, _, query_lengths, key_lengths, left, above, scale = parts
+    query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
-    bias, there = _added(parts), None if _dense(parts) else parts.conditions.keys
+    bias, valid = _added(inputs), None if _dense(inputs) else inputs.conditions.keys
     causal = above is not None
     if causal and S > T:  # causality masks keys from T on for every query
         key, value = key[:, :T], value[:, :T]
         bias = None if bias is None else bias[..., :T]
-        there = None if there is None else there[:, :T]
+        valid = None if valid is None else valid[:, :T]
         key_lengths = None if key_lengths is None else jnp.minimum(key_lengths, T)
         S = T
     causal = causal and T > 1
     left = left if causal else None
-    if there is not None:
-        there = jnp.broadcast_to(there, (B, S))
+    if valid is not None:
+        valid = jnp.broadcast_to(valid, (B, S))
         if causal:
-            query, key = _barrier(query, key, there, scale)
+            query, key = _barrier(query, key, valid, scale)
         else:  # without causality the order is free: valid keys come first, so a length suffices
-            order = jnp.argsort(~there, axis=1, stable=True)[..., None, None]
+            order = jnp.argsort(~valid, axis=1, stable=True)[..., None, None]
             key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
-            key_lengths = there.sum(1, dtype=np.int32)
+            key_lengths = valid.sum(1, dtype=np.int32)
     if bias is not None:
         rows, columns = (-(-size // BIAS_MULTIPLE) * BIAS_MULTIPLE for size in (T, S))
         bias = jnp.pad(
@@ -160,7 +163,7 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
     # Some releases give NaN at odd sizes, unless lengths are given.
     if (T % 64 or S % 64 or columns > S) and key_lengths is None:
         key_lengths = jnp.full(B, S, np.int32)
-    lengths = None
+    lengths: Others = None
     if key_lengths is not None or query_lengths is not None:
         key_lengths = jnp.full(B, S, np.int32) if key_lengths is None else key_lengths
         key_lengths = jnp.maximum(key_lengths, 1)
@@ -175,33 +178,38 @@ def _top_left(parts: Parts, *, lse: bool) -> tuple[jax.Array, jax.Array | None]:
     return out[:, :T, :, :h], None if found is None else found[:, :, :T]
 
 
-def _barrier(query: Any, key: Any, there: Any, scale: float) -> tuple[Any, Any]:
+def _barrier(
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B S K H"],
+    valid: Bool[jax.Array, "B S"],
+    scale: float,
+) -> tuple[Float[jax.Array, "B T N H1"], Float[jax.Array, "B S K H1"]]:
     """Appends a feature that pushes the logits of padded keys far below all others."""
     ones = jnp.full((*query.shape[:3], 1), BARRIER if scale > 0 else -BARRIER, query.dtype)
-    heights = jnp.where(there, 0, -BARRIER).astype(key.dtype)[..., None, None]
+    heights = jnp.where(valid, 0, -BARRIER).astype(key.dtype)[..., None, None]
     heights = jnp.broadcast_to(heights, (*key.shape[:3], 1))
     return jnp.concatenate([query, ones], 3), jnp.concatenate([key, heights], 3)
 
 
-def _dense(parts: Parts) -> bool:
-    return parts.bias is not None or parts.conditions.array is not None
+def _dense(inputs: KernelInputs) -> bool:
+    return inputs.bias is not None or inputs.conditions.array is not None
 
 
-def _added(parts: Parts) -> jax.Array | None:
+def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"] | None:
     """The bias `b n T S` with EXCLUDED in masked pairs; cuDNN broadcasts only b and n."""
-    if not _dense(parts):
+    if not _dense(inputs):
         return None
-    (_, T, _, _), (_, S, _, _) = parts.query.shape, parts.key.shape
-    array, there = parts.conditions.array, parts.conditions.keys
-    added = jnp.zeros((1, 1, 1, 1), parts.query.dtype)
-    if parts.bias is not None:
-        added = parts.bias.astype(np.float32)
+    (_, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
+    array, valid = inputs.conditions.array, inputs.conditions.keys
+    added = jnp.zeros((1, 1, 1, 1), inputs.query.dtype)
+    if inputs.bias is not None:
+        added = inputs.bias.astype(np.float32)
         held = added - jax.lax.stop_gradient(added) + LOWEST  # value LOWEST, gradient 1
         finite = added != -jnp.inf
         added = jnp.where(added < LOWEST, jnp.where(finite, held, EXCLUDED), added)
-        added = added.astype(parts.query.dtype)
+        added = added.astype(inputs.query.dtype)
     excluded = jnp.asarray(EXCLUDED, added.dtype)
-    for allowed in (array, None if there is None else there[:, None, None]):
+    for allowed in (array, None if valid is None else valid[:, None, None]):
         if allowed is not None:
             allowed, added = _together(allowed, added)
             added = jnp.where(allowed, added, excluded)
@@ -213,7 +221,14 @@ def _together(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape)
 
 
-def _out(settings: Any, query: Any, key: Any, value: Any, bias: Any, lengths: Any) -> jax.Array:
+def _out(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    lengths: Others,
+) -> jax.Array:
     query_lengths, key_lengths = lengths or (None, None)
     out: jax.Array = jax.nn.dot_product_attention(
         query,
@@ -231,7 +246,12 @@ def _out(settings: Any, query: Any, key: Any, value: Any, bias: Any, lengths: An
 
 
 def _out_and_lse(
-    settings: Any, query: Any, key: Any, value: Any, bias: Any, lengths: Any
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    lengths: Others,
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as private
 

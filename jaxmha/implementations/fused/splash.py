@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
-from jaxmha.implementations.fused.adapter import Kernel, Parts, fill
+from jaxmha.implementations.fused.adapter import Kernel, KernelInputs, Others, OutAndLse, fill
 from jaxmha.mask import Mask
 
 DTYPES: tuple[str, ...] = ("bfloat16",)
@@ -34,7 +35,7 @@ class Settings(NamedTuple):
 
 def supports(request: Request) -> str | None:
     """None, or why not."""
-    reason = adapter.declined(request, name="splash attention", dtypes=DTYPES)
+    reason = adapter.unsupported(request, name="splash attention", dtypes=DTYPES)
     if reason:
         return reason
     platform, mask = platforms.current(), request.mask
@@ -45,7 +46,7 @@ def supports(request: Request) -> str | None:
     if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
         return "the causal offset must be a Python integer"
     if request.return_lse and request.semantics.logits_soft_cap is not None:
-        return "the gradient of the log-sum-exp under a soft cap is not there"
+        return "the log-sum-exp has no gradient under a soft cap"
     scale = request.semantics.scale
     scale = request.query.shape[3] ** -0.5 if scale is None else scale
     if (
@@ -67,45 +68,43 @@ def attend(request: Request) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32."""
     ids = _ids(request.mask, request.query.shape[1], request.key.shape[1])
     cap = request.semantics.logits_soft_cap
-    return adapter.attend(request, lambda parts: _run(parts, ids, cap, lse=request.return_lse))
+    return adapter.attend(request, lambda inputs: _run(inputs, ids, cap, lse=request.return_lse))
 
 
-def _ids(mask: Mask, T: int, S: int) -> tuple[Any, Any] | None:
+def _ids(mask: Mask, T: int, S: int) -> Others:
     """Segment ids renumbered by rank among the queries' ids; -1 marks keys without any query."""
-    if mask.query_segments is None:
+    if mask.query_segments is None or mask.key_value_segments is None:
         return None
     queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
     b = max(queries.shape[0], keys.shape[0])
     queries, keys = jnp.broadcast_to(queries, (b, T)), jnp.broadcast_to(keys, (b, S))
     known = jnp.sort(queries, 1)
-    places = jax.vmap(jnp.searchsorted)
-    at = places(known, keys)
+    ranks = jax.vmap(jnp.searchsorted)
+    at = ranks(known, keys)
     found = jnp.take_along_axis(known, jnp.minimum(at, T - 1), 1) == keys
-    return places(known, queries).astype(np.int32), jnp.where(found, at, -1).astype(np.int32)
+    return ranks(known, queries).astype(np.int32), jnp.where(found, at, -1).astype(np.int32)
 
 
-def _run(
-    parts: Parts, ids: tuple[Any, Any] | None, soft_cap: float | None, *, lse: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    (B, T, _, _), S = parts.query.shape, parts.key.shape[1]
+def _run(inputs: KernelInputs, ids: Others, soft_cap: float | None, *, lse: bool) -> OutAndLse:
+    (B, T, _, _), S = inputs.query.shape, inputs.key.shape[1]
     rows, columns = _padded(T), _padded(S)
-    there = parts.conditions.keys
-    if parts.key_lengths is not None:
-        there = jnp.arange(S, dtype=np.int32).reshape(1, S) < parts.key_lengths[:, None]
-    if there is None and columns > S:
-        there = jnp.ones((1, S), bool)
-    if there is not None and ids is None:
+    valid = inputs.conditions.keys
+    if inputs.key_lengths is not None:
+        valid = jnp.arange(S, dtype=np.int32).reshape(1, S) < inputs.key_lengths[:, None]
+    if valid is None and columns > S:
+        valid = jnp.ones((1, S), bool)
+    if valid is not None and ids is None:
         ids = jnp.zeros((1, T), np.int32), jnp.zeros((1, S), np.int32)
     if ids is not None:
         query_ids, key_ids = (jnp.broadcast_to(x, (B, x.shape[1])) for x in ids)
-        if there is not None:
-            key_ids = jnp.where(there, key_ids, -1)
+        if valid is not None:
+            key_ids = jnp.where(valid, key_ids, -1)
         missing = ((0, 0), (0, columns - S))
         ids = fill(query_ids, 1, rows), jnp.pad(key_ids, missing, constant_values=-1)
-    query = (parts.query.astype(np.float32) * parts.scale).astype(parts.query.dtype)
+    query = (inputs.query.astype(np.float32) * inputs.scale).astype(inputs.query.dtype)
     query = fill(query, 1, rows)
-    key, value = fill(parts.key, 1, columns), fill(parts.value, 1, columns)
-    settings = Settings(parts.left, parts.above, soft_cap, INTERPRET)
+    key, value = fill(inputs.key, 1, columns), fill(inputs.value, 1, columns)
+    settings = Settings(inputs.left, inputs.above, soft_cap, INTERPRET)
     # The queries are scaled already, and the gradient passes through that product: the scale is 1.
     kernel = Kernel(_out, _out_and_lse, False, 1.0, settings)
     out, found = adapter.call(kernel, query, key, value, None, ids, lse=lse)
@@ -148,26 +147,45 @@ def _kernel(settings: Settings, T: int, S: int, N: int, *, residuals: bool) -> A
     )
 
 
-def _call(settings: Settings, query: Any, key: Any, value: Any, ids: Any, residuals: bool) -> Any:
+def _call(
+    settings: Settings,
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B S K H"],
+    value: Float[jax.Array, "B S K h"],
+    ids: Others,
+    residuals: bool,
+) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     (_, T, N, _), (_, S, _, _) = query.shape, key.shape
     kernel = _kernel(settings, T, S, N, residuals=residuals)
 
-    def one(q: Any, k: Any, v: Any, ids: Any) -> Any:
+    def batch_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: Others) -> Any:
         return kernel(q, k, v, None if ids is None else splash.SegmentIds(*ids))
 
     q, k, v = (jnp.moveaxis(x, 2, 1) for x in (query, key, value))
-    return jax.vmap(one)(q, k, v, ids)
+    return jax.vmap(batch_row)(q, k, v, ids)
 
 
-def _out(settings: Any, query: Any, key: Any, value: Any, bias: None, ids: Any) -> jax.Array:
+def _out(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None,
+    ids: Others,
+) -> jax.Array:
     out: jax.Array = _call(settings, query, key, value, ids, residuals=False)
     return jnp.moveaxis(out, 1, 2)
 
 
 def _out_and_lse(
-    settings: Any, query: Any, key: Any, value: Any, bias: None, ids: Any
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None,
+    ids: Others,
 ) -> tuple[jax.Array, jax.Array]:
     out, (lse,) = _call(settings, query, key, value, ids, residuals=True)
     return jnp.moveaxis(out, 1, 2), lse

@@ -5,16 +5,16 @@ Source: `tokamax.dot_product_attention` 0.0.17, whose public function returns no
 """
 
 from importlib.util import find_spec
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
-from jaxmha.implementations.fused.adapter import Parts
+from jaxmha.implementations.fused.adapter import KernelInputs
 
 # In order of preference; tokamax takes the first that supports the call.
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
@@ -26,7 +26,7 @@ def supports(request: Request) -> str | None:
     """None, or why not."""
     if find_spec("tokamax") is None:
         return "tokamax is not installed"
-    reason = adapter.declined(request, name="tokamax", dtypes=("bfloat16", "float16"))
+    reason = adapter.unsupported(request, name="tokamax", dtypes=("bfloat16", "float16"))
     if reason:
         return reason
     platform = platforms.current()
@@ -49,37 +49,37 @@ def supports(request: Request) -> str | None:
 def traceable() -> str | None:
     """The reason why this machine cannot trace tokamax, or None."""
     if jax.default_backend() != "gpu":
-        return "tokamax asks the GPU of this machine while it traces, and there is none"
+        return "tokamax reads the GPU of this machine while it traces, and there is none"
     return None
 
 
 def attend(request: Request) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32."""
     cap = request.semantics.logits_soft_cap
-    return adapter.attend(request, lambda parts: (_run(parts, cap), None))
+    return adapter.attend(request, lambda inputs: (_run(inputs, cap), None))
 
 
-def _run(parts: Parts, soft_cap: float | None) -> jax.Array:
+def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
     import tokamax  # type: ignore[import-not-found,unused-ignore]
 
-    (_, T, _, _), (_, S, _, _) = parts.query.shape, parts.key.shape
-    left, above = parts.left, parts.above
+    (_, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
+    left, above = inputs.left, inputs.above
     window = None
     if left is not None or above not in (None, 0):
         window = (T if left is None else left, S if above is None else above)
-    mask = parts.conditions.array
-    if parts.conditions.keys is not None:
-        keys = parts.conditions.keys[:, None, None]
+    mask = inputs.conditions.array
+    if inputs.conditions.keys is not None:
+        keys = inputs.conditions.keys[:, None, None]
         mask = keys if mask is None else mask & keys
     out: jax.Array = tokamax.dot_product_attention(
-        parts.query,
-        parts.key,
-        parts.value,
-        None if parts.bias is None else _finite(parts.bias),
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        None if inputs.bias is None else _finite(inputs.bias),
         mask,
-        scale=parts.scale,
+        scale=inputs.scale,
         is_causal=above == 0 and left is None,
-        key_value_seq_lengths=parts.key_lengths,
+        key_value_seq_lengths=inputs.key_lengths,
         local_window_size=window,
         logits_soft_cap=soft_cap,
         implementation=BACKENDS,
@@ -87,6 +87,6 @@ def _run(parts: Parts, soft_cap: float | None) -> jax.Array:
     return out
 
 
-def _finite(bias: Any) -> jax.Array:
+def _finite(bias: Float[jax.Array, "b n t s"]) -> Float[jax.Array, "b n t s"]:
     wide = bias.astype(np.float32) if bias.dtype == np.float16 else bias
     return jnp.where(wide == -jnp.inf, jnp.asarray(EXCLUDED, wide.dtype), wide)

@@ -36,7 +36,7 @@ def supports(request: Request) -> str | None:
 
 
 def _on_one_device() -> bool:
-    """Whether each device runs its own part, so that XLA has no arrays to gather for the kernels."""
+    """True if each device runs its own part, so that XLA has no arrays to gather for the kernels."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return manual or sharding.current() is not None
 
@@ -50,7 +50,7 @@ def _declined(request: Request) -> str | None:
         return f"it takes {', '.join(DTYPES)}, got {dtype.name}"
     if request.return_weights:
         return "weights are never materialised: return_weights must be False"
-    if request.dropout_key is not None and semantics.dropout_rate > 0:
+    if request.drops:
         return "it has no dropout"
     if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
@@ -71,19 +71,19 @@ def attend(request: Request) -> Result:
     if 0 in (B, N, T, S, h):
         out, lse = jnp.zeros((B, T, N, h), query.dtype), jnp.full((B, N, T), -jnp.inf, np.float32)
     else:
-        pairs = block_mask.of_mask(request.mask, T, S)
+        conditions = block_mask.from_mask(request.mask, T, S)
         settings = Settings(
             H**-0.5 if semantics.scale is None else semantics.scale,
             semantics.logits_soft_cap,
-            *operands.bounds(pairs),
+            *operands.bounds(conditions),
             np.dtype(query.dtype),
         )
         bias = None if request.bias is None else request.bias.astype(np.float32)
-        problem = operands.problem(query, key, value, bias, pairs)
+        problem = operands.problem(query, key, value, bias, conditions)
         out, lse = core(settings, reads_lse, *shard_map.alike(tuple(problem)))
     if semantics.fully_masked != "zero":
         assert lse is not None
-        out = fully_masked.answer(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
+        out = fully_masked.apply(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
     return Result(out, None, lse)
 
 

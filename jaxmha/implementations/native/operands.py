@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.implementations.tiled.block_mask import Pairs
+from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.matmul import split_scale
 
 # Beyond any position; the kernels take such a bound for none.
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the gradients read besides the problem, with the same batch axes.
+    """Arrays that the gradients read besides the problem, with the same batch axes.
 
     Attributes:
       row_max, row_sum: `B N T`, of the logits (divided by `unit`) and of the exponentials below.
@@ -102,32 +102,32 @@ def given(x: Any) -> Any:
     return x if x.size else None
 
 
-def problem(query: Any, key: Any, value: Any, bias: Any, pairs: Pairs) -> Problem:
+def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions) -> Problem:
     """Operands of a request without empty axes; its window and static offset are in `Settings`."""
 
     def or_absent(x: Any, dtype: Any) -> Any:
         return absent(dtype) if x is None else jnp.asarray(x, dtype)
 
-    ids = pairs.segments or (None, None)
-    offset = None if isinstance(pairs.above, int) else pairs.above
+    ids = conditions.segments or (None, None)
+    offset = None if isinstance(conditions.above, int) else conditions.above
     return Problem(
         query,
         key,
         value,
         or_absent(bias, jnp.float32),
-        or_absent(pairs.array, jnp.bool_),
-        or_absent(pairs.rows, jnp.bool_),
-        or_absent(pairs.keys, jnp.bool_),
+        or_absent(conditions.array, jnp.bool_),
+        or_absent(conditions.rows, jnp.bool_),
+        or_absent(conditions.keys, jnp.bool_),
         or_absent(ids[0], jnp.int32),
         or_absent(ids[1], jnp.int32),
         or_absent(offset, jnp.int32),
     )
 
 
-def bounds(pairs: Pairs) -> tuple[int, int]:
+def bounds(conditions: Conditions) -> tuple[int, int]:
     """Static bounds below and above."""
-    left, right = pairs.window
-    above = [x for x in (right, pairs.above) if isinstance(x, int)]
+    left, right = conditions.window
+    above = [x for x in (right, conditions.above) if isinstance(x, int)]
     return FAR if left is None else left, min([FAR, *above])
 
 

@@ -102,7 +102,7 @@ def _made(name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., lis
 
 
 def may_move(module: Any) -> bool:
-    """Whether a program may run on another machine, or XLA may cut it over devices.
+    """True if a program may run on another machine, or XLA may cut it over devices.
 
     An exported program has to run where there is no library. The partitioner of XLA would gather
     the operands of a custom call; inside `shard_map` there is nothing left for it to cut.

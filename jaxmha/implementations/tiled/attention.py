@@ -14,27 +14,39 @@ al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float
 
 from jaxmha import sharding
 from jaxmha.implementations import fully_masked, platforms, shard_map
 from jaxmha.implementations.base import Request, Result, accumulation_dtype
-from jaxmha.implementations.tiled import bands, block_mask, layout, tiling
-from jaxmha.implementations.tiled.block_mask import NOTHING, Pairs
-from jaxmha.implementations.tiled.dropout import words_of
-from jaxmha.implementations.tiled.loop import backward, finished, forward, rows_of_gradient
-from jaxmha.implementations.tiled.tile import Rules, Running, Softmax
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations.online_softmax import Softmax, State
+from jaxmha.implementations.tiled import bands, block_mask, layout
+from jaxmha.implementations.tiled.bands import OutAndLse
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
+from jaxmha.implementations.tiled.dropout import Seed, seed_of
+from jaxmha.implementations.tiled.loop import backward, backward_inputs, forward, normalize
+from jaxmha.implementations.tiled.tile import Config
+from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from jaxmha.matmul import operand_dtype, split_scale
 
-# Overrides of the tile sizes that tiling.plan chooses: `target`, `least_rows`, `side`. Read once,
-# when a program is traced; its gradient and its parts use the same sizes.
+# Overrides of the tile sizes that `choose_tiling` takes from the tuning table: `target`,
+# `least_rows`, `side`. Read once, when a program is traced; its gradient uses the same sizes.
 SIZES: dict[str, int] = {}
+
+
+Tree = TypeVar("Tree")
+
+
+# An array, or its shape and dtype.
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+# A function with the arguments and results of `core`, such as `core` on many devices.
+Core: TypeAlias = Callable[..., OutAndLse]
 
 
 def supports(request: Request) -> str | None:
@@ -48,14 +60,14 @@ def supports(request: Request) -> str | None:
     accumulate = accumulation_dtype(request.query.dtype)
     if (semantics.softmax_dtype or accumulate) != accumulate:
         return f"softmax is in {accumulate}: softmax_dtype must be None"
-    if semantics.fully_masked == "mean" and _drops(request):
+    if semantics.fully_masked == "mean" and request.drops:
         return "the mean of fully masked rows has no dropout"
     return None
 
 
-def cut(
-    query: Any,
-    key: Any,
+def tiling_for(
+    query: Shaped,
+    key: Shaped,
     *,
     platform: str,
     skips: bool = False,
@@ -63,16 +75,16 @@ def cut(
     gradient: bool = False,
     window: tuple[int | None, int | None] = (None, None),
     sizes: tuple[tuple[str, int], ...] = (),
-) -> Plan:
+) -> Tiling:
     """The tiling of queries `B N T H` and keys `B K S H`; only their shapes are used.
 
-    `platform`: selects the default tile sizes. `sizes`: overrides them; later entries win.
+    `sizes`: overrides of the tuning table; later entries win.
     """
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     before, after = window
-    seen = None if before is None or after is None else before + after + 1
-    return tiling.plan(
-        B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=seen,
+    keys_of_row = None if before is None or after is None else before + after + 1
+    return choose_tiling(
+        B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=keys_of_row,
         itemsize=query.dtype.itemsize, platform=platform, **dict(sizes),
     )  # fmt: skip
 
@@ -82,197 +94,292 @@ def _sizes() -> tuple[tuple[str, int], ...]:
         whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
         if name not in ("target", "least_rows", "side") or not whole or size < 1:
             raise ValueError(
-                f"blocked.SIZES[{name!r}] = {size!r}: target, least_rows and side may be there, "
+                f"blocked.SIZES[{name!r}] = {size!r}: expected target, least_rows or side, "
                 "integers of at least 1"
             )
     return tuple((name, int(size)) for name, size in SIZES.items())
 
 
-def _drops(request: Request) -> bool:
-    return request.dropout_key is not None and request.semantics.dropout_rate > 0
-
-
-def attend(request: Request, spread: Callable[..., Any] | None = None) -> Result:
+def attend(request: Request, distributed: Core | None = None) -> Result:
     """Computes the request; sums are float32, or float64 for float64 inputs, and matmul operands
     are bfloat16 where `operand_dtype` says so.
 
-    `spread`: computes `core` on many devices (context parallelism); None: on one.
+    `distributed`: computes `core` on many devices (context parallelism); None: on one.
     """
     semantics = request.semantics
-    (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
+    (B, T, N, _), (_, S, _, h) = request.query.shape, request.value.shape
     accumulate = accumulation_dtype(request.query.dtype)
-    query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
     platform = platforms.current().name  # once: the gradient may be traced outside lowering_for
-    operands = operand_dtype(request.query.dtype, semantics.precision, platform)
-    scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
-    query *= scale
+    query, key, value, operands = _head_major(request, platform)
     out: jax.Array
     lse: jax.Array | None
     if 0 in (B, N, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
-        conditions = block_mask.of_mask(request.mask, T, S)
-        plain = request.mask.empty and request.bias is None and not _drops(request)
-        skips = not request.mask.empty
-        sizes, window = _sizes(), conditions.window
-        plan = cut(
-            query, key, platform=platform, skips=skips, plain=plain, window=window, sizes=sizes
-        )
+        conditions = block_mask.from_mask(request.mask, T, S)
+        config = _config(request, conditions, platform, operands)
+        plain = request.mask.empty and request.bias is None and not request.drops
+        tiling = tiling_for(
+            query, key, platform=platform, skips=not request.mask.empty, plain=plain,
+            window=config.window, sizes=config.sizes,
+        )  # fmt: skip
         bias = None if request.bias is None else request.bias.astype(accumulate)
-        live = block_mask.live(conditions, bias, B, N, T, S)
-        rows, keys = (sharding.in_order(x, 2) for x in live)
-        if rows is not None:
-            query = jnp.where(rows[..., None], query, 0.0)
-        if keys is not None:
-            keys = _per_key_head(keys, K)
-            key, value = (jnp.where(keys[..., None], x, 0.0) for x in (key, value))
-        static = conditions.above if isinstance(conditions.above, int) else None
-        rules = Rules(
-            semantics.logits_soft_cap,
-            semantics.precision,
-            window,
-            static,
-            semantics.dropout_rate if _drops(request) else 0.0,
-            semantics.dropout_broadcast,
-            request.return_lse or semantics.fully_masked != "zero",
-            platform,
-            None if request.part is None else (request.part.N, request.part.T),
-            sizes,
-            operands,
-            rest,
-        )
+        query, key, value = _zero_unattended(conditions, bias, query, key, value)
         traced = conditions._replace(
-            window=(None, None), above=None if static is not None else conditions.above
+            window=(None, None), above=None if config.above is not None else conditions.above
         )
-        words = words_of(request.dropout_key if _drops(request) else None, request.part)
-        arrays = shard_map.alike((query, key, value, bias, traced, words))
-        out, lse = (spread or core)(plan, rules, *arrays)
-        there = sharding.in_order(conditions.rows, 1)
-        if there is not None:
-            out = jnp.where(there[:, None, :, None], out, 0.0)
-            lse = None if lse is None else jnp.where(there[:, None, :], lse, -jnp.inf)
+        seed = seed_of(request.dropout_key if request.drops else None, request.part)
+        arrays = shard_map.alike((query, key, value, bias, traced, seed))
+        out, lse = (distributed or core)(tiling, config, *arrays)
+        valid = sharding.in_order(conditions.rows, 1)
+        if valid is not None:
+            out = jnp.where(valid[:, None, :, None], out, 0.0)
+            lse = None if lse is None else jnp.where(valid[:, None, :], lse, -jnp.inf)
     out = jnp.moveaxis(out, 1, 2)
     if semantics.fully_masked != "zero":
         assert lse is not None
-        out = fully_masked.answer(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
+        out = fully_masked.apply(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
     return Result(out.astype(request.query.dtype), None, lse)
 
 
-def _per_key_head(live: jax.Array, K: int) -> jax.Array:
-    """Reduces attended keys `b n S` over the query heads of each key/value head: `b k S`."""
-    b, n, S = live.shape
-    return live if n == 1 else live.reshape(b, K, n // K, S).any(2)
+class _Operands(NamedTuple):
+    """Dtype of matmul operands, and the factor of the logits that queries do not include."""
+
+    dtype: np.dtype[np.floating] | None
+    scale: float
+
+
+def _head_major(
+    request: Request, platform: str
+) -> tuple[
+    Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"], _Operands
+]:
+    """Scaled queries, keys and values in the accumulation dtype."""
+    accumulate = accumulation_dtype(request.query.dtype)
+    query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
+    semantics = request.semantics
+    operands = operand_dtype(request.query.dtype, semantics.precision, platform)
+    scale, rest = (request.scale, 1.0) if operands is None else split_scale(request.scale)
+    query *= scale
+    return query, key, value, _Operands(operands, rest)
+
+
+def _config(request: Request, conditions: Conditions, platform: str, operands: _Operands) -> Config:
+    semantics = request.semantics
+    return Config(
+        semantics.logits_soft_cap,
+        semantics.precision,
+        conditions.window,
+        conditions.above if isinstance(conditions.above, int) else None,
+        semantics.dropout_rate if request.drops else 0.0,
+        semantics.dropout_broadcast,
+        request.return_lse or semantics.fully_masked != "zero",
+        platform,
+        None if request.part is None else (request.part.N, request.part.T),
+        _sizes(),
+        operands.dtype,
+        operands.scale,
+    )
+
+
+def _zero_unattended(
+    conditions: Conditions,
+    bias: Float[jax.Array, "b n t s"] | None,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
+    """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
+    gradients."""
+    (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
+    attended = block_mask.attended(conditions, bias, B, N, T, S)
+    rows, keys = (sharding.in_order(x, 2) for x in attended)
+    if rows is not None:
+        query = jnp.where(rows[..., None], query, 0.0)
+    if keys is not None:
+        keys = _per_key_head(keys, K)
+        key, value = (jnp.where(keys[..., None], x, 0.0) for x in (key, value))
+    return query, key, value
+
+
+def _per_key_head(attended: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
+    """Reduces attended keys over the query heads of each key/value head."""
+    b, n, S = attended.shape
+    return attended if n == 1 else attended.reshape(b, K, n // K, S).any(2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def core(
-    plan: Plan,
-    rules: Rules,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    traced: Pairs,
-    words: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Output `B N T h` and lse `B N T` (None unless `rules.lse`); fully masked rows are 0 and -inf.
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> OutAndLse:
+    """Output and lse (None unless `config.lse`); fully masked rows are 0 and -inf.
 
     Args:
-      plan: the tiling.
-      rules: the static config.
-      query: `B N T H`, scaled except for `rules.scale`. key: `B K S H`. value: `B K S h`.
-      bias: `b n t s`.
+      tiling: of the arrays.
+      config: the static config.
+      query: scaled except for `config.scale`.
+      key: of K heads.
+      value: of K heads.
+      bias: additive, axes of size 1 broadcast.
       traced: the mask conditions that are arrays.
-      words: the dropout seed (words of the threefry key); None: no dropout.
+      seed: of dropout; None: no dropout.
     """
-    heads = query, key, value
 
-    def run(
-        rules: Rules, query: Any, key: Any, value: Any, words: Any, keys: Any = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        of_band = NOTHING._replace(keys=keys)
-        plain = rules.above is None and words is None
-        part = cut(query, key, platform=rules.platform, plain=plain, sizes=rules.sizes)
-        return shown(rules, blockwise(part, rules, query, key, value, None, of_band, words))
+    def attend_band(
+        config: Config,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        seed: Seed | None,
+        keys: jax.Array | None = None,
+    ) -> OutAndLse:
+        plain = config.above is None and seed is None
+        band = tiling_for(query, key, platform=config.platform, plain=plain, sizes=config.sizes)
+        conditions = NO_CONDITIONS._replace(keys=keys)
+        return _out_and_lse(band, config, query, key, value, None, conditions, seed)
 
-    kind = bands.kind(plan, rules, traced, bias)
+    kind = bands.kind(tiling, config, traced, bias)
     if kind == "rows":
-        return bands.of_rows(run, plan, rules, *heads, words)
+        return bands.attend_row_bands(attend_band, tiling, config, query, key, value, seed)
     if kind == "keys":
         assert traced.keys is not None
-        return bands.of_keys(run, plan, rules, *heads, traced.keys, words)
-    return shown(rules, blockwise(plan, rules, *heads, bias, traced, words))
+        return bands.attend_key_bands(
+            attend_band, tiling, config, query, key, value, traced.keys, seed
+        )
+    return _out_and_lse(tiling, config, query, key, value, bias, traced, seed)
 
 
-def shown(rules: Rules, found: Softmax) -> tuple[jax.Array, jax.Array | None]:
-    """Output and, if `rules.lse`, the log-sum-exp."""
-    return found.out, found.lse if rules.lse else None
-
-
-def blockwise(
-    plan: Plan,
-    rules: Rules,
+def _out_and_lse(
+    tiling: Tiling,
+    config: Config,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None,
-    traced: Pairs,
-    words: jax.Array | None,
-) -> Softmax:
-    """`core` by the tiles of `plan`; row max and row sum are None unless `rules.lse`."""
+    traced: Conditions,
+    seed: Seed | None,
+) -> OutAndLse:
+    """`core` by the tiles of `tiling`."""
 
-    def output(running: Running) -> Any:
-        found = finished(rules, running, words)
-        # A second output would keep XLA from fusing small tiles into one kernel.
-        return found if rules.lse else (found.out, None, None)
+    def finalize(state: State) -> Softmax:
+        return normalize(config, state, seed)
 
+    def finalize_out(state: State) -> jax.Array:
+        return normalize(config, state, seed).out
+
+    inputs = query, key, value, bias, traced, seed
+    if config.lse:
+        softmax = _by_tiles(tiling, config, *inputs, finalize)
+        return softmax.out, softmax.lse
+    # A second output would keep XLA from fusing small tiles into one kernel.
+    return _by_tiles(tiling, config, *inputs, finalize_out), None
+
+
+def _by_tiles(
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+    finalize: Callable[[State], Tree],
+) -> Tree:
+    """Tiles the inputs, and joins the tiles of `finalize`."""
     # Queries are padded with 1: 0 times an infinite key is NaN.
-    parts = layout.tiles(plan, query, 1.0), layout.chunks(plan, key), layout.chunks(plan, value)
-    found = forward(plan, rules, parts, bias, traced, words, output)
-    whole: Any = (None if x is None else layout.rows(plan, x) for x in found)
-    return Softmax(*whole)
+    query_tiles = layout.to_query_tiles(tiling, query, 1.0)
+    kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
+    tiles = forward(tiling, config, query_tiles, *kv_tiles, bias, traced, seed, finalize)
+    whole: Tree = jax.tree.map(partial(layout.from_query_tiles, tiling), tiles)
+    return whole
 
 
-def before_gradient(plan: Plan, rules: Rules, *arguments: Any) -> Softmax:
-    """`blockwise` with the tile sizes of the backward pass."""
+CoreInputs: TypeAlias = tuple[
+    jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None
+]
+
+
+def forward_for_gradient(
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> Softmax:
+    """Output, row max and row sum of `core`, with the tile sizes of the backward pass."""
     # Under differentiation, bands and unrolled loops gain little and compile slowly.
-    plan = replace(plan, unroll=False)
-    transposed = plan.chunks > 1
+    tiling = replace(tiling, unroll=False)
+    transposed = tiling.kv_tiles > 1
     if transposed:
-        plan = _gradient_plan(plan, rules, *arguments)
-    return blockwise(plan, rules._replace(lse=True, transposed=transposed), *arguments)
+        tiling = _gradient_tiling(tiling, config, query, key, bias, seed)
+    config = config._replace(lse=True, transposed=transposed)
+
+    def finalize(state: State) -> Softmax:
+        return normalize(config, state, seed)
+
+    return _by_tiles(tiling, config, query, key, value, bias, traced, seed, finalize)
 
 
 def core_forward(
-    plan: Plan, rules: Rules, *arguments: Any
-) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
-    found = before_gradient(plan, rules, *arguments)
+    tiling: Tiling,
+    config: Config,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
+    """`core`, and what its gradient reads."""
+    inputs = query, key, value, bias, traced, seed
+    softmax = forward_for_gradient(tiling, config, *inputs)
     names = "attention_out", "attention_lse", "attention_lse"
-    found = Softmax(*map(checkpoint_name, found, names))
-    return shown(rules, found), (*arguments, found)
+    softmax = Softmax(*map(checkpoint_name, softmax, names))
+    return (softmax.out, softmax.lse if config.lse else None), (inputs, softmax)
 
 
-def _gradient_plan(
-    plan: Plan, rules: Rules, query: Any, key: Any, value: Any, bias: Any, traced: Any, words: Any
-) -> Plan:
-    return cut(
-        query, key, platform=rules.platform, skips=plan.chunks > 1,
-        plain=bias is None and words is None, gradient=True, window=rules.window, sizes=rules.sizes,
+def _gradient_tiling(
+    tiling: Tiling,
+    config: Config,
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    seed: Seed | None,
+) -> Tiling:
+    return tiling_for(
+        query, key, platform=config.platform, skips=tiling.kv_tiles > 1,
+        plain=bias is None and seed is None, gradient=True, window=config.window,
+        sizes=config.sizes,
     )  # fmt: skip
 
 
-def core_backward(plan: Plan, rules: Rules, saved: Any, slopes: Any) -> tuple[Any, ...]:
-    """Computes gradients with transposed scores, so that every matmul has row-major operands."""
-    query, key, value, bias, traced, words, found = saved
-    plan = _gradient_plan(plan, rules, *saved[:-1])
-    per_row = rows_of_gradient(plan, query, found if plan.chunks > 1 else None, *slopes)
-    per_key = layout.chunks(plan, key), layout.chunks(plan, value)
-    bias_slope, (dq, dk, dv) = backward(plan, rules, per_row, per_key, bias, traced, words)
-    if bias_slope is not None:
-        bias_slope = bias_slope[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    dk, dv = (layout.unchunked(plan, x) for x in (dk, dv))
-    return layout.rows(plan, jnp.swapaxes(dq, -1, -2)), dk, dv, bias_slope, None, None
+def core_backward(
+    tiling: Tiling,
+    config: Config,
+    saved: tuple[CoreInputs, Softmax],
+    cotangents: OutAndLse,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
+    """Gradients by transposed scores, so that every matmul has row-major operands."""
+    (query, key, value, bias, traced, seed), softmax = saved
+    tiling = _gradient_tiling(tiling, config, query, key, bias, seed)
+    per_row = backward_inputs(tiling, query, softmax if tiling.kv_tiles > 1 else None, *cotangents)
+    kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
+    d_bias, (dq, dk, dv) = backward(tiling, config, *per_row, *kv_tiles, bias, traced, seed)
+    if bias is not None and d_bias is not None:
+        d_bias = d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    dk, dv = (layout.from_kv_tiles(tiling, x) for x in (dk, dv))
+    return layout.from_query_tiles(tiling, jnp.swapaxes(dq, -1, -2)), dk, dv, d_bias, None, None
 
 
 core.defvjp(core_forward, core_backward)

@@ -5,110 +5,117 @@ more.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
-from jaxmha.implementations.tiled import layout, tiling
-from jaxmha.implementations.tiled.block_mask import NOTHING, Pairs
-from jaxmha.implementations.tiled.dropout import placed
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations.tiled import layout
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
+from jaxmha.implementations.tiled.dropout import Seed, shift_seed
+from jaxmha.implementations.tiled.layout import Index
+from jaxmha.implementations.tiled.tile import Config
+from jaxmha.implementations.tiled.tiling import Tiling, divisor
+from jaxmha.implementations.tiled.tuning import tuning_for
 
-# Maximum number of key bands: more bands compute fewer masked scores, and compile longer.
-MOST = 4
-# Approximate minimum number of keys per band.
-LEAST: dict[str, int] = {"cpu": 256}
-LEAST_ELSEWHERE = 2048
-# Row bands: (approximate rows per band, maximum number of bands); the entry that gives the most
-# bands applies.
-OF_ROWS = ((128, 4), (256, 8))
-# Smallest and largest T with row bands. With fewer rows one kernel computes all heads together;
-# with more, tiles skip as much and compile faster.
-ROWS: dict[str, tuple[int, int]] = {"cpu": (257, 4096)}
-# Platforms where 1 * -inf is -inf in a matmul; elsewhere split operands may give NaN.
-MASKED_BY_PRODUCT = ("cpu",)
-Answer = tuple[jax.Array, jax.Array | None]
+OutAndLse: TypeAlias = tuple[Float[jax.Array, "*b N T h"], Float[jax.Array, "*b N T"] | None]
 
 
-def kind(plan: Plan, rules: Any, conditions: Pairs, bias: Any) -> Literal["rows", "keys"] | None:
+# Computes one band: `(config, query, key, value, seed, keys=None)`; `keys`: the valid keys `B S`.
+AttendBand: TypeAlias = Callable[..., OutAndLse]
+
+
+def kind(
+    tiling: Tiling,
+    config: Config,
+    conditions: Conditions,
+    bias: Float[jax.Array, "b n t s"] | None,
+) -> Literal["rows", "keys"] | None:
     """`rows` if a static causal offset is the only condition, `keys` if key padding is.
 
     None: neither, or tiles that skip more are as fast.
     """
-    if bias is not None or rules.window != (None, None):
+    if bias is not None or config.window != (None, None):
         return None
-    if conditions == NOTHING:
-        rows = rules.above is not None and rows_leave_out(plan, rules.above, rules.platform)
+    if conditions == NO_CONDITIONS:
+        rows = config.above is not None and row_bands_pay(tiling, config.above, config.platform)
         return "rows" if rows else None
-    keys_alone = conditions._replace(keys=None) == NOTHING and rules.above is None
-    return "keys" if keys_alone and rules.soft_cap is None else None
+    keys_alone = conditions._replace(keys=None) == NO_CONDITIONS and config.above is None
+    return "keys" if keys_alone and config.soft_cap is None else None
 
 
-def rows_leave_out(plan: Plan, above: int, platform: str = "cpu") -> bool:
-    """True if row bands pay: rows attend on average at least a quarter fewer keys than the last."""
-    least, most = ROWS.get(platform, (0, 0))
-    seen = np.clip(np.arange(min(plan.T, most)) + above + 1, 0, plan.S)
-    return least <= plan.T <= most and above >= 0 and bool(seen.mean() <= 0.75 * seen[-1])
+def row_bands_pay(tiling: Tiling, above: int, platform: str = "cpu") -> bool:
+    """True if rows attend on average at least a quarter fewer keys than the last row."""
+    least, most = tuning_for(platform).row_band_range
+    if not (least <= tiling.T <= most and above >= 0):
+        return False
+    attended = np.clip(np.arange(tiling.T) + above + 1, 0, tiling.S)
+    return bool(attended.mean() <= 0.75 * attended[-1])
 
 
-def cut(
-    plan: Plan, itemsize: int, *, platform: str = "cpu", target: int | None = None
+def row_band_size(
+    tiling: Tiling, itemsize: int, *, platform: str = "cpu", target: int | None = None
 ) -> tuple[int, int]:
     """Rows of a row band, and the number of key/value heads computed at a time.
 
-    >>> cut(tiling.plan(1, 8, 1, 2048, 2048, skips=True), 4)
+    >>> from jaxmha.implementations.tiled.tiling import choose_tiling
+    >>> row_band_size(choose_tiling(1, 8, 1, 2048, 2048, skips=True), 4)
     (256, 1)
     """
-    count = max(min(-(-plan.T // rows), most) for rows, most in OF_ROWS)
-    size = -(-plan.T // count)
+    tuning = tuning_for(platform)
+    count = max(min(-(-tiling.T // rows), most) for rows, most in tuning.row_bands)
+    size = -(-tiling.T // count)
     if target is None:
-        target = tiling.TARGET.get(platform, tiling.TARGET_ELSEWHERE)
-    return size, tiling.divisor(plan.K, target // (itemsize * plan.G * size * plan.S))
+        target = tuning.tile_bytes
+    return size, divisor(tiling.K, target // (itemsize * tiling.G * size * tiling.S))
 
 
-def least_rows(plan: Plan, size: int, S: int, itemsize: int) -> int:
-    """`least_rows` of a band with S keys: the band is a single tile unless that is very large."""
-    return min(plan.G * size, tiling.MOST_OF_LEAST // (itemsize * S))
-
-
-def of_rows(
-    run: Callable[..., Answer],
-    plan: Plan,
-    rules: Any,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    words: jax.Array | None,
-) -> Answer:
+def attend_row_bands(
+    attend: AttendBand,
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    seed: Seed | None,
+) -> OutAndLse:
     """Computes each row band with the keys up to its last row's diagonal, a few heads at a time.
 
     Args:
-      run: `run(rules, query, key, value, words)` computes one band.
-      plan: tiling of the whole request.
-      rules, query, key, value, words: as in `attention.core`.
+      attend: computes one band.
+      tiling: of the whole request.
+      config, query, key, value, seed: as in `attention.core`.
     """
-    B, K, G, T = plan.B, plan.K, plan.G, plan.T
+    B, K, G, T = tiling.B, tiling.K, tiling.G, tiling.T
     itemsize = query.dtype.itemsize
-    target = dict(rules.sizes).get("target")
-    size, heads = cut(plan, itemsize, platform=rules.platform, target=target)
+    target = dict(config.sizes).get("target")
+    size, heads = row_band_size(tiling, itemsize, platform=config.platform, target=target)
+    above = config.above
+    assert above is not None
+    most = tuning_for(config.platform).least_rows_bytes
 
-    def band(t: int, step: Any, query: Any, key: Any, value: Any) -> Answer:
+    def band(t: int, step: Index, query: jax.Array, key: jax.Array, value: jax.Array) -> OutAndLse:
         rows = query[:, t : t + size]
-        S = min(plan.S, t + rows.shape[1] + rules.above)
-        here = rules._replace(
-            above=rules.above + t,
-            whole=rules.whole or (plan.K * G, T),
-            sizes=(("least_rows", least_rows(plan, size, S, itemsize)), *rules.sizes),
+        S = min(tiling.S, t + rows.shape[1] + above)
+        # The band is a single tile unless that is very large.
+        least_rows = min(G * size, most // (itemsize * S))
+        part = config._replace(
+            above=above + t,
+            whole=config.whole or (K * G, T),
+            sizes=(("least_rows", least_rows), *config.sizes),
         )
         b, k = step * heads // K, step * heads % K
-        at = None if words is None else placed(words, b, k * G, t, 0)
-        return run(here, *(x[None] for x in (rows, key[:, :S], value[:, :S])), at)
+        at = None if seed is None else shift_seed(seed, b, k * G, t, 0)
+        return attend(part, rows[None], key[None, :, :S], value[None, :, :S], at)
 
-    def few_heads(step: Any, x: tuple[jax.Array, ...]) -> Answer:
-        out, lse = zip(*(band(t, step, *x) for t in range(0, T, size)), strict=True)
-        return jnp.concatenate(out, 2), None if lse[0] is None else jnp.concatenate(lse, 2)
+    def few_heads(step: Index, x: tuple[jax.Array, ...]) -> OutAndLse:
+        query, key, value = x
+        found = [band(t, step, query, key, value) for t in range(0, T, size)]
+        out = jnp.concatenate([out for out, _ in found], 2)
+        lse = [lse for _, lse in found if lse is not None]
+        return out, jnp.concatenate(lse, 2) if lse else None
 
     steps = B * K // heads
     parts = tuple(
@@ -116,73 +123,103 @@ def of_rows(
         for x, n in ((query, heads * G), (key, heads), (value, heads))
     )
     parts = parts if steps > 1 else tuple(x[0] for x in parts)
-    out, lse = layout.each(few_heads, steps, parts)
+    out, lse = layout.map_tiles(few_heads, steps, parts)
     out = out.reshape(B, K * G, T, value.shape[-1])
     return out, None if lse is None else lse.reshape(B, K * G, T)
 
 
-def widths(plan: Plan, platform: str = "cpu") -> list[int]:
+def key_band_widths(tiling: Tiling, platform: str = "cpu") -> list[int]:
     """Widths of the key bands in increasing order; the last band holds all keys.
 
-    >>> widths(tiling.plan(4, 8, 1, 1024, 1024, skips=True))
+    >>> from jaxmha.implementations.tiled.tiling import choose_tiling
+    >>> key_band_widths(choose_tiling(4, 8, 1, 1024, 1024, skips=True))
     [256, 512, 768, 1024]
     """
-    least = min(plan.keys, LEAST.get(platform, LEAST_ELSEWHERE))
-    count = min(MOST, -(-plan.S // least))
+    tuning = tuning_for(platform)
+    least = min(tiling.keys, tuning.key_band_keys)
+    count = min(tuning.key_bands, -(-tiling.S // least))
     count = count if count > 2 else 1  # two bands save less than they cost
-    return [-(-plan.S * (i + 1) // count) for i in range(count)]
+    return [-(-tiling.S * (i + 1) // count) for i in range(count)]
 
 
-def of_keys(
-    run: Callable[..., Answer],
-    plan: Plan,
-    rules: Any,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    there: jax.Array,
-    words: jax.Array | None,
-) -> Answer:
+def attend_key_bands(
+    attend: AttendBand,
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    valid: Bool[jax.Array, "#B S"],
+    seed: Seed | None,
+) -> OutAndLse:
     """Computes each batch row with the narrowest key band that holds all its valid keys.
 
-    Args: as in `of_rows`; `there`: valid keys, `b S`.
+    Args: as in `attend_row_bands`; `valid`: valid keys.
     """
-    (B, N, T, _), S = query.shape, plan.S
-    rules = rules._replace(whole=rules.whole or (N, T))
-    masked = rules.platform in MASKED_BY_PRODUCT
+    config = config._replace(whole=config.whole or (query.shape[1], query.shape[2]))
+    masked = tuning_for(config.platform).mask_by_matmul
     if masked:
-        # An extra feature, 1 in queries and 0 or -inf in keys, masks within the matmul: a separate
-        # mask would make XLA leave its fused kernel.
-        low = jnp.where(there, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
-        query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
-        key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
-    some = there.any(1).reshape(-1, 1, 1)
-    of = widths(plan, rules.platform)
-    if len(of) == 1:
-        out, lse = run(rules, query, key, value, words, None if masked else there)
+        query, key = _mask_feature(query, key, valid)
+    some = valid.any(1).reshape(-1, 1, 1)
+    widths = key_band_widths(tiling, config.platform)
+    if len(widths) == 1:
+        out, lse = attend(config, query, key, value, seed, None if masked else valid)
     else:
-        there = jnp.broadcast_to(there, (B, S))
-        first = there.argmax(1)
-        needed = jnp.where(there.any(1), S - there[:, ::-1].argmax(1) - first, 0)
-        which = (needed[:, None] > jnp.array([of[:-1]])).sum(1)
-
-        def row(x: Any) -> Answer:
-            b, which, first, *arrays = x
-            rows, keys, values, mine = (y[None] for y in arrays)
-
-            def band(width: int) -> Answer:
-                s = jnp.minimum(first, S - width)
-                part, weighed = (
-                    jax.lax.dynamic_slice_in_dim(y, s, width, 2) for y in (keys, values)
-                )
-                at = None if words is None else placed(words, b, 0, 0, s)
-                its = None if masked else jax.lax.dynamic_slice_in_dim(mine, s, width, 1)
-                out, lse = run(rules, rows, part, weighed, at, its)
-                return out[0], None if lse is None else lse[0]
-
-            found: Answer = jax.lax.switch(which, [lambda w=w: band(w) for w in of])
-            return found
-
-        out, lse = jax.lax.map(row, (jnp.arange(B), which, first, query, key, value, there))
+        out, lse = _attend_narrowest(
+            attend, config, widths, query, key, value, valid, seed, masked=masked
+        )
     out = jnp.where(some[..., None], out, 0.0)
     return out, None if lse is None else jnp.where(some, lse, -jnp.inf)
+
+
+def _mask_feature(
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    valid: Bool[jax.Array, "#B S"],
+) -> tuple[Float[jax.Array, "B N T H1"], Float[jax.Array, "B K S H1"]]:
+    """Adds a feature, 1 in queries and 0 or -inf in keys, that masks within the matmul: a separate
+    mask would make XLA leave its fused kernel."""
+    low = jnp.where(valid, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
+    query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
+    key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
+    return query, key
+
+
+def _attend_narrowest(
+    attend: AttendBand,
+    config: Config,
+    widths: list[int],
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+    valid: Bool[jax.Array, "#B S"],
+    seed: Seed | None,
+    *,
+    masked: bool,
+) -> OutAndLse:
+    """One batch row at a time, with the narrowest of several bands; `masked`: the keys are masked
+    by a feature already."""
+    B, S = query.shape[0], key.shape[2]
+    valid = jnp.broadcast_to(valid, (B, S))
+    first = valid.argmax(1)
+    needed = jnp.where(valid.any(1), S - valid[:, ::-1].argmax(1) - first, 0)
+    which = (needed[:, None] > jnp.array([widths[:-1]])).sum(1)
+
+    def row(x: tuple[jax.Array, ...]) -> OutAndLse:
+        b, which, first, *arrays = x
+        rows, keys, values, own = (y[None] for y in arrays)
+
+        def band(width: int) -> OutAndLse:
+            s = jnp.minimum(first, S - width)
+            k, v = (jax.lax.dynamic_slice_in_dim(y, s, width, 2) for y in (keys, values))
+            at = None if seed is None else shift_seed(seed, b, 0, 0, s)
+            mask = None if masked else jax.lax.dynamic_slice_in_dim(own, s, width, 1)
+            out, lse = attend(config, rows, k, v, at, mask)
+            return out[0], None if lse is None else lse[0]
+
+        found: OutAndLse = jax.lax.switch(which, [lambda w=w: band(w) for w in widths])
+        return found
+
+    batch_rows = jnp.arange(B), which, first, query, key, value, valid
+    found: OutAndLse = jax.lax.map(row, batch_rows)
+    return found

@@ -1,66 +1,69 @@
 """Keep-masks of dropout, tile by tile, equal to those of `jaxmha.dropout.keep`."""
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, PRNGKeyArray, UInt32
 
 from jaxmha import dropout
-from jaxmha.arrays import Array
 from jaxmha.implementations.base import Part
-from jaxmha.implementations.tiled.block_mask import Place
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations.tiled.block_mask import TilePosition
+from jaxmha.implementations.tiled.layout import Index
+from jaxmha.implementations.tiled.tiling import Tiling
 
-WORDS = 2  # seed words of a threefry key
+KEY_SIZE = 2  # 32-bit integers of a threefry key
+
+# A threefry key and, for a part of a larger request, its first position on B, N, T and S.
+Seed: TypeAlias = UInt32[jax.Array, "2"] | UInt32[jax.Array, "6"]
 
 
-def words_of(key: Array | None, part: Part | None) -> jax.Array | None:
-    """The seed: words of a threefry key and, for a part of a larger request, its first position on
-    B, N, T and S."""
+def seed_of(key: PRNGKeyArray | None, part: Part | None) -> Seed | None:
+    """The seed of a request; None: no dropout."""
     if key is None:
         return None
-    words = jax.random.key_data(dropout.threefry(key))
+    seed: jax.Array = jax.random.key_data(dropout.threefry(key))
     if part is None:
-        return words
-    return placed(words, part.b, part.n, 0, 0)
+        return seed
+    return shift_seed(seed, part.b, part.n, 0, 0)
 
 
-def placed(words: jax.Array, *starts: Any) -> jax.Array:
-    """The seed with its first positions on B, N, T and S moved on by `starts`."""
+def shift_seed(seed: Seed, *starts: Index) -> UInt32[jax.Array, "6"]:
+    """The seed of a part that starts at these positions on B, N, T and S."""
     more = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in starts])
-    before = words[WORDS:] if words.size > WORDS else jnp.zeros(4, jnp.uint32)
-    return jnp.concatenate([words[:WORDS], before + more])
+    before = seed[KEY_SIZE:] if seed.size > KEY_SIZE else jnp.zeros(4, jnp.uint32)
+    return jnp.concatenate([seed[:KEY_SIZE], before + more])
 
 
-def kept(
-    plan: Plan,
+def keep_mask(
+    tiling: Tiling,
     rate: float,
     broadcast: tuple[str, ...],
     whole: tuple[int, int] | None,
-    words: jax.Array | None,
-    place: Place,
-) -> jax.Array | None:
-    """Keep-mask of a tile, `cells rows keys`; None without dropout.
+    seed: Seed | None,
+    position: TilePosition,
+) -> Bool[jax.Array, "heads rows keys"] | None:
+    """Keep-mask of a tile; None without dropout.
 
-    `whole`: N and T of the larger request that the arrays are a part of; `words`: the seed, as
-    `words_of` returns it.
+    `whole`: N and T of the larger request that the arrays are a part of.
     """
-    if words is None:
+    if seed is None:
         return None
-    key = jax.random.wrap_key_data(words[:WORDS], impl="threefry2x32")
-    starts = (place.b, place.n, place.t, place.s)
-    sizes = (place.batches, place.heads, place.rows, place.keys)
+    key = jax.random.wrap_key_data(seed[:KEY_SIZE], impl="threefry2x32")
     # Positions of the tile on each axis; an axis that shares a draw has a single position.
-    first = words[WORDS:] if words.size > WORDS else (0, 0, 0, 0)
+    first = seed[KEY_SIZE:] if seed.size > KEY_SIZE else (0, 0, 0, 0)
     at = [
         jnp.zeros(1, jnp.uint32)
         if axis in broadcast
         else jnp.asarray(start).astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32) + before
-        for axis, start, size, before in zip("BNTS", starts, sizes, first, strict=True)
+        for axis, start, size, before in zip(
+            "BNTS", position.starts, position.sizes, first, strict=True
+        )
     ]
-    full = whole or (plan.K * plan.G, plan.T)
+    full = whole or (tiling.K * tiling.G, tiling.T)
     N, T = (1 if a in broadcast else n for a, n in zip("NT", full, strict=True))
     b, n, t = at[0][:, None, None], at[1][None, :, None], at[2][None, None, :]
     rows = ((b * N + n) * T + t).reshape(-1)
     drawn = dropout.draw(key, rate, rows, at[3]).reshape([x.shape[0] for x in at])
-    return jnp.broadcast_to(drawn, sizes).reshape(plan.cells, plan.G * plan.rows, sizes[3])
+    full_tile = jnp.broadcast_to(drawn, position.sizes)
+    return full_tile.reshape(tiling.tile_heads, tiling.G * tiling.rows, position.keys)

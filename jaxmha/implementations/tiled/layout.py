@@ -4,101 +4,125 @@ An axis with a single tile is dropped: XLA would copy between layouts that diffe
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Num, Shaped
 
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations.tiled.tiling import Tiling
+
+Index: TypeAlias = jax.Array | int
+# Pytrees of arrays.
+In = TypeVar("In")
+Out = TypeVar("Out")
+Carry = TypeVar("Carry")
+Others = TypeVar("Others")
 
 
-def chunks(plan: Plan, x: jax.Array) -> jax.Array:
-    """`B K S d` as KV tiles `[steps] [chunks] [cells] keys d`; S is zero-padded to whole tiles."""
-    x = _filled(x, plan.chunks * plan.keys - plan.S, 0.0)
+def to_kv_tiles(tiling: Tiling, x: Num[jax.Array, "B K S d"]) -> Num[jax.Array, "*tiles keys d"]:
+    """KV tiles `[steps] [kv_tiles] [tile_heads] keys d`; S is zero-padded to whole tiles."""
+    x = _padded(x, tiling.kv_tiles * tiling.keys - tiling.S, 0.0)
     d = x.shape[-1]
-    x = _swapped(x.reshape(plan.steps, plan.cells, plan.chunks, plan.keys * d))
-    return x.reshape(*_counts(plan.steps, plan.chunks, plan.cells), plan.keys, d)
+    x = _swap(x.reshape(tiling.steps, tiling.tile_heads, tiling.kv_tiles, tiling.keys * d))
+    lead = _without_ones(tiling.steps, tiling.kv_tiles, tiling.tile_heads)
+    return x.reshape(*lead, tiling.keys, d)
 
 
-def unchunked(plan: Plan, x: jax.Array) -> jax.Array:
-    """The inverse of `chunks`."""
+def from_kv_tiles(tiling: Tiling, x: Num[jax.Array, "*tiles keys d"]) -> Num[jax.Array, "B K S d"]:
+    """The inverse of `to_kv_tiles`."""
     d = x.shape[-1]
-    x = _swapped(x.reshape(plan.steps, plan.chunks, plan.cells, plan.keys * d))
-    return x.reshape(plan.B, plan.K, plan.chunks * plan.keys, d)[:, :, : plan.S]
+    x = _swap(x.reshape(tiling.steps, tiling.kv_tiles, tiling.tile_heads, tiling.keys * d))
+    return x.reshape(tiling.B, tiling.K, tiling.kv_tiles * tiling.keys, d)[:, :, : tiling.S]
 
 
-def tiles(plan: Plan, x: jax.Array, fill: float = 0.0) -> jax.Array:
-    """`B N T d` as query tiles `[steps] [blocks] [cells] G*rows d`; T is padded with `fill`."""
-    x = _filled(x, plan.blocks * plan.rows - plan.T, fill)
+def to_query_tiles(
+    tiling: Tiling, x: Num[jax.Array, "B N T d"], fill: float = 0.0
+) -> Num[jax.Array, "*tiles rows d"]:
+    """Query tiles `[steps] [query_tiles] [tile_heads] G*rows d`; T is padded with `fill`."""
+    x = _padded(x, tiling.query_tiles * tiling.rows - tiling.T, fill)
     d = x.shape[-1]
-    x = _swapped(x.reshape(plan.steps, plan.cells * plan.G, plan.blocks, plan.rows * d))
-    return x.reshape(*_counts(plan.steps, plan.blocks, plan.cells), plan.G * plan.rows, d)
+    heads = tiling.tile_heads * tiling.G
+    x = _swap(x.reshape(tiling.steps, heads, tiling.query_tiles, tiling.rows * d))
+    lead = _without_ones(tiling.steps, tiling.query_tiles, tiling.tile_heads)
+    return x.reshape(*lead, tiling.G * tiling.rows, d)
 
 
-def rows(plan: Plan, x: jax.Array) -> jax.Array:
-    """The inverse of `tiles`."""
+def from_query_tiles(
+    tiling: Tiling, x: Num[jax.Array, "*tiles rows d"]
+) -> Num[jax.Array, "B N T d"]:
+    """The inverse of `to_query_tiles`."""
     d = x.shape[-1]
-    x = _swapped(x.reshape(plan.steps, plan.blocks, plan.cells * plan.G, plan.rows * d))
-    x = x.reshape(plan.B, plan.K * plan.G, plan.blocks * plan.rows, d)
-    return x[:, :, : plan.T]
+    heads = tiling.tile_heads * tiling.G
+    x = _swap(x.reshape(tiling.steps, tiling.query_tiles, heads, tiling.rows * d))
+    x = x.reshape(tiling.B, tiling.K * tiling.G, tiling.query_tiles * tiling.rows, d)
+    return x[:, :, : tiling.T]
 
 
-def part(plan: Plan, x: jax.Array, j: jax.Array | int) -> jax.Array:
-    """KV tile `j` of `[chunks] ...`."""
-    return x if plan.chunks == 1 else x[j]
+def kv_tile(tiling: Tiling, x: jax.Array, j: Index) -> jax.Array:
+    """KV tile `j` of `[kv_tiles] ...`."""
+    return x if tiling.kv_tiles == 1 else x[j]
 
 
-def add(plan: Plan, x: jax.Array, j: jax.Array | int, more: jax.Array) -> jax.Array:
+def add_to_kv_tile(tiling: Tiling, x: jax.Array, j: Index, more: jax.Array) -> jax.Array:
     """`x` with `more` added to KV tile `j`."""
-    return x + more if plan.chunks == 1 else x.at[j].add(more)
+    return x + more if tiling.kv_tiles == 1 else x.at[j].add(more)
 
 
-def cells(plan: Plan, x: jax.Array | None) -> jax.Array | None:
-    """Drops the leading axis of cells where the plan has a single cell, as the tiles do."""
-    return x[0] if x is not None and plan.cells == 1 else x
+def drop_single_head(
+    tiling: Tiling, x: Shaped[jax.Array, "heads r s"] | None
+) -> Shaped[jax.Array, "*heads r s"] | None:
+    """Drops the leading axis where a tile has a single head, as the tiles of operands do."""
+    return x[0] if x is not None and tiling.tile_heads == 1 else x
 
 
-def each(f: Callable[[Any, Any], Any], count: int, xs: Any, *, unroll: bool = False) -> Any:
+def map_tiles(f: Callable[[Index, In], Out], count: int, xs: In, *, unroll: bool = False) -> Out:
     """`f(i, tile)` for every tile of `[count] ...`, stacked; `unroll` unrolls the loop."""
     if count == 1:
         return f(0, xs)
-    _, found = jax.lax.scan(
-        lambda _, x: (None, f(*x)),
-        None,
-        (jnp.arange(count, dtype=np.int32), xs),
-        unroll=count if unroll else 1,
-    )
-    return found
+
+    def step(_: None, x: tuple[jax.Array, In]) -> tuple[None, Out]:
+        return None, f(*x)
+
+    indices = jnp.arange(count, dtype=np.int32)
+    _, stacked = jax.lax.scan(step, None, (indices, xs), unroll=count if unroll else 1)
+    return stacked
 
 
-def refine(f: Callable[..., Any], count: int, x: Any, carry: Any, others: Any) -> tuple[Any, Any]:
+def update_tiles(
+    f: Callable[[Index, In, Carry, Others], tuple[In, Carry]],
+    count: int,
+    x: In,
+    carry: Carry,
+    others: Others,
+) -> tuple[In, Carry]:
     """`x[i], carry = f(i, x[i], carry, others[i])` for every tile of `[count] ...`, in place."""
     if count == 1:
-        found: tuple[Any, Any] = f(0, x, carry, others)
-        return found
+        return f(0, x, carry, others)
 
-    def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(i: Index, state: tuple[In, Carry]) -> tuple[In, Carry]:
         x, carry = state
-        mine, its = (jax.tree.map(lambda array: array[i], tree) for tree in (x, others))
-        mine, carry = f(i, mine, carry, its)
-        return jax.tree.map(lambda array, part: array.at[i].set(part), x, mine), carry
+        tile: In = jax.tree.map(lambda array: array[i], x)
+        other: Others = jax.tree.map(lambda array: array[i], others)
+        tile, carry = f(i, tile, carry, other)
+        return jax.tree.map(lambda array, part: array.at[i].set(part), x, tile), carry
 
-    refined: tuple[Any, Any] = jax.lax.fori_loop(np.int32(0), np.int32(count), step, (x, carry))
-    return refined
+    updated: tuple[In, Carry] = jax.lax.fori_loop(np.int32(0), np.int32(count), step, (x, carry))
+    return updated
 
 
-def _counts(*counts: int) -> tuple[int, ...]:
+def _without_ones(*counts: int) -> tuple[int, ...]:
     return tuple(count for count in counts if count > 1)
 
 
-def _filled(x: jax.Array, missing: int, fill: float) -> jax.Array:
+def _padded(x: Num[jax.Array, "B N T d"], missing: int, fill: float) -> Num[jax.Array, "B N T2 d"]:
     if not missing:
         return x
     return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=fill)
 
 
-def _swapped(x: jax.Array) -> jax.Array:
+def _swap(x: Num[jax.Array, "a b c d"]) -> Num[jax.Array, "a c b d"]:
     """Swaps axes 1 and 2; where one has size 1 a reshape suffices, which never copies."""
     a, b = x.shape[1:3]
     return x.reshape(x.shape[0], b, a, *x.shape[3:]) if 1 in (a, b) else jnp.swapaxes(x, 1, 2)

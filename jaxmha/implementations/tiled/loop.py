@@ -1,248 +1,355 @@
 """Loops over tiles: online-softmax forward pass, and gradients of query, key, value and bias."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Num
 
-from jaxmha.implementations.tiled import block_mask, layout, schedule, tile
-from jaxmha.implementations.tiled.block_mask import NOTHING, Pairs, Place
-from jaxmha.implementations.tiled.dropout import kept
-from jaxmha.implementations.tiled.tile import Rules, Running, Softmax
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.implementations import online_softmax
+from jaxmha.implementations.online_softmax import Softmax, State, empty_state
+from jaxmha.implementations.tiled import block_mask, layout, tile
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions, TilePosition
+from jaxmha.implementations.tiled.dropout import Seed, keep_mask
+from jaxmha.implementations.tiled.layout import Index
+from jaxmha.implementations.tiled.schedule import Schedule, make_schedule, visit_all
+from jaxmha.implementations.tiled.tile import Config, Cotangents
+from jaxmha.implementations.tiled.tiling import Tiling
 
-Chunk = Callable[[Any], tuple[jax.Array, jax.Array]]
+# Operands of a tile, and a function that reads those of KV tile j.
+Operands: TypeAlias = tuple[jax.Array, ...]
+ReadTile: TypeAlias = Callable[[Index], Operands]
+Decode: TypeAlias = Callable[[jax.Array], jax.Array]
+Result = TypeVar("Result")
+Tree = TypeVar("Tree")
+
+
+class Shared(NamedTuple):
+    """Inputs that all tiles of a call share; conditions and bias are padded to whole tiles."""
+
+    tiling: Tiling
+    config: Config
+    conditions: Conditions
+    bias: Float[jax.Array, "b n t s"] | None
+    seed: Seed | None
+    schedule: Schedule | None
+
+    def position(self, step: Index, i: Index, j: Index) -> TilePosition:
+        """Position of query tile `i` and KV tile `j` of the heads of `step`."""
+        t = self.tiling
+        b, n = step // t.groups * t.batches, step % t.groups * t.heads * t.G
+        return TilePosition(b, t.batches, n, t.heads * t.G, i * t.rows, t.rows, j * t.keys, t.keys)
+
+    def mask_and_keep(
+        self, position: TilePosition, unmasked: bool, dtype: np.dtype[np.floating]
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Mask or bias tile, and dropout keep-mask: `[tile_heads] rows keys`."""
+        tiling, config = self.tiling, self.config
+        conditions = NO_CONDITIONS if unmasked else self.conditions
+        mask = block_mask.mask_or_bias(conditions, self.bias, position, tiling.G, dtype)
+        keep = keep_mask(
+            tiling,
+            config.dropout_rate,
+            config.dropout_broadcast,
+            config.whole,
+            self.seed,
+            position,
+        )
+        return layout.drop_single_head(tiling, mask), layout.drop_single_head(tiling, keep)
+
+
+def _shared(
+    tiling: Tiling,
+    config: Config,
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> Shared:
+    above = traced.above if config.above is None else config.above
+    conditions = traced._replace(window=config.window, above=above)
+    conditions, bias = block_mask.pad(conditions, bias, tiling)
+    return Shared(tiling, config, conditions, bias, seed, make_schedule(conditions, tiling))
 
 
 def forward(
-    plan: Plan,
-    rules: Rules,
-    parts: tuple[jax.Array, ...],
-    bias: jax.Array | None,
-    traced: Pairs,
-    words: jax.Array | None,
-    answer: Callable[[Running], Any],
-    before: Running | None = None,
-    read: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> Any:
-    """Loops over KV tiles for every query tile, and applies `answer` to its softmax state.
+    tiling: Tiling,
+    config: Config,
+    query: Num[jax.Array, "*tiles rows H"],
+    key: Num[jax.Array, "*tiles2 keys H"],
+    value: Num[jax.Array, "*tiles2 keys h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+    finalize: Callable[[State], Result],
+) -> Result:
+    """Loops over KV tiles for every query tile, and applies `finalize` to its softmax state.
 
-    `parts`: query, key and value as tiles of `layout`. `before`: state from other keys, updated in
-    place and returned instead, without `answer`. `read`: decodes a KV tile when it is visited.
+    `query`, `key`, `value`: tiles of `layout`.
     """
-    conditions, bias = _conditions(plan, rules, traced, bias)
-    reached = schedule.table(conditions, plan)
+    shared = _shared(tiling, config, bias, traced, seed)
 
-    def block(index: Any, i: Any, rows: jax.Array, chunk: Chunk, start: Any) -> Running:
-        def visit(j: jax.Array | int, clear: bool, carry: Running | None) -> Running:
-            place = _place(plan, index, i, j)
-            mask_or_bias, keep = _beside(
-                plan, rules, NOTHING if clear else conditions, bias, words, place, rows.dtype
-            )
-            return tile.forward(rules, rows, *chunk(j), mask_or_bias, keep, carry)
-
-        seen: Running = schedule.visit_all(reached, plan, index, i, visit, start)
-        return seen
-
-    def step(index: Any, x: tuple[jax.Array, ...]) -> Any:
-        rows_of_all, keys, values = x
+    def step(index: Index, operands: Operands) -> Result:
+        rows, keys, values = operands
         h = values.shape[-1]
-        if rules.transposed:
-            rows_of_all, values = turned((rows_of_all, values))
+        if config.transposed:
+            rows, values = transpose_all((rows, values))
         else:
             keys = jnp.swapaxes(keys, -1, -2)
 
-        def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
-            return layout.part(plan, keys, j), layout.part(plan, values, j)
+        def read(j: Index) -> Operands:
+            return layout.kv_tile(tiling, keys, j), layout.kv_tile(tiling, values, j)
 
-        def of(i: Any, rows: jax.Array) -> Any:
-            start = None if plan.chunks == 1 else tile.nothing_yet(rules, rows, h)
-            seen = block(index, i, rows, chunk, start)
-            return answer(turned(seen) if rules.transposed else seen)
+        def query_tile(i: Index, rows: jax.Array) -> Result:
+            start = None if tiling.kv_tiles == 1 else initial_state(config, rows, h)
+            state = _visit_kv_tiles(shared, index, i, rows, read, start)
+            return finalize(transpose_all(state) if config.transposed else state)
 
-        return layout.each(of, plan.blocks, rows_of_all, unroll=plan.unroll)
+        return layout.map_tiles(query_tile, tiling.query_tiles, rows, unroll=tiling.unroll)
 
-    def more(index: Any, before: Running, _: None, x: tuple[jax.Array, ...]) -> Any:
-        rows_of_all, *per_key = x
-
-        def chunk(j: Any) -> tuple[jax.Array, jax.Array]:
-            seen, weighed = (read(layout.part(plan, x, j)) for x in per_key)
-            return seen, jnp.swapaxes(weighed, -1, -2)
-
-        def of(i: Any, seen: Running, _: None, rows: jax.Array) -> Any:
-            return block(index, i, rows, chunk, seen), None
-
-        return layout.refine(of, plan.blocks, before, None, rows_of_all)
-
-    if before is None:
-        return layout.each(step, plan.steps, parts, unroll=plan.unroll and plan.chunks == 1)
-    return layout.refine(more, plan.steps, before, None, parts)[0]
+    unroll = tiling.unroll and tiling.kv_tiles == 1
+    return layout.map_tiles(step, tiling.steps, (query, key, value), unroll=unroll)
 
 
-def turned(arrays: Any) -> Any:
+def forward_into(
+    tiling: Tiling,
+    config: Config,
+    before: State,
+    query: Num[jax.Array, "*tiles H rows"],
+    key: Num[jax.Array, "*tiles2 keys H"],
+    value: Num[jax.Array, "*tiles2 keys h"],
+    traced: Conditions,
+    seed: Seed | None,
+    decode: Decode,
+) -> State:
+    """Folds further keys into the transposed softmax states `before`, in place.
+
+    `decode`: converts a KV tile to numbers when it is visited.
+    """
+    shared = _shared(tiling, config, None, traced, seed)
+
+    def step(index: Index, before: State, _: None, operands: Operands) -> tuple[State, None]:
+        rows, *keys_and_values = operands
+
+        def read(j: Index) -> Operands:
+            keys, values = (decode(layout.kv_tile(tiling, x, j)) for x in keys_and_values)
+            return keys, jnp.swapaxes(values, -1, -2)
+
+        def query_tile(i: Index, state: State, _: None, rows: jax.Array) -> tuple[State, None]:
+            return _visit_kv_tiles(shared, index, i, rows, read, state), None
+
+        return layout.update_tiles(query_tile, tiling.query_tiles, before, None, rows)
+
+    return layout.update_tiles(step, tiling.steps, before, None, (query, key, value))[0]
+
+
+def _visit_kv_tiles(
+    shared: Shared, step: Index, i: Index, rows: jax.Array, read: ReadTile, start: State | None
+) -> State:
+    """Folds the scheduled KV tiles into the state of query tile `i`."""
+    fold = tile.forward_transposed if shared.config.transposed else tile.forward
+
+    def visit(j: Index, unmasked: bool, carry: State | None) -> State | None:
+        position = shared.position(step, i, j)
+        mask_or_bias, keep = shared.mask_and_keep(position, unmasked, rows.dtype)
+        keys, values = read(j)
+        return fold(shared.config, rows, keys, values, mask_or_bias, keep, carry)
+
+    state = visit_all(shared.schedule, shared.tiling, step, i, visit, start)
+    assert state is not None
+    return state
+
+
+def initial_state(config: Config, rows: jax.Array, h: int) -> State:
+    """The state before the first key, for rows `*c r H`, or `*c H r` if scores are transposed."""
+    *lead, r, _ = jnp.swapaxes(rows, -1, -2).shape if config.transposed else rows.shape
+    shapes = ((*lead, d, r) if config.transposed else (*lead, r, d) for d in (h, 1))
+    out, per_row = (jnp.zeros_like(rows, shape=shape) for shape in shapes)
+    return empty_state(out, per_row)
+
+
+def transpose_all(arrays: Tree) -> Tree:
     """Swaps the last two axes of every array of a pytree."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), arrays)
+    swapped: Tree = jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), arrays)
+    return swapped
 
 
-def finished(rules: Rules, seen: Running, words: jax.Array | None) -> Softmax:
-    """Normalises the softmax state: output, divided by the keep rate of dropout too, and row max
-    and row sum."""
-    # 1 on fully masked rows; elsewhere the largest logit alone contributes 1 to the row sum.
-    divisor = jnp.maximum(seen.row_sum, 1.0)
-    out = seen.out / (divisor if words is None else divisor * (1 - rules.dropout_rate))
-    return Softmax(out, seen.row_max, seen.row_sum)
+def normalize(config: Config, state: State, seed: Seed | None) -> Softmax:
+    """Divides the output by the row sum and by the keep rate of dropout."""
+    return online_softmax.normalize(state, None if seed is None else 1 - config.dropout_rate)
 
 
-def rows_of_gradient(
-    plan: Plan, query: Any, softmax: Softmax | None, slope: Any, slope_lse: Any
-) -> tuple[Any, ...]:
-    """Query tiles of the backward pass: transposed queries, output cotangent, row max, and shift.
+def backward_inputs(
+    tiling: Tiling,
+    query: Float[jax.Array, "B N T H"],
+    softmax: Softmax | None,
+    d_out: Float[jax.Array, "B N T h"],
+    d_lse: Float[jax.Array, "B N T"] | None,
+) -> tuple[Float[jax.Array, "*tiles H rows"], Cotangents]:
+    """Query tiles of the backward pass, transposed, and their cotangents.
 
     If `softmax` is None, each tile has all keys of its rows and computes row max, row sum and delta
-    from its own logits, so that the shift is the cotangent of the lse alone. Else delta is
-    subtracted from the shift, and output cotangent and shift are divided by the row sum.
+    from its own logits.
     """
     # dlogit = weight * (dout @ value - delta + dlse) with delta = sum(dout * out); weight is
     # exp(logit - row max) / row sum, and 0 in fully masked rows.
-    query = jnp.swapaxes(layout.tiles(plan, query), -1, -2)
-    shift = jnp.zeros_like(slope[..., :1]) if slope_lse is None else slope_lse[..., None]
-    slope, shift = layout.tiles(plan, slope), layout.tiles(plan, shift)
+    query = jnp.swapaxes(layout.to_query_tiles(tiling, query), -1, -2)
+    minus_delta = jnp.zeros_like(d_out[..., :1]) if d_lse is None else d_lse[..., None]
+    d_out, minus_delta = (layout.to_query_tiles(tiling, x) for x in (d_out, minus_delta))
     if softmax is None:
-        return query, slope, None, shift
+        return query, Cotangents(d_out, None, minus_delta)
     row_max = jnp.where(softmax.row_sum == 0, jnp.inf, softmax.row_max)
-    row_max = layout.tiles(plan, row_max, jnp.inf)
-    out, row_sum = layout.tiles(plan, softmax.out), layout.tiles(plan, softmax.row_sum)
+    row_max = layout.to_query_tiles(tiling, row_max, jnp.inf)
+    out, row_sum = (layout.to_query_tiles(tiling, x) for x in (softmax.out, softmax.row_sum))
     divisor = jnp.maximum(row_sum, 1.0)
     # An einsum: for a sum, XLA:CPU emits a kernel that holds all terms several times.
-    shift -= jnp.einsum("...h,...h->...", slope, out, precision="highest")[..., None]
-    return query, slope / divisor, row_max, shift / divisor
+    minus_delta -= jnp.einsum("...h,...h->...", d_out, out, precision="highest")[..., None]
+    return query, Cotangents(d_out / divisor, row_max, minus_delta / divisor)
+
+
+# Gradients of query (transposed), key and value as tiles.
+QKVGradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+BiasGradient: TypeAlias = Float[jax.Array, "_ _ _ _"] | None  # padded to whole tiles
 
 
 def backward(
-    plan: Plan,
-    rules: Rules,
-    per_row: tuple[Any, ...],
-    per_key: tuple[jax.Array, ...],
-    bias: jax.Array | None,
-    traced: Pairs,
-    words: jax.Array | None,
-    before: tuple[jax.Array, ...] | None = None,
-    read: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> Any:
-    """Gradients of the bias, and of query (transposed), key and value as tiles.
+    tiling: Tiling,
+    config: Config,
+    query: Float[jax.Array, "*tiles H rows"],
+    cotangents: Cotangents,
+    key: Num[jax.Array, "*tiles2 keys H"],
+    value: Num[jax.Array, "*tiles2 keys h"],
+    bias: Float[jax.Array, "b n t s"] | None,
+    traced: Conditions,
+    seed: Seed | None,
+) -> tuple[BiasGradient, QKVGradients]:
+    """Gradients of the bias, and of query (transposed), key and value as tiles."""
+    shared = _shared(tiling, config, bias, traced, seed)
+    bias = shared.bias
+    d_bias = None if bias is None else jnp.zeros_like(bias, query.dtype)
 
-    `before`: gradients of query, key and value so far, accumulated in place; then there is no bias.
-    `read`: as in `forward`.
-    """
-    conditions, bias = _conditions(plan, rules, traced, bias)
-    reached = schedule.table(conditions, plan)
-    dtype = per_row[0].dtype
-    bias_slope = None if bias is None else jnp.zeros_like(bias, dtype)
-
-    def block(index: Any, i: Any, parts: Any, chunk: Any, start: Any) -> Any:
-        def visit(j: jax.Array | int, clear: bool, carry: Any) -> Any:
-            dq, dk, dv, bias_slope = carry
-            place = _place(plan, index, i, j)
-            mask_or_bias, keep = _beside(
-                plan, rules, NOTHING if clear else conditions, bias, words, place, dtype
-            )
-            more_dq, more_dk, more_dv, d_added = tile.backward(
-                rules, parts, chunk(j), mask_or_bias, keep
-            )
-            if bias_slope is not None:
-                bias_slope = _add_bias_slope(plan, bias_slope, d_added, place)
-            dk, dv = layout.add(plan, dk, j, more_dk), layout.add(plan, dv, j, more_dv)
-            return dq + more_dq, dk, dv, bias_slope
-
-        dq, *carry = schedule.visit_all(reached, plan, index, i, visit, start)
-        return tuple(carry), dq
-
-    def step(index: Any, x: Any, bias_slope: jax.Array | None, per_row: Any) -> Any:
+    def step(
+        index: Index, x: QKVGradients, d_bias: BiasGradient, cotangents: Cotangents
+    ) -> tuple[QKVGradients, BiasGradient]:
         rows, keys, values = x
-        per_key = keys, values, jnp.swapaxes(keys, -1, -2)
+        operands = keys, values, jnp.swapaxes(keys, -1, -2)
 
-        def chunk(j: Any) -> tuple[jax.Array, ...]:
-            return tuple(layout.part(plan, x, j) for x in per_key)
+        def read(j: Index) -> Operands:
+            return tuple(layout.kv_tile(tiling, x, j) for x in operands)
 
-        def each(i: Any, rows: jax.Array, carry: Any, others: Any) -> Any:
+        def query_tile(
+            i: Index, rows: jax.Array, carry: _KVGradients, cotangents: Cotangents
+        ) -> tuple[jax.Array, _KVGradients]:
             start = jnp.zeros_like(rows), *carry
-            carry, dq = block(index, i, (rows, *others), chunk, start)
-            return dq, carry
+            dq, dk, dv, d_bias = _visit_backward(shared, index, i, rows, cotangents, read, start)
+            return dq, (dk, dv, d_bias)
 
-        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), bias_slope
-        dq, (dk, dv, bias_slope) = layout.refine(each, plan.blocks, rows, zeros, per_row)
-        return (dq, dk, dv), bias_slope
+        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), d_bias
+        dq, (dk, dv, d_bias) = layout.update_tiles(
+            query_tile, tiling.query_tiles, rows, zeros, cotangents
+        )
+        return (dq, dk, dv), d_bias
 
-    def more(index: Any, before: Any, _: None, x: Any) -> Any:
-        (dq, dk, dv), (per_row, per_key) = before, x
+    # Gradients reuse the buffers of their primals.
+    gradients, d_bias = layout.update_tiles(
+        step, tiling.steps, (query, key, value), d_bias, cotangents
+    )
+    return d_bias, gradients
 
-        def chunk(j: Any) -> tuple[jax.Array, ...]:
-            keys, values = (read(layout.part(plan, x, j)) for x in per_key)
+
+def backward_into(
+    tiling: Tiling,
+    config: Config,
+    before: QKVGradients,
+    query: Float[jax.Array, "*tiles H rows"],
+    cotangents: Cotangents,
+    key: Num[jax.Array, "*tiles2 keys H"],
+    value: Num[jax.Array, "*tiles2 keys h"],
+    traced: Conditions,
+    seed: Seed | None,
+    decode: Decode,
+) -> QKVGradients:
+    """Accumulates the gradients of further keys in those of `before`, in place.
+
+    `decode`: converts a KV tile to numbers when it is visited.
+    """
+    shared = _shared(tiling, config, None, traced, seed)
+    inputs = (query, cotangents), (key, value)
+
+    def step(
+        index: Index,
+        before: QKVGradients,
+        _: None,
+        inputs: tuple[tuple[jax.Array, Cotangents], tuple[jax.Array, jax.Array]],
+    ) -> tuple[QKVGradients, None]:
+        (dq, dk, dv), (per_row, keys_and_values) = before, inputs
+
+        def read(j: Index) -> Operands:
+            keys, values = (decode(layout.kv_tile(tiling, x, j)) for x in keys_and_values)
             return keys, values, jnp.swapaxes(keys, -1, -2)
 
-        def each(i: Any, dq: jax.Array, carry: Any, parts: Any) -> Any:
-            carry, dq = block(index, i, parts, chunk, (dq, *carry, None))
-            return dq, carry[:2]
+        def query_tile(
+            i: Index,
+            dq: jax.Array,
+            carry: tuple[jax.Array, jax.Array],
+            per_row: tuple[jax.Array, Cotangents],
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            start = dq, *carry, None
+            dq, dk, dv, _ = _visit_backward(shared, index, i, *per_row, read, start)
+            return dq, (dk, dv)
 
-        dq, (dk, dv) = layout.refine(each, plan.blocks, dq, (dk, dv), per_row)
+        dq, (dk, dv) = layout.update_tiles(query_tile, tiling.query_tiles, dq, (dk, dv), per_row)
         return (dq, dk, dv), None
 
-    if before is None:
-        # Gradients reuse the buffers of their primals.
-        rows, *others = per_row
-        slopes, bias_slope = layout.refine(
-            step, plan.steps, (rows, *per_key), bias_slope, tuple(others)
+    return layout.update_tiles(step, tiling.steps, before, None, inputs)[0]
+
+
+_KVGradients: TypeAlias = tuple[jax.Array, jax.Array, BiasGradient]
+_Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, BiasGradient]
+
+
+def _visit_backward(
+    shared: Shared,
+    step: Index,
+    i: Index,
+    rows: jax.Array,
+    cotangents: Cotangents,
+    read: ReadTile,
+    start: _Gradients,
+) -> _Gradients:
+    """Adds the gradients of the scheduled KV tiles of query tile `i` to `start`."""
+    tiling = shared.tiling
+
+    def visit(j: Index, unmasked: bool, carry: _Gradients) -> _Gradients:
+        dq, dk, dv, d_bias = carry
+        position = shared.position(step, i, j)
+        mask_or_bias, keep = shared.mask_and_keep(position, unmasked, rows.dtype)
+        keys, values, keys_transposed = read(j)
+        more = tile.backward(
+            shared.config, rows, cotangents, keys, values, keys_transposed, mask_or_bias, keep
         )
-        return bias_slope, slopes
-    return None, layout.refine(more, plan.steps, before, None, (per_row, per_key))[0]
+        if d_bias is not None:
+            d_bias = _add_bias_gradient(d_bias, more.bias, position)
+        dk = layout.add_to_kv_tile(tiling, dk, j, more.keys)
+        dv = layout.add_to_kv_tile(tiling, dv, j, more.values)
+        return dq + more.rows, dk, dv, d_bias
+
+    return visit_all(shared.schedule, tiling, step, i, visit, start)
 
 
-def _add_bias_slope(plan: Plan, total: jax.Array, d_added: jax.Array, place: Place) -> jax.Array:
+def _add_bias_gradient(
+    whole: Float[jax.Array, "b n t s"],
+    d_bias: Float[jax.Array, "*c rows keys"],
+    position: TilePosition,
+) -> Float[jax.Array, "b n t s"]:
     """Accumulates the bias gradient of a tile, summed over the axes that the bias broadcasts."""
-    shape = (place.batches, place.heads, place.rows, place.keys)
-    part = d_added.reshape(shape)
-    axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
+    part = d_bias.reshape(position.sizes)
+    axes = tuple(axis for axis, size in enumerate(whole.shape) if size == 1)
     part = part.sum(axes, keepdims=True)
-    starts = (place.b, place.n, place.t, place.s)
     first = [
         jnp.asarray(0 if size == 1 else start, jnp.int32)
-        for size, start in zip(total.shape, starts, strict=True)
+        for size, start in zip(whole.shape, position.starts, strict=True)
     ]
-    before = jax.lax.dynamic_slice(total, first, part.shape)
-    return jax.lax.dynamic_update_slice(total, before + part, first)
-
-
-def _conditions(
-    plan: Plan, rules: Rules, traced: Pairs, bias: jax.Array | None
-) -> tuple[Pairs, jax.Array | None]:
-    above = traced.above if rules.above is None else rules.above
-    return block_mask.pad(traced._replace(window=rules.window, above=above), bias, plan)
-
-
-def _beside(
-    plan: Plan,
-    rules: Rules,
-    conditions: Pairs,
-    bias: jax.Array | None,
-    words: jax.Array | None,
-    place: Place,
-    dtype: Any,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Mask or bias tile, and dropout keep-mask, of a score tile: `[cells] rows keys`."""
-    mask_or_bias = block_mask.mask_or_bias(conditions, bias, place, plan.G, dtype)
-    keep = kept(plan, rules.dropout_rate, rules.dropout_broadcast, rules.whole, words, place)
-    return layout.cells(plan, mask_or_bias), layout.cells(plan, keep)
-
-
-def _place(plan: Plan, step: jax.Array | int, i: jax.Array | int, j: jax.Array | int) -> Place:
-    return Place(
-        step // plan.groups * plan.batches,
-        plan.batches,
-        step % plan.groups * plan.heads * plan.G,
-        plan.heads * plan.G,
-        i * plan.rows,
-        plan.rows,
-        j * plan.keys,
-        plan.keys,
-    )
+    before = jax.lax.dynamic_slice(whole, first, part.shape)
+    return jax.lax.dynamic_update_slice(whole, before + part, first)

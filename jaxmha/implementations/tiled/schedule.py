@@ -1,73 +1,79 @@
 """Tile schedule: which KV tiles each query tile visits, and which of them need no masking."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Int32
 
-from jaxmha.implementations.tiled.block_mask import Pairs
-from jaxmha.implementations.tiled.tiling import Plan
+from jaxmha.arrays import Array
+from jaxmha.implementations.tiled.block_mask import Conditions
+from jaxmha.implementations.tiled.layout import Carry, Index
+from jaxmha.implementations.tiled.tiling import Tiling
 
 
-class Reach(NamedTuple):
-    """The schedule of every batch group `g` (or 1) and query tile.
+class Schedule(NamedTuple):
+    """The KV tiles to visit, by batch group `g` (size 1 if all are alike) and query tile `i`.
 
     Attributes:
-      order: `g blocks chunks`; unmasked KV tiles first (every pair allowed), then partially masked
-        ones, then fully masked ones, which are dropped where the schedule is static.
-      clear: `g blocks`, number of unmasked tiles.
-      needed: `g blocks`, number of unmasked and partially masked tiles.
+      order: KV tiles; unmasked ones first (every pair allowed), then partially masked ones, then
+        fully masked ones, which are dropped where the schedule is static.
+      unmasked: number of unmasked tiles.
+      needed: number of unmasked and partially masked tiles.
     """
 
-    order: Any
-    clear: Any
-    needed: Any
+    order: Int32[Array, "g i j"]
+    unmasked: Int32[Array, "g i"]
+    needed: Int32[Array, "g i"]
 
 
-def table(conditions: Pairs, plan: Plan) -> Reach | None:
+def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
     """The schedule of conditions padded by `block_mask.pad`; NumPy where they are static.
 
     None: every tile is unmasked.
     """
-    some, every = _some_and_every(conditions, plan)
+    some, every = _some_and_every(conditions, tiling)
     if isinstance(every, np.ndarray) and every.all():
         return None
     every = some & every
     if every.shape[0] > 1:  # batch rows of one tile share a schedule
         some, every = (
-            x.reshape(-1, plan.batches if len(x) > 1 else 1, *x.shape[1:]) for x in (some, every)
+            x.reshape(-1, tiling.batches if len(x) > 1 else 1, *x.shape[1:]) for x in (some, every)
         )
-        some, every = some.any(1), every.all(1)
+        some, every = some.any(1), every.all(1)  # type: ignore[assignment]  # no scalars
     kind = 2 - some.astype(np.int32) - every.astype(np.int32)
+    order: Array
     if isinstance(kind, np.ndarray):
         most = max((kind < 2).sum(-1).max(), 1)
-        order: Any = np.argsort(kind, axis=-1, kind="stable")[..., :most]
+        order = np.argsort(kind, axis=-1, kind="stable")[..., :most]
     else:
         # The barrier keeps XLA from sorting a constant at compile time, which takes seconds.
-        unknown: Any = jax.lax.optimization_barrier
-        kind = unknown(kind)
+        kind = jax.lax.optimization_barrier(kind)  # type: ignore[no-untyped-call]
         order = jnp.argsort(kind, axis=-1, stable=True)
-    counts = ((kind < most).sum(-1).astype(np.int32) for most in (1, 2))
-    return Reach(order.astype(np.int32), *counts)
+    unmasked, needed = ((kind < most).sum(-1).astype(np.int32) for most in (1, 2))
+    return Schedule(order.astype(np.int32), unmasked, needed)
 
 
-def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
-    """Conservative flags per tile, `b blocks chunks`: some pair is allowed (may over-report), and
-    every pair is allowed (may under-report)."""
-    blocks, chunks = plan.blocks, plan.chunks
-    i = np.arange(blocks).reshape(1, blocks, 1) * plan.rows
-    j = np.arange(chunks).reshape(1, 1, chunks) * plan.keys
-    last_i, last_j = np.minimum(i + plan.rows, plan.T) - 1, np.minimum(j + plan.keys, plan.S) - 1
-    some: Any = np.ones((1, blocks, chunks), bool)
-    every: Any = np.ones((1, blocks, chunks), bool)
+def _some_and_every(
+    conditions: Conditions, tiling: Tiling
+) -> tuple[Bool[Array, "#b i j"], Bool[Array, "#b i j"]]:
+    """Conservative flags per tile: some pair is allowed (may over-report), and every pair is
+    allowed (may under-report)."""
+    rows, columns = tiling.query_tiles, tiling.kv_tiles
+    i = np.arange(rows).reshape(1, rows, 1) * tiling.rows
+    j = np.arange(columns).reshape(1, 1, columns) * tiling.keys
+    last_i = np.minimum(i + tiling.rows, tiling.T) - 1
+    last_j = np.minimum(j + tiling.keys, tiling.S) - 1
+    some: Array = np.ones((1, rows, columns), bool)
+    every: Array = np.ones((1, rows, columns), bool)
     below, right = conditions.window
     if below is not None:
         some, every = some & (last_j >= i - below), every & (j >= last_i - below)
     for above in (right, conditions.above):
         if above is not None:
-            offset: Any = above
+            offset: Array | int = above
             if not isinstance(above, int):
                 offset = jnp.asarray(above, jnp.int32).reshape(-1, 1, 1)
             low, high = ((y - x).astype(np.int32) for x, y in ((last_i, j), (i, last_j)))
@@ -77,60 +83,69 @@ def _some_and_every(conditions: Pairs, plan: Plan) -> tuple[Any, Any]:
         some = some & ((i - last_j).astype(np.int32) <= offset)
         every = every & ((last_i - j).astype(np.int32) <= offset)
     if conditions.keys is not None:
-        keys = conditions.keys.reshape(-1, 1, chunks, plan.keys)
+        keys = conditions.keys.reshape(-1, 1, columns, tiling.keys)
         some, every = some & keys.any(-1), every & keys.all(-1)
     if conditions.rows is not None:
-        some = some & conditions.rows.reshape(-1, blocks, 1, plan.rows).any(-1)
+        some = some & conditions.rows.reshape(-1, rows, 1, tiling.rows).any(-1)
     if conditions.segments is not None:
-        q = conditions.segments[0].reshape(-1, blocks, 1, plan.rows)
-        k = conditions.segments[1].reshape(-1, 1, chunks, plan.keys)
+        q = conditions.segments[0].reshape(-1, rows, 1, tiling.rows)
+        k = conditions.segments[1].reshape(-1, 1, columns, tiling.keys)
         some = some & (q.min(-1) <= k.max(-1)) & (k.min(-1) <= q.max(-1))
         every = every & (q.min(-1) == k.max(-1)) & (k.min(-1) == q.max(-1))
     if conditions.array is not None:
-        array = conditions.array
-        b, n, t, s = array.shape
-        row_blocks, rows = (blocks, plan.rows) if t > 1 else (1, 1)
-        key_blocks, columns = (chunks, plan.keys) if s > 1 else (1, 1)
-
-        # One query tile at a time: XLA reduces slowly over two axes that are not adjacent, and
-        # would recompute the mask for each shape that it is reshaped to.
-        def of_keys(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            part = jax.lax.dynamic_slice_in_dim(array, i * rows, rows, 2)
-            return part.any(2), part.all(2)
-
-        found = jax.lax.map(of_keys, jnp.arange(row_blocks, dtype=np.int32))
-        shape = b, n, row_blocks, key_blocks, columns
-        any_, all_ = (jnp.moveaxis(x, 0, 2).reshape(shape) for x in found)
-        any_, all_ = any_.any(-1), all_.all(-1)
-        some, every = some & any_.any(1), every & all_.all(1)
+        any_, all_ = _any_and_all(conditions.array, tiling)
+        some, every = some & any_, every & all_
     return some, every
 
 
-def visit_all(
-    reached: Reach | None,
-    plan: Plan,
-    step: jax.Array | int,
-    i: jax.Array | int,
-    visit: Callable[[Any, bool, Any], Any],
-    carry: Any,
-) -> Any:
-    """`carry = visit(j, clear, carry)` for every KV tile `j` that query tile `i` needs.
+def _any_and_all(
+    array: Bool[jax.Array, "b n t s"], tiling: Tiling
+) -> tuple[Bool[jax.Array, "b #i #j"], Bool[jax.Array, "b #i #j"]]:
+    """True where a tile has an allowed pair in some head; True where all pairs are, in all heads."""
+    b, n, t, s = array.shape
+    tiles_i, rows = (tiling.query_tiles, tiling.rows) if t > 1 else (1, 1)
+    tiles_j, keys = (tiling.kv_tiles, tiling.keys) if s > 1 else (1, 1)
 
-    `clear`: the tile needs no masking.
+    # One query tile at a time: XLA reduces slowly over two axes that are not adjacent, and would
+    # recompute the mask for each shape that it is reshaped to.
+    def per_key(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = jax.lax.dynamic_slice_in_dim(array, i * rows, rows, 2)
+        return part.any(2), part.all(2)
+
+    found = jax.lax.map(per_key, jnp.arange(tiles_i, dtype=np.int32))
+    shape = b, n, tiles_i, tiles_j, keys
+    any_, all_ = (jnp.moveaxis(x, 0, 2).reshape(shape) for x in found)
+    any_, all_ = any_.any(-1), all_.all(-1)
+    return any_.any(1), all_.all(1)
+
+
+def visit_all(
+    schedule: Schedule | None,
+    tiling: Tiling,
+    step: Index,
+    i: Index,
+    visit: Callable[[Index, bool, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """`carry = visit(j, unmasked, carry)` for every KV tile `j` that query tile `i` needs.
+
+    `step`: index of the heads of the tile. `unmasked`: the tile needs no masking.
     """
-    if plan.chunks == 1:
-        return visit(0, reached is None, carry)
-    if reached is None:
-        first, last = np.int32(0), np.int32(plan.chunks)
-        return jax.lax.fori_loop(first, last, lambda j, carry: visit(j, True, carry), carry)
-    g = step // plan.groups if len(reached.order) > 1 else 0
-    order, clear, needed = (jnp.asarray(x)[g, i] for x in reached)
+    if tiling.kv_tiles == 1:
+        return visit(0, schedule is None, carry)
+    found: Carry
+    if schedule is None:
+        first, last = np.int32(0), np.int32(tiling.kv_tiles)
+        found = jax.lax.fori_loop(first, last, lambda j, carry: visit(j, True, carry), carry)
+        return found
+    g = step // tiling.groups if len(schedule.order) > 1 else 0
+    order, unmasked, needed = (jnp.asarray(x)[g, i] for x in schedule)
     # Loops known to be empty are left out: XLA would compile them all the same.
-    static = isinstance(reached.clear, np.ndarray)
-    if not static or reached.clear.any():
-        carry = jax.lax.fori_loop(0, clear, lambda k, carry: visit(order[k], True, carry), carry)
-    if not static or (reached.needed > reached.clear).any():
+    static = isinstance(schedule.unmasked, np.ndarray)
+    if not static or schedule.unmasked.any():
+        carry = jax.lax.fori_loop(0, unmasked, lambda k, carry: visit(order[k], True, carry), carry)
+    if not static or (schedule.needed > schedule.unmasked).any():
         carry = jax.lax.fori_loop(
-            clear, needed, lambda k, carry: visit(order[k], False, carry), carry
+            unmasked, needed, lambda k, carry: visit(order[k], False, carry), carry
         )
     return carry

@@ -129,9 +129,9 @@ def torch_file(program: bytes = PROGRAM, data: bytes = FLOATS, **extra: bytes) -
     return zip_file(torch_members(program, data, **extra))
 
 
-def one_tensor(*of: bytes, **changes: Any) -> bytes:
+def one_tensor(of: bytes | None = None, **changes: Any) -> bytes:
     """A file of one tensor `w`; the arguments are those of `tensor`."""
-    return torch_file(state(text("w"), tensor(*of, **changes)))
+    return torch_file(state(text("w"), tensor(of, **changes)))
 
 
 @case(".pt")

@@ -1,4 +1,4 @@
-"""The two arrays in which HDF5 keeps the places of chunks: of fixed and of growing length.
+"""The two kinds of arrays with the addresses of chunks: of fixed and of growing length.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#FArray
 """
@@ -15,7 +15,7 @@ _CHECKSUM = 4
 
 
 def fixed_array(file: File, address: int, filtered: bool) -> tuple[int, Iterator[Run]]:
-    """The bytes of an entry, and all entries in their order."""
+    """The size of an entry in bytes, and all entries in order."""
     raw = file.checked(address, 28, b"FAHD")
     client, entry, page_bits, count, data = struct.unpack_from("<BBBQQ", raw, 5)
     if client != filtered or page_bits > 32:
@@ -38,7 +38,7 @@ def fixed_array(file: File, address: int, filtered: bool) -> tuple[int, Iterator
 def growing_array(
     file: File, address: int, filtered: bool, parameters: bytes
 ) -> tuple[int, Iterator[Run]]:
-    """The same of an extensible array; its parameters stand in the layout as well."""
+    """The same for an extensible array; its parameters are repeated in the layout message."""
     raw = file.checked(address, 72, b"EAHD")
     client, entry, *shape = struct.unpack_from("<7B", raw, 5)
     bits, first, smallest, pointers, page_bits = shape
@@ -116,7 +116,7 @@ def _pages(
     bitmap: bytes,
     bit: int = 0,
 ) -> Iterator[Run]:
-    """Entries behind their block, in pages that are there where a bit says so."""
+    """The entries after a block, in pages that exist if their bit is set."""
     for i, start in enumerate(range(0, count, page), bit):
         size = min(page, count - start) * entry + _CHECKSUM
         file.step()
@@ -128,6 +128,6 @@ def _pages(
 
 
 def _check(raw: bytes, client: int, header: int) -> None:
-    """Raises ValueError unless a block says that it belongs to this array."""
+    """Raises ValueError unless a block names this array as its owner."""
     if struct.unpack_from("<BQ", raw, 5) != (client, header):
         raise ValueError("a block of another index")

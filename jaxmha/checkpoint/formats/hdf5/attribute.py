@@ -51,7 +51,7 @@ class Attributes:
         return key.encode() in self._parts
 
     def text(self, key: str) -> str | None:
-        """A scalar text; None where there is no such attribute.
+        """A scalar text attribute; None if there is no attribute of this name.
 
         Raises:
             MalformedFile: not a scalar text, or too long.
@@ -89,7 +89,7 @@ class Attributes:
 
 
 def _sizes(body: bytes) -> tuple[int, int, int, int]:
-    """Where the name of an attribute message begins; the sizes of name, datatype and dataspace."""
+    """The offset of the name in an attribute message; the sizes of name, datatype and dataspace."""
     version, _, *sizes = struct.unpack_from("<BB3H", body)
     if version not in (1, 2, 3):
         raise ValueError(f"an attribute of version {version}")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = 0xFFFFFFFF
-_LONGEST_SUM = 1 << 20  # words whose weighted sum stays below 2**64
+_LONGEST_SUM = 1 << 20  # 16-bit integers whose weighted sum stays below 2**64
 
 
 def lookup3(data: bytes) -> int:
@@ -24,11 +24,11 @@ def lookup3(data: bytes) -> int:
     if not data:
         return c
     padded = data + bytes(-len(data) % 12)
-    words: tuple[int, ...] = struct.unpack(f"<{len(padded) // 4}L", padded)
-    for at in range(0, len(words) - 3, 3):
-        a = (a + words[at]) & _MASK
-        b = (b + words[at + 1]) & _MASK
-        c = (c + words[at + 2]) & _MASK
+    integers: tuple[int, ...] = struct.unpack(f"<{len(padded) // 4}L", padded)
+    for at in range(0, len(integers) - 3, 3):
+        a = (a + integers[at]) & _MASK
+        b = (b + integers[at + 1]) & _MASK
+        c = (c + integers[at + 2]) & _MASK
         a = (a - c) & _MASK ^ (c << 4 & _MASK | c >> 28)
         c = (c + b) & _MASK
         b = (b - a) & _MASK ^ (a << 6 & _MASK | a >> 26)
@@ -41,7 +41,7 @@ def lookup3(data: bytes) -> int:
         a = (a + c) & _MASK
         c = (c - b) & _MASK ^ (b << 4 & _MASK | b >> 28)
         b = (b + a) & _MASK
-    a, b, c = ((x + y) & _MASK for x, y in zip((a, b, c), words[-3:], strict=True))
+    a, b, c = ((x + y) & _MASK for x, y in zip((a, b, c), integers[-3:], strict=True))
     c = ((c ^ b) - (b << 14 & _MASK | b >> 18)) & _MASK
     a = ((a ^ c) - (c << 11 & _MASK | c >> 21)) & _MASK
     b = ((b ^ a) - (a << 25 & _MASK | a >> 7)) & _MASK
@@ -52,13 +52,13 @@ def lookup3(data: bytes) -> int:
 
 
 def fletcher32(data: NDArray[np.uint8]) -> int:
-    """The checksum of the bytes of a chunk, as words of 16 bits, the higher byte first."""
+    """The checksum of the bytes of a chunk, read as big-endian integers of 16 bits."""
     if data.size % 2:
         data = np.append(data, np.uint8(0))
-    words = data.view(">u2")
+    integers = data.view(">u2")
     first = second = 0
-    for at in range(0, words.size, _LONGEST_SUM):
-        part = words[at : at + _LONGEST_SUM].astype(np.uint64)
+    for at in range(0, integers.size, _LONGEST_SUM):
+        part = integers[at : at + _LONGEST_SUM].astype(np.uint64)
         weights = np.arange(part.size, 0, -1, dtype=np.uint64)
         second += first * part.size + int((part * weights).sum())
         first += int(part.sum())

@@ -1,4 +1,4 @@
-"""Where the chunks of an HDF5 dataset are: the six indexes, of which five came with version 4.
+"""The addresses of the chunks of an HDF5 dataset, from six kinds of indexes (five since version 4).
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#AppC
 """
@@ -17,23 +17,23 @@ from jaxmha.checkpoint.formats.hdf5.tree import CHUNKS, new_records, old_leaves
 
 _SINGLE, _IMPLICIT, _FIXED, _GROWING, _TREE = range(1, 6)
 _SINGLE_FILTERED = 0x02
-_STEPS = 4  # of a chunk, which takes more memory than other structures
+_STEPS = 4  # steps per chunk, which takes more memory than other structures
 _UNLIMITED = 2**64 - 1
 _RECORDS, _FILTERED_RECORDS = 10, 11  # kinds of trees of version 2
 
 
 class Grid(NamedTuple):
-    """How a dataset is cut into chunks."""
+    """The division of a dataset into chunks."""
 
     shape: tuple[int, ...]
-    largest: tuple[int, ...]  # what the shape may become
+    largest: tuple[int, ...]  # the maximal shape
     chunk: tuple[int, ...]
     nbytes: int  # of a chunk
     filtered: bool
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many chunks there are along each axis."""
+        """The number of chunks along each axis."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
 
     @property
@@ -46,7 +46,7 @@ class Grid(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Address, stored bytes and left out filters of all chunks, in C order of their places."""
+    """Address, stored bytes and skipped filters of all chunks, in C order of the grid."""
 
     grid: Grid
     addresses: NDArray[np.uint64]
@@ -58,7 +58,7 @@ def find_chunks(file: File, grid: Grid, version: int, body: bytes) -> Chunks:
     """All chunks of a dataset, none of which may be missing.
 
     Args:
-        version: of the layout message. body: what follows the chunk's shape there.
+        version: of the layout message. body: its bytes after the shape of the chunk.
 
     Raises:
         ValueError or struct.error: damaged, or a chunk is missing.
@@ -82,7 +82,7 @@ def find_chunks(file: File, grid: Grid, version: int, body: bytes) -> Chunks:
 
 
 class _Table:
-    """The chunks found so far, by their place in the grid."""
+    """The chunks found so far, by their position in the grid."""
 
     def __init__(self, grid: Grid, count: int) -> None:
         self.grid = grid
@@ -91,7 +91,7 @@ class _Table:
         self.masks = np.zeros(count, np.uint32)
 
     def put(self, scaled: tuple[int, ...], address: int, size: int, mask: int) -> None:
-        """Enters the chunk at a place, counted in chunks."""
+        """Enters the chunk at a position in the grid."""
         at = 0
         for i, n in zip(scaled, self.grid.counts, strict=True):
             if i >= n:

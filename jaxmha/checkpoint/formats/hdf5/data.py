@@ -1,4 +1,4 @@
-"""The elements of an HDF5 dataset: where they are stored, and how they are read.
+"""Checks where the elements of an HDF5 dataset are stored, and reads them.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#LayoutMessage
 """
@@ -22,7 +22,7 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo, from_bytes, over
 
 _COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
-_SLAB = 4 << 20  # bytes read at once where a part of them is needed
+_SLAB = 4 << 20  # bytes read at once if only a part of them is needed
 Box = tuple[slice, ...]
 
 
@@ -36,13 +36,13 @@ class Dataset:
     filters: tuple[Filter, ...] = ()
 
     def view(self, source: Source) -> np.ndarray | None:
-        """The elements where they lie in a mapped file; None where they do not lie so."""
+        """A view of the elements in a mapped file; None if their layout is not that of memory."""
         if not isinstance(self.stored, int) or self.kind.order != sys.byteorder:
             return None
         return over(source, self.stored, *self.info)
 
     def read(self, file: File, name: str, box: Box = ()) -> np.ndarray:
-        """A box of the elements, or all.
+        """Reads a box of the elements, or all.
 
         Raises:
             MalformedFile, UnreadableFile, IntegrityError.
@@ -70,7 +70,7 @@ class Dataset:
         return from_bytes(raw, dtype, self.kind.order, source.path, name).reshape(shape)
 
     def _copy_chunks(self, source: Source, chunks: Chunks, box: Box, out: np.ndarray) -> None:
-        """Reads the chunks that the box touches; what reaches beyond the box is left out."""
+        """Reads the chunks that the box touches, and copies the elements inside the box."""
         counts, chunk = chunks.grid.counts, chunks.grid.chunk
         near = [
             range(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunk, strict=True)
@@ -102,7 +102,7 @@ def dataset(
     kind: Kind,
     budget: Budget,
 ) -> Dataset:
-    """Checks where the elements of a dataset are.
+    """Checks the storage of a dataset.
 
     Raises:
         ForbiddenContent, UnsupportedFormat, MalformedFile, BudgetExceeded.
@@ -149,7 +149,7 @@ def _chunked(
     budget: Budget,
 ) -> Dataset:
     if body[0] == 3:
-        # The address of the index stands between the rank and the sizes.
+        # The address of the index is between the rank and the sizes.
         rank, rest = body[2], body[3:11]
         sizes = struct.unpack_from(f"<{rank}L", body, 11)
     else:
@@ -176,12 +176,12 @@ def _chunked(
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
-    """NumPy copies integers of the same width faster than the dtypes of ml_dtypes."""
+    """The elements as integers of the same width, which NumPy copies faster than ml_dtypes."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.itemsize in (1, 2, 4, 8) else dtype
 
 
 def _copy_box(source: Source, at: int, shape: tuple[int, ...], box: Box, out: np.ndarray) -> None:
-    """Reads a box of elements that lie at an address in C order, little more than it."""
+    """Reads a box of elements stored at an address in C order; reads little more than the box."""
     row = math.prod(shape[1:]) * out.itemsize
     rows = max(1, _SLAB // max(1, row))
     start, stop = box[0].start, box[0].stop

@@ -1,7 +1,7 @@
-"""The bytes of an HDF5 file, each of which may be taken once, and its superblock.
+"""The bytes of an HDF5 file, each of which may be claimed once, and its superblock.
 
-A sound file gives each byte one purpose. Nodes that overlap, loops and lists that share their tail
-do not: every structure claims its bytes here, and a file cannot give more than it has.
+In a valid file each byte has one purpose. Overlapping nodes, loops and lists with a common tail are
+refused, because every structure claims its bytes here.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html
 """
@@ -27,9 +27,9 @@ from jaxmha.checkpoint.limits import Limits
 from jaxmha.checkpoint.source import Source
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
-UNDEFINED = 2**64 - 1  # the address of what is not there
+UNDEFINED = 2**64 - 1  # the address of a missing structure
 AGAIN = "save it again with model.save_weights"
-_CHECKSUM_BYTES = 8  # of which a checksum costs one step
+_CHECKSUM_BYTES = 8  # bytes of a checksum per step
 
 
 class File:
@@ -60,7 +60,7 @@ class File:
         raise kind(self.source.path, problem, remedy, self.member)
 
     def forbid(self, problem: str) -> NoReturn:
-        """Raises ForbiddenContent: what is read here has no such thing."""
+        """Raises ForbiddenContent for a feature that checkpoints do not use."""
         self.fail(ForbiddenContent, problem)
 
     def step(self, count: int = 1) -> None:
@@ -76,7 +76,7 @@ class File:
             self.fail(BudgetExceeded, problem, remedy)
 
     def claim(self, address: int, size: int) -> None:
-        """Takes bytes for one purpose.
+        """Claims bytes for one purpose.
 
         Raises:
             ValueError: outside the file, or the file has not so many bytes left.
@@ -90,7 +90,7 @@ class File:
         self._sizes.append(size)
 
     def claim_all(self, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> None:
-        """The same for several at once."""
+        """Claims several ranges at once."""
         end = np.uint64(self.end)
         if (addresses > end).any() or (sizes > end - np.minimum(addresses, end)).any():
             raise ValueError("a chunk is outside the file")
@@ -107,14 +107,14 @@ class File:
         return self.source.read(address, size)
 
     def peek(self, address: int, size: int) -> bytes:
-        """Reads up to `size` bytes without a claim: how long a structure is stands in itself."""
+        """Reads up to `size` bytes without a claim, to find the length of a structure in its head."""
         self.step()
         if address >= self.end:
             raise ValueError(f"the address {address} is behind the end of the file, {self.end}")
         return self.source.read(address, min(size, self.end - address))
 
     def checked(self, address: int, size: int, signature: bytes, version: int = 0) -> bytes:
-        """Takes a structure that begins with a signature and ends with a checksum."""
+        """Claims and reads a structure that begins with a signature and ends with a checksum."""
         raw = self.take(address, size)
         if raw[:4] != signature or (signature not in (b"OHDR", b"OCHK") and raw[4] != version):
             raise ValueError(f"no {signature.decode()} of version {version} at {address}")
@@ -128,9 +128,9 @@ class File:
             raise ValueError(f"the checksum of {raw[:4]!r} does not match")
 
     def check_overlaps(self) -> None:
-        """Raises ValueError where two of the structures seen share bytes."""
+        """Raises ValueError if two claimed ranges overlap."""
         starts, sizes = np.array(self._starts), np.array(self._sizes)
-        order = np.lexsort((sizes, starts))  # what is empty before what begins at the same place
+        order = np.lexsort((sizes, starts))  # at equal starts, empty ranges first
         starts, ends = starts[order], (starts + sizes)[order]
         if (starts[1:] < ends[:-1]).any():
             shared = starts[1:][starts[1:] < ends[:-1]][0]

@@ -1,4 +1,4 @@
-"""The filters of chunks of HDF5, undone one by one, never beyond the size that is declared.
+"""Undoes the filters of HDF5 chunks, never beyond the declared size.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#FilterMessage
 """
@@ -60,14 +60,14 @@ def pipeline(file: File, body: bytes) -> tuple[Filter, ...]:
 
 
 def most(filters: tuple[Filter, ...], stored: int) -> int:
-    """How many bytes the stored ones can become at most."""
+    """Upper bound of the size of the unfiltered bytes."""
     return stored * (_MOST_DEFLATED if any(one.id in _COMPRESSORS for one in filters) else 1)
 
 
 def undo(
     raw: NDArray[np.uint8], filters: tuple[Filter, ...], mask: int, size: int
 ) -> NDArray[np.uint8]:
-    """The bytes of a chunk of a known size; `mask` has the bits of filters that were left out.
+    """The bytes of a chunk of a known size; `mask` has the bits of skipped filters.
 
     Raises:
         ValueError: it has another size, or a checksum does not match.
@@ -75,7 +75,7 @@ def undo(
     used = [one for i, one in enumerate(filters) if not mask >> i & 1]
     if mask >> len(filters):
         raise ValueError("a chunk leaves out filters that there are not")
-    sizes = [size]  # before each filter; how far compression gets is not known
+    sizes = [size]  # before each filter; None after a compression
     for one in used:
         sizes.append(sizes[-1] + _CHECKSUM * (one.id == _FLETCHER32))
     for one, expected in zip(reversed(used), reversed(sizes[:-1]), strict=True):
@@ -94,7 +94,7 @@ def undo(
 
 
 def _unshuffled(raw: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    """All first bytes of the elements, then all second bytes; what is left over is as it was."""
+    """Undoes shuffle: all first bytes of the elements, then all second bytes, then the unshuffled rest."""
     if width <= 1:
         return raw
     count = raw.size // width
@@ -117,7 +117,7 @@ def _inflated(raw: memoryview, size: int) -> bytes:
 
 
 def _unpacked(raw: memoryview, size: int) -> bytes:
-    """LZF: runs of literal bytes, and of bytes copied from before."""
+    """Inflates LZF: runs of literal bytes, and of copies of earlier bytes."""
     out, at, end = bytearray(), 0, len(raw)
     while at < end and len(out) <= size:
         control, at = raw[at], at + 1
@@ -132,7 +132,7 @@ def _unpacked(raw: memoryview, size: int) -> bytes:
             length += 2
             if start < 0:
                 raise ValueError("a chunk copies from before its beginning")
-            copied = out[start : start + length]  # shorter where it reaches into itself
+            copied = out[start : start + length]  # shorter if it overlaps its own output
             out += (copied * -(-length // len(copied)))[:length]
     if len(out) != size or at != end:
         raise ValueError(f"a chunk unpacks to another size than {size}")

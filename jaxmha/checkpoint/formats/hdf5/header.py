@@ -12,7 +12,7 @@ from jaxmha.checkpoint.formats.hdf5.file import File
 NIL, DATASPACE, LINK_INFO, DATATYPE, OLD_FILL, FILL, LINK, EXTERNAL_FILES = range(8)
 LAYOUT, GROUP_INFO, FILTERS, ATTRIBUTE = 0x08, 0x0A, 0x0B, 0x0C
 CONTINUATION, SYMBOL_TABLE, ATTRIBUTE_INFO = 0x10, 0x11, 0x15
-# A comment, times and a count of references change nothing that is read.
+# Comments, times and reference counts do not affect the data.
 _IDLE = frozenset({NIL, 0x0D, 0x0E, 0x12, 0x16})
 _KNOWN = frozenset(
     {DATASPACE, LINK_INFO, DATATYPE, OLD_FILL, FILL, LINK, LAYOUT, GROUP_INFO, FILTERS}
@@ -35,7 +35,7 @@ def read_header(file: File, address: int) -> Header:
     """The messages of the object header at an address.
 
     Raises:
-        ForbiddenContent: a message of an unknown kind, or one that lies elsewhere.
+        ForbiddenContent: a message of an unknown kind, or one stored in another object.
         ValueError, IndexError or struct.error: damaged.
     """
     header = Header({}, [], [])
@@ -63,10 +63,10 @@ def read_header(file: File, address: int) -> Header:
 
 
 def check_extension(file: File, address: int) -> None:
-    """Raises unless the extension of a superblock says only where new data would go.
+    """Raises unless the superblock extension only describes the allocation of new data.
 
-    Other messages there change what the rest of the file means: an image of structures that is
-    to be read instead of them, messages shared between objects, a driver of several files.
+    Other messages change the meaning of the file: an image that replaces structures, messages shared
+    between objects, a driver of several files.
 
     Raises:
         ForbiddenContent; ValueError, IndexError or struct.error: damaged.
@@ -116,7 +116,7 @@ def _new(file: File, address: int, prefix: bytes) -> Iterator[tuple[int, int, by
     size = int.from_bytes(prefix[at : at + width], "little")
     at += width
     blocks = [file.checked(address, at + size + 4, b"OHDR")[at:-4]]
-    header = 4 + 2 * (flags >> 2 & 1)  # with a place for the order of creation
+    header = 4 + 2 * (flags >> 2 & 1)  # with the order of creation
     for block in blocks:
         at = 0
         while at + header <= len(block):  # a gap at the end is smaller than a message

@@ -1,6 +1,6 @@
-"""The three heaps of HDF5: names of groups, texts of attributes, and what is stored densely.
+"""The three heaps of HDF5: names of groups, texts of attributes, and densely stored links.
 
-Each object of a heap may be taken once: objects that share bytes would give more than is stored.
+Each object of a heap may be read once: overlapping objects would yield more than is stored.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#LocalHeap
 """
@@ -32,7 +32,7 @@ class Names:
         raise ValueError("the list of free blocks does not end")
 
     def take(self, at: int) -> bytes:
-        """The name at a place."""
+        """The name at an offset."""
         end = self.raw.find(b"\0", at, at + self.most + 1)
         self.left -= end + 1 - at
         if end < 0 or self.left < 0:
@@ -112,7 +112,7 @@ class Dense:
     def take(self, key: bytes) -> bytes:
         """The object with a heap ID."""
         kind = key[0] >> 4
-        if kind == 2:  # it stands in its ID
+        if kind == 2:  # the ID contains the object
             length = (key[0] & 15) + 1
             if length > len(key) - 1:
                 raise ValueError("an object is longer than its ID")
@@ -161,7 +161,7 @@ class Dense:
             start += size
 
     def _check(self, raw: bytes, signature: bytes, start: int) -> None:
-        """Raises ValueError unless a block says that it is this one of this heap."""
+        """Raises ValueError unless a block names this heap and its own offset."""
         found, version, heap = struct.unpack_from("<4sBQ", raw)
         offset = int.from_bytes(raw[13 : 13 + self.offset_bytes], "little")
         if (found, version, heap, offset) != (signature, 0, self.address, start):

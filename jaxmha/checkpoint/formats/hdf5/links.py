@@ -1,4 +1,4 @@
-"""The links of an HDF5 group, all of which must be hard: an address in the same file.
+"""The links of an HDF5 group. All must be hard: an address in the same file.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#OldGroups
 """
@@ -19,7 +19,7 @@ _TRACKED = 0x01  # the order of creation
 
 
 def links(file: File, header: Header) -> list[tuple[bytes, int]]:
-    """Name and address of each link: by name, or in the order of creation where that is kept.
+    """Name and address of each link: by name, or in the order of creation if it is stored.
 
     Raises:
         ForbiddenContent: a link that is not hard.  AmbiguousFile: two of one name.

@@ -1,4 +1,4 @@
-"""The two B-trees of HDF5. Every node claims its bytes, so that no tree is without end.
+"""The two B-trees of HDF5. Every node claims its bytes, so that every walk ends.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#Btrees
 """
@@ -38,7 +38,7 @@ def new_records(file: File, address: int, kinds: tuple[int, ...]) -> Iterator[tu
         raise ValueError(f"a tree of kind {kind} and depth {depth} where {kinds} must be")
     if root == UNDEFINED:
         return
-    # How many bytes the counts in a node of each level take follows from what fits below it.
+    # The width of the counts in a node follows from the largest count below it.
     most = [(node - 10) // size]
     below = most[0]
     widths = [(0, 0)]

@@ -1,4 +1,4 @@
-"""Datatypes and dataspaces of HDF5: those of plain numbers, by their bytes.
+"""Datatypes and dataspaces of HDF5; only those of plain numbers are supported.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#DatatypeMessage
 """
@@ -13,7 +13,7 @@ from jaxmha.checkpoint.formats.hdf5.file import File
 from jaxmha.checkpoint.tensor import BFLOAT16
 
 _INTEGER, _FLOAT, _OPAQUE, _COMPOUND, _ENUMERATION = 0, 1, 5, 6, 8
-# Where sign, exponent and mantissa are, their sizes, and the bias.
+# Positions and sizes of sign, exponent and mantissa, and the bias.
 _FLOATS = {
     (2, 15, 10, 5, 0, 10, 15): np.dtype(np.float16),
     (2, 15, 7, 8, 0, 7, 127): BFLOAT16,
@@ -60,7 +60,7 @@ def datatype(file: File, body: bytes) -> Kind:
 
 
 def no_dtype(file: File) -> NoReturn:
-    """Raises UnsupportedDtype for bytes that could be anything."""
+    """Raises UnsupportedDtype for opaque bytes."""
     file.fail(UnsupportedDtype, "bytes of a dtype that the file does not name")
 
 
@@ -82,7 +82,7 @@ def _number(file: File, body: bytes) -> Kind:
 
 
 def _complex(file: File, body: bytes, version: int, size: int) -> Kind:
-    """A record of the floats r and i, one behind the other."""
+    """A record of the floats r and i, one after the other."""
     at, halves = 8, []
     for name in (b"r", b"i"):
         end = body.index(b"\0", at)

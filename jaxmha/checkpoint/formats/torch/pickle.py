@@ -1,8 +1,7 @@
 """The pickle program inside a torch file, run on a machine that can only build plain data.
 
-Pickle opcodes call functions by name. This machine knows 31 opcodes and a table of names, none of
-which is a Python function: what they would make becomes a record of numbers. Nothing is imported,
-looked up or executed.
+Pickle opcodes call functions by name. This machine knows 31 opcodes and a table of names. No name is
+a Python function: each call yields a record of numbers. Nothing is imported, looked up or executed.
 
 Format: https://docs.python.org/3/library/pickletools.html and torch/_utils.py
 """
@@ -45,7 +44,7 @@ _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
-_UNSET: Final = object()  # a place in the memo that was left out
+_UNSET: Final = object()  # an unused index of the memo
 # Bytes of memory that opcodes make: a small number, a text without its characters, a tuple without its
 # items and with what `flatten` notes of it, a dict or list with the same, an entry of a dict, a place
 # in the memo, one on the stack or in a list, and what REDUCE and BINPERSID give.
@@ -77,11 +76,11 @@ _COSTS = {
 
 
 class _Ordered(dict[Any, Any]):
-    """What was made by OrderedDict; only this may carry `_metadata`."""
+    """The result of OrderedDict; only this may have the attribute `_metadata`."""
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple that knows how deep it is nested, by its class: no tuple has a place for a number."""
+    """A tuple whose class is its nesting depth, since a tuple has no attributes."""
 
     __slots__ = ()
     depth = 0
@@ -95,9 +94,9 @@ def _nested(depth: int) -> type[_Tuple]:
 def run(
     program: bytes, path: str | os.PathLike[str], limits: Limits, budget: Budget | None = None
 ) -> tuple[Any, dict[str, Storage]]:
-    """The object that a program builds, of dict, list, tuple, str, numbers and View; its storages.
+    """Runs a program; returns the object (of dict, list, tuple, str, numbers, View) and its storages.
 
-    The memory that it takes is charged to the budget, or to one of the program's own size.
+    Its memory is charged to the budget, or to a budget of the size of the program.
 
     Raises:
         ForbiddenContent, MalformedFile, AmbiguousFile, BudgetExceeded.
@@ -116,7 +115,7 @@ def run(
 
 
 def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
-    """Opcodes with their arguments, which may not leave the program; ends behind STOP."""
+    """Yields opcodes with their arguments, which must be inside the program, up to STOP."""
     at, end = 0, len(program)
     while at < end:
         code = program[at]
@@ -160,7 +159,7 @@ def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
             yield code, b" ".join(lines).decode("ascii", "backslashreplace")
         else:
             what = _NAMES.get(chr(code), f"0x{code:02x}")
-            machine.fail(ForbiddenContent, f"the pickle opcode {what} has no place here", SAVE)
+            machine.fail(ForbiddenContent, f"the pickle opcode {what} is not allowed here", SAVE)
     machine.fail(MalformedFile, "the pickle is cut short")
 
 
@@ -177,7 +176,7 @@ class _Machine:
         raise kind(self.path, problem, remedy, "data.pkl")
 
     def charge(self, amount: int) -> None:
-        """Raises BudgetExceeded once all that was made is more than the file may take."""
+        """Charges the memory of a new object; raises BudgetExceeded beyond the limit."""
         self._budget.build(amount, "its pickle", "data.pkl")
 
     def pop(self) -> Any:
@@ -204,7 +203,7 @@ class _Machine:
             case "q" | "r":
                 if argument > count:
                     self.fail(MalformedFile, "a memo index larger than any before it")
-                # Every pickler counts up. What leaves out numbers has at most one for each opcode.
+                # Picklers number the memo consecutively; a gap may not exceed the number of opcodes.
                 self.memo += [_UNSET] * (argument + 1 - len(self.memo))
                 self.memo[argument] = self.pop()
                 self.stack.append(self.memo[argument])
@@ -272,7 +271,7 @@ class _Machine:
         target.extend(items)
 
     def build(self, state: Any) -> None:
-        # torch hangs the versions of modules onto the dict; nothing else may set attributes.
+        # torch sets the versions of modules as an attribute of the dict; no other attribute is allowed.
         target = self.stack[-1] if self.stack else None
         if (
             not isinstance(target, _Ordered)

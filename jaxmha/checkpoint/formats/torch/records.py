@@ -1,4 +1,4 @@
-"""What a torch pickle may name and what it makes: storages, and tensors as views of them.
+"""The names that a torch pickle may use, and their results: storages, and tensors as views of them.
 
 Format: torch/_utils.py and torch/storage.py of https://github.com/pytorch/pytorch
 """
@@ -15,7 +15,7 @@ from jaxmha.checkpoint.errors import BudgetExceeded, ForbiddenContent
 from jaxmha.checkpoint.limits import Limits
 
 SAVE = "save only the weights: torch.save(model.state_dict(), path)"
-# One storage class per dtype, older than untyped storages.
+# One storage class per dtype, from before untyped storages.
 STORAGES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -50,7 +50,7 @@ UNTYPED: dict[str, np.dtype] = {
 
 
 class Call(Enum):
-    """What REDUCE may be applied to."""
+    """The functions that REDUCE may call."""
 
     ORDERED_DICT = "collections OrderedDict"
     TENSOR_V2 = "torch._utils _rebuild_tensor_v2"
@@ -59,7 +59,7 @@ class Call(Enum):
 
 
 class Type(NamedTuple):
-    """A storage class or dtype of torch; `storage` tells which."""
+    """A storage class or dtype of torch; `storage` is True for a storage class."""
 
     dtype: np.dtype | None  # None: untyped, counted in bytes
     storage: bool
@@ -94,12 +94,12 @@ GLOBALS: dict[str, Call | Type] = (
 def flatten(
     root: Any, path: str | os.PathLike[str], limits: Limits, others: list[str]
 ) -> Iterator[tuple[str, View]]:
-    """Every tensor with its name: the keys on the way to it, joined with dots.
+    """Yields every tensor with its name: the keys on the path to it, joined by dots.
 
     Names of numbers, strings and the like are added to `others`, the first thousand.
 
     Raises:
-        ForbiddenContent: not a dict, or a container with tensors in two places or in itself.
+        ForbiddenContent: not a dict, or a container with tensors that occurs twice or inside itself.
         BudgetExceeded: nested too deeply.
     """
     if not isinstance(root, dict):
@@ -130,7 +130,7 @@ def flatten(
         visiting.add(id(value))
         with_tensors_here = False
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            # Before a key is joined: a long one may stand in many dicts.
+            # Check before joining: a long key may occur in many dicts.
             if isinstance(key, str) and len(key) > limits.name_bytes:
                 raise BudgetExceeded(path, "a name is too long", SAVE, key[:200])
             for found in visit(f"{prefix}.{key}" if prefix else str(key), item, depth + 1):

@@ -30,7 +30,7 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo, from_bytes, over
 
 PROGRAM = "data.pkl"
-# More members that torch writes than the program and the storages.
+# Members that torch writes besides the program and the storages.
 _SMALL = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 _MOST_SMALL = 64
 _BLOCK = 1 << 20
@@ -57,14 +57,8 @@ def read(source: Source, limits: Limits) -> Contents:
     root, storages = pickle.run(program, path, limits, budget)
     for storage in storages.values():
         _check_storage(source, members, storage)
-    views: dict[str, records.View] = {}
-    names, others = Counter[int](), list[str]()
-    for name, view in records.flatten(root, path, limits, others):
-        names[id(view)] += 1
-        budget.spend("the names of one tensor", names[id(view)], limits.aliases, name)
-        info = budget.tensor(name, view.shape, view.dtype)
-        _check_view(source, name, view, info)
-        views[name] = view
+    others: list[str] = []
+    views = _views(root, source, budget, others)
     stray = {name for name in members if name.startswith("data/")}
     stray -= {f"data/{key}" for key in storages}
     if stray:
@@ -106,8 +100,23 @@ def read(source: Source, limits: Limits) -> Contents:
     return Contents(budget.info, load, others=tuple(others), digests=kept, view=mapped)
 
 
+def _views(
+    root: object, source: Source, budget: Budget, others: list[str]
+) -> dict[str, records.View]:
+    """The tensors of the unpickled object, each checked against its storage."""
+    views: dict[str, records.View] = {}
+    names = Counter[int]()
+    for name, view in records.flatten(root, source.path, budget.limits, others):
+        names[id(view)] += 1
+        budget.spend("the names of one tensor", names[id(view)], budget.limits.aliases, name)
+        info = budget.tensor(name, view.shape, view.dtype)
+        _check_view(source, name, view, info)
+        views[name] = view
+    return views
+
+
 def check(plan: Plan) -> None:
-    """Raises where a dtype, or the number of tensors, is beyond what is read of the format.
+    """Raises if the reader would refuse a dtype, or the number of tensors.
 
     Raises:
         UnsupportedDtype, UnsupportedFormat.
@@ -206,7 +215,7 @@ def _check_storage(
 def _check_view(source: Source, name: str, view: records.View, info: TensorInfo) -> None:
     width = 1 if view.storage.dtype else info.dtype.itemsize
     if info.size and (view.offset + _extent(view)) * width > view.storage.elements:
-        raise MalformedFile(source.path, "the tensor reaches beyond its storage", _AGAIN, name)
+        raise MalformedFile(source.path, "the tensor extends beyond its storage", _AGAIN, name)
 
 
 def _digests(
@@ -214,7 +223,7 @@ def _digests(
     views: Mapping[str, records.View],
     budget: Budget,
 ) -> dict[str, str]:
-    """Digests of the tensors that are whole storages, as all are that are written here."""
+    """Digests of tensors that are whole storages, as all tensors written by this module are."""
     kept = {}
     for name, view in views.items():
         member = members[f"data/{view.storage.key}"]
@@ -224,7 +233,7 @@ def _digests(
 
 
 def _extent(view: records.View) -> int:
-    """Elements from the first to the last of a view that is not empty."""
+    """The number of elements from the first to the last of a view that is not empty."""
     return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
 
 
@@ -254,8 +263,8 @@ def _member(file: BinaryIO, name: str, size: int, extra: int = 0) -> zipfile.Zip
     """A stored member whose data begins at a multiple of 64 bytes, as torch has it."""
     member = zipfile.ZipInfo(f"archive/{name}", _DATE)
     member.file_size = size
-    # The local header is 30 bytes, the name, what else is put there, the padding field and,
-    # always here, 20 of ZIP64.
+    # The local header has 30 bytes, the name, the extra fields, the padding field and
+    # always 20 bytes of ZIP64.
     before = file.tell() + 30 + len(member.filename) + extra + 20 + 4
     padding = -before % _ALIGNMENT
     member.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding

@@ -1,1 +1,0 @@
-"""How scores are cut into blocks: what each choice costs."""

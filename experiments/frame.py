@@ -1,0 +1,171 @@
+"""The frame of every experiment: measure, store results and figures, print tables.
+
+An experiment is a folder `<name>/` with `__main__.py`, which ends in `frame.run(EXPERIMENT)`, and
+`page.py` with QUESTION, COMMAND, `conclusion(found)`, `text(found)` and `tables(found)`.
+"""
+
+import importlib
+import json
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from experiments import machine
+
+HERE = Path(__file__).parent
+Found = dict[str, Any]
+# File -> what draws it from the results, and what one sees; an .svg or a .png.
+Figures = Mapping[str, tuple[Callable[[Found], Any], str]]
+NOTHING: Any = MappingProxyType({})
+Item = TypeVar("Item")
+
+
+class Experiment(NamedTuple):
+    """One experiment and its command.
+
+    Attributes:
+      name: of its folder.
+      about: what `--help` says, and examples of command lines.
+      measure: from the options to the results, for JSON. A ValueError or OSError ends with 2 and its message.
+      options: flag -> arguments of `add_argument`, next to --json and --write.
+      figures: drawn from the results.
+      seed: that the draws start from, if it is no option; None where nothing is drawn.
+      packages: with a version in the results, next to those of every record.
+      result: path of the results in this folder, if not `<name>/results.json`.
+      fine: whether the exit code is 0 and not 1.
+    """
+
+    name: str
+    about: str | None
+    examples: str
+    measure: Callable[[Namespace], Found]
+    options: Mapping[str, dict[str, Any]] = NOTHING
+    figures: Figures = NOTHING
+    seed: int | str | None = None
+    packages: Sequence[str] = ()
+    result: str = ""
+    fine: Callable[[Found], bool] = lambda found: True
+
+    @property
+    def path(self) -> Path:
+        """Of the results."""
+        return HERE / (self.result or f"{self.name}/results.json")
+
+
+def parser(name: str, about: str | None, examples: str) -> ArgumentParser:
+    """Of `python -m experiments.<name>`: --json prints the results as JSON, --write stores them.
+
+    >>> parser("x", "Why?", "examples: none").parse_args(["--json"])
+    Namespace(json=True, write=False)
+    """
+    made = ArgumentParser(
+        prog=f"python -m experiments.{name}",
+        description=about,
+        epilog=examples,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--json", action="store_true", help="print the results as JSON")
+    made.add_argument("--write", action="store_true", help="write the results and figures")
+    return made
+
+
+def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
+    """The whole command: 0; 1 where what was found is not fine; exits with 2 on bad input."""
+    from experiments import records  # JAX too: the benchmarks' own process stays small
+
+    made = parser(experiment.name, experiment.about, experiment.examples)
+    for flag, given in experiment.options.items():
+        made.add_argument(flag, **given)
+    chosen = made.parse_args(arguments)
+    try:
+        if chosen.write:
+            writable(experiment.path.parent, [experiment.path.name])
+        found = experiment.measure(chosen)
+    except (OSError, ValueError) as error:
+        made.exit(2, f"{error}\n")
+    sources = found.pop("worker_sources", {}) | records.loaded()  # before the page is loaded
+    page = importlib.import_module(f"experiments.{experiment.name}.page")
+    if chosen.write:
+        store(experiment, found, page.COMMAND, getattr(chosen, "seed", experiment.seed), sources)
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(page.tables(found), page.conclusion(found))
+    return 0 if experiment.fine(found) else 1
+
+
+def store(experiment: Experiment, found: Found, command: str, seed: Any, sources: Any) -> None:
+    """Writes the results, then the figures made of them."""
+    from experiments import records
+
+    found["versions"] = machine.versions() | {n: version(n) for n in experiment.packages}
+    records.save(experiment.path, found, command=command, seed=seed, sources=sources)
+    for name, (draw, about) in experiment.figures.items():
+        from experiments import figures
+
+        with figures.style() if name.endswith(".svg") else nullcontext():
+            figure = draw(records.load(experiment.path))
+        figures.save(figure, experiment.path.parent / name, about=about)
+
+
+def show(tables: Mapping[str, Sequence[Sequence[str]]], conclusion: str, width: int = 116) -> None:
+    """Tables by title, and the conclusion, on a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    console.width = max(console.width, width)  # the widest tables need it
+    for title, (head, *rows) in tables.items():
+        table = Table(*head, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    console.print(conclusion, highlight=False, markup=False)
+
+
+@contextmanager
+def bars(**totals: int | None) -> Iterator[Callable[..., None]]:
+    """Progress on stderr: a bar for each name, which `tick(name, text)` moves by one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks = {name: progress.add_task(name, total=total) for name, total in totals.items()}
+
+        def tick(name: str, text: str = "") -> None:
+            progress.update(tasks[name], advance=1, description=text or name)
+            if text and not console.is_terminal:
+                print(text, file=sys.stderr, flush=True)
+
+        yield tick
+
+
+def each(tick: Callable[[str], None], name: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The items; the bar of a name moves after each."""
+    for item in items:
+        yield item
+        tick(name)
+
+
+def writable(folder: Path, files: Sequence[str] = ()) -> None:
+    """Raises ValueError where such files cannot be put into a folder: asked before measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder}: results cannot be stored there: {error.strerror}") from error
+    for name in files:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: results cannot be stored there: it is no file")

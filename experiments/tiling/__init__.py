@@ -1,0 +1,1 @@
+"""How scores are tiled: what each choice costs."""

@@ -1,0 +1,111 @@
+"""`jaxmha inspect`: the attention blocks of a checkpoint and its other layers."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from jaxmha.cli.console import (
+    SHOWN,
+    escape,
+    one_message,
+    out,
+    print_json,
+    print_line,
+    print_notes,
+)
+from jaxmha.cli.layouts import print_layouts
+from jaxmha.cli.options import Json, NumHeads, option
+from jaxmha.converters.migrate import inspection, pipeline
+
+EXAMPLES = (
+    "Examples:\n\n  jaxmha inspect model.safetensors\n\n"
+    "  jaxmha inspect encoder.pt --num-heads 8 --json"
+)
+_BLOCK = ("block", "layout", "family", "heads", "from", "dtype", "sizes", "sure")
+_LAYER = ("kind", "of", "count", "dtype", "sure", "for example", "why")
+
+
+def command(
+    file: Annotated[Path | None, typer.Argument(help="The checkpoint.", show_default=False)] = None,
+    num_heads: NumHeads = None,
+    layouts: Annotated[bool, option("--layouts", "List the known layouts.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the attention blocks of a checkpoint, its other layers, and all other tensors."""
+    with one_message():
+        if layouts:
+            print_layouts(as_json)
+            return
+        if file is None:
+            raise ValueError("name a file, or pass --layouts")
+        info = pipeline.inspect(file, num_heads=num_heads)
+        if as_json:
+            print_json(info.to_json())
+        else:
+            _print(file, info)
+
+
+def _print(file: Path, info: inspection.FileInfo) -> None:
+    title = f"{escape(str(file))} ({info.format})"
+    out.print(_table(title, _BLOCK, [_block_row(block) for block in info.blocks]))
+    for (layout, why), count in Counter((b.layout, b.why) for b in info.blocks).items():
+        print_line(escape(f"{layout}, {count} times, for its {why}"))
+    _print_layers(info.layers)
+    _print_not_understood(info)
+    for broken in info.damaged:
+        print_line(f"[red]damaged:[/red] {escape(broken)}")
+    print_notes(info.notes)
+    dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())
+    out.print(
+        f"{len(info.blocks)} attention blocks; {len(info.layers)} other layers; "
+        f"{len(info.not_understood)} tensors not understood ({dtypes} in all)",
+        highlight=False,
+    )
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def _block_row(block: inspection.BlockInfo) -> tuple[str, ...]:
+    return (
+        block.name or block.prefix or "(top)",
+        block.layout,
+        block.family or "keys alone",
+        "?" if block.num_heads is None else str(block.num_heads),
+        block.num_heads_from,
+        block.dtype,
+        ", ".join("x".join(map(str, shape)) for shape in list(block.shapes.values())[:2]),
+        block.confidence,
+    )
+
+
+def _print_layers(layers: Sequence[inspection.LayerInfo]) -> None:
+    """Prints the other layers, one row for each kind, convention, dtype and confidence."""
+    groups: dict[tuple[str, ...], list[inspection.LayerInfo]] = {}
+    for layer in layers:
+        key = (layer.kind, layer.convention, layer.dtype, layer.confidence)
+        groups.setdefault(key, []).append(layer)
+    if groups:
+        rows = [
+            (kind, convention, str(len(same)), dtype, confidence, same[0].prefix, same[0].why)
+            for (kind, convention, dtype, confidence), same in groups.items()
+        ]
+        out.print(_table("other layers", _LAYER, rows))
+
+
+def _print_not_understood(info: inspection.FileInfo) -> None:
+    for name, why in list(info.not_understood.items())[:SHOWN]:
+        shape = "x".join(map(str, info.other_tensors[name])) or "scalar"
+        print_line(escape(f"not understood: {name} ({shape}): {why}"))
+    if (more := len(info.not_understood) - SHOWN) > 0:
+        out.print(f"and {more} more (--json lists all)", highlight=False)

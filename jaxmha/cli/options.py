@@ -1,0 +1,115 @@
+"""Options that several commands share, and parsers of their texts."""
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import jax.numpy as jnp
+import numpy as np
+import typer
+from typer.models import OptionInfo
+
+from jaxmha import checkpoint
+from jaxmha.converters.layout import registry
+from jaxmha.converters.layout.base import guess, known
+from jaxmha.converters.migrate import pipeline
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
+
+
+def option(
+    names: str, about: str, *, min: int | None = None, show_default: bool = True
+) -> OptionInfo:
+    """An option with its names, separated by spaces, and its help text."""
+    made: OptionInfo = typer.Option(*names.split(), help=about, min=min, show_default=show_default)
+    return made
+
+
+def suffixes(*, to_write: bool = False) -> str:
+    """The suffixes of all formats, or of those that are written, for help texts."""
+    names = []
+    for format in checkpoint.FORMATS:
+        is_written = format.write is not None or format.folder or format.sharded
+        kind = {format.folder: " (a folder)", format.sharded: " (shards)"}.get(True, "")
+        kind = kind if is_written else " (read only)"
+        if is_written or not to_write:
+            names.append(format.suffixes[0] + kind)
+    return ", ".join(names)
+
+
+Json = Annotated[bool, option("--json", "Print JSON for scripts.")]
+NumHeads = Annotated[
+    int | None,
+    option(
+        "--num-heads",
+        "Number of heads, for layouts that do not store it (torch, bert). "
+        "Default: from the config.json next to the file.",
+        min=1,
+    ),
+]
+Block = Annotated[
+    str | None,
+    option("--block", "Prefix of the block, as `jaxmha inspect` lists it.  [default: first]"),
+]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        help="The checkpoint to read: a file, the index of a sharded one, the folder of either (as "
+        "Hugging Face saves models), or an orbax folder.",
+        show_default=False,
+    ),
+]
+DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type: ignore[misc]
+
+
+def layout_name(value: str | None) -> str | None:
+    """Callback of options: checks the name of a layout, and suggests one if it is unknown."""
+    names = [layout.name for layout in registry.LAYOUTS]
+    if value is not None and value not in names:
+        raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
+    return value
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """The dtype of --dtype.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"--dtype must be a dtype such as bfloat16, got {name!r}") from None
+
+
+def parse_integers(text: str, name: str) -> tuple[int, ...]:
+    """Integers joined by commas.
+
+    Raises:
+        ValueError: the text has another form; the message names the option.
+
+    >>> parse_integers("1,8,512", "--bias")
+    (1, 8, 512)
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be integers joined by commas, got {text!r}") from None
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes, such as 5GB.
+
+    Raises:
+        ValueError: the text is no size, or is zero.
+
+    >>> parse_bytes("5GB"), parse_bytes("1.5 MiB"), parse_bytes("700")
+    (5000000000, 1572864, 700)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
+    if found is None or not (size := int(float(found[1]) * _UNITS[found[2] or ""])):
+        raise ValueError(f"--shard-size: {text!r} is no size: give bytes, or such as 5GB or 500MiB")
+    return size

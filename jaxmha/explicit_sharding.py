@@ -1,0 +1,123 @@
+"""Sharding that the types of arrays carry, on a mesh of explicit axes (`AxisType.Explicit`)."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxmha.arrays import Array
+from jaxmha.sharding import AXES, Axes, Names, named, names_of, spec
+
+P = ParamSpec("P")
+Out = TypeVar("Out")
+
+
+class TypeSharding(NamedTuple):
+    """Sharding read from the types of arrays on a mesh of explicit axes.
+
+    Attributes:
+      axes: mesh axes of attention; those of B are of the first batch axis.
+      features: spec of `(*B, T, D)`.
+      heads: spec of `(*B, T, N, H)`.
+      scores: spec of `(*B, N, T, S)`, and of `(*B, N, T)`.
+    """
+
+    axes: Axes
+    features: PartitionSpec
+    heads: PartitionSpec
+    scores: PartitionSpec
+
+
+def sharding_of_features(x: Array, kernel: Array) -> TypeSharding | None:
+    """The sharding of features `(*B, T, D)` and of their heads by a kernel `(D, N, H)`.
+
+    None: the mesh has no explicit axes.
+
+    Raises:
+      ValueError: an axis of the mesh has two purposes.
+    """
+    if not _is_explicit(x) or x.ndim < 2 or kernel.ndim != 3:
+        return None  # wrong shapes are reported by the shape checks
+    *rows, _ = spec_of(x)
+    return _sharding(x, rows, spec_of(kernel)[1])
+
+
+def sharding_of_heads(x: Array) -> TypeSharding | None:
+    """The sharding of heads `(*B, T, N, H)`; None: the mesh has no explicit axes."""
+    if not _is_explicit(x) or x.ndim < 3:
+        return None
+    *rows, heads, _ = spec_of(x)
+    return _sharding(x, rows, heads)
+
+
+def _sharding(x: Array, rows: Sequence[Names], heads: Names) -> TypeSharding:
+    *batch, t = rows
+    for letter, names in (*(("B", b) for b in batch), ("T", t)):
+        for name in {*names_of(names)} & {*names_of(heads)}:
+            raise ValueError(
+                f"{letter} and heads are both sharded over axis {name!r} of the mesh: make {letter} "
+                "of the features replicated with jax.sharding.reshard, or shard the heads of the "
+                "parameters over another axis"
+            )
+    chosen: Axes | None = AXES.value
+    along = names_of(t)
+    if chosen is not None and chosen.zigzag and len(along) != 1 and x.shape[len(batch)] > 1:
+        raise ValueError(
+            f"T={x.shape[len(batch)]} positions in zig-zag order are sharded over {along} by their "
+            f"types: shard them over the axis {chosen.context!r}"
+        )
+    axes = Axes(
+        jax.typeof(x).sharding.mesh,
+        names_of(batch[0]) if batch else (),
+        names_of(heads),
+        along[0] if len(along) == 1 else None,
+        chosen is not None and chosen.zigzag,
+    )
+    return TypeSharding(axes, spec(*rows), spec(*rows, heads), spec(*batch, heads, t))
+
+
+def by_types(
+    specs: Callable[..., tuple[Axes, object] | None],
+) -> Callable[[Callable[P, Out]], Callable[P, Out]]:
+    """Decorates a function of arrays: on explicit mesh axes, the compiler shards its body except
+    attention (`jax.sharding.auto_axes`).
+
+    Args:
+      specs: computes, from the same arguments, the axes and the partition specs of the outputs;
+        None: the mesh has no explicit axes. Keyword arguments are static.
+    """
+
+    def decorate(function: Callable[P, Out]) -> Callable[P, Out]:
+        @wraps(function)
+        def sharded(*arguments: P.args, **static: P.kwargs) -> Out:
+            found = specs(*arguments, **static)
+            if found is None:
+                return function(*arguments, **static)
+            axes, out_specs = found
+            arrays, tree = jax.tree.flatten(arguments)
+
+            def inside(*arrays: jax.Array) -> Out:
+                with AXES(axes):
+                    return function(*jax.tree.unflatten(tree, arrays), **static)
+
+            auto: Any = jax.sharding.auto_axes
+            out: Out = auto(inside, out_sharding=named(axes.mesh, out_specs))(*arrays)
+            return out
+
+        return sharded
+
+    return decorate
+
+
+def spec_of(x: Array) -> tuple[Names, ...]:
+    """The explicit partition spec of an array, one entry per axis; None for axes without one."""
+    spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
+    return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def _is_explicit(x: object) -> bool:
+    if not isinstance(x, jax.Array):
+        return False
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

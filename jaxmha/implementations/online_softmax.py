@@ -1,0 +1,107 @@
+"""Logits to softmax-weighted values, one tile of keys at a time.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+# Row max before the first key. It is finite: -inf - -inf would be NaN.
+LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
+
+
+def cap_and_mask(
+    logits: Float[jax.Array, "*b r s"],
+    soft_cap: float | None,
+    *masks_or_biases: Bool[jax.Array, "*#b #r #s"] | Float[jax.Array, "*#b #r #s"] | None,
+) -> tuple[Float[jax.Array, "*b r s"], Float[jax.Array, "*b r s"] | None]:
+    """Caps the logits, adds biases, and sets masked logits to -inf; also returns the tanh of the
+    soft cap, which its gradient reads (None without a cap)."""
+    tanh = None
+    if soft_cap is not None:
+        tanh = jnp.tanh(logits / soft_cap)
+        logits = soft_cap * tanh
+    for x in masks_or_biases:
+        if x is not None:
+            # `where` is faster than adding: XLA would first materialise an additive mask.
+            logits = jnp.where(x, logits, -jnp.inf) if x.dtype == bool else logits + x
+    return logits, tanh
+
+
+class State(NamedTuple):
+    """Online-softmax state over the keys visited so far: output accumulator, row max and row sum.
+
+    Row max and row sum have size 1 on the axis of `h`.
+    """
+
+    out: Float[jax.Array, "*b r h"]
+    row_max: Float[jax.Array, "*b r 1"]
+    row_sum: Float[jax.Array, "*b r 1"]
+
+
+class Softmax(NamedTuple):
+    """Normalised output with row max and row sum; output and row sum are 0 on fully masked rows.
+
+    The backward pass reads row max and row sum separately: the lse is rounded to its own spacing,
+    which for large logits is much coarser than that of a weight.
+    """
+
+    out: Float[jax.Array, "*b r h"]
+    row_max: Float[jax.Array, "*b r 1"]
+    row_sum: Float[jax.Array, "*b r 1"]
+
+    @property
+    def lse(self) -> Float[jax.Array, "*b r"]:
+        """Log-sum-exp of the logits, -inf on fully masked rows."""
+        return (self.row_max + jnp.log(self.row_sum))[..., 0]
+
+
+def empty_state(out: jax.Array, per_row: jax.Array) -> State:
+    """The state before the first key, given zeros of the shapes of output and row sum."""
+    return State(out, jnp.full_like(per_row, LOWEST[per_row.dtype.name]), per_row)
+
+
+def row_sum(exps: Float[jax.Array, "*b r s"]) -> Float[jax.Array, "*b r 1"]:
+    """Sum over the keys."""
+    return exps.sum(-1, keepdims=True)
+
+
+def fold(
+    logits: jax.Array,
+    weigh: Callable[[jax.Array], jax.Array],
+    before: State | None,
+    *,
+    axis: int = -1,
+    sum_keys: Callable[[jax.Array], jax.Array] = row_sum,
+) -> State:
+    """Folds the logits of one tile into the state `before`; None: it is the first tile.
+
+    Args:
+      logits: `*b r s`, or `*b s r` if `axis`, the axis of keys, is -2.
+      weigh: multiplies `exp(logits - row_max)` by the values of the tile.
+      before: the state over earlier keys.
+      axis: the axis of keys.
+      sum_keys: the sum over that axis, with keepdims.
+    """
+    lowest = LOWEST[logits.dtype.name] if before is None else before.row_max
+    row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
+    exps = jnp.exp(logits - row_max)
+    row_sum = sum_keys(exps)
+    out = weigh(exps)
+    if before is None:
+        return State(out, row_max, row_sum)
+    alpha = jnp.exp(before.row_max - row_max)
+    return State(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
+
+
+def normalize(state: State, keep_rate: float | None = None) -> Softmax:
+    """Divides the output by the row sum and, if there is dropout, by the rate of kept weights."""
+    # 1 on fully masked rows; elsewhere the largest logit alone contributes 1 to the row sum.
+    divisor = jnp.maximum(state.row_sum, 1.0)
+    out = state.out / (divisor if keep_rate is None else divisor * keep_rate)
+    return Softmax(out, state.row_max, state.row_sum)

@@ -1,0 +1,148 @@
+"""Measured tile and band sizes, by platform: `python -m experiments.cuts` measures them again."""
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes of tiles and bands on one platform; bytes are bytes of scores.
+
+    A kernel is a tile with all its keys and only a softmax between the matmuls, which XLA fuses
+    into one program.
+
+    Attributes:
+      tile_bytes: maximum size of a tile of one head: about the second-level cache of a CPU;
+        elsewhere enough to keep the device busy.
+      kernel_bytes: the same for a kernel: fewer and larger kernels have fewer starts.
+      heads_bytes: maximum size of a tile that holds several heads.
+      few_keys: number of keys up to which the next two entries apply to plain softmax tiles.
+      few_keys_gradient_bytes: `heads_bytes` in the backward pass.
+      few_keys_factor: how many times `small_head_bytes` a head may have in the forward pass.
+      small_head_bytes: size up to which a head is small: XLA fuses a tile of small heads into one
+        kernel that computes one head at a time.
+      small_heads_bytes: `heads_bytes` of small heads.
+      least_rows: minimum query rows per tile: with fewer, matmuls reuse no operand, even if the
+        tile fits in cache.
+      least_rows_kernel, least_rows_gradient: the same for a kernel, and in its backward pass, where
+        reuse is worth more than the cache.
+      least_rows_bytes: size up to which these two apply.
+      side: rows and keys of a tile where whole tiles may be skipped: small enough to skip much,
+        large enough for efficient matmuls.
+      window_side: the same within a window of at most `window_tiles` tiles of this side.
+      window_tiles: see `window_side`.
+      group_rows: minimum rows, of every query head of a group, of tiles within a window.
+      most_tiles: maximum number of tiles per sequence within a window: the schedule has an entry
+        for every pair of query and KV tile.
+      unroll_steps, unroll_bytes: maximum number of steps, and their total size, to unroll the loop
+        over heads: XLA runs some in parallel.
+      unroll_query_tiles: maximum number of query tiles to unroll where keys are tiled too.
+      row_bands: (approximate rows per band, maximum number of bands); the entry that gives the most
+        bands applies.
+      row_band_range: smallest and largest T with row bands. With fewer rows one kernel computes all
+        heads together; with more, tiles skip as much and compile faster.
+      key_bands: maximum number of key bands: more compute fewer masked scores, and compile longer.
+      key_band_keys: approximate minimum number of keys per band.
+      mask_by_matmul: whether 1 * -inf is -inf in a matmul; operands that the device splits may give
+        NaN.
+      shard_side, shard_tile_bytes: `side` and `tile_bytes` under context parallelism, where the
+        memory of a tile does not fall as devices are added; None: as on one device.
+    """
+
+    tile_bytes: int
+    kernel_bytes: int
+    heads_bytes: int
+    few_keys: int
+    few_keys_gradient_bytes: int
+    few_keys_factor: int
+    small_head_bytes: int
+    small_heads_bytes: int
+    least_rows: int
+    least_rows_kernel: int
+    least_rows_gradient: int
+    least_rows_bytes: int
+    side: int
+    window_side: int
+    window_tiles: int
+    group_rows: int
+    most_tiles: int
+    unroll_steps: int
+    unroll_bytes: int
+    unroll_query_tiles: int
+    row_bands: tuple[tuple[int, int], ...]
+    row_band_range: tuple[int, int]
+    key_bands: int
+    key_band_keys: int
+    mask_by_matmul: bool
+    shard_side: int | None
+    shard_tile_bytes: int | None
+
+
+CPU = Tuning(
+    tile_bytes=2 * MIB,
+    kernel_bytes=8 * MIB,
+    heads_bytes=4 * MIB,
+    few_keys=256,
+    few_keys_gradient_bytes=8 * MIB,
+    few_keys_factor=4,
+    small_head_bytes=MIB // 4,
+    small_heads_bytes=16 * MIB,
+    least_rows=64,
+    least_rows_kernel=1024,
+    least_rows_gradient=512,
+    least_rows_bytes=16 * MIB,
+    side=512,
+    window_side=64,
+    window_tiles=4,
+    group_rows=16,
+    most_tiles=1024,
+    unroll_steps=8,
+    unroll_bytes=16 * MIB,
+    unroll_query_tiles=4,
+    row_bands=((128, 4), (256, 8)),
+    row_band_range=(257, 4096),
+    key_bands=4,
+    key_band_keys=256,
+    mask_by_matmul=True,
+    shard_side=256,
+    shard_tile_bytes=2 * MIB,
+)
+
+# Every other platform: estimates, not measured.
+ELSEWHERE = Tuning(
+    tile_bytes=64 * MIB,
+    kernel_bytes=64 * MIB,
+    heads_bytes=64 * MIB,
+    few_keys=256,
+    few_keys_gradient_bytes=64 * MIB,
+    few_keys_factor=4,
+    small_head_bytes=0,
+    small_heads_bytes=64 * MIB,
+    least_rows=64,
+    least_rows_kernel=1024,
+    least_rows_gradient=512,
+    least_rows_bytes=16 * MIB,
+    side=2048,
+    window_side=2048,
+    window_tiles=4,
+    group_rows=16,
+    most_tiles=1024,
+    unroll_steps=8,
+    unroll_bytes=0,
+    unroll_query_tiles=0,
+    row_bands=((128, 4), (256, 8)),
+    row_band_range=(0, 0),
+    key_bands=4,
+    key_band_keys=2048,
+    mask_by_matmul=False,
+    shard_side=None,
+    shard_tile_bytes=None,
+)
+
+TUNING: dict[str, Tuning] = {"cpu": CPU}
+
+
+def tuning_for(platform: str) -> Tuning:
+    """The table of a platform, by JAX's name of it."""
+    return TUNING.get(platform, ELSEWHERE)

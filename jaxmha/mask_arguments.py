@@ -1,0 +1,52 @@
+"""Arguments that restrict attention, as a `Mask`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmha import checks
+from jaxmha.arrays import Array, are_arrays
+from jaxmha.mask import Mask
+
+
+def as_mask(mask: Array | Mask | None) -> Mask:
+    """A mask argument (array, `Mask` or None) as a Mask."""
+    if mask is None:
+        return Mask()
+    return mask if isinstance(mask, Mask) else Mask.dense(mask)
+
+
+def mask_of_keywords(
+    is_causal: bool,
+    query_lengths: Array | None,
+    key_value_lengths: Array | None,
+    window: int | Sequence[int | None] | None,
+    segment_ids: Array | tuple[Array, Array] | None,
+) -> Mask:
+    """Combines the keyword arguments that restrict attention to one mask."""
+    several = isinstance(segment_ids, tuple | list)
+    ids: tuple[Any, ...] = tuple(segment_ids) if several else (segment_ids, segment_ids)  # type: ignore[arg-type]
+    if len(ids) != 2:
+        raise ValueError(
+            "segment_ids must be one array (B, T), or a pair of query ids (B, T) and key/value ids "
+            f"(B, S), got {len(ids)}"
+        )
+    are_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
+    for x in ids:
+        are_arrays(segment_ids=x)
+    return Mask(
+        0 if is_causal else None,
+        checks.window(window).window_size,
+        query_lengths=query_lengths,
+        key_value_lengths=key_value_lengths,
+        query_segments=ids[0],
+        key_value_segments=ids[1],
+    )
+
+
+# The keyword of each field, for error messages.
+KEYWORDS = {
+    "query_lengths": "query_seq_lengths",
+    "key_value_lengths": "key_value_seq_lengths",
+    "query_segments": "segment_ids",
+    "key_value_segments": "segment_ids",
+}

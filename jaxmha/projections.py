@@ -1,0 +1,252 @@
+"""Projections of a layer: features to heads, and heads to features."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxmha import checks, sharding
+from jaxmha.arrays import Array, are_arrays
+from jaxmha.dims import bind
+from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
+from jaxmha.implementations import shard_map
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.matmul import matmul, resolved
+from jaxmha.params import MHAParams, Projection, check, leaves
+from jaxmha.semantics import Precision, Semantics
+
+X = TypeVar("X")
+Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def distinct(query: X, key: X, value: X) -> tuple[X, X | None, X | None]:
+    """The inputs, with None for an input identical to the previous one: jit would see copies."""
+    return query, None if key is query else key, None if value is key else value
+
+
+def all_three(query: X, key: X | None, value: X | None) -> tuple[X, X, X]:
+    """The inverse of `distinct`."""
+    key = query if key is None else key
+    return query, key, key if value is None else value
+
+
+def project(
+    params: MHAParams,
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"] | None = None,
+    value: Float[Array, "*B S Dv"] | None = None,
+    *,
+    semantics: Semantics = Semantics(),
+) -> tuple[
+    Float[jax.Array, "*B T N H"], Float[jax.Array, "*B S K H"], Float[jax.Array, "*B S K h"]
+]:
+    """Projects features to heads, and normalises queries and keys if `semantics.qk_norm` is set.
+
+    Returns:
+      query `(*B, T, N, H)`, key `(*B, S, K, H)` and value `(*B, S, K, h)`, in the promoted dtype
+      of inputs and parameters, without extra positions.
+
+    >>> import jax.numpy as jnp
+    >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
+    >>> [x.shape for x in project(params, jnp.ones((4, 5, 6)))]
+    [(4, 5, 2, 3), (4, 5, 2, 3), (4, 5, 2, 3)]
+    """
+    key = query if key is None else key
+    value = key if value is None else value
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(Semantics, semantics=semantics)
+    are_arrays(query=query, key=key, value=value)
+    checks.no_silent_rounding(params=params, query=query, key=key, value=value)
+    q, k, v = _project(params, *distinct(query, key, value), semantics)
+    return q, k, v
+
+
+class Checked(NamedTuple):
+    """Sizes by letter, and the promoted dtype of inputs and parameters."""
+
+    sizes: dict[str, int]
+    dtype: np.dtype[np.floating]
+
+
+def check_inputs(
+    params: MHAParams, query: jax.Array, key: jax.Array | None, value: jax.Array | None
+) -> Checked:
+    """Checks every shape and dtype of parameters and deduplicated inputs, once per call."""
+    sizes = check(params)
+    inputs = dict(zip(("query", "key", "value"), all_three(query, key, value), strict=True))
+    for (name, x), axes in zip(inputs.items(), ("T Dq", "S Dk", "S Dv"), strict=True):
+        bind(name, x.shape, f"*B {axes}", sizes)
+    return Checked(sizes, compute_dtype(params, **inputs))
+
+
+def _specs_of_heads(
+    params: MHAParams,
+    query: jax.Array,
+    key: jax.Array | None,
+    value: jax.Array | None,
+    *_: object,
+) -> tuple[sharding.Axes, object] | None:
+    found = [
+        sharding_of_features(x, projection.kernel)
+        for projection, x in zip(params[:3], all_three(query, key, value), strict=True)
+    ]
+    if found[0] is None:
+        return None
+    return found[0].axes, tuple(sharding.spec() if x is None else x.heads for x in found)
+
+
+@jax.jit
+@by_types(_specs_of_heads)
+def _project(
+    params: MHAParams,
+    query: jax.Array,
+    key: jax.Array | None,
+    value: jax.Array | None,
+    semantics: Semantics,
+) -> Three:
+    _, dtype = check_inputs(params, query, key, value)
+    return project_checked(params, query, key, value, semantics, dtype)
+
+
+def project_checked(
+    params: MHAParams,
+    query: jax.Array,
+    key: jax.Array | None,
+    value: jax.Array | None,
+    semantics: Semantics,
+    dtype: np.dtype[np.floating],
+    attended: tuple[jax.Array | None, jax.Array | None, jax.Array | None] = (None, None, None),
+) -> Three:
+    """`project` on checked and deduplicated inputs; unattended positions are zeroed first.
+
+    `attended`: masks `b T`, `b S` and `b S` of the query, key and value positions to keep; None:
+    all.
+    """
+
+    def affine(
+        projections: Sequence[Projection],
+        inputs: Sequence[jax.Array],
+        attended: Sequence[jax.Array | None],
+    ) -> list[jax.Array]:
+        return [
+            _affine(_zero_outside(x, mask), 1, projection, dtype, semantics.precision)
+            for x, mask, projection in zip(inputs, attended, projections, strict=True)
+        ]
+
+    projections = params.query, params.key, params.value
+    heads = shard_map.project(affine, projections, all_three(query, key, value), attended)
+    for index, scale in enumerate((params.query_norm, params.key_norm)):
+        if (semantics.qk_norm is None) != (scale is None):
+            raise ValueError(
+                f"semantics.qk_norm is {semantics.qk_norm!r}, and params has "
+                f"{'no ' if scale is None else ''}query_norm and key_norm: one needs the other"
+            )
+        if scale is not None:
+            heads[index] = _normalise(heads[index], jnp.asarray(scale), semantics)
+    q, k, v = (x.astype(dtype) for x in heads)
+    return q, k, v
+
+
+def combine(
+    params: MHAParams, heads: Float[Array, "*B T N h"], *, semantics: Semantics = Semantics()
+) -> Float[jax.Array, "*B T Do"]:
+    """Combines heads with the output projection, or concatenates them if `params.out` is None.
+
+    >>> import jax.numpy as jnp
+    >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
+    >>> combine(params, jnp.ones((4, 5, 2, 3))).shape
+    (4, 5, 6)
+    """
+    checks.are_of(MHAParams, params=params)
+    checks.are_of(Semantics, semantics=semantics)
+    are_arrays(heads=heads)
+    checks.no_silent_rounding(params=params, heads=heads)
+    out: jax.Array = _combine(params, heads, semantics)
+    return out
+
+
+def _specs_of_features(
+    _: MHAParams, heads: jax.Array, *__: object
+) -> tuple[sharding.Axes, object] | None:
+    found = sharding_of_heads(heads)
+    return found and (found.axes, found.features)
+
+
+@jax.jit
+@by_types(_specs_of_features)
+def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics) -> jax.Array:
+    sizes = check(params)
+    bind("heads", heads.shape, "*B T N h", sizes)
+    return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads))
+
+
+def combine_checked(
+    params: MHAParams, heads: jax.Array, semantics: Semantics, dtype: np.dtype[np.floating]
+) -> jax.Array:
+    """`combine` on checked heads."""
+    if params.out is None:
+        *batch, N, h = heads.shape
+        return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
+    return _affine(heads, 2, params.out, dtype, semantics.precision).astype(dtype)
+
+
+def compute_dtype(params: MHAParams, **inputs: Array) -> np.dtype[np.floating]:
+    """The promoted dtype of inputs and parameters; TypeError unless all are floating."""
+    return checks.promoted(**inputs, **{f"params.{k}": x for k, x in leaves(params).items()})
+
+
+def _affine(
+    x: jax.Array,
+    contracted: int,
+    projection: Projection,
+    dtype: np.dtype[np.floating],
+    precision: Precision,
+) -> jax.Array:
+    """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
+
+    Product and bias are in the accumulation dtype, so that their sum is rounded once.
+    """
+    accumulate = accumulation_dtype(dtype)
+    kernel = jnp.asarray(projection.kernel).astype(dtype)
+    inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
+    lead = x.shape[: x.ndim - contracted]
+    bias = projection.bias
+    if sharding.current() is not None:  # a sharded axis cannot be merged with others
+        last = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
+        y = jax.lax.dot_general(
+            jnp.asarray(x, dtype),
+            kernel,
+            (last, ((), ())),
+            precision=resolved(precision),
+            preferred_element_type=accumulate,
+        )
+        if bias is not None:
+            y += jnp.asarray(bias).astype(accumulate).reshape((1,) * len(lead) + outside)
+        return y
+    y = matmul(
+        jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside)),
+        kernel.reshape(math.prod(inside), math.prod(outside)),
+        precision=precision,
+        dtype=accumulate,
+    )
+    if bias is not None:
+        y += jnp.asarray(bias).astype(accumulate).reshape(1, math.prod(outside))
+    return y.reshape(*lead, *outside)
+
+
+def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Array:
+    """Normalises over H. Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich,
+    "Root Mean Square Layer Normalization" (2019)."""
+    if semantics.qk_norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    variance = jnp.square(x).mean(-1, keepdims=True)
+    scale = scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
+    return x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon) * scale
+
+
+def _zero_outside(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return x if mask is None else jnp.where(mask.reshape(*x.shape[:-1], 1), x, 0.0)

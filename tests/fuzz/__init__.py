@@ -1,0 +1,1 @@
+"""Damage to files that a fuzzer tries: `python -m experiments.fuzz`."""

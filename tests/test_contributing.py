@@ -1,0 +1,130 @@
+"""A newcomer can add one of everything, each in as few files as CONTRIBUTING.md names."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOYS = Path(__file__).parent / "contributing"
+
+
+class Task(NamedTuple):
+    """What is added: new files with their contents, and edits (file -> text -> text)."""
+
+    most: int
+    files: dict[str, str]
+    edits: dict[str, dict[str, str]]
+
+
+IMPORT = (
+    "from jaxmha.converters.layout import equinox, flax, haiku, huggingface, keras, linear, torch"
+)
+TASKS = {
+    "layout": Task(
+        2,
+        {"converters/layout/toy.py": "layout.py"},
+        {
+            "converters/layout/registry.py": {
+                IMPORT: f"{IMPORT}, toy",
+                "    *haiku.LAYOUTS,\n": "    *haiku.LAYOUTS,\n    *toy.LAYOUTS,\n",
+            }
+        },
+    ),
+    "framework": Task(
+        5 - 2,  # and those of its layout
+        {"converters/masks/toy.py": "masks.py", "converters/toy.py": "face.py"},
+        {
+            "converters/verify/comparands.py": {
+                "import flax, keras, torch\n": "import flax, keras, torch, toy\n",
+                '"torch": torch, "keras": keras,': '"torch": torch, "toy": toy, "keras": keras,',
+            }
+        },
+    ),
+    "implementation": Task(
+        2,
+        {"jaxmha/implementations/toy.py": "implementation.py"},
+        {
+            "jaxmha/implementations/__init__.py": {
+                "import platforms,": "import toy, platforms,",
+                '    "reference": reference,\n': '    "reference": reference,\n    "toy": toy,\n',
+            }
+        },
+    ),
+    "format": Task(
+        2,
+        {"jaxmha/checkpoint/formats/toy.py": "format.py"},
+        {
+            "jaxmha/checkpoint/formats/table.py": {
+                "import keras_archive,": "import toy, keras_archive,",
+                '    Format("npz",': '    Format("toy", (".toy",), toy.read, toy.write, toy.check),\n'
+                '    Format("npz",',
+                "    if head.startswith(keras_h5.MAGIC):": "    if head.startswith(toy.MAGIC):\n"
+                '        return _BY_NAME["toy"]\n    if head.startswith(keras_h5.MAGIC):',
+            }
+        },
+    ),
+    "command": Task(
+        2,
+        {"jaxmha/cli/toy.py": "command.py"},
+        {
+            "jaxmha/cli/app.py": {
+                "app = typer.Typer(": "from jaxmha.cli import toy\n\napp = typer.Typer(",
+                "@app.callback()": 'app.command("count", epilog=toy.EXAMPLES)(toy.command)\n\n\n'
+                "@app.callback()",
+            }
+        },
+    ),
+}
+
+
+def added(task: Task, folder: Path) -> None:
+    """Adds the files and edits to a copy of the package."""
+    for path, toy in task.files.items():
+        assert not (folder / path).exists()
+        shutil.copy(TOYS / toy, folder / path)
+    for path, edits in task.edits.items():
+        text = (folder / path).read_text()
+        for old, new in edits.items():
+            assert text.count(old) == 1, (path, old)
+            text = text.replace(old, new)
+        (folder / path).write_text(text)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_few_files_are_touched(name: str) -> None:
+    task = TASKS[name]
+    assert len(task.files) + len(task.edits) <= task.most
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_page_names_the_files(name: str) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    for path in (*TASKS[name].files, *TASKS[name].edits):
+        assert path.replace("toy", "<name>") in page, path
+
+
+def test_one_of_everything(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    converters = ROOT / "converters"
+    shutil.copytree(
+        ROOT / "jaxmha", tmp_path / "jaxmha", ignore=lambda *a: {"converters", *ignored(*a)}
+    )
+    shutil.copytree(converters, tmp_path / "converters", ignore=ignored)
+    for task in TASKS.values():
+        added(task, tmp_path)
+    (tmp_path / "converters").rename(tmp_path / "jaxmha" / "converters")
+    shutil.copy(TOYS / "framework.py", tmp_path / "toy.py")
+    done = subprocess.run(
+        [sys.executable, str(TOYS / "use.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("used\n", 0), done.stderr[-3000:]
