@@ -25,7 +25,9 @@ struct Sizes {
     parts = parts_of_backward(p, threads, ROWS, MOST_PARTIAL / sizeof(float) / (H + h));
     all_keys = p.S <= ALL_KEYS;
   }
-  long kept_keys(const Problem& p) const { return all_keys ? (p.S + KEYS - 1) / KEYS * KEYS : KEYS; }
+  long kept_keys(const Problem& p) const {
+    return all_keys ? (p.S + KEYS - 1) / KEYS * KEYS : KEYS;
+  }
   size_t floats_of_head(const Problem& p) const { return Scratch::rounded(p.S * (H + h)); }
 };
 

@@ -94,7 +94,8 @@ bool apply(const Item& w, long n, long k0, long count) {
 }
 
 // Scores of a row become exponentials; the state of the row is rescaled.
-void exponentials(long count, const Exponent& exponent, float* scores, float* row_max, float* row_sum, float* out, long h) {
+void exponentials(long count, const Exponent& exponent, float* scores, float* row_max,
+                  float* row_sum, float* out, long h) {
   float m = *row_max;
   for (long key = 0; key < count; key++) m = scores[key] > m ? scores[key] : m;
   std::fill(scores + count, scores + KEYS, -INFINITY);
@@ -147,8 +148,8 @@ void visit_keys(Item& w, const State& state, long first, long end) {
     for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
     for (long row = 0; some && row < w.rows; row++) {
       float* const out = state.out + row * w.h;
-      exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row, state.row_sum + row, out,
-                   w.h);
+      exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row,
+                   state.row_sum + row, out, w.h);
       add_values(w, row, count, values, value_stride, out);
     }
   }

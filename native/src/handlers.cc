@@ -36,8 +36,8 @@ ffi::Error run(ffi::ThreadPool threads, const Reader& reader, const Call& call,
 
 ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias, Any allowed,
                   Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
-                  Result row_max, Result row_sum, float scale, float rest, float soft_cap, int64_t below,
-                  int64_t above, bool gradient) {
+                  Result row_max, Result row_sum, float scale, float rest, float soft_cap,
+                  int64_t below, int64_t above, bool gradient) {
   Reader reader(*out);
   Forward call{};
   call.problem = reader.problem(query, key, value,
@@ -66,7 +66,8 @@ void read_cotangents(Reader& reader, Cotangents& to, Any row_max, Any row_sum, A
 ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
                            Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                            Any row_max, Any row_sum, Any d_out, Any d_lse, Any out, Result d_query,
-                           Result d_key, Result d_value, Result delta, float scale, float rest, float soft_cap,
+                           Result d_key, Result d_value, Result delta, float scale, float rest,
+                           float soft_cap,
                            int64_t below, int64_t above) {
   Reader reader(*d_query);
   Backward call{};
@@ -121,7 +122,11 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
 #define JAXMHA_FIVE JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
 #define JAXMHA_RESULT Ret<xla::ffi::AnyBuffer>()
 #define JAXMHA_ATTRIBUTES \
-  Attr<float>("scale").Attr<float>("rest").Attr<float>("soft_cap").Attr<int64_t>("below").Attr<int64_t>("above")
+  Attr<float>("scale")                                                                       \
+      .Attr<float>("rest")                                                                   \
+      .Attr<float>("soft_cap")                                                               \
+      .Attr<int64_t>("below")                                                                \
+      .Attr<int64_t>("above")
 
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -25,7 +25,7 @@ struct Pairs : Batched<E> {
   long n = 0, t = 0, s = 0;
 };
 
-// Rows of heads, `B T N H` or `B S K H`: their type, and the elements from one position to the next.
+// Rows of heads, `B T N H` or `B S K H`: their type and sizes.
 struct Heads : Batched<char> {
   Float type = Float::f32;
   long positions = 0, heads = 0, features = 0;

@@ -101,7 +101,8 @@ inline void transpose8(const float* from, long ld, float* to, long ldt) {
 }
 
 // to[c][r] = from[r][c], of `columns ROWS`; rows beyond are 0.
-inline __attribute__((noinline)) void transpose(const float* from, long ld, long rows, long columns, float* to) {
+inline __attribute__((noinline)) void transpose(const float* from, long ld, long rows,
+                                                long columns, float* to) {
   long r = 0;
   for (; r + 8 <= rows; r += 8) {
     long c = 0;

@@ -17,7 +17,7 @@ struct TileOfScores {
   const uint8_t* allowed;      // keys ROWS, where the tile is mixed
   const float* bias;           // keys ROWS, or null
   float rest, soft_cap;        // factor of whole logits, else 1; soft_cap 0: none
-  float* cap_gradient = nullptr;      // keys ROWS: derivative of the soft cap, where it is asked for
+  float* cap_gradient = nullptr;  // keys ROWS: derivative of the soft cap, for gradients
 };
 
 template <int M, int N>

@@ -1,7 +1,7 @@
 // A thin layer over AVX-512 and AVX2 + FMA: all other code is written once and compiled per ISA.
 //
-// The objects of an ISA are linked after those of every narrower one (build_library.py), so that a function
-// of the standard library that both contain is taken from the narrower.
+// The objects of an ISA are linked after those of every narrower one (build_library.py), so that a
+// function of the standard library that both contain is taken from the narrower.
 #pragma once
 #include <immintrin.h>
 
