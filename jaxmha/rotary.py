@@ -20,6 +20,7 @@ def rope(
     *,
     base: float = 10000.0,
     interleaved: bool = False,
+    inv_freq: Float[Array, "P"] | None = None,
 ) -> Float[jax.Array, "*B T N H"]:
     """Rotates pairs of features of queries or keys by angles proportional to the position.
 
@@ -33,12 +34,14 @@ def rope(
       interleaved: pairs features `(2p, 2p + 1)` (GPT-J, Meta's Llama files); by default
         `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights trained with one convention
         are wrong in the other unless the rows of their query and key kernels are permuted.
+      inv_freq: `(P,)`, the angle per position of each of P pairs, instead of `base`: the first 2 P
+        features are rotated, and the others are left as they are.
 
     Returns:
       The rotated array in the dtype of `x`; angles are float32 (float64 for float64).
 
     Raises:
-      ValueError: H is odd, or positions do not fit. TypeError: x is not floating.
+      ValueError: H is odd or less than 2 P, or positions do not fit. TypeError: x is not floating.
 
     Source: Su et al., "RoFormer" (2021), section 3.2.
 
@@ -51,8 +54,31 @@ def rope(
     promoted(x=x)
     if not base > 0:
         raise ValueError(f"base must be positive, got {base}")
+    if inv_freq is not None:
+        return _first(x, positions, inv_freq, interleaved)
     if x.ndim < 3 or x.shape[-1] % 2:
         raise ValueError(f"x: expected axes (*B, T, N, H) with an even H, got shape {x.shape}")
+    H = x.shape[-1]
+    dtype = accumulation_dtype(x.dtype)
+    frequency = jnp.asarray(base, dtype) ** (-jnp.arange(0, H, 2, dtype=dtype) / H)
+    return _rotated(x, positions, frequency, interleaved)
+
+
+def _first(x: Array, positions: Array, inv_freq: Float[Array, "P"], interleaved: bool) -> jax.Array:
+    """Rotates the first 2 P features."""
+    are_arrays(inv_freq=inv_freq)
+    turned = 2 * inv_freq.shape[0]
+    if x.ndim < 3 or inv_freq.ndim != 1 or x.shape[-1] < turned:
+        raise ValueError(
+            f"x: expected axes (*B, T, N, H) with H of at least {turned}, twice the length of "
+            f"inv_freq {inv_freq.shape}, got shape {x.shape}"
+        )
+    frequency = jnp.asarray(inv_freq, accumulation_dtype(x.dtype))
+    front = _rotated(x[..., :turned], positions, frequency, interleaved)
+    return jnp.concatenate([front, jnp.asarray(x[..., turned:])], -1)
+
+
+def _rotated(x: Array, positions: Array, frequency: jax.Array, interleaved: bool) -> jax.Array:
     *batch, T, _, H = x.shape
     lead = (1,) * (len(batch) - positions.ndim + 1) + positions.shape[:-1]
     broadcasts = len(lead) == len(batch) and all(
@@ -63,8 +89,7 @@ def rope(
             f"positions: expected axes (T) or (*#B, T) with *B={tuple(batch)}, T={T}, got shape "
             f"{positions.shape}"
         )
-    dtype = accumulation_dtype(x.dtype)
-    frequency = jnp.asarray(base, dtype) ** (-jnp.arange(0, H, 2, dtype=dtype) / H)
+    dtype = frequency.dtype
     at = jnp.asarray(positions).astype(dtype).reshape(*lead, T, 1, 1)
     angle = at * frequency.reshape((1,) * (at.ndim - 1) + frequency.shape)
     angle = jnp.broadcast_to(angle, (*batch, T, 1, H // 2))

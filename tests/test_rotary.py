@@ -83,3 +83,23 @@ def test_bad_arguments_are_named() -> None:
         rope(x, places.tolist())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="x must be a floating array, got int32"):
         rope(x.astype(np.int32), places)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_frequencies_rotate_the_first_features_alone(interleaved: bool) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(B, T, N, H + 6))
+    positions = np.arange(T)
+    frequency = 1000.0 ** -(np.arange(0, H, 2) / H)
+    with jax.enable_x64(True):
+        found = np.asarray(rope(x, positions, inv_freq=frequency, interleaved=interleaved))
+        places = np.broadcast_to(positions, (B, T))
+        exact = rotated(x[..., :H], places, 1000.0, interleaved)
+    np.testing.assert_allclose(found[..., :H], exact, atol=1e-13)
+    np.testing.assert_array_equal(found[..., H:], x[..., H:])
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_more_frequencies_than_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"H of at least 12, twice the length of inv_freq \(6,\)"):
+        rope(np.zeros((B, T, N, H), np.float32), np.arange(T), inv_freq=np.ones(6, np.float32))

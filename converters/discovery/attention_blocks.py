@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.converters.discovery import model_families
 from jaxmha.converters.discovery.model_families import Family
-from jaxmha.converters.layout import by_hand, transform
-from jaxmha.converters.layout.base import Layout, choose
+from jaxmha.converters.layout import by_hand, transform, uneven
+from jaxmha.converters.layout.base import Entry, Layout, choose
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
@@ -17,6 +17,15 @@ from jaxmha.dims import parse
 def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a checkpoint."""
     return {name: info.shape for name, info in file.info.items()}
+
+
+# Layouts that alike models fill with different functions -> what the configuration must tell.
+ASKS = {
+    "llama-norm": "no tensor tells how q_norm and k_norm normalise (over each head or all, with an "
+    "offset of 1, before or after the rotation): put the model's config.json next to the file. Where "
+    "it is there, jaxmha does not know these norms of its model_type: read the other arrays by "
+    "import_params(layout='llama'), and normalise between project and dot_product_attention"
+}
 
 
 class Block(NamedTuple):
@@ -30,6 +39,7 @@ class Block(NamedTuple):
         None  # the family with such blocks there, and its pattern
     )
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
+    configured: bool = False  # `behaviours` put semantics of the configuration into the layout
 
     @property
     def family(self) -> tuple[str, str] | None:
@@ -39,6 +49,10 @@ class Block(NamedTuple):
     @property
     def refused(self) -> str:
         """Why this layout misreads the family's blocks; "" if it reads them correctly."""
+        if self.configured:
+            return ""
+        if self.layout.name in ASKS:
+            return f"{self.prefix}: {ASKS[self.layout.name]}"
         if self.family_match is None or not self.family_match[0].refused:
             return ""
         return f"{self.prefix} is of {self.family_match[0].name}: {self.family_match[0].refused}"
@@ -110,16 +124,21 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 found.setdefault(prefix, []).append(
                     Block(prefix, variant, keys, unknown, family_match)
                 )
-    chosen = [_decide(candidates) for candidates in found.values()]
+    chosen = [_decide(candidates, shapes) for candidates in found.values()]
     return sorted(chosen, key=lambda block: natural(block.prefix))
 
 
-def _decide(candidates: Sequence[Block]) -> Block:
+def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
     """Chooses one block among those at a prefix: the one of a family, or else the first.
 
     A complete block precedes an incomplete one, and a block with more keys one with fewer.
     """
     candidates = [block for block in candidates if block.whole] or candidates
+    even = [b for b in candidates if _is_packed(b) and _is_even(b, shapes)]
+    if even and len(even) < len(candidates):
+        candidates = [b for b in candidates if b in even or not (_is_packed(b) or _is_uneven(b))]
+    elif any(map(_is_uneven, candidates)):
+        candidates = [b for b in candidates if not _is_packed(b)] or candidates
     names = [frozenset(block.keys.values()) for block in candidates]
     candidates = [
         c for c, own in zip(candidates, names, strict=True) if not any(own < n for n in names)
@@ -136,6 +155,30 @@ def _decide(candidates: Sequence[Block]) -> Block:
             )
     also = dict.fromkeys(b.layout.name for b in others if b.layout.name != first.layout.name)
     return first._replace(also=tuple(also))
+
+
+def _is_packed(block: Block) -> bool:
+    """True if query, key and value are packed with one head count."""
+    return any(len(entry.leaves) > 1 and not uneven.letter(entry) for entry in block.layout.entries)
+
+
+def _is_uneven(block: Block) -> bool:
+    """True if query, key and value are packed with a head count for query alone."""
+    return any(map(uneven.letter, block.layout.entries))
+
+
+def _is_even(block: Block, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """True if packed arrays have three times the rows of the queries that the output layer has."""
+    widths = set()
+    for entry in block.layout.entries:
+        if entry.key not in block.keys or entry.leaves[0].endswith("bias"):
+            continue
+        shape = shapes[block.keys[entry.key]]
+        groups = parse(block.layout.tied(entry.axes))
+        for group, size in zip(groups, shape[len(shape) - len(groups) :], strict=True):
+            if {"N", "H"} <= set(group):
+                widths.add(size / (3 if "qkv" in group else 1))
+    return len(widths) <= 1
 
 
 def damaged(
@@ -158,7 +201,8 @@ def damaged_at(
     ends = _ends(name for name in shapes if name not in taken)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
-        if candidate in by_hand.BY_HAND:  # these names are common in layers other than attention
+        # Their names are common in layers other than attention.
+        if candidate in by_hand.BY_HAND or any(map(uneven.letter, candidate.entries)):
             continue
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]
@@ -174,11 +218,25 @@ def damaged_at(
             if prefix in whole or not (first or most_kernels or 2 * len(present) > len(usual)):
                 continue
             missing = [e.key for e in required if e not in present]
+            roles = {leaf.partition(".")[0] for e in present for leaf in e.leaves}
+            if not roles & {"value", "out"}:
+                continue  # queries and keys alone: scores, and no attention
+            if missing and _has_more(candidate, prefix, present, shapes):
+                continue  # another layer, of which nothing is missing
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
     return reasons
+
+
+def _has_more(
+    candidate: Layout, prefix: str, entries: Sequence[Entry], shapes: Mapping[str, Sequence[int]]
+) -> bool:
+    """True if matrices under a prefix belong neither to the layout nor to norms next to it."""
+    keys = {entry.key: candidate.path(prefix, entry.key) for entry in entries}
+    unknown = _unknown(candidate, prefix, keys, shapes)
+    return any(len(shapes[name]) >= 2 for name in unknown)
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -281,8 +339,10 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if any(sizes.get(letter, n) != n for letter, n in own.items()):
             return False
         sizes |= own
+    # Another packing may have the same names.
+    checked = ("K", "h", "Do") if any(map(uneven.letter, candidate.entries)) else ("K", "h")
     return all(
         sizes[letter] == sizes[tied]
         for letter, (tied, _) in candidate.ties.items()
-        if letter in sizes and tied in sizes and letter in ("K", "h")
+        if letter in sizes and tied in sizes and letter in checked
     )

@@ -102,6 +102,10 @@ def _of_block(
         ("kv", "heads of keys and values", [keys], _KEYS, _KEYS_LIKE),
     ):
         stated = _size_in(own, exact)
+        if kind == "width" and count and count.stages:
+            continue  # each stage is as wide as the one before it, times a number
+        if kind == "kv" and own.get("multi_query") is True and found[0] == 1:
+            continue  # Falcon names the heads of its other packing
         if stated and found[0] is not None and not _sizes(content, like).intersection(found):
             yield kind, f"{stated[0]} is {stated[1]}, and {where} has {found[0]} {letter}"
 

@@ -54,7 +54,8 @@ class Count(NamedTuple):
     """A head count, its source, and the parts of the model it applies to.
 
     `parts` runs from the outermost to the innermost. `alone`: the count applies to no other part.
-    `way`: the keys that lead to it in the configuration.
+    `way`: the keys that lead to it in the configuration. `stages`: the counts of the stages of a
+    model, of which `heads` is the first.
     """
 
     heads: int
@@ -62,6 +63,7 @@ class Count(NamedTuple):
     parts: tuple[str, ...] = ()
     alone: bool = False
     way: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 class Configured(NamedTuple):
@@ -75,10 +77,21 @@ class Configured(NamedTuple):
     wrong: str = ""
     families: tuple[str, ...] = ()
 
+    def _at(self, count: Count, prefix: str) -> Count | str:
+        """The count of the stage that a prefix is in; the first number in a path names the stage."""
+        if not count.stages:
+            return count
+        numbers = [int(part) for part in re.split("[./]", prefix) if part.isdigit()]
+        if not numbers or numbers[0] >= len(count.stages):
+            return (
+                f"{count.where} has a head count for each stage, and no stage is that of {prefix}"
+            )
+        return count._replace(heads=count.stages[numbers[0]])
+
     @property
     def several(self) -> bool:
         """True if parts of the model have different counts."""
-        return len({count.heads for count in self.counts}) > 1
+        return len({(count.heads, count.stages) for count in self.counts}) > 1
 
     @property
     def in_parts(self) -> bool:
@@ -106,11 +119,11 @@ class Configured(NamedTuple):
             count = self.counts[0]
             if self.in_parts and not _positions(count.parts, path):
                 return f"{count.where} is of its part of the model"
-            return count
+            return self._at(count, prefix)
         placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
         best = [c for position, c in placed if position == min(position for position, _ in placed)]
-        if len({c.heads for c in best}) == 1:
-            return best[0]
+        if len({(c.heads, c.stages) for c in best}) == 1:
+            return self._at(best[0], prefix)
         shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
         return f"{self.path} has several head counts ({shown})"
 
@@ -118,9 +131,13 @@ class Configured(NamedTuple):
         """The head count for the part of the model that contains a prefix, or for all of it."""
         path = re.split("[./]", prefix)[:-1]
         placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
+        count = None
         if placed:
-            return min(placed, key=lambda one: one[0])[1]
-        return self.counts[0] if self.counts and not self.in_parts else None
+            count = min(placed, key=lambda one: one[0])[1]
+        elif self.counts and not self.in_parts:
+            count = self.counts[0]
+        found = None if count is None else self._at(count, prefix)
+        return None if isinstance(found, str) else found
 
 
 def find(
@@ -153,7 +170,8 @@ def find(
     in_parts = False
     if kept is None and configured is not None:
         kept, in_parts = configured.of(block.prefix), configured.in_parts
-        several = {count.heads for count in configured.counts} if configured.several else set()
+        heads = {n for count in configured.counts for n in (count.heads, *count.stages)}
+        several = heads if len(heads) > 1 else set()
     if given is None and kept is not None and kept[0] is None:
         remedy = (
             f"none of them belongs to {block.prefix or '(top)'}; {_SINGLY}"
@@ -215,25 +233,30 @@ def in_config(path: Path) -> Configured | None:
     except (ValueError, RecursionError) as error:
         return Configured(config, (), hf_config.unreadable(path, error))
     most = Limits.dimension
-    if impossible := [(w, x) for w, x in found if type(x) is not int or not 0 < x <= most]:
+    found = [(way, tuple(x) if isinstance(x, list) else (x,)) for way, x in found]
+    if impossible := [
+        (way, list(x) if len(x) != 1 else x[0])
+        for way, x in found
+        if not x or any(type(n) is not int or not 0 < n <= most for n in x)
+    ]:
         shown = ", ".join(
             f"{printable(': '.join((CONFIG, *way)))} is {checkpoint_errors.shown(x)}"
             for way, x in impossible[:_SHOWN]
         )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
-    counts = tuple(_count(way, heads) for way, heads in found if isinstance(heads, int))
+    counts = tuple(_count(way, x[0], x if len(x) > 1 else ()) for way, x in found)
     values = [value for _, value in hf_config.search(content, ["model_type"])]
     types = {value for value in values if isinstance(value, str)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
     return Configured(config, counts, families=named) if counts else None
 
 
-def _count(way: Sequence[str], heads: int) -> Count:
+def _count(way: Sequence[str], heads: int, stages: tuple[int, ...] = ()) -> Count:
     own = CONFIG_KEYS[way[-1]]
     parts = (*map(_part, way[:-1]), *own)
     alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
-    return Count(heads, ": ".join((CONFIG, *way)), parts, alone, tuple(way))
+    return Count(heads, ": ".join((CONFIG, *way)), parts, alone, tuple(way), stages)
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

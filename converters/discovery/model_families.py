@@ -45,12 +45,9 @@ FAMILIES: tuple[Family, ...] = (
         "config.json and in no array: take its arrays by linear.import_params(layout='llama') and "
         "give multi_head_attention Semantics(scale=, logits_soft_cap=)",
     ),
-    Family(
-        "Falcon", "gpt-neox", "h.{i}.self_attention", _unevenly_packed,
-        "query_key_value packs G queries, one key and one value for each of K groups, which no "
-        "layout holds: write weight.reshape(K, G + 2, H, Dq) as q_proj, k_proj and v_proj, and "
-        "dense as o_proj, of layout llama",
-    ),
+    Family("Falcon", "falcon", "h.{i}.self_attention", _unevenly_packed),
+    Family("StarCoder", "starcoder", "h.{i}.attn"),
+    Family("Phi-3", "phi3", "layers.{i}.self_attn"),
     Family("BERT", "bert", "encoder.layer.{i}.attention encoder.layer.{i}.crossattention"),
     Family("ViT (transformers 4)", "vit", "encoder.layer.{i}.attention"),
     Family("ViT (transformers 5)", "llama", "layers.{i}.attention"),

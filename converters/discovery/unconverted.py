@@ -25,13 +25,18 @@ class Evidence(NamedTuple):
     unknown: list[str]
 
 
-def notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> tuple[str, ...]:
+def notes(
+    path: Path,
+    names: Iterable[str],
+    layouts: Collection[str],
+    carried: Collection[str] = (),
+) -> tuple[str, ...]:
     """The parts around the blocks of a checkpoint that are not converted, in words.
 
     `names` are all tensors outside the blocks, `layouts` the layouts of the blocks; `path` is the
-    file, and its folder may hold a config.json.
+    file, and its folder may hold a config.json. `carried`: parts that every block's semantics has.
     """
-    return tuple(printable(note) for note in _notes(path, names, layouts))
+    return tuple(printable(note) for note in _notes(path, names, layouts, carried))
 
 
 def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
@@ -57,7 +62,9 @@ def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
         )
 
 
-def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterator[str]:
+def _notes(
+    path: Path, names: Iterable[str], layouts: Collection[str], carried: Collection[str]
+) -> Iterator[str]:
     content = _content(path)
     evidence = _evidence(content)
     parts = {part: list(texts) for part, texts in evidence.present.items()}
@@ -72,7 +79,7 @@ def _notes(path: Path, names: Iterable[str], layouts: Collection[str]) -> Iterat
         for part, texts in found.items():
             parts.setdefault(part, []).extend(texts)
     for part, (text, remedy) in signs.PARTS.items():
-        if part in parts:
+        if part in parts and part not in carried:
             yield f"not converted: {text}, by {listed(parts[part], 6)}; {remedy}"
     for model_type in types:
         if model_type not in architectures.KNOWN:

@@ -13,6 +13,16 @@ NAMES: dict[str, tuple[str, str, str, str]] = {
     "to": ("to_q", "to_k", "to_v", "to_out"),
     "upper": ("W_q", "W_k", "W_v", "W_o"),
 }
+# Attribute names of published torch classes.
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "dense": ("q_proj", "k_proj", "v_proj", "dense"),  # Phi
+    "lin": ("q_lin", "k_lin", "v_lin", "out_lin"),  # DistilBERT, XLM
+    "projection": ("q_proj", "k_proj", "v_proj", "projection_layer"),  # InternVL
+    "proj": ("q_proj", "k_proj", "v_proj", "proj"),
+    "packed-out": ("Wqkv", "out_proj"),  # MPT
+    "packed": ("Wqkv", "Wo"),  # ModernBERT
+    "packed-proj": ("qkv_proj", "proj"),
+}
 # Style -> separator, key of a kernel, key of a bias, whether kernels are (out, in), the convention
 # of other layers, and the class.
 _STYLES = {
@@ -87,7 +97,7 @@ BY_HAND = tuple(
         ("qkv-projection", ("qkv", "projection")),  # BLIP
     )
     if (style, suffix) != ("linear", "qkv")  # that one is timm's layout
-)
+) + tuple(_by_hand("linear", names, suffix) for suffix, names in PUBLISHED.items())
 # Name of a layout -> the same layers in a .weights.h5 file.
 IN_FILE = {
     layout.name.removesuffix("-file"): layout

@@ -1,5 +1,7 @@
 """Parameter layouts of published checkpoints: Hugging Face transformers and timm."""
 
+import re
+
 from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.by_hand import TIES
@@ -33,6 +35,19 @@ BERT = Layout(
     other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
+DEBERTA = Layout(
+    "deberta",
+    tuple(
+        entry._replace(
+            key=re.sub(r"self\.(query|key|value)\.", r"self.\1_proj.", entry.key),
+        )
+        for entry in _BERT
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    about="DeBERTa v2 and v3: keys under `encoder.layer.0.attention` (terms by position apart)",
+)
 _VIT = (
     Entry("attention.query.weight", "(N H) Dq", ("query.kernel",)),
     Entry("attention.query.bias", "(N H)", ("query.bias",), "qkv bias"),
@@ -49,6 +64,29 @@ VIT = Layout(
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
     about="ViT, DeiT: keys under `encoder.layer.0.attention`",
+)
+BEIT = Layout(
+    "beit",
+    tuple(
+        entry._replace(group="qkv bias" if entry.group else "")
+        for entry in _VIT
+        if entry.leaves != ("key.bias",)
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    about="BEiT, ViT without a key bias: keys under `encoder.layer.0.attention`",
+)
+VIDEO = Layout(
+    "timesformer",
+    (
+        Entry("attention.qkv.weight", "(qkv N H) Dq", _QKV_KERNEL),
+        Entry("attention.qkv.bias", "(qkv N H)", _QKV_BIAS, "qkv bias"),
+        Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
+        Entry("output.dense.bias", "Do", ("out.bias",)),
+    ),
+    ties=_PACKED,
+    holds=_DROPOUT,
+    about="TimeSformer: keys under `encoder.layer.0.attention`",
 )
 TIMM = Layout(
     "timm",
@@ -118,4 +156,4 @@ WHISPER = Layout(
     holds=_DROPOUT,
     about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
 )
-LAYOUTS = (BERT, VIT, TIMM, GPT2, NEOX, T5, WHISPER)
+LAYOUTS = (BERT, DEBERTA, VIT, BEIT, VIDEO, TIMM, GPT2, NEOX, T5, WHISPER)

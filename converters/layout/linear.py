@@ -1,5 +1,6 @@
 """Layouts of attention made of linear layers: torch Linear, Keras Dense, or bare matrices."""
 
+from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.by_hand import BY_HAND, DENSE_FILE, TIES
 
@@ -39,6 +40,47 @@ LLAMA = Layout(
     other_keys=("rotary_emb.inv_freq",),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
 )
+LLAMA_NORM = Layout(
+    "llama-norm",
+    (
+        *_LLAMA,
+        Entry("q_norm.weight", "H", ("query_norm",)),
+        Entry("k_norm.weight", "H", ("key_norm",)),
+    ),
+    ties=LLAMA.ties,
+    semantics=Semantics(qk_norm="rms"),
+    holds=frozenset({"qk_norm_epsilon"}),
+    other_keys=("rotary_emb.inv_freq",),
+    about="Qwen3 attention: Llama's, with an RMS norm of each head of queries and keys",
+)
+_PACKED_TIES = {
+    "Do": ("Dq", "the block adds its output to its input"),
+    "h": ("H", "query, key and value are packed with one head width"),
+    "Dk": ("Dq", "one input is projected to query, key and value"),
+    "Dv": ("Dq", "one input is projected to query, key and value"),
+}
+_ALL = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias", "value.bias")
+# Name -> keys of the packed and the output layer, the letter of all heads, and its models. The
+# output layer comes first: its rows and the head count give the head width.
+_UNEVEN = {
+    "phi3": ("qkv_proj", "o_proj", "M", "Phi-3: all queries, then all keys, then all values"),
+    "falcon": ("query_key_value", "dense", "U", "Falcon: groups of queries, a key and a value"),
+    "starcoder": ("c_attn", "c_proj", "M", "StarCoder (gpt_bigcode): one head of keys and values"),
+}
+
+
+def _uneven(name: str, packed: str, out: str, heads: str, about: str) -> Layout:
+    entries = (
+        Entry(f"{out}.weight", "Do (N H)", ("out.kernel",)),
+        Entry(f"{packed}.weight", f"({heads} H) Dq", _ALL[0]),
+        Entry(f"{packed}.bias", f"({heads} H)", _ALL[1], "qkv bias"),
+        Entry(f"{out}.bias", "Do", ("out.bias",), "out bias"),
+    )
+    other_keys = ("rotary_emb.inv_freq",)
+    return Layout(name, entries, ties=_PACKED_TIES, other_keys=other_keys, about=about)
+
+
+UNEVEN = tuple(_uneven(name, *row) for name, row in _UNEVEN.items())
 _DENSE = (
     Entry("q_proj/kernel", "Dq (N H)", ("query.kernel",)),
     Entry("k_proj/kernel", "Dk (N H)", ("key.kernel",)),
@@ -84,4 +126,4 @@ MATRICES = Layout(
     about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
     "target that has one, an identity computes the same)",
 )
-LAYOUTS = (LINEAR, LLAMA, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
+LAYOUTS = (LINEAR, LLAMA, LLAMA_NORM, *UNEVEN, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)

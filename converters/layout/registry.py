@@ -1,6 +1,6 @@
 """Every known layout, in the order in which keys are looked up."""
 
-from jaxmha.converters.layout import equinox, flax, haiku, huggingface, keras, linear, torch
+from jaxmha.converters.layout import equinox, flax, haiku, huggingface, jaxmha, keras, linear, torch
 from jaxmha.converters.layout.base import Layout
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -11,4 +11,5 @@ LAYOUTS: tuple[Layout, ...] = (
     *linear.LAYOUTS,
     *equinox.LAYOUTS,
     *haiku.LAYOUTS,
+    *jaxmha.LAYOUTS,
 )

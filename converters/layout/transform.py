@@ -13,6 +13,7 @@ import numpy as np
 from einops import rearrange
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout import uneven
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import Entry, Layout, choose
 from jaxmha.converters.layout.validation import (
@@ -117,15 +118,14 @@ def bind_shapes(
     for entry in layout.entries:
         if (shape := shapes.get(entry.key)) is None:
             continue
-        name = layout.path(prefix, entry.key)
         split = max(len(shape) - len(parse(entry.axes)), 0)
-        named.append((name, entry.axes, shape))
+        named.append((layout.path(prefix, entry.key), entry.axes, shape))
         refuse_leading(named, split)
-        packed = {_pack_axis(entry): len(entry.leaves)}
+        packed = {uneven.pack_axis(entry): len(entry.leaves)}
         bound = sizes | packed
-        bind(name, shape[split:], entry.axes, bound)
+        bind(named[-1][0], shape[split:], entry.axes, bound)
         sizes |= {letter: n for letter, n in bound.items() if letter not in packed}
-    refuse_sizes(layout, sizes, named)
+    refuse_sizes(layout, sizes := uneven.completed(sizes), named)
     return sizes
 
 
@@ -133,10 +133,12 @@ def unpack(
     layout: Layout, entry: Entry, array: NDArray, sizes: Mapping[str, int]
 ) -> dict[str, NDArray]:
     """The leaves in one array of the layout; views where NumPy can make them."""
+    if uneven.letter(entry):
+        return uneven.unpack(entry, array, sizes)
     axes, target = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
-    pack = _pack_axis(entry)
+    pack = uneven.pack_axis(entry)
     known = {**sizes, pack: len(entry.leaves)}
-    parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **_shared(axes, known))
+    parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **uneven.shared(axes, known))
     return dict(zip(entry.leaves, parts, strict=True))
 
 
@@ -145,6 +147,8 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
 
     A single leaf gives a view where NumPy can make one.
     """
+    if uneven.letter(entry):
+        return uneven.pack(entry, leaf)
     axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     first = leaf(entry.leaves[0])
     if len(entry.leaves) == 1:
@@ -153,11 +157,13 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     letters = parse(source)
     lead = first.shape[: first.ndim - len(letters)]
     sizes = {a: n for (a,), n in zip(letters, first.shape[len(lead) :], strict=True)}
-    sizes[_pack_axis(entry)] = len(entry.leaves)
+    sizes[uneven.pack_axis(entry)] = len(entry.leaves)
     shape = [math.prod(int(a) if a.isdigit() else sizes[a] for a in g) for g in parse(axes)]
     packed = np.empty((*lead, *shape), first.dtype)
     slots = rearrange(
-        packed, f"... {axes} -> {_pack_axis(entry)} ... {source}", **_shared(axes, sizes)
+        packed,
+        f"... {axes} -> {uneven.pack_axis(entry)} ... {source}",
+        **uneven.shared(axes, sizes),
     )
     assert np.may_share_memory(slots, packed) or not packed.size
     slots[0] = first
@@ -165,13 +171,3 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     for slot, name in zip(slots[1:], entry.leaves[1:], strict=True):
         slot[...] = leaf(name)
     return packed
-
-
-def _shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that einops cannot infer: letters that share an array axis with other letters."""
-    return {a: sizes[a] for group in parse(axes) if len(group) > 1 for a in group}
-
-
-def _pack_axis(entry: Entry) -> str:
-    """The axis along which leaves are packed; `1` if the array is a single leaf."""
-    return next((a for group in parse(entry.axes) for a in group if a in ("qkv", "kv")), "1")

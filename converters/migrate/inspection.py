@@ -10,10 +10,12 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attention_blocks,
+    behaviours,
     described,
     head_count,
     other_layers,
     unconverted,
+    unknown_attention,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.layout.transform import bind_shapes
@@ -104,7 +106,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     """
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
-        found = attention_blocks.find(all_shapes)
+        found = behaviours.configured(attention_blocks.find(all_shapes), file)
         description = described.of(file, found)
         infos = []
         for block in found:
@@ -128,8 +130,15 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             for layer in recognised
         )
         dtypes = Counter(str(info.dtype) for info in file.info.values())
-        damaged = tuple(attention_blocks.damaged(all_shapes, found))
-        around = unconverted.notes(file.path, others, dict.fromkeys(b.layout.name for b in found))
+        damaged_at = attention_blocks.damaged_at(all_shapes, found)
+        damaged = tuple(damaged_at.values())
+        apart = unknown_attention.find(all_shapes, found, damaged_at)
+        around = unconverted.notes(
+            file.path,
+            others,
+            dict.fromkeys(b.layout.name for b in found),
+            behaviours.carried(found),
+        )
         return FileInfo(
             str(path),
             file.format,
@@ -139,7 +148,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             unknown,
             dict(dtypes),
             damaged,
-            (*description.notes, *around),
+            (*description.notes, *around, *unknown_attention.notes(apart)),
         )
 
 

@@ -14,7 +14,7 @@ from jaxmha.converters.discovery import layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import Module
-from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.layout import fold, transform, uneven
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refuse_mixed
@@ -168,7 +168,7 @@ def attention(
         of = [np.asarray(present[name]) for name in entry.leaves]
         refuse_mixed(entry, of)
         sources = dict.fromkeys(holder[name] for name in entry.leaves)
-        letters = sizes | {"qkv": len(of), "kv": len(of)}
+        letters = sizes | uneven.letters(sizes) | {"qkv": len(of), "kv": len(of)}
         lead = of[0].shape[: of[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
         shape = tuple(
             int(np.prod([int(a) if a.isdigit() else letters[a] for a in group]))

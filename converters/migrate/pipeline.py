@@ -11,9 +11,9 @@ from jaxmha.checkpoint import shards_read
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attention_blocks,
+    behaviours,
     described,
     head_count,
-    hf_config,
     keras_groups,
     notes,
     unconverted,
@@ -86,9 +86,9 @@ def _make(
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     if others not in OTHERS:
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
-    hf_config.refuse_behaviour(file.path)
     known = registry.LAYOUTS if from_ is None else [attention_blocks.named(from_)]
     with naming(file.path):
+        behaviours.refuse_unread(file, attention_blocks.find(shapes(file), known))
         description = described.of(file, attention_blocks.find(shapes(file), known))
         made = planning.make(
             file,
@@ -123,7 +123,8 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     taken = _taken(plan)
     names = [name for name in file.info if name not in taken]
     unconverted.refuse(file.path, names, layouts)
-    return unconverted.notes(file.path, names, layouts)
+    blocks = behaviours.configured(attention_blocks.find(shapes(file)), file)
+    return unconverted.notes(file.path, names, layouts, behaviours.carried(blocks))
 
 
 def convert(
@@ -260,8 +261,9 @@ def _resolved(
             found.notes.append(notes.of_groups([step.target for step in found.blocks]))
         if given:
             check_heads(found, file)
+    configured = {step.target for step, block in found.blocks.items() if block.configured}
     targets = {step.target for step, _ in found.by_step if step.kind == "attention"}
-    read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file))
+    read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file), configured)
     return found
 
 
@@ -272,6 +274,9 @@ def _metadata(
     whole = all(name in _taken(plan) for name in _attention_names(file))
     metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
     metadata |= keras_order.to_metadata(groups, plan.steps)
+    metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
+    if plan.to == "jaxmha":
+        metadata |= behaviours.to_metadata((s.target, block) for s, block in found.blocks.items())
     if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
     if not attention_blocks.named(plan.to).stores_num_heads:

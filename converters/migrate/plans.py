@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import (
     attention_blocks,
+    behaviours,
     family_keymaps,
     head_count,
     hf_config,
@@ -15,6 +16,7 @@ from jaxmha.converters.discovery import (
     model_families,
     notes,
     other_layers,
+    unknown_attention,
     user_names,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
@@ -110,7 +112,13 @@ def make(
     found = _blocks(file, from_)
     convention = layer_layouts.convention_of(to.name)
     layers, why = _layers(
-        file, found, to, unlike or {}, unbiased, all_kinds=from_ is None and not attention_only
+        file,
+        found,
+        to,
+        unlike or {},
+        unbiased,
+        apart=(apart := unknown_attention.find(_shapes(file), found) if from_ is None else {}),
+        all_kinds=from_ is None and not attention_only,
     )
     taken = {name for block in found for name in block.keys.values()}
     taken |= {name for layer in layers for name in layer.keys.values()}
@@ -147,6 +155,7 @@ def make(
         *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),
         *notes.not_back(layers, [step.becomes for step in other_steps], mistakable, to.name),
         *notes.carried_norms(carried, reasons),
+        *unknown_attention.notes(apart),
     )
     return Plan(to.name, steps, others, notes=all_notes)
 
@@ -165,7 +174,7 @@ def _blocks(file: Tensors, from_: Layout | None) -> list[Block]:
     """
     shapes = _shapes(file)
     known = registry.LAYOUTS if from_ is None else [from_]
-    found = attention_blocks.find(shapes, known)
+    found = behaviours.configured(attention_blocks.find(shapes, known), file)
     if broken := attention_blocks.damaged(shapes, found, known):
         raise ValueError(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
@@ -180,14 +189,18 @@ def _layers(
     unlike: Mapping[str, str],
     unbiased: str,
     *,
+    apart: Mapping[str, Sequence[str]],
     all_kinds: bool,
 ) -> tuple[list[Module], dict[str, str]]:
     """The other layers to convert; and the reason for each tensor that is not understood.
 
-    `all_kinds`: False leaves every layer but attention as it is.
+    `apart`: attention of no known layout, which is left as it is; `all_kinds`: False leaves every layer but attention as it is.
     """
     convention = layer_layouts.convention_of(to.name)
     layers, why = other_layers.find(file.info, found, unlike, unbiased)
+    carried = {name for names in apart.values() for name in names}
+    why |= dict.fromkeys(carried, "of attention of no known layout")
+    layers = [x for x in layers if not carried & set(x.keys.values())]
     if convention is not None and layer_layouts.tells_norms(convention):
         unsure = [layer for layer in layers if layer.confidence == "ambiguous"]
         why |= {name: other_layers.UNSURE for layer in unsure for name in layer.keys.values()}

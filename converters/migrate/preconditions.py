@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxmha import checkpoint
 from jaxmha.checkpoint import CheckpointError, shards_read
 from jaxmha.converters import keras
-from jaxmha.converters.discovery import attention_blocks, described, head_count, hf_config
+from jaxmha.converters.discovery import attention_blocks, behaviours, described, head_count
 from jaxmha.converters.discovery.attention_blocks import shapes
 from jaxmha.converters.layout import by_hand
 from jaxmha.converters.layout.base import Layout
@@ -48,7 +48,7 @@ def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
         raise ValueError(
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
         )
-    hf_config.refuse_behaviour(file.path)
+    behaviours.refuse_unread(file, attention_blocks.find(shapes(file)))
     if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
             f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} "

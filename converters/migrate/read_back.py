@@ -88,10 +88,12 @@ def refuse(
     prefixes: set[str],
     target: Layout,
     source: Mapping[str, Sequence[int]],
+    configured: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> None:
     """Raises ValueError if a destination could not be read back as the same layers.
 
-    `prefixes` are the prefixes of its blocks. `source` are the shapes of the source: damage that it
+    `prefixes` are the prefixes of its blocks; `configured` those of them that need the configuration of
+    their model, which their source had. `source` are the shapes of the source: damage that it
     already has is not reported.
     """
     shapes = {name: one.info.shape for name, one in made.items()}
@@ -108,7 +110,8 @@ def refuse(
             f"block {min(missing)} could not be read back as layout {target.name}: name another "
             "layout"
         )
-    broken = attention_blocks.damaged_at(shapes, attention_blocks.find(shapes))
+    known = [b._replace(configured=b.prefix in configured) for b in attention_blocks.find(shapes)]
+    broken = attention_blocks.damaged_at(shapes, known)
     if (
         new := broken.keys()
         - attention_blocks.damaged_at(source, attention_blocks.find(source)).keys()

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import attention_blocks, layer_layouts, notes, other_layers
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    behaviours,
+    layer_layouts,
+    notes,
+    other_layers,
+)
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.notes import listed
@@ -54,7 +60,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             f"the plan leaves out {len(dropped)} tensors, {dropped[0]!r} the first: nothing is "
             'dropped; carry them over in a module of kind = "other"'
         )
-    source_blocks = _blocks(plan, file.info)
+    source_blocks = _blocks(plan, file)
     parts = lazy_tensors.Parts(file)
     found = Resolved({}, [], {}, {}, {}, [])
     for step in plan.steps:
@@ -103,14 +109,16 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
             yield f"blocks of the same shapes have different head counts: {listed(shown)}"
 
 
-def _blocks(plan: Plan, info: Mapping[str, Any]) -> dict[tuple[str, str, frozenset[str]], Block]:
+def _blocks(plan: Plan, file: Tensors) -> dict[tuple[str, str, frozenset[str]], Block]:
     """Every block of the layouts in a plan, by layout, prefix and tensors."""
-    shapes = {name: tuple(one.shape) for name, one in info.items()}
+    shapes = {name: tuple(one.shape) for name, one in file.info.items()}
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     return {
         (name, block.prefix, frozenset(block.keys.values())): block
         for name in layouts
-        for block in attention_blocks.find(shapes, [attention_blocks.named(name)])
+        for block in behaviours.configured(
+            attention_blocks.find(shapes, [attention_blocks.named(name)]), file
+        )
     }
 
 
@@ -127,6 +135,7 @@ def _attention(
     """The tensors of an attention block; adds its head count and notes to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {step.layout} under that prefix")
+    to = behaviours.target(to, block, file.metadata)
     made, params, folded = lazy_tensors.attention(
         block, file.info, parts, to, step.target, step.num_heads, fold_scale
     )

@@ -16,7 +16,8 @@ from jaxmha.converters.verify import comparison
 from tests.converters.test_every_layout import params_of
 
 HEADS, WIDTH = 2, 6
-CANNOT = {"torch-separate", "t5", "matrices", "whisper"}  # equal widths; biases; an output layer
+# Equal widths; biases; an output layer; norms.
+CANNOT = {"torch-separate", "t5", "matrices", "whisper", "beit", "llama-norm"}
 FILES = [name for name in (layout.name for layout in registry.LAYOUTS) if "file" not in name]
 
 

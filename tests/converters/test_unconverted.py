@@ -200,8 +200,8 @@ def test_sinusoids_of_boxes_are_no_rotary_positions(tmp_path: Path) -> None:
 
 
 def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> None:
-    """GTE and Phi have names of no layout: their linear layers are converted all the same."""
-    state = {f"layers.0.mixer.{x}.weight": np.ones((6, 6), np.float32) for x in ("Wqkv", "dense")}
+    """Names of no layout and of no role: the linear layers are converted all the same."""
+    state = {f"layers.0.mixer.{x}.weight": np.ones((6, 6), np.float32) for x in ("W_all", "dense")}
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gte", "rope_theta": 1e4}))
     assert any(signs.PARTS["rotary"][0] in x for x in pipeline.inspect(tmp_path / "a.npz").notes)

@@ -1,0 +1,194 @@
+"""Semantics of the blocks of a checkpoint: what config.json and metadata tell, and no tensor.
+
+A block that is configured has a layout with these semantics, so that every conversion carries them.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from jaxmha import Semantics
+from jaxmha.checkpoint import json_text
+from jaxmha.checkpoint.limits import Budget, Limits
+from jaxmha.converters.discovery import described, hf_config
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.layout.base import Layout
+
+# Key of safetensors metadata: the semantics of a block of layout jaxmha, and the layout that it was
+# read from. `.PREFIX` follows.
+METADATA = "jaxmha.semantics"
+_LIMITS = Limits(memory=1 << 20)
+_FROM = "from"
+
+Values = dict[str, Any]
+_Reader = Callable[[Mapping[str, Any]], Values]
+
+
+def _multiplied(own: Mapping[str, Any]) -> Values:
+    return {"scale": float(own["attention_multiplier"])}
+
+
+def _capped(own: Mapping[str, Any]) -> Values:
+    cap = own.get("attn_logit_softcapping")
+    return {
+        "scale": float(own["query_pre_attn_scalar"]) ** -0.5,
+        "logits_soft_cap": None if cap is None else float(cap),
+    }
+
+
+def _normalised(own: Mapping[str, Any]) -> Values:
+    return {"qk_norm": "rms", "qk_norm_epsilon": float(own["rms_norm_eps"])}
+
+
+# Model types -> what their configuration tells of every block. Each is compared with the model's own
+# output by the tests of the zoo.
+READERS: tuple[tuple[str, _Reader], ...] = (
+    (
+        "granite granitemoe granitemoeshared granite_docling_text hyperclovax",
+        _multiplied,
+    ),
+    ("gemma2 vaultgemma", _capped),
+    (
+        (
+            "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
+            "kolibri1 mellum pe_audio_encoder"
+        ),
+        _normalised,
+    ),
+)
+
+
+def reader_of(model_type: str) -> _Reader | None:
+    """The function that reads the behaviour of a model type from its configuration.
+
+    >>> reader_of("qwen3") is not None, reader_of("bert") is None
+    (True, True)
+    """
+    return next((found for types, found in READERS if model_type in types.split()), None)
+
+
+def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
+    """The blocks with the semantics that metadata or the configuration next to a file tell.
+
+    `file` is an open checkpoint; a state in memory has no configuration.
+    """
+    if not isinstance(getattr(file, "path", None), Path):
+        return [_of_metadata(block, file.metadata) for block in blocks]
+    found = []
+    for block, own, model_type in _parts(blocks, file):
+        block = _of_metadata(block, file.metadata)
+        read = reader_of(model_type)
+        if read is not None and not block.configured:
+            block = _with(block, _values(read, own))
+        found.append(block)
+    return found
+
+
+def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[str, Any], str]]:
+    """Every block, the part of the configuration that is its own, and the model type there.
+
+    The model type is "" where no reader knows the configuration, or it has no part for the block.
+    """
+    content = hf_config.readable(file.path)
+    readable = any(
+        reader_of(t) for _, t in hf_config.search(content, ["model_type"]) if isinstance(t, str)
+    )
+    heads = described.of(file, blocks).heads if readable else None
+    for block in blocks:
+        count = heads.part_of(block.prefix) if heads else None
+        yield (block, *(part(content, count.way[:-1]) if count else ({}, "")))
+
+
+def _values(read: _Reader, own: Mapping[str, Any]) -> Values:
+    try:
+        return read(own)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return {}
+
+
+def _with(block: Block, values: Values) -> Block:
+    norms = any("query_norm" in entry.leaves for entry in block.layout.entries)
+    if norms != ("qk_norm" in values) or not values:
+        return block
+    try:
+        semantics = replace(block.layout.semantics, **values)
+    except (TypeError, ValueError):
+        return block
+    return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
+
+
+def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The part of a configuration at the end of keys, and the model type that holds there."""
+    model_type = content.get("model_type", "") if isinstance(content, dict) else ""
+    for key in way:
+        content = content.get(key) if isinstance(content, dict) else None
+        if isinstance(content, dict):
+            model_type = content.get("model_type", model_type)
+    return (content if isinstance(content, dict) else {}), str(model_type)
+
+
+def _of_metadata(block: Block, metadata: Mapping[str, str]) -> Block:
+    text = metadata.get(f"{METADATA}.{block.prefix}", "")
+    if block.layout.name != "jaxmha" or not text:
+        return block
+    values = json_text.load(text.encode(), Budget(Path(METADATA), len(text), _LIMITS))
+    return _with_all(block, {k: v for k, v in dict(values).items() if k != _FROM})
+
+
+def _with_all(block: Block, values: Values) -> Block:
+    try:
+        semantics = Semantics(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{METADATA}.{block.prefix} of the metadata: {error}") from error
+    return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
+
+
+def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
+    """Semantics of blocks as metadata, by the prefix that each has in the destination."""
+    found = {}
+    for prefix, block in blocks:
+        semantics = block.layout.semantics
+        values = {f.name: getattr(semantics, f.name) for f in fields(Semantics)}
+        default = Semantics()
+        kept = {k: v for k, v in values.items() if v != getattr(default, k)}
+        found[f"{METADATA}.{prefix}"] = json.dumps(kept | {_FROM: block.layout.name})
+    return found
+
+
+def carried(blocks: Sequence[Block]) -> set[str]:
+    """The parts (`signs.PARTS`) that the semantics of every block has."""
+    parts = {"scale": "scale", "logits_soft_cap": "soft_cap", "qk_norm": "qk_norm"}
+    if not blocks or not all(block.configured for block in blocks):
+        return set()
+    return {
+        part
+        for field, part in parts.items()
+        if all(getattr(block.layout.semantics, field) is not None for block in blocks)
+    }
+
+
+def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
+    """The layout of the destination for a block; with its semantics if it came from this layout."""
+    text = metadata.get(f"{METADATA}.{block.prefix}", "")
+    if block.layout.name == "jaxmha" and text and json.loads(text).get(_FROM) == to.name:
+        return replace(to, semantics=block.layout.semantics)
+    return replace(to, semantics=block.layout.semantics) if to.name == "jaxmha" else to
+
+
+def refuse_unread(file: Any, blocks: Sequence[Block]) -> None:
+    """As `hf_config.refuse_behaviour`, unless the rules read the settings for their blocks."""
+    content = hf_config.readable(file.path)
+    settings = [
+        part(content, way[:-1])[1]
+        for way, value in hf_config.search(content, hf_config.BEHAVIOUR)
+        if value not in (hf_config.BEHAVIOUR[way[-1]], None)
+    ]
+    pairs = zip(_parts(blocks, file), configured(blocks, file), strict=True)
+    read = all(
+        block.configured if reader_of(model_type) else model_type
+        for (_, _, model_type), block in pairs
+    )
+    if not (settings and read and all(reader_of(t) in (_multiplied, _capped) for t in settings)):
+        hf_config.refuse_behaviour(file.path)

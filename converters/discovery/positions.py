@@ -1,0 +1,319 @@
+"""Positions that a model adds in its attention, from its config.json and its tensors.
+
+`positions_of` returns, for every block, the parameters with which jaxmha computes them.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmha import checkpoint, rope
+from jaxmha.arrays import Array
+from jaxmha.converters.discovery import (
+    architectures,
+    attention_blocks,
+    behaviours,
+    described,
+    hf_config,
+    rotary_frequencies,
+)
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.head_count import Configured
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+
+# Model types whose rotary positions turn pairs of neighbouring features.
+INTERLEAVED = frozenset(
+    [
+        "codegen",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_asr",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "glm",
+        "glm4",
+        "glm4v_text",
+        "glm_ocr_text",
+        "gptj",
+        "helium",
+        "llama4_text",
+        "moonshine",
+        "moonshine_streaming",
+        "pe_audio_encoder",
+        "roformer",
+    ]
+)
+# Model types whose rotary positions do not count tokens: rows and columns, or time.
+PLANES = frozenset(
+    [
+        "dinov3_vit",
+        "eomt_dinov3",
+        "pixtral",
+        "llama4_vision_model",
+        "sam3_vit_model",
+        "efficientloftr",
+        "lightglue",
+        "edgetam_video",
+        "sam2_video",
+        "sam3_tracker_video",
+        "vjepa2",
+        "neomme",
+    ]
+)
+# Model types whose layers of full attention have no rotary positions.
+LOCAL = frozenset(["afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "kolibri1"])
+# Model types of the table of rotary positions whose blocks have none of their own.
+_NOWHERE = ("nemotron_h",)
+_ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
+# Key of a configuration -> the number of rotated features, or their share in a head.
+_DIMS = ("rotary_dim",)
+_SHARES = ("partial_rotary_factor", "rotary_pct")
+
+
+class Rotary(NamedTuple):
+    """Rotary positions: the angle per position of every pair of features.
+
+    `kind` is the rope type of the configuration, and `base` its theta. Features after the pairs are
+    not rotated. `factor` multiplies cosine and sine.
+    """
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool = False
+    factor: float = 1.0
+    kind: str = "default"
+    base: float = 10000.0
+
+    def __call__(
+        self, x: Float[Array, "*B T N H"], positions: Int[Array, "*#B T"]
+    ) -> Float[Array, "*B T N H"]:
+        """Projected queries or keys with their positions.
+
+        >>> Rotary((1.0, 0.1))(np.ones((1, 3, 2, 4), np.float32), np.arange(3)).shape
+        (1, 3, 2, 4)
+        """
+        frequency = np.asarray(self.inv_freq, np.asarray(x).dtype if _is_wide(x) else np.float32)
+        found = rope(x, positions, inv_freq=frequency, interleaved=self.interleaved)
+        if self.factor == 1.0:
+            return found
+        turned = 2 * len(self.inv_freq)
+        return jnp.concatenate([found[..., :turned] * self.factor, found[..., turned:]], -1)
+
+
+def _is_wide(x: Array) -> bool:
+    return str(x.dtype) == "float64"
+
+
+class Alibi(NamedTuple):
+    """A bias of `-rates[n] * distance`, added to the logits."""
+
+    rates: tuple[float, ...]
+
+    def bias(self, T: int, S: int) -> NDArray:
+        """The bias, `N T S`; the last query stands at the last key."""
+        distance = np.arange(T)[:, None] + S - T - np.arange(S)
+        found: NDArray = -np.asarray(self.rates)[:, None, None] * distance
+        return found
+
+
+class Buckets(NamedTuple):
+    """A learned bias for every bucket of distances, added to the logits (T5).
+
+    `table` is `buckets N`. Distances are exact up to half of the buckets, and logarithmic up to
+    `most`.
+    """
+
+    table: NDArray
+    both: bool
+    most: int = 128
+
+    def bias(self, T: int, S: int) -> NDArray:
+        """The bias, `N T S`; the last query stands at the last key."""
+        distance = np.arange(T)[:, None] + S - T - np.arange(S)
+        count = len(self.table) // (2 if self.both else 1)
+        bucket = np.where(distance < 0, count, 0) if self.both else 0
+        distance = abs(distance) if self.both else np.maximum(distance, 0)
+        exact = count // 2
+        far = np.log(np.maximum(distance, 1) / exact) / math.log(self.most / exact)
+        rough = np.minimum(exact + (far * (count - exact)).astype(np.int64), count - 1)
+        found = bucket + np.where(distance < exact, distance, rough)
+        return np.asarray(np.moveaxis(self.table[found], -1, 0))
+
+
+class Positions(NamedTuple):
+    """The positions of one block.
+
+    `scheme`: "none" in the block; "rotary", with `rotary`; "alibi" and "relative", with `added`;
+    "unknown", with the reason in `why`.
+    """
+
+    scheme: str
+    rotary: Rotary | None = None
+    added: Alibi | Buckets | None = None
+    why: str = ""
+
+
+def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
+    """The positions of every attention block of a checkpoint, by prefix.
+
+    `source`: a file, next to which lies the model's config.json.
+
+    Raises:
+      CheckpointError: the file cannot be read.
+    """
+    with checkpoint.open(source) as file:
+        blocks = attention_blocks.find(attention_blocks.shapes(file))
+        configured = described.of(file, blocks).heads
+        content = hf_config.readable(file.path)
+        return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
+
+
+def _of_block(
+    block: Block, content: Any, configured: Configured | None, file: checkpoint.Checkpoint
+) -> Positions:
+    count = configured.part_of(block.prefix) if configured else None
+    own, model_type = behaviours.part(content, count.way[:-1] if count else ())
+    if not model_type or model_type not in architectures.KNOWN:
+        return Positions("unknown", why=f"model_type {model_type or '(none)'} is not known here")
+    parts = architectures.parts(model_type)
+    heads = None if count is None else count.heads
+    try:
+        if "relative" in parts:
+            return _relative(block, own, file)
+        if "alibi" in parts or own.get("alibi") is True:
+            if heads is None:
+                raise ValueError("its head count is not known")
+            return Positions("alibi", added=Alibi(rates(heads)))
+        if "rotary" in parts and re.search(_ACROSS, block.prefix):
+            return Positions("none", why="attention across has none")
+        if "rotary" in parts and model_type not in _NOWHERE:
+            return _rotary(block, own, model_type, heads, file)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return Positions("unknown", why=f"{model_type}: {error}")
+    return Positions("none")
+
+
+def _rotary(
+    block: Block,
+    own: Mapping[str, Any],
+    model_type: str,
+    heads: int | None,
+    file: checkpoint.Checkpoint,
+) -> Positions:
+    if model_type in PLANES:
+        raise ValueError("its rotary positions count rows and columns")
+    layer = _layer(block.prefix)
+    if _without(own, layer, model_type):
+        return Positions("none", why=f"layer {layer} has no rotary positions")
+    rows = file.info[block.keys[block.layout.entries[0].key]].shape
+    width = own.get("head_dim") or (max(rows) // heads if heads else None)
+    if own.get("head_dim") is None and heads and isinstance(own.get("hidden_size"), int):
+        width = own["hidden_size"] // heads
+    elif own.get("head_dim") is None and heads and isinstance(own.get("n_embd"), int):
+        width = own["n_embd"] // heads
+    if type(width) is not int:
+        raise ValueError("the width of its heads is not known")
+    rope_ = _rope(own, layer)
+    dims = next((own[k] for k in _DIMS if isinstance(own.get(k), int)), None)
+    share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
+    dims = int(width * share) if dims is None else dims
+    found = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
+    return Positions(
+        "rotary",
+        Rotary(
+            found.values,
+            model_type in INTERLEAVED,
+            found.factor,
+            str(rope_.get("rope_type", "default")),
+            float(rope_["rope_theta"]),
+        ),
+    )
+
+
+def _rope(own: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
+    """The rope parameters of a layer, in the form of any version of transformers."""
+    found = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    kinds = own.get("layer_types")
+    if isinstance(kinds, list) and layer is not None and layer < len(kinds):
+        nested = found.get(kinds[layer], found)
+        found = nested if isinstance(nested, dict) else {}
+    theta = next(
+        (own[k] for k in ("rope_theta", "rotary_emb_base", "default_theta") if own.get(k)), 10000.0
+    )
+    found = {"rope_theta": theta} | {k: v for k, v in found.items() if v is not None}
+    if "original_max_position_embeddings" not in found:
+        before = own.get("original_max_position_embeddings") or own.get("max_position_embeddings")
+        found["original_max_position_embeddings"] = before
+    return found
+
+
+def _without(own: Mapping[str, Any], layer: int | None, model_type: str) -> bool:
+    """True if this layer has no rotary positions."""
+    kinds = own.get("layer_types")
+    if (
+        model_type in LOCAL
+        and isinstance(kinds, list)
+        and layer is not None
+        and own.get("sliding_window")
+    ):
+        return layer < len(kinds) and kinds[layer] == "full_attention"
+    rows = own.get("no_rope_layers")
+    return isinstance(rows, list) and layer is not None and layer < len(rows) and not rows[layer]
+
+
+def _layer(prefix: str) -> int | None:
+    numbers = re.findall(r"(?:^|[./])(\d+)(?=[./]|$)", prefix)
+    return int(numbers[0]) if numbers else None
+
+
+def rates(heads: int) -> tuple[float, ...]:
+    """The rates of ALiBi, by head. Source: Press et al., "Train Short, Test Long" (2022).
+
+    >>> rates(4)
+    (0.25, 0.0625, 0.015625, 0.00390625)
+    """
+    below = 2 ** int(math.log2(heads))
+    found = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
+    between = [2.0 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
+    return tuple(found + between)
+
+
+_T5 = "relative_attention_bias.weight"
+
+
+def _relative(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Positions:
+    """T5's buckets; the first layer of a stack holds the table of all its layers."""
+    if block.layout.name != "t5":
+        raise ValueError("its relative positions have no form here")
+    if block.prefix.endswith("EncDecAttention"):
+        return Positions("none", why="attention across has none")
+    stack = re.match(r"(.*?)block[./]\d+[./]", block.prefix)
+    names = [f"{block.prefix}.{_T5}", *_tables(file.info, stack[1] if stack else "")]
+    name = next((n for n in names if n in file.info), None)
+    if name is None:
+        raise ValueError(f"no tensor {_T5} in its stack")
+    both = "decoder" not in block.prefix.split(".")[0:2]
+    most = own.get("relative_attention_max_distance", 128)
+    return Positions("relative", added=Buckets(to_numpy(file[name]), both, most))
+
+
+def _tables(names: Mapping[str, Any], stack: str) -> Iterator[str]:
+    yield from (n for n in names if n.startswith(f"{stack}block.0.") and n.endswith(_T5))
+
+
+def turned(
+    positions: Positions, query: Array, key: Array
+) -> tuple[jax.Array | Array, jax.Array | Array]:
+    """Projected queries `*B T N H` and keys `*B S K H` with rotary positions 0, 1, 2, ..."""
+    if positions.rotary is None:
+        return query, key
+    T, S = query.shape[-3], key.shape[-3]
+    return positions.rotary(query, np.arange(T)), positions.rotary(key, np.arange(S))

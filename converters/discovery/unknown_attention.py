@@ -1,0 +1,115 @@
+"""Finds tensors that look like attention by their names and form no block of a known layout.
+
+They are carried over as they are, and named: as linear layers they would change their names and
+axes, and a reader could take them for another layout.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from jaxmha.converters.discovery.attention_blocks import Block, natural
+from jaxmha.converters.discovery.notes import listed
+
+_BEFORE = (
+    r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
+)
+_BEFORE += r"position|ca|sa|txt|img|text|vision)_?)*"
+_AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|embed|w|weight|"
+_AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
+_AFTER += r"a_proj_with_mqa|with_mqa))*\d*"
+_LONGEST = 40  # letters of a component; no real one has more, and a long one takes time to match
+# Role -> how a component of a name ends that holds its projection.
+ROLES = {
+    role: re.compile(f"{_BEFORE}{name}{_AFTER}", re.IGNORECASE)
+    for role, name in {
+        "query": r"(?:q|qs|query|queries)",
+        "key": r"(?:k|ks|key|keys)",
+        "value": r"(?:v|vs|value|values)",
+        "key value": r"(?:kv|key_value|keys_values|kv_a|kv_b)",
+        "query key value": (
+            r"(?:qkv|kqv|qkvz?|qkv_same|query_key_value|queries_keys_values|c_attn|in_proj|att_proj)"
+        ),
+        "query key": r"(?:qk|query_key)",
+    }.items()
+}
+# Roles that together are attention; a packed `in_proj` alone is not.
+_TOGETHER = (
+    {"query", "key", "value"},
+    {"query", "key value"},
+    {"key", "value"},
+    {"query key", "value"},
+    {"key value"},
+    {"query key value"},
+)
+_PLACE = re.compile(r"att|mha|transformer|resampler|perceiver|pool|mixer", re.IGNORECASE)
+_MAMBA = re.compile(r"A_log|conv1d|dt_bias|x_proj|dt_proj")
+
+
+def find(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], damaged: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Prefixes of attention of no known layout, and their tensors.
+
+    `found`: the blocks of known layouts; `damaged`: prefixes that are refused.
+
+    >>> shapes = {f"a.{x}_lin9.weight": (6, 6) for x in "qkv"} | {"a.out_lin9.weight": (6, 6)}
+    >>> list(find(shapes, []))
+    ['a']
+    """
+    taken = {name for block in found for name in (*block.keys.values(), *block.unknown)}
+    roles: dict[str, dict[str, str]] = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2 or name in taken:
+            continue
+        path = re.split("[./]", name)
+        for i, part in enumerate(path):
+            if len(part) > _LONGEST:
+                continue
+            role = next((r for r, pattern in ROLES.items() if pattern.fullmatch(part)), None)
+            if role is not None:
+                roles.setdefault(name[: sum(len(p) + 1 for p in path[:i])][:-1], {})[role] = name
+                break
+    prefixes = [
+        prefix
+        for prefix, own in roles.items()
+        if any(needed <= own.keys() for needed in _TOGETHER)
+        and not _within(prefix, damaged)
+        and _is_attention(prefix, own, shapes)
+    ]
+    return {
+        prefix: tuple(name for name in shapes if _under(name, prefix) and name not in taken)
+        for prefix in sorted(prefixes, key=natural)
+        if not any(prefix != other and _under(prefix, other) for other in prefixes)
+    }
+
+
+def _is_attention(prefix: str, own: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
+    if {"key", "value"} <= own.keys() or {"query", "key value"} <= own.keys():
+        return True
+    if own.keys() == {"query key value"} and "in_proj" in own["query key value"]:
+        own = [name for name in shapes if _under(name, prefix)]
+        return bool(_PLACE.search(prefix)) and not any(_MAMBA.search(name) for name in own)
+    return bool(_PLACE.search(prefix)) or {"query key value"} <= own.keys()
+
+
+def _under(name: str, prefix: str) -> bool:
+    return not prefix or name.startswith((f"{prefix}.", f"{prefix}/"))
+
+
+def _within(prefix: str, damaged: Collection[str]) -> bool:
+    return any(
+        prefix == one or _under(prefix, one) or _under(one, prefix) for one in damaged if one
+    )
+
+
+def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """A note on every kind of place with attention of no known layout."""
+    kinds: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for prefix, names in unknown.items():
+        ends = tuple(name[len(prefix) + 1 if prefix else 0 :] for name in names)
+        kinds.setdefault((re.sub(r"\d+", "{i}", prefix), ends), []).append(prefix)
+    for (place, ends), prefixes in kinds.items():
+        yield (
+            f"not converted: attention of no known layout, {len(prefixes)} x {place or '(top)'}, "
+            f"carried over as it is: tensors {listed(ends, 6)}"
+        )

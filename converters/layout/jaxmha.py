@@ -1,0 +1,29 @@
+"""jaxmha's own layout: every leaf of `MHAParams` as it is; metadata of the file holds `Semantics`."""
+
+from dataclasses import fields
+
+from jaxmha import Semantics
+from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.params import CANONICAL
+
+# Leaf -> its group; "" for the leaves that are always there.
+_TOGETHER = {
+    **dict.fromkeys(("query.kernel", "key.kernel", "value.kernel"), ""),
+    **dict.fromkeys(("bias_k", "bias_v"), "bias kv"),
+    **dict.fromkeys(("query_norm", "key_norm"), "norms"),
+}
+
+_ENTRIES = tuple(
+    Entry(leaf.replace(".", "_"), axes, (leaf,), _TOGETHER.get(leaf, leaf))
+    for leaf, axes in CANONICAL.items()
+)
+JAXMHA = Layout(
+    "jaxmha",
+    _ENTRIES,
+    ties={},
+    convention="",
+    holds=frozenset(field.name for field in fields(Semantics)),
+    about="jaxmha's own arrays: query_kernel, query_bias etc. with heads as axes; the metadata of a "
+    "safetensors file holds what the weights do not (scale, soft cap, norms)",
+)
+LAYOUTS = (JAXMHA,)

@@ -1,0 +1,87 @@
+"""Packed arrays, also those with fewer key and value heads than query heads.
+
+The letters of their axes stand for all heads, N + 2 K of them: `M` in the order of the leaves (N of
+the query, K of the key, K of the value), `U` in K groups of N / K query heads, a key and a value.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.base import Entry
+from jaxmha.dims import parse
+
+LETTERS = ("M", "U")
+
+
+def letter(entry: Entry) -> str:
+    """The letter of all heads in an entry; "" if it is packed evenly, or not at all."""
+    return next((a for group in parse(entry.axes) for a in group if a in LETTERS), "")
+
+
+def completed(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes with K from the number of all heads, if an array has them all.
+
+    Raises ValueError if the number of all heads leaves no K heads of keys and of values.
+
+    >>> completed({"N": 6, "M": 10})["K"]
+    2
+    """
+    found = dict(sizes)
+    for name in LETTERS:
+        if name in found and "N" in found:
+            K, odd = divmod(found[name] - found["N"], 2)
+            if odd or K < 1 or found["N"] % K:
+                raise ValueError(
+                    f"{found[name]} heads of query, key and value together do not fit "
+                    f"N={found['N']} query heads: expected N + 2 K, with N a multiple of K"
+                )
+            found["K"] = K
+    return found
+
+
+def letters(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The number of all heads, by letter."""
+    return dict.fromkeys(LETTERS, sizes["N"] + 2 * sizes["K"])
+
+
+def unpack(entry: Entry, array: NDArray, sizes: Mapping[str, int]) -> dict[str, NDArray]:
+    """The leaves in one array, as views where NumPy can make them."""
+    name, N, K = letter(entry), sizes["N"], sizes["K"]
+    inputs = "" if len(parse(entry.axes)) == 1 else "Dq "
+    heads = rearrange(array, f"... {entry.axes} -> ... {inputs}{name} H", **{name: N + 2 * K})
+    if name == "M":
+        parts = np.split(heads, [N, N + K], axis=-2)
+    else:
+        groups = rearrange(heads, "... (K g) H -> ... K g H", K=K)
+        query, key, value = np.split(groups, [N // K, N // K + 1], axis=-2)
+        parts = [rearrange(query, "... K g H -> ... (K g) H"), key[..., 0, :], value[..., 0, :]]
+    return dict(zip(entry.leaves, parts, strict=True))
+
+
+def pack(entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
+    """One array from its leaves."""
+    name = letter(entry)
+    query, key, value = (leaf(one) for one in entry.leaves)
+    K = key.shape[-2]
+    if name == "M":
+        heads = np.concatenate([query, key, value], axis=-2)
+    else:
+        grouped = [rearrange(query, "... (K g) H -> ... K g H", K=K), key[..., None, :]]
+        groups = np.concatenate([*grouped, value[..., None, :]], axis=-2)
+        heads = rearrange(groups, "... K g H -> ... (K g) H")
+    inputs = "" if len(parse(entry.axes)) == 1 else "Dq "
+    found: NDArray = rearrange(heads, f"... {inputs}{name} H -> ... {entry.axes}")
+    return found
+
+
+def shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes that einops cannot infer: letters that share an array axis with other letters."""
+    return {a: sizes[a] for group in parse(axes) if len(group) > 1 for a in group}
+
+
+def pack_axis(entry: Entry) -> str:
+    """The axis along which leaves are packed; `1` if the array is a single leaf."""
+    return next((a for group in parse(entry.axes) for a in group if a in ("qkv", "kv")), "1")

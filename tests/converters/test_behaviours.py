@@ -1,0 +1,136 @@
+"""What config.json tells of a block is carried: scale, soft cap, norms; unknown attention is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha import Semantics, checkpoint
+from jaxmha.converters.discovery import attention_blocks, behaviours, positions
+from jaxmha.converters.layout import transform
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.migrate import pipeline
+from tests.converters.test_every_layout import N, params_of
+
+PREFIX = "layers.0.self_attn"
+QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-5}
+GEMMA2 = {"model_type": "gemma2", "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0}
+GRANITE = {"model_type": "granite", "attention_multiplier": 0.25}
+
+
+def source(folder: Path, layout: str, config: dict[str, Any]) -> Path:
+    """One block with a configuration."""
+    chosen = attention_blocks.named(layout)
+    state = transform.export_params(chosen, params_of(chosen), chosen.semantics, prefix=PREFIX)
+    checkpoint.write(folder / "a.safetensors", state)
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": N} | config))
+    return folder / "a.safetensors"
+
+
+def same(one: Path, other: Path) -> bool:
+    with checkpoint.open(one) as a, checkpoint.open(other) as b:
+        return a.info.keys() == b.info.keys() and all(
+            np.array_equal(a[name], b[name]) for name in a.info
+        )
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "told"),
+    [
+        ("llama-norm", QWEN3, {"qk_norm": "rms", "qk_norm_epsilon": 1e-5}),
+        ("llama", GEMMA2, {"scale": 0.125, "logits_soft_cap": 50.0}),
+        ("llama", GRANITE, {"scale": 0.25}),
+    ],
+)
+def test_the_configuration_tells_semantics_and_the_file_keeps_them(
+    layout: str, config: dict[str, Any], told: dict[str, Any], tmp_path: Path
+) -> None:
+    path, there = source(tmp_path, layout, config), tmp_path / "elsewhere" / "b.safetensors"
+    there.parent.mkdir()
+    pipeline.convert(path, there, to="jaxmha")
+    with checkpoint.open(there) as file:
+        (block,) = behaviours.configured(attention_blocks.find(attention_blocks.shapes(file)), file)
+        params, semantics = block.read(file)
+    assert semantics == Semantics(**told)
+    assert (params.query_norm is not None) == ("qk_norm" in told)
+    pipeline.convert(there, tmp_path / "c.safetensors", to=layout)
+    assert same(path, tmp_path / "c.safetensors")
+
+
+def test_semantics_go_nowhere_else_unsaid(tmp_path: Path) -> None:
+    path = source(tmp_path, "llama", GRANITE)
+    with pytest.raises(ValueError, match=r"cannot hold semantics.scale=0.25.*--fold-scale"):
+        pipeline.convert(path, tmp_path / "b.safetensors", to="flax")
+    there = tmp_path / "b.safetensors"
+    pipeline.convert(path, there, to="jaxmha")
+    with pytest.raises(ValueError, match=r"layout linear-wo cannot hold semantics.scale=0.25"):
+        pipeline.convert(there, tmp_path / "c.safetensors", to="linear-wo")
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "hunyuan_v1_dense"}, {"model_type": "llama"}]
+)
+def test_norms_are_refused_where_nothing_tells_how_they_normalise(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    path = source(tmp_path, "llama-norm", config)
+    with pytest.raises(ValueError, match="no tensor tells how q_norm and k_norm normalise"):
+        pipeline.convert(path, tmp_path / "b.safetensors", to="jaxmha")
+
+
+def test_unreadable_metadata_is_refused(tmp_path: Path) -> None:
+    path = source(tmp_path, "llama", GRANITE)
+    pipeline.convert(path, there := tmp_path / "b.safetensors", to="jaxmha")
+    with checkpoint.open(there) as file:
+        state = {name: np.asarray(file[name]) for name in file.info}
+    wrong = {f"{behaviours.METADATA}.{PREFIX}": '{"scale": "large"}'}
+    checkpoint.write(there, state, metadata=wrong, force=True)
+    with pytest.raises(ValueError, match=rf"{behaviours.METADATA}.{PREFIX} of the metadata"):
+        pipeline.convert(there, tmp_path / "c.safetensors", to="llama")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("q_lin9", "k_lin9", "v_lin9", "out_lin9"),
+        ("in_proj_qkv", "out"),
+        ("query", "key_value", "proj9"),
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    ],
+)
+def test_attention_of_no_known_layout_is_named_and_carried(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    state: dict[str, NDArray] = {
+        f"h.{i}.attn.{name}.weight": rng.normal(size=(12, 12)).astype(np.float32)
+        for i in range(2)
+        for name in names
+    }
+    state["h.0.mlp.fc1.weight"] = rng.normal(size=(7, 12)).astype(np.float32)
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    done = pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="flax")
+    said = [note for note in done.notes if "attention of no known layout, 2 x h.{i}.attn" in note]
+    assert said
+    assert said[0] in pipeline.inspect(tmp_path / "a.safetensors").notes
+    with checkpoint.open(tmp_path / "b.safetensors") as file:
+        for name, array in state.items():
+            if "attn" in name:
+                np.testing.assert_array_equal(file[name], array)
+
+
+def test_positions_are_told_for_every_layer(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+    config = {"model_type": "llama", "rope_parameters": rope, "head_dim": 4}
+    found = positions.positions_of(source(tmp_path, "llama", config))[PREFIX]
+    assert found.scheme == "rotary"
+    assert found.rotary is not None
+    np.testing.assert_allclose(found.rotary.inv_freq, [0.5, 0.05])
+
+
+def test_positions_that_nothing_tells_are_unknown(tmp_path: Path) -> None:
+    found = positions.positions_of(source(tmp_path, "llama", {"model_type": "new_model"}))
+    assert found[PREFIX].scheme == "unknown"
+    assert found[PREFIX].why == "model_type new_model is not known here"

@@ -1,0 +1,189 @@
+"""Records the softmax over keys in a run of a torch model, and inputs and outputs of its layers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+
+class Softmax:
+    """One softmax whose result is multiplied with values.
+
+    Attributes:
+      time: when it ran, among all calls of the run.
+      logits: its input, masks included: `... T S`.
+      module: path of the innermost module that ran it.
+    """
+
+    def __init__(self, time: int, logits: Any, weights: Any, module: str) -> None:
+        self.time, self.logits, self.weights, self.module = time, logits, weights, module
+        self.used = False
+        self.copies: list[Any] = []  # kept, so that no other tensor gets their memory
+
+
+class Call(NamedTuple):
+    """One call of a module."""
+
+    start: int
+    end: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class Run:
+    """The record of one or several runs: softmaxes in order, and calls by path of the module."""
+
+    def __init__(self, model: Any) -> None:
+        # A module without parameters, such as a softmax, is a part of the one that calls it.
+        self.paths = {
+            id(m): name for name, m in model.named_modules() if any(True for _ in m.parameters())
+        }
+        self.time = 0
+        self.stack: list[tuple[str, int]] = []
+        self.softmaxes: list[Softmax] = []
+        self.calls: dict[str, list[Call]] = {}
+        self.pending: dict[int, Softmax] = {}
+        self.inside = False
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+    def enter(self, module: Any, _: Any) -> None:
+        self.stack.append(
+            (self.paths.get(id(module), self.stack[-1][0] if self.stack else ""), self.tick())
+        )
+
+    def leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        path, start = self.stack.pop()
+        if self.paths.get(id(module)) == path:
+            self.calls.setdefault(path, []).append(Call(start, self.tick(), args, kwargs, output))
+
+    def softmax(self, logits: Any, weights: Any) -> None:
+        if logits.ndim < 3 or logits.shape[-1] < 2:
+            return
+        path = self.stack[-1][0] if self.stack else ""
+        found = Softmax(self.tick(), logits.detach(), weights, path)
+        self.softmaxes.append(found)
+        self.pending[weights.untyped_storage().data_ptr()] = found
+
+    def product(self, operands: Any) -> None:
+        for one in operands:
+            if hasattr(one, "untyped_storage"):
+                found = self.pending.get(one.untyped_storage().data_ptr())
+                if found is not None:
+                    found.used = True
+
+
+def _softmax(run: Run, real: Any) -> Any:
+    import torch
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        wide = [x for x in args if torch.is_tensor(x) and x.dtype == torch.float64]
+        if wide and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        outermost, run.inside = not run.inside, True
+        try:
+            out = real(*args, **kwargs)
+        finally:
+            run.inside = not outermost
+        given: Any = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if outermost and dim is not None and dim % given.ndim == given.ndim - 1:
+            run.softmax(given, out)
+        return out
+
+    return patched
+
+
+def _product(run: Run, real: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        for one in args:
+            run.product(one if isinstance(one, list | tuple) else (one,))
+        return real(*args, **kwargs)
+
+    return patched
+
+
+def _copied(run: Run, real: Any) -> Any:
+    """A copy of weights in another dtype, or times a mask, stands for the weights."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        out = real(*args, **kwargs)
+        if run.pending and hasattr(out, "untyped_storage"):
+            for one in args:
+                if hasattr(one, "untyped_storage"):
+                    found = run.pending.get(one.untyped_storage().data_ptr())
+                    if found is not None:
+                        run.pending[out.untyped_storage().data_ptr()] = found
+                        found.copies.append(out)
+        return out
+
+    return patched
+
+
+def _sdpa(run: Run, real: Any) -> Any:
+    import torch
+
+    def patched(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        names = ("dropout_p", "is_causal", "scale", "enable_gqa")
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        groups = query.shape[-3] // key.shape[-3] if key.ndim > 2 else 1
+        keys = key.repeat_interleave(groups, -3) if groups > 1 else key
+        scale = kwargs.get("scale")
+        logits = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if kwargs.get("is_causal"):
+            seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+            logits = logits.masked_fill(~seen, -torch.inf)
+        if attn_mask is not None:
+            logits = (
+                logits.masked_fill(~attn_mask, -torch.inf)
+                if attn_mask.dtype == torch.bool
+                else logits + attn_mask
+            )
+        run.softmax(logits, torch.empty(1))
+        if run.softmaxes:
+            run.softmaxes[-1].used = True
+        return real(query, key, value, attn_mask=attn_mask, **kwargs)
+
+    return patched
+
+
+_COPIES = ("to", "type_as", "type", "float", "double", "__mul__", "mul", "contiguous", "clone")
+
+
+@contextmanager
+def recording(model: Any) -> Iterator[Run]:
+    """Records everything that runs inside."""
+    import torch
+    from torch.nn import functional
+    from torch.nn.modules import module
+
+    run = Run(model)
+    with ExitStack() as stack:
+        for owner, name, wrap in (
+            (functional, "softmax", _softmax),
+            (torch, "softmax", _softmax),
+            (torch.Tensor, "softmax", _softmax),
+            (torch, "matmul", _product),
+            (torch, "bmm", _product),
+            (torch, "einsum", _product),
+            (torch.Tensor, "matmul", _product),
+            (torch.Tensor, "bmm", _product),
+            (torch.Tensor, "__matmul__", _product),
+            *((torch.Tensor, name, _copied) for name in _COPIES),
+            (functional, "scaled_dot_product_attention", _sdpa),
+        ):
+            real = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, wrap(run, real)))
+        for handle in (
+            module.register_module_forward_pre_hook(run.enter),
+            module.register_module_forward_hook(run.leave, with_kwargs=True),
+        ):
+            stack.callback(handle.remove)
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield run
+        run.pending.clear()

@@ -1,0 +1,229 @@
+"""Compares one attention of a model with jaxmha's on the same inputs, step by step.
+
+The mask is read from the logits that the model itself computed. Where the output differs, the logits
+tell why: by rotary positions (a position and itself agree), by a bias that depends on positions
+alone (all batch rows agree), or by anything else.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxmha
+from jaxmha.converters.discovery.positions import turned
+
+KINDS = ("equal", "bias", "rotary", "other")  # from the best to the worst
+TOLERANCE = 1e-5  # of the largest number
+MASKED = -5e3
+
+
+class Outcome(NamedTuple):
+    """`kind`: of `KINDS`; `error`: of the output, relative to its largest number."""
+
+    kind: str
+    error: float
+    why: str = ""
+
+
+def compare(
+    params: Any,
+    semantics: Any,
+    given: list[Any],
+    logits: Any,
+    out: Any,
+    positions: Any = None,
+    chunk: int = 0,
+) -> Outcome:
+    """Compares on the inputs of the three projections; `logits` are `... T S`, `out` the output."""
+    theirs = logits.detach().double().numpy()
+    *_, T, S = theirs.shape
+    N = params.query.kernel.shape[-2]
+    if theirs.size % (N * T * S):
+        return Outcome("other", float("inf"), f"logits {theirs.shape} have no {N} heads")
+    theirs = theirs.reshape(-1, N, T, S)
+    batch = theirs.shape[0]
+    sides = [x.detach().double().numpy() for x in given]
+    best = Outcome(
+        "other", float("inf"), f"inputs {[x.shape for x in sides]}, logits {theirs.shape}"
+    )
+    target = None if out is None else out.detach().double().numpy()
+    several = sides[0].size // sides[0].shape[-1] // (batch * T)
+    if several > 1 and batch * T * several * sides[0].shape[-1] == sides[0].size:
+        sides = [_part(x, several, chunk) for x in sides]
+        target = None if target is None else _part(target, several, chunk)
+    for swapped in (False, True):
+        try:
+            query, key, value = (
+                _rows(x, batch, n, swapped) for x, n in zip(sides, (T, S, S), strict=True)
+            )
+        except ValueError:
+            continue
+        found = _compare(params, semantics, (query, key, value), theirs, target, positions)
+        if KINDS.index(found.kind) < KINDS.index(best.kind) or found.error < best.error:
+            best = found
+        if best.kind == "equal":
+            break
+    return best
+
+
+def _part(x: Any, several: int, chunk: int) -> Any:
+    """The rows of one of several equally long sequences, which follow each other."""
+    flat = x.reshape(-1, x.shape[-1])
+    size = len(flat) // several
+    return flat[chunk * size : (chunk + 1) * size] if chunk < several else flat
+
+
+def _rows(x: Any, batch: int, length: int, turned: bool) -> Any:
+    width = x.shape[-1]
+    if turned:  # T B D
+        if x.ndim != 3 or x.shape[:2] != (length, batch):
+            raise ValueError
+        return x.swapaxes(0, 1)
+    if x.size == length * width and batch > 1:
+        x = np.broadcast_to(x.reshape(1, length, width), (batch, length, width))
+    return x.reshape(batch, length, width)
+
+
+def _compare(
+    params: Any, semantics: Any, given: Any, theirs: Any, out: Any, positions: Any
+) -> Outcome:
+    query, key, value = given
+    valid = theirs > MASKED
+    mine = _scores(params, semantics, query, key, positions)
+    weights = _softmax(np.where(valid, theirs, -np.inf))
+    heads = _project(value, params.value)
+    groups = weights.shape[1] // heads.shape[2]
+    mixed = np.einsum("bnts,bsnh->btnh", weights, np.repeat(heads, groups, 2))
+    result = _combine(params, mixed)
+    rest = _error(result, out, valid.any((1, 3))) if out is not None else 0.0
+    if rest > TOLERANCE:
+        return Outcome("other", rest, "values, output, or a step after the softmax")
+    size = np.abs(np.where(valid, theirs, 0)).max() or 1.0
+    apart = np.where(valid, np.where(valid, theirs, 0) - mine, 0)
+    if np.abs(apart).max() <= TOLERANCE * size:
+        return Outcome("equal", float(np.abs(apart).max() / size))
+    free = _shift(apart, valid)
+    if np.abs(free).max() <= TOLERANCE * size:
+        return Outcome("equal", float(np.abs(free).max() / size))
+    if len(apart) > 1:
+        both = valid & valid[:1]
+        if np.abs(np.where(both, apart - apart[:1], 0)).max() <= TOLERANCE * size:
+            return Outcome("bias", float(np.abs(apart).max() / size), "a bias of positions")
+    if theirs.shape[-1] == theirs.shape[-2]:
+        diagonal = np.einsum("bntt->bnt", apart)
+        if np.abs(diagonal).max() <= TOLERANCE * size:
+            return Outcome("rotary", float(np.abs(apart).max() / size), "rotary positions")
+        own, other = (
+            np.einsum("bntt->bnt", np.where(valid, theirs, np.nan)),
+            np.einsum("bntt->bnt", mine),
+        )
+        ratio = own / other
+        ratio = ratio[np.isfinite(ratio)]
+        if ratio.size and np.abs(ratio / np.median(ratio) - 1).max() < 1e-3:
+            return Outcome(
+                "other", float(np.abs(apart).max() / size), f"logits times {np.median(ratio):.4g}"
+            )
+    return Outcome("other", float(np.abs(apart).max() / size), "logits")
+
+
+def with_jaxmha(
+    params: Any, semantics: Any, given: list[Any], logits: Any, out: Any, positions: Any
+) -> float:
+    """The error of jaxmha's own output on the same inputs, with the same mask and the positions."""
+    N = params.query.kernel.shape[-2]
+    *_, T, S = logits.shape
+    valid = logits.detach().double().numpy().reshape(-1, N, T, S) > MASKED
+    sides = [x.detach().double().numpy() for x in given]
+    target = out.detach().double().numpy()
+    best = float("inf")
+    for swapped in (False, True):
+        try:
+            sizes = (T, S, S)
+            rows = [_rows(x, len(valid), n, swapped) for x, n in zip(sides, sizes, strict=True)]
+        except ValueError:
+            continue
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+            q: Any
+            k: Any
+            q, k, v = jaxmha.project(wide, *rows, semantics=semantics)
+            bias = None
+            if positions is not None:
+                q, k = turned(positions, q, k)
+                bias = None if positions.added is None else positions.added.bias(T, S)[None]
+            heads = jaxmha.dot_product_attention(
+                q,
+                k,
+                v,
+                bias=bias,
+                mask=valid,
+                scale=semantics.scale,
+                logits_soft_cap=semantics.logits_soft_cap,
+                implementation="reference",
+            )
+            mine = np.asarray(jaxmha.combine(wide, heads, semantics=semantics))
+        best = min(best, _error(mine, target, valid.any((1, 3))))
+    return best
+
+
+def _shift(apart: Any, valid: Any) -> Any:
+    """A difference without what is the same for all keys of a query: the softmax ignores it."""
+    first = np.take_along_axis(apart, valid.argmax(-1)[..., None], -1)
+    return np.where(valid, apart - first, 0)
+
+
+def _project(x: Any, projection: Any) -> Any:
+    found = np.einsum("btd,dnh->btnh", x, np.asarray(projection.kernel, np.float64))
+    return found if projection.bias is None else found + np.asarray(projection.bias, np.float64)
+
+
+def _normalised(x: Any, weight: Any, semantics: Any) -> Any:
+    x = x - x.mean(-1, keepdims=True) if semantics.qk_norm == "layer" else x
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + semantics.qk_norm_epsilon) * weight
+
+
+def _scores(params: Any, semantics: Any, query: Any, key: Any, positions: Any) -> Any:
+    q, k = _project(query, params.query), _project(key, params.key)
+    if semantics.qk_norm is not None:
+        q, k = (
+            _normalised(x, weight, semantics)
+            for x, weight in ((q, params.query_norm), (k, params.key_norm))
+        )
+    added = 0.0
+    if positions is not None:
+        with jax.enable_x64(True), jax.disable_jit():
+            q, k = (np.asarray(x) for x in turned(positions, q, k))
+        if positions.added is not None:
+            added = positions.added.bias(q.shape[1], k.shape[1])
+    groups = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if semantics.scale is None else semantics.scale
+    found = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, groups, 2)) * scale
+    cap = semantics.logits_soft_cap
+    return (found if cap is None else cap * np.tanh(found / cap)) + added
+
+
+def _combine(params: Any, mixed: Any) -> Any:
+    if params.out is None:
+        return mixed.reshape(*mixed.shape[:2], -1)
+    found = np.einsum("btnh,nhd->btd", mixed, np.asarray(params.out.kernel, np.float64))
+    return found if params.out.bias is None else found + np.asarray(params.out.bias, np.float64)
+
+
+def _error(mine: Any, theirs: Any, live: Any) -> float:
+    """The largest difference in rows that attend anything, of the layout that fits better."""
+    if mine.size != theirs.size:
+        return float("inf")
+    batch, length, width = mine.shape
+    ways = (
+        theirs.reshape(batch, length, width),
+        theirs.reshape(length, batch, width).swapaxes(0, 1),
+    )
+    best = min(float(np.abs(mine - one)[live].max(initial=0.0)) for one in ways)
+    return best / (float(np.abs(theirs).max()) or 1.0)
+
+
+def _softmax(x: Any) -> Any:
+    top = x.max(-1, keepdims=True)
+    weights = np.exp(x - np.where(np.isfinite(top), top, 0))
+    return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)

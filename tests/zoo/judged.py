@@ -1,0 +1,402 @@
+"""Compares the blocks that jaxmha converts with the modules of a run, and classes the model type."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    behaviours,
+    described,
+    head_count,
+    unknown_attention,
+)
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.positions import Positions, positions_of
+from jaxmha.converters.layout import transform
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.migrate import pipeline
+from tests.zoo import compared
+from tests.zoo.capture import Call, Run, Softmax
+from tests.zoo.overrides import NO_ATTENTION
+
+TARGETS = ("flax", "torch-separate", "torch", "llama", "linear", "linear-wo", "keras-gqa", "jaxmha")
+_FINAL = (
+    "config.json has",
+    "no attention block",
+    "looks like",
+    "unknown key",
+    " is of ",
+)  # for every target
+# Words of notes on what happens after the softmax, and on what happens before it.
+AFTER = (
+    "a gate",
+    "clipped",
+    "factors on the inputs",
+    "another form",
+    "sinks",
+    "another head count",
+)
+BEFORE = (
+    "relative positions", "norms of queries", "a scale of", "a soft cap", "a factor of the logits",
+    "windows", "a mask of its own",
+)  # fmt: skip
+POSITIONS = ("rotary", "ALiBi", "relative")
+# Order of severity: the class of a type is that of its worst block.
+CLASSES = (
+    "silently wrong",
+    "not found",
+    "misleading",
+    "refused",
+    "carried, said",
+    "parts said",
+    "positions said",
+    "right",
+)
+
+
+class Owner(NamedTuple):
+    """The modules that hold the projections of a block; "" where none was found."""
+
+    query: str
+    key: str
+    value: str
+    out: str
+
+
+Rows = Mapping[tuple[int, float, float], str]
+
+
+def owners(block: Block, params: MHAParams, rows: Rows) -> Owner:
+    """The modules of a model in memory that hold the kernels of a block, found by their numbers."""
+    query, key, value = (
+        _held((x := np.asarray(one.kernel)).reshape(x.shape[0], -1).T, rows) for one in params[:3]
+    )
+    if params.out is None:
+        return Owner(query, key, value, "")
+    kernel = np.asarray(params.out.kernel)
+    return Owner(query, key, value, _held(kernel.reshape(-1, kernel.shape[-1]).T, rows))
+
+
+def _held(matrix: NDArray, rows: Rows) -> str:
+    for one in (matrix[0], matrix[:, 0]):
+        if name := rows.get((len(one), float(one[0]), float(one[-1])), ""):
+            return name
+    return ""
+
+
+def rows_of(model: Any) -> dict[tuple[int, float, float], str]:
+    """Length, first and last number of every row and column -> path of the module that holds it."""
+    found: dict[tuple[int, float, float], str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        array = parameter.detach().numpy()
+        if array.ndim < 2 or array.size > 4_000_000:
+            continue
+        flat = array.reshape(array.shape[0], -1)
+        for way in (flat, flat.T):
+            length, path = way.shape[1], name.rpartition(".")[0]
+            for first, last in zip(way[:, 0].tolist(), way[:, -1].tolist(), strict=True):
+                found.setdefault((length, first, last), path)
+    return found
+
+
+def read(
+    folder: Path,
+) -> tuple[list[tuple[Block, MHAParams | None, Semantics | None, str]], dict[str, Any]]:
+    """Every block of a saved model, with its parameters or the refusal; and what `inspect` says."""
+    files = [x for x in folder.iterdir() if x.name.endswith((".safetensors", ".index.json"))]
+    source = next((f for f in files if f.name.endswith(".index.json")), files[0])
+    info = pipeline.inspect(source)
+    blocks: list[tuple[Block, MHAParams | None, Semantics | None, str]] = []
+    with checkpoint.open(source) as file:
+        shapes = attention_blocks.shapes(file)
+        found = behaviours.configured(attention_blocks.find(shapes), file)
+        told = described.of(file, found)
+        tensors = _Lazy(file)
+        for block in found:
+            try:
+                count, _ = head_count.find(block, shapes, None, file.metadata, told.heads)
+                params, semantics = block.read(tensors, count)
+                state = {
+                    block.layout.path(block.prefix, k): to_numpy(tensors[n])
+                    for k, n in block.keys.items()
+                }
+                back = transform.export_params(block.layout, params, semantics, prefix=block.prefix)
+                same = back.keys() == state.keys() and all(
+                    np.array_equal(back[k].view(np.uint8), state[k].view(np.uint8)) for k in state
+                )
+                blocks.append((block, params, semantics, "" if same else "not back bit by bit"))
+            except ValueError as error:
+                blocks.append((block, None, None, str(error)))
+    places = positions_of(source)
+    said: dict[str, Any] = {
+        "places": places,
+        "damaged": list(info.damaged),
+        "notes": list(info.notes),
+    }
+    refused = [b.prefix for b, p, *_ in blocks if p is None]
+    refused += [text.split(" ")[0] for text in info.damaged]
+    apart = unknown_attention.find({n: tuple(s) for n, s in shapes.items()}, found)
+    said["claims"] = list(_claims(source, refused))
+    said["apart"] = list(_claims(source, list(apart)))
+    said["carried"] = list(apart)
+    said |= converted(source, [b.layout.name for b, p, *_ in blocks if p is not None])
+    return blocks, said
+
+
+def _claims(source: Path, prefixes: list[str]) -> Iterator[tuple[int, float, float]]:
+    """Length, first and last number of a row of every matrix under these prefixes."""
+    with checkpoint.open(source) as file:
+        for name, info in file.info.items():
+            if len(info.shape) >= 2 and any(name.startswith(f"{p}.") for p in prefixes if p):
+                row = to_numpy(file[name])[0].reshape(-1)
+                yield len(row), float(row[0]), float(row[-1])
+
+
+class _Lazy(dict[str, Any]):
+    def __init__(self, file: checkpoint.Checkpoint) -> None:
+        super().__init__()
+        self.file = file
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = found = to_numpy(self.file[name])
+        return found
+
+
+def converted(source: Path, layouts: list[str]) -> dict[str, Any]:
+    """Converts the whole file to the first layout that holds it, and back: bit by bit the same."""
+    why: list[str] = []
+    ways = [(to, fold) for fold in (False, True) for to in (TARGETS if layouts else TARGETS[:1])]
+    for to, fold in ways:
+        there, back = source.parent / "there.safetensors", source.parent / "back.safetensors"
+        if fold and not any("scale" in one for one in why):
+            continue
+        try:
+            done = pipeline.convert(source, there, to=to, force=True, fold_scale=fold, digest=None)
+        except ValueError as error:
+            why.append(f"{to}: {error}".replace(f"{source.parent}/", ""))
+            if any(sign in str(error) for sign in _FINAL):
+                break
+            continue
+        found: dict[str, Any] = {"to": to, "notes_converted": list(done.notes), "back": ""}
+        if len(set(layouts)) == 1:
+            try:
+                pipeline.convert(
+                    there, back, to=layouts[0], force=True, fold_scale=fold, digest=None
+                )
+                found["back"] = _same(source, back)
+            except ValueError as error:
+                found["back"] = f"refused: {error}"
+        return found
+    return {"to": "", "refused": why}
+
+
+def _same(one: Path, other: Path) -> str:
+    with checkpoint.open(one) as a, checkpoint.open(other) as b:
+        if a.info.keys() != b.info.keys():
+            return f"names differ: {sorted(a.info.keys() ^ b.info.keys())[:4]}"
+        for name in a.info:
+            x, y = to_numpy(a[name]), to_numpy(b[name])
+            if x.shape != y.shape or x.tobytes() != y.tobytes():
+                return f"{name} differs"
+    return "same"
+
+
+def judge(
+    run: Run, blocks: Any, owned: list[Owner | None], said: dict[str, Any], held: Rows, whole: bool
+) -> dict[str, Any]:
+    """The class of a model, and of every block and softmax."""
+    notes = " ".join(
+        n
+        for n in (*said["notes"], *said.get("notes_converted", ()))
+        if n.startswith("not converted")
+    )
+    rows: list[dict[str, Any]] = []
+    places = said.pop("places")
+    matched: set[int] = set()
+    seen: dict[int, list[compared.Outcome]] = {}
+    used = [s for s in run.softmaxes if s.used]
+    chunk, last, module = 0, None, ""
+    computed: set[Any] = set()  # kinds of blocks that jaxmha has computed: one of each suffices
+    for before, softmax in zip([None, *used], used, strict=False):
+        best = _block_of(softmax, 0 if before is None else before.time, run, owned)
+        chunk = chunk + 1 if best is None and last is not None and softmax.module == module else 0
+        best = last if chunk else best  # a sequence of several parts, one after the other
+        last, module = best, softmax.module
+        if best is not None:
+            matched.add(id(softmax))
+            block, params, semantics, _ = blocks[best]
+            new = (block.layout.name, softmax.logits.shape) not in computed
+            computed.add((block.layout.name, softmax.logits.shape))
+            seen.setdefault(best, []).append(
+                _outcome(
+                    run,
+                    owned[best],
+                    softmax,
+                    params,
+                    semantics,
+                    places.get(block.prefix),
+                    chunk,
+                    whole and new and not chunk,
+                )
+            )
+    for i, (block, params, _, why) in enumerate(blocks):
+        outcomes = seen.get(i, [])
+        row = {"prefix": block.prefix, "layout": block.layout.name, "ran": len(outcomes)}
+        if params is None:
+            row |= {"class": "refused", "why": why}
+        elif why:
+            row |= {"class": "silently wrong", "why": why}
+        elif not outcomes:
+            row |= {"class": "not run"}
+        else:
+            worst = max(outcomes, key=lambda o: compared.KINDS.index(o.kind))
+            scheme = _scheme(places.get(block.prefix))
+            row |= {"class": _class(worst.kind, notes, scheme, worst.why), "kind": worst.kind, "error": worst.error, "why": worst.why,
+                    "scheme": scheme}  # fmt: skip
+        rows.append(row)
+    missed = sorted({s.module for s in used if id(s) not in matched})
+    missed = [m for m in missed if not re.search(NO_ATTENTION, m)]
+    claimed = {held[row] for row in said.pop("claims") if row in held}
+    apart = {held[row] for row in said.pop("apart") if row in held}
+    carried = [m for m in missed if _touches(m, apart)]
+    lost = [m for m in missed if not _touches(m, claimed) and m not in carried]
+    classes = {r["class"] for r in rows} - {"not run"}
+    if lost:
+        classes.add("not found")
+    if carried:
+        classes.add("carried, said" if "attention of no known layout" in notes else "not found")
+    if any("looks like layout" in one for one in said["damaged"]):  # and nothing is damaged
+        classes.add("misleading")
+    elif said["damaged"]:
+        classes.add("refused")
+    if not said["to"] and classes & {"right", "positions said", "parts said", "silently wrong"}:
+        classes = classes - {"right", "positions said", "parts said", "silently wrong"} | {
+            "refused"
+        }
+    elif "silently wrong" in classes and not said["to"]:
+        classes = classes - {"silently wrong"} | {"refused"}
+    label = next((c for c in CLASSES if c in classes), "no attention" if not rows else "not run")
+    return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
+            "unmatched": len(missed), **said}  # fmt: skip
+
+
+def _scheme(places: Positions | None) -> str:
+    return "" if places is None else f"{places.scheme} {places.why}".strip()
+
+
+def _touches(module: str, others: set[str]) -> bool:
+    return any(
+        o == module or o.startswith(f"{module}.") or module.startswith(f"{o}.") for o in others if o
+    )
+
+
+def _class(kind: str, notes: str, scheme: str, why: str) -> str:
+    if kind == "equal":
+        return "right"
+    if kind in ("rotary", "bias"):
+        if not scheme.startswith("unknown"):  # told, and told wrong
+            return "silently wrong"
+        return "positions said" if any(word in notes for word in POSITIONS) else "silently wrong"
+    words = AFTER if why.startswith("values") else (*AFTER, *BEFORE)
+    said = any(word in notes for word in words) and "positions_of" not in why
+    return "parts said" if said else "silently wrong"
+
+
+def _block_of(softmax: Softmax, since: int, run: Run, owned: list[Owner | None]) -> int | None:
+    """The block whose query was projected last before a softmax, and after the softmax before."""
+    best, when = None, since
+    for i, own in enumerate(owned):
+        if own is None or not own.query:
+            continue
+        call = _call(run, own.query, softmax.time)
+        if call is not None and call.end > when and call.start < softmax.time:
+            best, when = i, call.end
+    if best is not None:
+        return best
+    for i, own in enumerate(owned):  # a module that projects by itself, and is still running
+        if own is not None and own.query and softmax.module == own.query:
+            return i
+    return None
+
+
+def _call(run: Run, path: str, before: int) -> Call | None:
+    calls = [c for c in run.calls.get(path, ()) if c.start < before]
+    return calls[-1] if calls else None
+
+
+def _outcome(
+    run: Run,
+    own: Owner | None,
+    softmax: Softmax,
+    params: Any,
+    semantics: Any,
+    places: Positions | None,
+    chunk: int,
+    whole_too: bool,
+) -> compared.Outcome:
+    assert own is not None
+    inputs = []
+    for path in own[:3]:
+        call = _call(run, path, softmax.time)
+        if call is None:
+            return compared.Outcome("other", float("inf"), f"no input of {path}")
+        inputs.append(call)
+    whole = inputs[0].end > softmax.time
+    given = _given(inputs, whole)
+    path = own.out
+    after = [
+        c
+        for c in run.calls.get(path, ())
+        if c.end > softmax.time and (whole or c.start > softmax.time)
+    ]
+    parent = path
+    while path and not after and parent:
+        parent = parent.rpartition(".")[0]
+        after = [c for c in run.calls.get(parent, ()) if c.start < softmax.time < c.end]
+    out = after[0].output if after else None
+    while isinstance(out, list | tuple):
+        out = out[0]
+    found = compared.compare(params, semantics, given, softmax.logits, out, places, chunk)
+    if (
+        found.kind != "equal"
+        and places is not None
+        and places.scheme in ("rotary", "alibi", "relative")
+    ):
+        plain = compared.compare(params, semantics, given, softmax.logits, out, None, chunk)
+        if plain.kind == "equal":
+            return plain._replace(
+                kind="other", why="positions_of tells positions that are not there"
+            )
+        if plain.kind != "other":
+            return plain._replace(why=f"{plain.why}; not as positions_of has them")
+    if found.kind == "equal" and whole_too and out is not None:
+        error = compared.with_jaxmha(params, semantics, given, softmax.logits, out, places)
+        if compared.TOLERANCE < error < float("inf"):
+            return compared.Outcome("other", error, "jaxmha's own output")
+    return found
+
+
+def _given(calls: list[Call], whole: bool) -> list[Any]:
+    """Inputs of query, key and value projections; of one module that has them all, its arguments."""
+    if not whole:
+        return [_first(c.args, c.kwargs) for c in calls]
+    args, kwargs = calls[0].args, calls[0].kwargs
+    names = ("query", "key", "value")
+    found: list[Any] = [
+        kwargs.get(n, args[i] if i < len(args) else None) for i, n in enumerate(names)
+    ]
+    first = found[0] if found[0] is not None else _first(args, kwargs)
+    tensor = [
+        x if hasattr(x, "is_floating_point") and x.is_floating_point() and x.ndim > 1 else first
+        for x in found
+    ]
+    return tensor
+
+
+def _first(args: Any, kwargs: Any) -> Any:
+    return next(x for x in (*args, *kwargs.values()) if hasattr(x, "shape"))

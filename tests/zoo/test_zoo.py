@@ -1,0 +1,50 @@
+"""Every model type of transformers: what is converted is what the model computes."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from jaxmha.converters.discovery.model_types import MODEL_TYPES
+from tests.zoo import one, pool
+
+# From the best class to the worst that may be; a type may become better.
+ALLOWED = (
+    "right", "no attention", "positions said", "parts said", "carried, said", "refused", "not run",
+    "cannot be built",
+)  # fmt: skip
+EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").read_text())
+GROUPS = 6
+
+
+def a_tenth() -> list[str]:
+    """A tenth of the types of every family; another tenth in every run."""
+    drawn = random.Random(os.environ.get("JAXMHA_PROPERTY_SEED", "0"))
+    built = {t for t, label in EXPECTED.items() if label != "cannot be built"}
+    families = [sorted(built & set(types.split())) for types in MODEL_TYPES.values()]
+    families.append(sorted(built - {t for family in families for t in family}))
+    return sorted({t for family in families for t in drawn.sample(family, -(-len(family) // 20))})
+
+
+def judge(model_type: str, label: str) -> None:
+    assert label in ALLOWED, model_type
+    assert ALLOWED.index(label) <= ALLOWED.index(EXPECTED[model_type]), model_type
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.filterwarnings("default")
+def test_a_tenth_is_as_the_whole_was(group: int) -> None:
+    for model_type in a_tenth()[group::GROUPS]:
+        judge(model_type, one.check(model_type, whole=False)["class"])
+
+
+@pytest.mark.slow
+def test_every_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "RESULTS", tmp_path / "zoo.json")
+    found = pool.results(pool.types(), 2, {})
+    print(pool.summary(found))
+    assert sorted(found) == sorted(EXPECTED)
+    for model_type, result in found.items():
+        judge(model_type, result["class"])
