@@ -8,7 +8,7 @@ RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN
 # Tests start many processes, which import large frameworks: thrice as fast from bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train report docs test newest oldest suite test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train report docs test newest oldest suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -26,8 +26,14 @@ docs: $(VENV)/installed  ## the site, in build/docs
 test: weights  ## linters, types, the test suite, and the built wheel on its own
 	$(MAKE) --jobs=2 --no-print-directory suite lint wheel
 
-suite: weights
+suite: weights native
 	$(RUN) python -m pytest -q -n 2 --dist worksteal
+
+native: $(VENV)/installed  ## the native CPU kernels, where a C++ compiler is
+	$(RUN) python native/build_library.py --optional
+
+native-sanitized: $(VENV)/installed  ## the conformance suite with ASan and UBSan in the kernels
+	$(RUN) native/sanitized
 
 newest oldest: $(VENV)/installed  ## core tests on the newest JAX and Flax, and on the oldest allowed
 	.ci/versions $@
@@ -38,7 +44,7 @@ bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 min
 bench-full: $(VENV)/installed  ## every shape
 	$(RUN) python -m experiments.benchmarks --full --write
 
-test-slow: weights  ## every test, compiled as users do, with more examples and other backends
+test-slow: weights native  ## every test, compiled as users do, with more examples and other backends
 	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 soak: $(VENV)/installed  ## fuzz every reader of checkpoints for 10 minutes each

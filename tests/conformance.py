@@ -16,14 +16,17 @@ import pytest
 
 import jaxmha
 from jaxmha import dropout
-from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS
+from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS, UnsupportedError
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.native import library
 from jaxmha.implementations.tiled.tuning import TUNING
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
-# Fused kernels take a part of the cases: tests/test_kernels.py.
-PLAIN = [name for name in IMPLEMENTATIONS if name not in (*KERNELS, *CONTEXT)]
+# Fused kernels take a part of the cases: tests/test_kernels.py. The native kernels are tested where
+# their library is built.
+ABSENT = () if library.unavailable() is None else ("native",)
+PLAIN = [name for name in IMPLEMENTATIONS if name not in (*KERNELS, *CONTEXT, *ABSENT)]
 DIFFERENTIABLE = ("query", "key", "value", "bias")
 
 
@@ -58,12 +61,25 @@ def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, A
 
 # What an implementation declines: its name, and why.
 WITHOUT_WEIGHTS: dict[str, str] = dict.fromkeys(
-    ("blocked", "cudnn", "tokamax", "splash"), "weights are never materialised"
+    ("blocked", "native", "cudnn", "tokamax", "splash"), "weights are never materialised"
 )
+
+
+def declines(case: Case, implementation: str, dtype: str) -> bool:
+    """Whether an implementation has to refuse a case, with the reason; asserts that it does."""
+    reasons = []
+    if implementation == "native":
+        reasons = ["got float64"] * (dtype == "float64") + ["no dropout"] * bool(case.dropout_rate)
+    if reasons:
+        with pytest.raises(UnsupportedError, match=reasons[0]):
+            call(case, implementation)(cases.arrays(case, dtype))
+    return bool(reasons)
 
 
 def values(case: Case, implementation: str, dtype: str, *, jit: bool) -> None:
     """Output, weights before and after dropout, and lse are those of the specification."""
+    if declines(case, implementation, dtype):
+        return
     arrays = cases.arrays(case, dtype)
     want = expected(case, arrays)
     if implementation in WITHOUT_WEIGHTS:
@@ -137,6 +153,8 @@ def split(arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def gradients(case: Case, implementation: str, dtype: str, entries: int | None = None) -> None:
     """Gradients of the functional are the gradients of the specification."""
+    if declines(case, implementation, dtype):
+        return
     arrays = cases.arrays(case, dtype)
     found = jax.jit(jax.grad(scalar(case, implementation, dtype)))(*split(arrays))
     for name, grads in finite_differences(case, dtype, entries).items():
@@ -268,6 +286,8 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
 
 def inputs_unchanged(case: Case, implementation: str) -> None:
     """A call leaves its arguments as they were."""
+    if declines(case, implementation, "float32"):
+        return
     arrays = cases.arrays(case, "float32")
     before = jax.tree.map(np.copy, arrays)
     shown = implementation not in WITHOUT_WEIGHTS

@@ -54,10 +54,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How to draw the same examples again, and the kernels that this machine cannot run."""
     terminalreporter.write_line(f"JAXMHA_PROPERTY_SEED={os.environ['JAXMHA_PROPERTY_SEED']}")
     from jaxmha.implementations import KERNELS
+    from jaxmha.implementations.native import library
 
     device = jax.devices()[0]
     here = {"gpu": "cuda"}.get(device.platform, device.platform)
     absent = [f"{name} (needs {needed})" for name, needed in KERNELS.items() if needed != here]
+    native = library.unavailable()
+    if native is not None:
+        terminalreporter.write_line(f"the native CPU kernels are not tested: {native}")
     terminalreporter.write_line(
         f"{len(absent)} kernels are not run on {device.platform} themselves: {', '.join(absent)}"
     )

@@ -142,6 +142,8 @@ def test_gradients_of_case(implementation: str, name: str) -> None:
 @pytest.mark.usefixtures("x64")
 def test_gradients_by_jax(implementation: str, policy: str) -> None:
     case = replace(SMALL, bias_excludes=False, fully_masked=policy)
+    if conformance.declines(case, implementation, "float64"):
+        return
     inside, others = conformance.split(cases.arrays(case, "float64"))
     of = conformance.scalar(case, implementation)
     # A custom VJP has no forward mode.

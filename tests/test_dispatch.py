@@ -16,7 +16,7 @@ from jaxmha import Mask, implementations
 from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
 from jaxmha.implementations.fused import cudnn
-from tests import cudnn_contract
+from tests import conformance, cudnn_contract
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
 WINDOW = Mask.window(3, None)
@@ -46,9 +46,15 @@ def test_gpus_run_cudnn_in_half_precision(device: str) -> None:
     assert chosen(platform=device, like=struct(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
 
 
-@pytest.mark.parametrize("device", ["cpu", "tpu", "rocm", "t4"])
+@pytest.mark.parametrize("device", ["tpu", "rocm", "t4"])
 def test_others_run_plain_xla(device: str) -> None:
     assert chosen(platform=device) == "blocked"
+
+
+def test_cpus_run_the_native_kernels_where_they_are_built() -> None:
+    built = not conformance.ABSENT and implementations.NATIVE_FIRST
+    assert chosen(platform="cpu") == ("native" if built else "blocked")
+    assert chosen(platform="cpu", implementation=["blocked", "native"]) == "blocked"
 
 
 @pytest.mark.parametrize(

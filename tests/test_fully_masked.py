@@ -39,7 +39,8 @@ POLICIES: tuple[FullyMasked, ...] = ("zero", "nan", "mean")
 
 def supported(implementation: str, policy: FullyMasked, asked: Asked) -> bool:
     """What an implementation declines, the reference does."""
-    declined = asked.weights or (policy == "mean" and asked.dropout > 0)
+    never = policy == "mean" or implementation == "native"
+    declined = asked.weights or (never and asked.dropout > 0)
     return not (implementation in conformance.WITHOUT_WEIGHTS and declined)
 
 
@@ -86,9 +87,11 @@ def test_policies(implementation: str, dtype: str) -> None:
         return one(arrays), jax.tree.map(lambda x: x[0], batched), grads
 
     with jax.enable_x64(dtype == "float64"):
+        if conformance.declines(CASE, implementation, dtype):
+            return
         arrays = cases.arrays(CASE, dtype)
         calls = [(p, a) for p in POLICIES for a in ASKED if supported(implementation, p, a)]
-        assert len(calls) >= 5
+        assert len(calls) >= (3 if implementation == "native" else 5)
         answers = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
         for call, (jitted, batched, grads) in zip(calls, answers, strict=True):
             check(jitted, arrays, *call)

@@ -46,6 +46,8 @@ def gradient_of_scale(case: Case, dtype: str) -> float:
 
 def check(case: Case, implementation: str, dtype: str) -> None:
     """Output, lse and every gradient of one compiled program."""
+    if conformance.declines(replace(case, scale=None), implementation, dtype):
+        return
     case, wide = replace(case, scale=None), "float64" if dtype == "float64" else "float32"
     arrays = cases.arrays(case, dtype)
     inside, others = conformance.split(arrays)

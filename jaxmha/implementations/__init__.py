@@ -18,6 +18,7 @@ from jaxmha.implementations import platforms, probe, reference, shard_map, small
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
+from jaxmha.implementations.native import attention as native
 from jaxmha.implementations.tiled import attention as blocked
 from jaxmha.mask import Mask
 
@@ -38,6 +39,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
     "blocked": blocked,
     "few_queries": small_query,
+    "native": native,
     "cudnn": cudnn,
     "tokamax": tokamax,
     "splash": splash,
@@ -50,11 +52,13 @@ OF_JAX: dict[str, str] = {"xla": "reference"}
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Implementations outside plain XLA, and the platform that JAX must lower them for.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
+# True: the native kernels are the first choice on CPU; False: they run only by name.
+NATIVE_FIRST = False
 # Order of preference by platform; "" is every other platform. splash has a good reputation but was
 # never measured here: it runs only by name.
 ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "tokamax", "blocked", "reference"),
-    "cpu": ("few_queries", "blocked", "reference"),
+    "cpu": (*("native",) * NATIVE_FIRST, "few_queries", "blocked", "reference"),
     "": ("blocked", "reference"),
 }
 # The order for biases and dense masks: tokamax streams them, cuDNN needs them materialised (timings

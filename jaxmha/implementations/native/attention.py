@@ -1,0 +1,125 @@
+"""Attention by the native kernels: online softmax over blocks of keys, forward and backward.
+
+Logits, sums and statistics are float32. The backward pass computes weights again from row max and
+row sum, by products that round as those of the forward pass.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+
+from jaxmha import sharding
+from jaxmha.implementations import fully_masked, platforms, shard_map
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.native import library, operands, primitives
+from jaxmha.implementations.native.operands import Problem, Residuals, Settings, absent
+from jaxmha.implementations.tiled import block_mask
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def supports(request: Request) -> str | None:
+    """None, or why not."""
+    platform = platforms.current()
+    if platform.name != "cpu":
+        return f"it runs on CPU, not on {platform.device}"
+    if jax.process_count() > 1:
+        return "the processes of one program may not all have it"
+    if jax.device_count() > 1 and not _on_one_device():
+        return "XLA may cut the call over devices: name their axes with jaxmha.sharding.use"
+    return library.unavailable() or _declined(request)
+
+
+def _on_one_device() -> bool:
+    """True if each device runs its own part, so that XLA has no arrays to gather for the kernels."""
+    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    return manual or sharding.current() is not None
+
+
+def _declined(request: Request) -> str | None:
+    semantics, dtype = request.semantics, request.query.dtype
+    shapes = (*request.query.shape, *request.key.shape, *request.value.shape)
+    if not all(isinstance(size, int) for size in shapes):
+        return "sizes must be known"
+    if dtype.name not in DTYPES:
+        return f"it takes {', '.join(DTYPES)}, got {dtype.name}"
+    if request.return_weights:
+        return "weights are never materialised: return_weights must be False"
+    if request.drops:
+        return "it has no dropout"
+    if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
+        return "softmax is in float32: softmax_dtype must be None"
+    ids = request.mask.query_segments
+    if ids is not None and ids.dtype != np.int32:
+        return f"segment ids must fit int32, got {ids.dtype}"
+    return None
+
+
+def attend(request: Request) -> Result:
+    """Computes the request; sums are float32."""
+    query, key, value = request[:3]
+    semantics = request.semantics
+    (B, T, N, H), (_, S, _, h) = query.shape, value.shape
+    reads_lse = request.return_lse or semantics.fully_masked != "zero"
+    out: jax.Array
+    lse: jax.Array | None
+    if 0 in (B, N, T, S, h):
+        out, lse = jnp.zeros((B, T, N, h), query.dtype), jnp.full((B, N, T), -jnp.inf, np.float32)
+    else:
+        conditions = block_mask.from_mask(request.mask, T, S)
+        settings = Settings(
+            H**-0.5 if semantics.scale is None else semantics.scale,
+            semantics.logits_soft_cap,
+            *operands.bounds(conditions),
+            np.dtype(query.dtype),
+        )
+        bias = None if request.bias is None else request.bias.astype(np.float32)
+        problem = operands.problem(query, key, value, bias, conditions)
+        out, lse = core(settings, reads_lse, *shard_map.alike(tuple(problem)))
+    if semantics.fully_masked != "zero":
+        assert lse is not None
+        out = fully_masked.apply(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
+    return Result(out, None, lse)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array, Any]:
+    """Output `B T N h` and lse `B N T` (None unless it is read), -inf on fully masked rows."""
+    out, *row = primitives.attend(settings, Problem(*problem))
+    return out, _lse(settings, Problem(*problem), *row) if reads_lse else None
+
+
+def _lse(settings: Settings, problem: Problem, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+    return row_max * operands.unit(settings, problem) + jnp.log(row_sum)
+
+
+def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
+    # The gradient reads the output too, and rounding it would move every gradient of its row.
+    wide = settings._replace(out=np.dtype(np.float32), gradient=True)
+    out, *row = primitives.attend(wide, Problem(*problem))
+    out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
+    row = [checkpoint_name(x, "attention_lse") for x in row]  # type: ignore[no-untyped-call]
+    found = out.astype(settings.out), _lse(settings, Problem(*problem), *row) if reads_lse else None
+    return found, (problem, out, row)
+
+
+def _backward(settings: Settings, reads_lse: bool, saved: Any, cotangents: Any) -> Any:
+    arrays, out, row = saved
+    d_out, d_lse = cotangents
+    problem = Problem(*arrays)
+    row_max, row_sum = row
+    d_lse = d_lse if reads_lse else absent(np.float32)
+    residuals = Residuals(row_max, row_sum, d_out, d_lse)
+    *heads, delta = primitives.attend_backward(settings, problem, residuals, out)
+    d_bias = None
+    if problem.bias.size:
+        d_bias = primitives.bias_gradient(settings, problem, residuals, delta)
+    return *heads, d_bias, *[None] * (len(arrays) - 4)
+
+
+core.defvjp(_forward, _backward)

@@ -1,0 +1,108 @@
+"""The library of `jaxmha-cpu`: found, checked, loaded, and only then registered with XLA.
+
+A library that was compiled with newer headers than those of jaxlib would not fail when it is
+called: XLA would fail to start the CPU backend. So everything is checked before registration.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+# The environment variable that switches the implementation off (0), or narrows it to AVX2 (avx2).
+SWITCH = "JAXMHA_NATIVE"
+# Of the handlers: their operands, results and attributes. The same as in native/build_library.py.
+INTERFACE = 1
+HANDLERS: dict[str, str] = {
+    "attend": "jaxmha_cpu_attend",
+    "attend_backward": "jaxmha_cpu_attend_backward",
+    "bias_gradient": "jaxmha_cpu_bias_gradient",
+}
+UPGRADE = "pip install --upgrade jaxmha-cpu"
+
+
+def unavailable() -> str | None:
+    """The reason why the library cannot be used in this process, or None; it is registered then."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 switches it off"
+    try:
+        found = find_spec("jaxmha_cpu")
+    except ValueError:  # a module without a spec, as __main__
+        found = None
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    if not folders:
+        return "jaxmha-cpu is not installed: pip install 'jaxmha[cpu]'"
+    return _registered(Path(folders[0]))
+
+
+@cache
+def _registered(folder: Path) -> str | None:
+    file = folder / "libjaxmha_cpu.so"
+    reason = _damaged(file)
+    if reason:
+        return reason
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        return f"jaxmha-cpu cannot be loaded: {str(error).splitlines()[0]}"
+    reason = _mismatch(library)
+    if reason:
+        return reason
+    for name in HANDLERS.values():
+        capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return None
+
+
+def _damaged(file: Path) -> str | None:
+    """Compares the library with the digest that its build wrote: loading half of a file may end
+    the process."""
+    try:
+        expected = file.with_suffix(".sha256").read_text().strip()
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"jaxmha-cpu lacks its library: {error.strerror} ({error.filename})"
+    if digest != expected:
+        return f"jaxmha-cpu is damaged, its library has another digest: {UPGRADE}"
+    return None
+
+
+def _mismatch(library: ctypes.CDLL) -> str | None:
+    names = ("interface", "ffi_major", "ffi_minor", "isa")
+    try:
+        calls = {name: getattr(library, f"jaxmha_cpu_{name}") for name in names}
+        for name in HANDLERS.values():
+            getattr(library, name)
+    except AttributeError as error:
+        return f"jaxmha-cpu is of another version ({error}): {UPGRADE}"
+    calls["isa"].restype = ctypes.c_char_p
+    interface = calls["interface"]()
+    if interface != INTERFACE:
+        return f"jaxmha-cpu has interface {interface}, and jaxmha needs {INTERFACE}: {UPGRADE}"
+    given, held = (calls["ffi_major"](), calls["ffi_minor"]()), ffi_version()
+    if held is None:
+        return "jaxlib does not say which FFI version it has"
+    if given[0] != held[0] or given[1] > held[1]:
+        return (
+            f"jaxmha-cpu is compiled for FFI version {given[0]}.{given[1]} of XLA, and jaxlib has "
+            f"{held[0]}.{held[1]}: {UPGRADE} jaxlib"
+        )
+    return None if calls["isa"]() else "this CPU has no AVX2 with FMA and F16C"
+
+
+def ffi_version() -> tuple[int, int] | None:
+    """The FFI version of jaxlib, as its own header has it; None: it has none."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if found[0] is None or found[1] is None:
+        return None
+    return int(found[0][1]), int(found[1][1])

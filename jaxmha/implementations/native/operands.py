@@ -1,0 +1,137 @@
+"""The operands of the native kernels, and what their shapes have in common."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations.tiled.block_mask import Conditions
+from jaxmha.matmul import split_scale
+
+# Beyond any position; the kernels take such a bound for none.
+FAR = 2**40
+
+
+class Settings(NamedTuple):
+    """The static config of a kernel.
+
+    Attributes:
+      scale: of the logits. soft_cap: None: none.
+      below, above: `i - below <= j <= i + above`; FAR: no bound.
+      out: dtype of the output.
+      gradient: whether one reads the row statistics of the forward pass.
+    """
+
+    scale: float
+    soft_cap: float | None
+    below: int
+    above: int
+    out: np.dtype[Any]
+    gradient: bool = False
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that all FFI calls have."""
+        return {
+            "scale": np.float32(split_scale(self.scale)[0]),
+            "rest": np.float32(split_scale(self.scale)[1]),
+            "soft_cap": np.float32(self.soft_cap or 0.0),
+            "below": np.int64(self.below),
+            "above": np.int64(self.above),
+        }
+
+
+class Problem(NamedTuple):
+    """Operands of every kernel; an array without elements stands for an absent one.
+
+    Every operand has the same batch axes in front, each of its full size or 1, so that vmap adds
+    one more: the axes that have a meaning are counted from the last.
+
+    Attributes:
+      query: `B T N H`. key: `B S K H`. value: `B S K h`.
+      bias: `b n t s`, float32. allowed: `b n t s`, the dense mask.
+      rows: `b T`. keys: `b S`. query_ids: `b T`. key_ids: `b S`.
+      offset: `b`, causal offsets: `j <= i + offset`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array
+    allowed: jax.Array
+    rows: jax.Array
+    keys: jax.Array
+    query_ids: jax.Array
+    key_ids: jax.Array
+    offset: jax.Array
+
+
+class Residuals(NamedTuple):
+    """Arrays that the gradients read besides the problem, with the same batch axes.
+
+    Attributes:
+      row_max, row_sum: `B N T`, of the logits (divided by `unit`) and of the exponentials below.
+      d_out: `B T N h`. d_lse: `B N T` or absent.
+    """
+
+    row_max: jax.Array
+    row_sum: jax.Array
+    d_out: jax.Array
+    d_lse: jax.Array
+
+
+# How many axes the fields have after the batch axes, in their order.
+AXES: tuple[int, ...] = (3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
+AXES_OF_RESIDUALS: tuple[int, ...] = (2, 2, 3, 2)
+
+
+def absent(dtype: Any) -> jax.Array:
+    """Stands for an operand that there is not."""
+    return jnp.zeros((0,), dtype)
+
+
+def unit(settings: Settings, problem: Problem) -> float:
+    """The factor that the row max lacks; soft caps and biases are applied to whole logits."""
+    whole = settings.soft_cap is not None or problem.bias.size
+    return 1.0 if whole else split_scale(settings.scale)[1]
+
+
+def given(x: Any) -> Any:
+    """The operand, or None if it is absent."""
+    return x if x.size else None
+
+
+def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions) -> Problem:
+    """Operands of a request without empty axes; its window and static offset are in `Settings`."""
+
+    def or_absent(x: Any, dtype: Any) -> Any:
+        return absent(dtype) if x is None else jnp.asarray(x, dtype)
+
+    ids = conditions.segments or (None, None)
+    offset = None if isinstance(conditions.above, int) else conditions.above
+    return Problem(
+        query,
+        key,
+        value,
+        or_absent(bias, jnp.float32),
+        or_absent(conditions.array, jnp.bool_),
+        or_absent(conditions.rows, jnp.bool_),
+        or_absent(conditions.keys, jnp.bool_),
+        or_absent(ids[0], jnp.int32),
+        or_absent(ids[1], jnp.int32),
+        or_absent(offset, jnp.int32),
+    )
+
+
+def bounds(conditions: Conditions) -> tuple[int, int]:
+    """Static bounds below and above."""
+    left, right = conditions.window
+    above = [x for x in (right, conditions.above) if isinstance(x, int)]
+    return FAR if left is None else left, min([FAR, *above])
+
+
+def batch(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The batch axes that operands have together."""
+    shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, axes, strict=True) if x.size]
+    return np.broadcast_shapes(*shapes)

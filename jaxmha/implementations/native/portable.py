@@ -1,0 +1,152 @@
+"""The native kernels in plain XLA, with the same operands and results.
+
+A program contains them in place of the native ones where it may run elsewhere or is cut over
+devices: exported, lowered for another platform, or partitioned by XLA. Second derivatives
+differentiate them, computed by `reference`: a custom gradient has no forward mode.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import reference
+from jaxmha.implementations.base import Request
+from jaxmha.implementations.native.operands import (
+    AXES,
+    AXES_OF_RESIDUALS,
+    FAR,
+    Problem,
+    Residuals,
+    Settings,
+    batch,
+    given,
+    unit,
+)
+from jaxmha.implementations.tiled import attention as blocked
+from jaxmha.mask import Mask
+from jaxmha.semantics import Semantics
+
+
+def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
+    """Output, row max and row sum; the row max is that of the lse here, and the row sum 1."""
+
+    def one(*operands: Any) -> tuple[Any, ...]:
+        problem = Problem(*operands)
+        out, lse = _attend(by, settings, problem)
+        some = lse != -jnp.inf
+        row_max = jnp.where(some, lse / unit(settings, problem), np.finfo(np.float32).min)
+        return out.astype(settings.out), row_max, some.astype(np.float32)
+
+    return list(_over_batch(one, operands, AXES))
+
+
+def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
+    """Gradients of query, key and value; and delta, which only the native kernels use."""
+
+    def one(*operands: Any) -> tuple[Any, ...]:
+        problem, residuals = _split(operands)
+
+        def run(query: Any, key: Any, value: Any) -> Any:
+            return _attend(by, settings, problem._replace(query=query, key=key, value=value))
+
+        found = _pulled(run, problem[:3], residuals)
+        return *found, jnp.zeros(residuals.row_max.shape, np.float32)
+
+    axes = (*AXES, *AXES_OF_RESIDUALS, 3)
+    return list(_over_batch(one, operands, axes))
+
+
+def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
+    """The gradient of the bias."""
+
+    def one(*operands: Any) -> tuple[Any, ...]:
+        problem, residuals = _split(operands)
+
+        def run(bias: Any) -> Any:
+            return _attend(by, settings, problem._replace(bias=bias))
+
+        return tuple(_pulled(run, (problem.bias,), residuals))
+
+    axes = (*AXES, *AXES_OF_RESIDUALS, 2)
+    return list(_over_batch(one, operands, axes))
+
+
+def _split(operands: tuple[Any, ...]) -> tuple[Problem, Residuals]:
+    first, last = len(AXES), len(AXES) + len(AXES_OF_RESIDUALS)
+    return Problem(*operands[:first]), Residuals(*operands[first:last])
+
+
+def _pulled(run: Callable[..., Any], primals: tuple[Any, ...], residuals: Residuals) -> Any:
+    (out, lse), pull = jax.vjp(run, *primals)
+    d_lse = given(residuals.d_lse)
+    return pull(
+        (residuals.d_out.astype(out.dtype), jnp.zeros_like(lse) if d_lse is None else d_lse)
+    )
+
+
+def _attend(by: ModuleType, settings: Settings, problem: Problem) -> tuple[Any, Any]:
+    query, key, value, bias, *_ = problem
+    offset = given(problem.offset)
+    above = settings.above if settings.above < FAR else None
+    if offset is None:
+        offset = above
+    elif above is not None:
+        offset = jnp.minimum(offset, above)
+    mask = Mask(
+        offset,
+        None if settings.below == FAR else (settings.below, None),
+        query_padding=given(problem.rows),
+        key_value_padding=given(problem.keys),
+        query_segments=given(problem.query_ids),
+        key_value_segments=given(problem.key_ids),
+        array=given(problem.allowed),
+    )
+    semantics = Semantics(scale=settings.scale, logits_soft_cap=settings.soft_cap)
+    found = by.attend(
+        Request(query, key, value, given(bias), mask, semantics, None, False, return_lse=True)
+    )
+    return found.out, found.lse
+
+
+def _over_batch(
+    run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Maps `run`, of operands with one batch axis, over all batch axes before it."""
+    lead = batch(operands, axes)
+    if len(lead) == 1:
+        found: tuple[Any, ...] = run(*operands)
+        return found
+    mapped = [bool(x.size) and x.shape[0] == lead[0] for x in operands]
+    rest = [
+        x if one or not x.size else x.reshape(x.shape[1:])
+        for x, one in zip(operands, mapped, strict=True)
+    ]
+
+    def inner(*operands: Any) -> Any:
+        return _over_batch(run, operands, axes)
+
+    in_axes = tuple(0 if one else None for one in mapped)
+    result: tuple[Any, ...] = jax.vmap(inner, in_axes)(*rest)
+    return result
+
+
+def differentiated(
+    kernel: Callable[..., list[Any]], settings: Settings, primals: Any, tangents: Any
+) -> tuple[list[Any], list[Any]]:
+    """Results of a kernel and their tangents; None: an operand has no tangent."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+    def run(*arrays: Any) -> list[Any]:
+        operands = list(primals)
+        for i, x in zip(moving, arrays, strict=True):
+            operands[i] = x
+        return kernel(settings, *operands, by=reference)
+
+    found: tuple[list[Any], list[Any]] = jax.jvp(
+        run, [primals[i] for i in moving], [tangents[i] for i in moving]
+    )
+    return found

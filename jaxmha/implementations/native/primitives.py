@@ -1,0 +1,142 @@
+"""The kernels as primitives of JAX: their shapes, their vmap, and how programs contain them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmha.implementations.native import portable
+from jaxmha.implementations.native.library import HANDLERS
+from jaxmha.implementations.native.operands import (
+    AXES,
+    AXES_OF_RESIDUALS,
+    Problem,
+    Residuals,
+    Settings,
+    batch,
+)
+
+Shapes = list[tuple[tuple[int, ...], Any]]
+
+
+def _attend_shapes(settings: Settings, *operands: Any) -> Shapes:
+    lead = batch(operands, AXES)
+    T, N, _ = operands[0].shape[-3:]
+    rows = (*lead, N, T), np.float32
+    return [((*lead, T, N, operands[2].shape[-1]), settings.out), rows, rows]
+
+
+def _backward_shapes(settings: Settings, *operands: Any) -> Shapes:
+    lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 3))
+    T, N, _ = operands[0].shape[-3:]
+    heads: Shapes = [((*lead, *x.shape[-3:]), x.dtype) for x in operands[:3]]
+    return [*heads, ((*lead, N, T), np.float32)]
+
+
+def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
+    """The last batch axis is that of the bias, and its gradient has the same; others are of vmap,
+    and the gradient has all of them."""
+    lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 2))
+    return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
+
+
+def _made(name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., list[Any]]) -> Any:
+    primitive: Any = Primitive(f"jaxmha_cpu_{name}")
+    primitive.multiple_results = True
+
+    def abstract(*operands: Any, settings: Settings) -> list[Any]:
+        like = operands[0]
+        spec: Any = PartitionSpec
+        return [
+            like.update(
+                shape=shape,
+                dtype=np.dtype(dtype),
+                weak_type=False,
+                sharding=NamedSharding(like.sharding.mesh, spec(*[None] * len(shape))),
+            )
+            for shape, dtype in shapes(settings, *operands)
+        ]
+
+    def batched(operands: Any, axes: Any, *, settings: Settings) -> Any:
+        """The mapped axis becomes the first of the batch axes, of size 1 where it is not."""
+        moved = [
+            x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
+            for x, axis in zip(operands, axes, strict=True)
+        ]
+        found = primitive.bind(*moved, settings=settings)
+        return found, [0] * len(found)
+
+    def differentiated(primals: Any, tangents: Any, *, settings: Settings) -> Any:
+        moving = [
+            None if type(x) is ad.Zero or x.dtype == jax.dtypes.float0 else x for x in tangents
+        ]
+        return portable.differentiated(elsewhere, settings, primals, moving)
+
+    def in_xla(*operands: Any, settings: Settings) -> list[Any]:
+        return elsewhere(settings, *operands)
+
+    lower_in_xla: Any = mlir.lower_fun(in_xla, multiple_results=True)
+    lower_call: Any = jax.ffi.ffi_lowering(HANDLERS[name])
+
+    def lower(context: Any, *operands: Any, settings: Settings) -> Any:
+        if may_move(context.module_context):
+            return lower_in_xla(context, *operands, settings=settings)
+        more = {"gradient": settings.gradient} if name == "attend" else {}
+        return lower_call(context, *operands, **settings.attributes, **more)
+
+    def run(*operands: Any, settings: Settings) -> Any:
+        apply: Any = xla.apply_primitive
+        return apply(primitive, *operands, settings=settings)
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = differentiated
+    mlir.register_lowering(primitive, lower_in_xla)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    return primitive
+
+
+def may_move(module: Any) -> bool:
+    """True if a program may run on another machine, or XLA may cut it over devices.
+
+    An exported program has to run where there is no library. The partitioner of XLA would gather
+    the operands of a custom call; inside `shard_map` there is nothing left for it to cut.
+    """
+    if module.lowering_parameters.for_export:
+        return True
+    context = module.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return bool(getattr(context, "num_devices", 1) > 1)
+    free = set(mesh.axis_names) - set(context.manual_axes)
+    return any(mesh.shape[name] > 1 for name in free)
+
+
+ATTEND = _made("attend", _attend_shapes, portable.attend)
+ATTEND_BACKWARD = _made("attend_backward", _backward_shapes, portable.attend_backward)
+BIAS_GRADIENT = _made("bias_gradient", _bias_shapes, portable.bias_gradient)
+
+
+def attend(settings: Settings, problem: Problem) -> list[Any]:
+    """Output `B T N h`, row max and row sum `B N T`."""
+    found: list[Any] = ATTEND.bind(*problem, settings=settings)
+    return found
+
+
+def attend_backward(
+    settings: Settings, problem: Problem, residuals: Residuals, out: Any
+) -> list[Any]:
+    """Gradients of query, key and value, and delta `B N T`; `out` is the output in float32."""
+    found: list[Any] = ATTEND_BACKWARD.bind(*problem, *residuals, out, settings=settings)
+    return found
+
+
+def bias_gradient(settings: Settings, problem: Problem, residuals: Residuals, delta: Any) -> Any:
+    """The gradient of the bias. A program that does not read it does not compute it."""
+    (found,) = BIAS_GRADIENT.bind(*problem, *residuals, delta, settings=settings)
+    return found

@@ -1,0 +1,159 @@
+#include "conditions.h"
+
+#include <cmath>
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+
+View::View(const Problem& p, long b, long n) {
+  const Conditions& c = p.conditions;
+  T_ = p.T, S_ = p.S, below_ = c.below, above_ = c.above;
+  if (c.offset) above_ = std::min<long>(above_, *c.offset.of(b));
+  rows_ = c.rows ? c.rows.of(b) : nullptr;
+  keys_ = c.keys ? c.keys.of(b) : nullptr;
+  query_ids_ = c.query_ids ? c.query_ids.of(b) : nullptr;
+  key_ids_ = c.key_ids ? c.key_ids.of(b) : nullptr;
+  allowed_ = c.allowed ? c.allowed.of(b) + n * c.allowed.n : nullptr;
+  bias_ = p.bias ? p.bias.of(b) + n * p.bias.n : nullptr;
+  allowed_t_ = c.allowed.t, allowed_s_ = c.allowed.s, bias_t_ = p.bias.t, bias_s_ = p.bias.s;
+  first_key_ = 0, end_key_ = S_;
+  if (keys_ != nullptr) {
+    while (first_key_ < S_ && !keys_[first_key_]) first_key_++;
+    while (end_key_ > first_key_ && !keys_[end_key_ - 1]) end_key_--;
+  }
+  capped_ = p.soft_cap != 0.f;
+  conditions_ = below_ < T_ || above_ < S_ - 1 || rows_ || keys_ || key_ids_ || allowed_ || bias_;
+}
+
+Range View::keys_of(long r0, long rows) const {
+  const long first = std::max(first_key_, r0 - below_);
+  return {first, std::max(first, std::min(end_key_, r0 + rows + above_))};
+}
+
+bool View::pair(long i, long j) const {
+  if (j > i + above_ || j < i - below_ || !valid_row(i)) return false;
+  if (query_ids_ && query_ids_[i] != key_ids_[j]) return false;
+  if (allowed_ && !allowed_[i * allowed_t_ + j * allowed_s_]) return false;
+  return !bias_ || bias_[i * bias_t_ + j * bias_s_] != -INFINITY;
+}
+
+bool View::attended(long j) const {
+  if (keys_ && !keys_[j]) return false;
+  const long end = std::min(T_, j + below_ + 1);
+  for (long i = std::max(0l, j - above_); i < end; i++)
+    if (pair(i, j)) return true;
+  return false;
+}
+
+// The parts of a tile return whether they may mask a pair of it.
+
+bool View::diagonal(long r0, long rows, long k0, long keys, uint8_t* allowed) const {
+  const bool right = k0 + keys - 1 > r0 + above_, left = k0 < r0 + rows - 1 - below_;
+  if (!right && !left) return false;
+  for (long j = 0; j < keys; j++) {
+    const long first = std::clamp(k0 + j - above_ - r0, 0l, ROWS);
+    const long end = std::clamp(k0 + j + below_ - r0 + 1, first, ROWS);
+    std::memset(allowed + j * ROWS, 0, first);
+    std::memset(allowed + j * ROWS + end, 0, ROWS - end);
+  }
+  return true;
+}
+
+bool View::apply_keys(long k0, long keys, uint8_t* allowed) const {
+  bool some = false;
+  for (long j = 0; j < keys; j++)
+    if (!keys_[k0 + j]) {
+      std::memset(allowed + j * ROWS, 0, ROWS);
+      some = true;
+    }
+  return some;
+}
+
+bool View::apply_segments(long r0, long rows, long k0, long keys, uint8_t* allowed) const {
+  int32_t ids[ROWS];
+  bool one = true;
+  for (long r = 0; r < ROWS; r++) ids[r] = query_ids_[r0 + std::min(r, rows - 1)];
+  for (long r = 1; r < ROWS; r++) one &= ids[r] == ids[0];
+  for (long j = 0; j < keys; j++) one &= key_ids_[k0 + j] == ids[0];
+  if (one) return false;
+  for (long j = 0; j < keys; j++) {
+    const int32_t id = key_ids_[k0 + j];
+    uint8_t* const to = allowed + j * ROWS;
+    for (long r = 0; r < ROWS; r++) to[r] &= ids[r] == id;
+  }
+  return true;
+}
+
+// Eight rows of eight bytes, transposed.
+inline void transpose8(const uint8_t* from, long ld, uint8_t* to) {
+  __m128i x[8];
+  for (int i = 0; i < 8; i++)
+    x[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * ld));
+  __m128i y[4];
+  for (int i = 0; i < 4; i++) y[i] = _mm_unpacklo_epi8(x[2 * i], x[2 * i + 1]);
+  const __m128i a = _mm_unpacklo_epi16(y[0], y[1]), b = _mm_unpackhi_epi16(y[0], y[1]);
+  const __m128i c = _mm_unpacklo_epi16(y[2], y[3]), d = _mm_unpackhi_epi16(y[2], y[3]);
+  const __m128i found[4] = {_mm_unpacklo_epi32(a, c), _mm_unpackhi_epi32(a, c),
+                            _mm_unpacklo_epi32(b, d), _mm_unpackhi_epi32(b, d)};
+  for (int i = 0; i < 4; i++) {
+    auto* low = reinterpret_cast<__m128i*>(to + 2 * i * ROWS);
+    auto* high = reinterpret_cast<__m128i*>(to + (2 * i + 1) * ROWS);
+    _mm_storel_epi64(low, _mm_and_si128(_mm_loadl_epi64(low), found[i]));
+    const __m128i upper = _mm_unpackhi_epi64(found[i], found[i]);
+    _mm_storel_epi64(high, _mm_and_si128(_mm_loadl_epi64(high), upper));
+  }
+}
+
+bool View::apply_array(long r0, long rows, long k0, long keys, uint8_t* allowed) const {
+  const uint8_t* const from = allowed_ + r0 * allowed_t_ + k0 * allowed_s_;
+  long r = 0;
+  if (allowed_t_ && allowed_s_)
+    for (; r + 8 <= rows; r += 8) {
+      long j = 0;
+      for (; j + 8 <= keys; j += 8)
+        transpose8(from + r * allowed_t_ + j, allowed_t_, allowed + j * ROWS + r);
+      for (; j < keys; j++)
+        for (long i = r; i < r + 8; i++) allowed[j * ROWS + i] &= from[i * allowed_t_ + j];
+    }
+  for (long j = 0; j < keys; j++)
+    for (long i = r; i < rows; i++)
+      allowed[j * ROWS + i] &= from[i * allowed_t_ + j * allowed_s_];
+  return true;
+}
+
+void View::apply_bias(long r0, long rows, long k0, long keys, uint8_t* allowed,
+                      float* bias) const {
+  const float* const from = bias_ + r0 * bias_t_ + k0 * bias_s_;
+  if (bias_t_ && bias_s_) {
+    transpose(from, bias_t_, rows, keys, bias);
+  } else {
+    for (long j = 0; j < keys; j++)
+      for (long r = 0; r < ROWS; r++)
+        bias[j * ROWS + r] = from[std::min(r, rows - 1) * bias_t_ + j * bias_s_];
+  }
+  for (long i = 0; i < keys * ROWS; i++) allowed[i] &= bias[i] != -INFINITY;
+}
+
+Tile View::tile(long r0, long rows, long k0, long keys, uint8_t* allowed, float* bias) const {
+  bool some = false;
+  if (conditions_) {
+    std::memset(allowed, 1, keys * ROWS);
+    some |= diagonal(r0, rows, k0, keys, allowed);
+    if (keys_) some |= apply_keys(k0, keys, allowed);
+    if (key_ids_) some |= apply_segments(r0, rows, k0, keys, allowed);
+    if (allowed_) some |= apply_array(r0, rows, k0, keys, allowed);
+    if (bias_) apply_bias(r0, rows, k0, keys, allowed, bias);
+  } else if (capped_) {
+    std::memset(allowed, 1, keys * ROWS);
+  }
+  if (some || bias_) {
+    uint8_t found = 0;
+    for (long j = 0; j < keys; j++)
+      for (long r = 0; r < rows; r++) found |= allowed[j * ROWS + r];
+    if (!found) return Tile::masked;
+  }
+  return some || bias_ || capped_ ? Tile::mixed : Tile::clear;
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

@@ -1,0 +1,223 @@
+// Few query rows over many keys, as in decoding: keys and values are read once, in place, and the
+// time is that of memory. Features lie in lanes. An item is a range of keys of one key head; the
+// states of the ranges are joined at the end.
+#include "few_rows.h"
+
+#include <cmath>
+
+#include "keys.h"
+#include "kernels.h"
+#include "scores.h"
+#include "scratch.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+namespace {
+
+constexpr long KEYS = 64;  // of a block
+constexpr long LEAST = 256;  // keys of an item
+constexpr long MOST_ROWS = 8;
+
+// The state of rows after some keys: out `rows h'`, row max, row sum.
+struct State {
+  float *out, *row_max, *row_sum;
+  State(float* memory, long rows, long width)
+      : out(memory), row_max(memory + rows * width), row_sum(memory + rows * (width + 1)) {}
+  static size_t floats(long rows, long width) { return Scratch::rounded(rows * (width + 2)); }
+};
+
+struct Item {
+  const Problem& p;
+  long b, kv, rows, H, h;  // rows: of all query heads of the group
+  Scratch memory;
+  float *query, *keys, *values, *scores, *bias;
+  uint8_t* allowed;
+
+  Item(const Problem& p, long b, long kv);
+  long head(long row) const { return kv * p.group() + row / p.T; }
+};
+
+Item::Item(const Problem& p, long b, long kv)
+    : p(p), b(b), kv(kv), rows(p.group() * p.T), H(padded(p.H)), h(padded(p.h)),
+      memory(rows * H + KEYS * (H + h) + rows * KEYS + KEYS * ROWS * 5 / 4 + 6 * 16) {
+  query = memory.take(rows * H);
+  keys = memory.take(KEYS * H);
+  values = memory.take(KEYS * h);
+  scores = memory.take(rows * KEYS);
+  bias = memory.take(KEYS * ROWS);
+  allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
+  for (long row = 0; row < rows; row++) {
+    float* const to = query + row * H;
+    pad_row(p.query.at(b, row % p.T, head(row)), p.query.type, p.H, H, to);
+    for (long x = 0; x < p.H; x++) to[x] *= p.scale;
+  }
+}
+
+// scores[row][key], each a sum over lanes; four keys at a time share the loads of a query.
+void multiply(const Item& w, long count, const float* keys, long stride) {
+  for (long row = 0; row < w.rows; row++) {
+    const float* const query = w.query + row * w.H;
+    long key = 0;
+    for (; key + 4 <= count; key += 4) {
+      Vector sums[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
+      for (long x = 0; x < w.H; x += W) {
+        const Vector q = load(query + x);
+        for (int i = 0; i < 4; i++)
+          sums[i] = fma(q, load(keys + (key + i) * stride + x), sums[i]);
+      }
+      for (int i = 0; i < 4; i++) w.scores[row * KEYS + key + i] = sum(sums[i]);
+    }
+    for (; key < count; key++) {
+      Vector total = set1(0.f);
+      for (long x = 0; x < w.H; x += W)
+        total = fma(load(query + x), load(keys + key * stride + x), total);
+      w.scores[row * KEYS + key] = sum(total);
+    }
+  }
+}
+
+// Conditions of the rows of one head; their tile is transposed.
+bool apply(const Item& w, long n, long k0, long count) {
+  const Problem& p = w.p;
+  const View view(p, w.b, n);
+  const Tile kind = view.tile(0, p.T, k0, count, w.allowed, w.bias);
+  float* const scores = w.scores + (n - w.kv * p.group()) * p.T * KEYS;
+  for (long r = 0; r < p.T && kind != Tile::clear; r++)
+    for (long key = 0; key < count; key++) {
+      float& x = scores[r * KEYS + key];
+      if (p.whole_logits()) x *= p.rest;
+      if (p.soft_cap != 0.f) x = p.soft_cap * std::tanh(x / p.soft_cap);
+      if (view.has_bias()) x += w.bias[key * ROWS + r];
+      if (kind == Tile::masked || !w.allowed[key * ROWS + r]) x = -INFINITY;
+    }
+  return kind != Tile::masked;
+}
+
+// Scores of a row become exponentials; the state of the row is rescaled.
+void exponentials(long count, const Exponent& exponent, float* scores, float* row_max,
+                  float* row_sum, float* out, long h) {
+  float m = *row_max;
+  for (long key = 0; key < count; key++) m = scores[key] > m ? scores[key] : m;
+  std::fill(scores + count, scores + KEYS, -INFINITY);
+  const float before = *row_max;
+  float rescale[W];
+  store(rescale, exp(set1(before - m), exponent));
+  Vector total = set1(0.f);
+  for (long key = 0; key < KEYS; key += W) {
+    const Vector x = exp(sub(load(scores + key), set1(m)), exponent);
+    store(scores + key, x);
+    total = add(total, x);
+  }
+  *row_max = m;
+  *row_sum = *row_sum * rescale[0] + sum(total);
+  if (before != m)
+    for (long x = 0; x < h; x += W) store(out + x, mul(load(out + x), set1(rescale[0])));
+}
+
+void add_values(const Item& w, long row, long count, const float* values, long stride, float* out) {
+  for (long x = 0; x < w.h; x += W) {
+    Vector even = set1(0.f), odd = set1(0.f);
+    long key = 0;
+    for (; key + 2 <= count; key += 2) {
+      const float* const from = values + key * stride + x;
+      even = fma(set1(w.scores[row * KEYS + key]), load(from), even);
+      odd = fma(set1(w.scores[row * KEYS + key + 1]), load(from + stride), odd);
+    }
+    if (key < count)
+      even = fma(set1(w.scores[row * KEYS + key]), load(values + key * stride + x), even);
+    store(out + x, add(load(out + x), add(even, odd)));
+  }
+}
+
+void visit_keys(Item& w, const State& state, long first, long end) {
+  const Problem& p = w.p;
+  const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
+  for (long k0 = first; k0 < end; k0 += KEYS) {
+    const long count = std::min(KEYS, end - k0);
+    bool some = false;
+    const float *keys = w.keys, *values = w.values;
+    long key_stride = w.H, value_stride = w.h;
+    if (whole && finite_keys(p, w.b, w.kv, k0, count)) {
+      keys = reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv));
+      values = reinterpret_cast<const float*>(p.value.at(w.b, k0, w.kv));
+      key_stride = p.key.stride(), value_stride = p.value.stride();
+    } else {
+      copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
+    }
+    multiply(w, count, keys, key_stride);
+    for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
+    for (long row = 0; some && row < w.rows; row++) {
+      float* const out = state.out + row * w.h;
+      exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row,
+                   state.row_sum + row, out, w.h);
+      add_values(w, row, count, values, value_stride, out);
+    }
+  }
+}
+
+// Joins the states of all ranges, in their order, and writes the rows of a head.
+void join(const Forward& f, long b, long kv, float* states, long ranges) {
+  const Problem& p = f.problem;
+  const long rows = p.group() * p.T, h = padded(p.h);
+  const size_t step = State::floats(rows, h);
+  for (long row = 0; row < rows; row++) {
+    const long n = kv * p.group() + row / p.T, r = row % p.T;
+    State first(states, rows, h);
+    float m = LOWEST, total = 0.f;
+    for (long i = 0; i < ranges; i++) {
+      const float x = State(states + i * step, rows, h).row_max[row];
+      m = x > m ? x : m;
+    }
+    float* const out = first.out + row * h;
+    for (long i = 0; i < ranges; i++) {
+      const State one(states + i * step, rows, h);
+      float factor[W];
+      store(factor, exp(set1(one.row_max[row] - m), Exponent(p.exponent())));
+      total += one.row_sum[row] * factor[0];
+      for (long x = 0; x < h; x++)
+        out[x] = (i ? out[x] : 0.f) + one.out[row * h + x] * factor[0];
+    }
+    const bool valid = View(p, b, n).valid_row(r) && total != 0.f;
+    for (long x = 0; x < p.h; x++) out[x] = valid ? out[x] / total : 0.f;
+    write_row(out, f.out.type, p.h, f.out.at(b, r, n));
+    f.row_max[(b * p.N + n) * p.T + r] = valid ? m : LOWEST;
+    f.row_sum[(b * p.N + n) * p.T + r] = valid ? total : 0.f;
+  }
+}
+
+}  // namespace
+
+bool are_few_rows(const Forward& f) {
+  return !f.gradient && f.problem.group() * f.problem.T <= MOST_ROWS;
+}
+
+void attend_few_rows(const Forward& f, Pool& pool) {
+  const Problem& p = f.problem;
+  const long heads = p.B * p.K, rows = p.group() * p.T, h = padded(p.h);
+  const long wanted = (4 * pool.threads() + heads - 1) / heads;
+  const long ranges = std::max(1l, std::min(wanted, p.S / LEAST));
+  const long each = ((p.S + ranges - 1) / ranges + KEYS - 1) / KEYS * KEYS;
+  const size_t step = State::floats(rows, h);
+  Scratch memory(heads * ranges * step);
+  float* const states = memory.take(heads * ranges * step);
+  parallel(pool, heads * ranges, [&](long i) {
+    Item w(p, i / ranges / p.K, i / ranges % p.K);
+    const State state(states + i * step, rows, h);
+    std::fill(state.out, state.out + rows * h, 0.f);
+    std::fill(state.row_max, state.row_max + rows, LOWEST);
+    std::fill(state.row_sum, state.row_sum + rows, 0.f);
+    Range seen{p.S, 0};
+    for (long n = w.kv * p.group(); n < (w.kv + 1) * p.group(); n++) {
+      const Range one = View(p, w.b, n).keys_of(0, p.T);
+      if (one.empty()) continue;
+      seen = {std::min(seen.first, one.first), std::max(seen.end, one.end)};
+    }
+    const long first = i % ranges * each;
+    visit_keys(w, state, std::max(first, seen.first), std::min(first + each, seen.end));
+  });
+  for (long head = 0; head < heads; head++)
+    join(f, head / p.K, head % p.K, states + head * ranges * step, ranges);
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

@@ -1,0 +1,209 @@
+// Attention by online softmax over blocks of keys. Source: Dao et al., "FlashAttention" (2022).
+#include <cmath>
+
+#include "few_rows.h"
+#include "keys.h"
+#include "kernels.h"
+#include "scores.h"
+#include "scratch.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+namespace {
+
+constexpr long KEYS = 96;   // of a block
+constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
+constexpr long CHUNK = 256;  // keys of an item of packing
+
+// Copies of keys `S H` and values `S h'` of the heads from `first` on; null: every item copies the
+// blocks that it reads.
+struct Packed {
+  float *keys = nullptr, *values = nullptr;
+  long first = 0;
+};
+
+// The memory of an item: query H ROWS, out ROWS h', row max, row sum of every panel, and a tile.
+struct Item {
+  const Forward& f;
+  const Problem& p;
+  long b, n, row0, rows, panels, width;
+  View view;
+  Scratch memory;
+  float *query, *out, *row_max, *row_sum, *now, *alpha, *scores, *bias, *keys, *values, *staging;
+  uint8_t* allowed;
+
+  Item(const Forward& forward, long b, long n, long row0, long rows);
+  long rows_of(long panel) const { return std::min(rows - panel * ROWS, ROWS); }
+};
+
+size_t floats_of(const Problem& p, long panels, long width) {
+  return panels * (p.H * ROWS + ROWS * width + 2 * ROWS) + 2 * ROWS + 2 * KEYS * ROWS +
+         KEYS * (p.H + width + 32) + ROWS * std::max(p.H, p.h) + KEYS * ROWS / 4 + 16 * 16;
+}
+
+Item::Item(const Forward& forward, long b, long n, long row0, long rows)
+    : f(forward), p(f.problem), b(b), n(n), row0(row0), rows(rows),
+      panels((rows + ROWS - 1) / ROWS), width(padded(p.h)), view(p, b, n),
+      memory(floats_of(p, panels, width)) {
+  query = memory.take(panels * p.H * ROWS);
+  out = memory.take(panels * ROWS * width);
+  row_max = memory.take(panels * ROWS);
+  row_sum = memory.take(panels * ROWS);
+  now = memory.take(ROWS);
+  alpha = memory.take(ROWS);
+  scores = memory.take(KEYS * ROWS);
+  bias = memory.take(KEYS * ROWS);
+  keys = memory.take(KEYS * p.H);
+  values = memory.take(KEYS * width);
+  staging = memory.take(ROWS * std::max(p.H, p.h));
+  allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
+  std::fill(out, out + panels * ROWS * width, 0.f);
+  std::fill(row_max, row_max + panels * ROWS, LOWEST);
+  std::fill(row_sum, row_sum + panels * ROWS, 0.f);
+  for (long panel = 0; panel < panels; panel++) {
+    for (long r = 0; r < rows_of(panel); r++) {
+      float* const to = staging + r * p.H;
+      read_row(p.query.at(b, row0 + panel * ROWS + r, n), p.query.type, p.H, to);
+      for (long x = 0; x < p.H; x++) to[x] *= p.scale;
+    }
+    transpose(staging, p.H, rows_of(panel), p.H, query + panel * p.H * ROWS);
+  }
+}
+
+// Scores become exponentials below the new row max.
+void exponentials(long keys, long lanes, const Exponent& exponent, float* scores,
+                  const float* before, const float* now, float* alpha, float* row_sum) {
+  for (long j = 0; j < lanes; j++) {
+    const Vector m = load(now + j * W), factor = exp(sub(load(before + j * W), m), exponent);
+    Sum even, odd;  // two, since each waits for its last addition
+    long key = 0;
+    for (; key + 2 <= keys; key += 2) {
+      float* const at = scores + key * ROWS + j * W;
+      const Vector x = exp(sub(load(at), m), exponent);
+      const Vector y = exp(sub(load(at + ROWS), m), exponent);
+      store(at, x), store(at + ROWS, y);
+      even.add_next(x), odd.add_next(y);
+    }
+    if (key < keys) {
+      float* const at = scores + key * ROWS + j * W;
+      const Vector x = exp(sub(load(at), m), exponent);
+      store(at, x);
+      even.add_next(x);
+    }
+    store(alpha + j * W, factor);
+    store(row_sum + j * W, fma(load(row_sum + j * W), factor, even.with(odd)));
+  }
+}
+
+// One block of keys, seen by one panel of rows.
+void visit(Item& w, long panel, long k0, long count, const float* keys, const float* values) {
+  const Problem& p = w.p;
+  const long r0 = w.row0 + panel * ROWS, here = w.rows_of(panel), lanes = (here + W - 1) / W;
+  const Range seen = w.view.keys_of(r0, here);
+  const long skipped = std::max(0l, seen.first - k0);
+  count = std::min(count, seen.end - k0) - skipped;
+  if (count <= 0) return;
+  k0 += skipped, keys += skipped * p.H, values += skipped * w.width;
+  const Tile kind = w.view.tile(r0, here, k0, count, w.allowed, w.bias);
+  if (kind == Tile::masked) return;
+  const float* const query = w.query + panel * p.H * ROWS;
+  float* const row_max = w.row_max + panel * ROWS;
+  std::copy(row_max, row_max + ROWS, w.now);
+  if (kind == Tile::clear && p.terms()) {
+    clear_scores(count, lanes, keys, p.H, query, p.H, p.terms(), w.scores, w.now);
+  } else {
+    short_products(count, lanes, p.H, p.terms(), keys, p.H, query, w.scores);
+    const float* const bias = w.view.has_bias() ? w.bias : nullptr;
+    const float rest = p.whole_logits() ? p.rest : 1.f;
+    const TileOfScores tile{count, lanes, w.scores, w.allowed, bias, rest, p.soft_cap};
+    if (kind == Tile::mixed) apply_conditions(tile);
+    update_row_max(tile, w.now);
+  }
+  exponentials(count, lanes, Exponent(p.exponent()), w.scores, row_max, w.now, w.alpha,
+               w.row_sum + panel * ROWS);
+  std::copy(w.now, w.now + ROWS, row_max);
+  // The sum of a block first, then that of blocks: rounding grows with the length of a chain.
+  const long terms = p.terms() == 32 ? KEYS : std::max(4l, 2 * p.terms());
+  float* const out = w.out + panel * ROWS * w.width;
+  product<Into::rescaled>(here, w.width / W, std::min(terms, count), {w.scores, 1, ROWS}, values,
+                          w.width, out, w.width, w.alpha);
+  for (long k = terms; k < count; k += terms)
+    product<Into::added>(here, w.width / W, std::min(terms, count - k),
+                         {w.scores + k * ROWS, 1, ROWS}, values + k * w.width, w.width, out,
+                         w.width);
+}
+
+void finish(Item& w) {
+  const Problem& p = w.p;
+  for (long r = 0; r < w.rows; r++) {
+    const bool valid = w.view.valid_row(w.row0 + r);
+    const float total = valid ? w.row_sum[r] : 0.f, divisor = total == 0.f ? 1.f : total;
+    const float* const from = w.out + r * w.width;
+    for (long x = 0; x < p.h; x++) w.staging[x] = valid ? from[x] / divisor : 0.f;
+    write_row(w.staging, w.f.out.type, p.h, w.f.out.at(w.b, w.row0 + r, w.n));
+    const long at = (w.b * p.N + w.n) * p.T + w.row0 + r;
+    w.f.row_max[at] = total == 0.f ? LOWEST : w.row_max[r];
+    w.f.row_sum[at] = total;
+  }
+}
+
+void attend_rows(const Forward& f, const Packed& packed, long b, long n, long row0, long rows) {
+  Item w(f, b, n, row0, rows);
+  const Problem& p = w.p;
+  const long kv = n / p.group(), head = b * p.K + kv - packed.first;
+  const Range all = w.view.keys_of(row0, rows);
+  for (long k0 = all.first; k0 < all.end; k0 += KEYS) {
+    const long count = std::min(KEYS, all.end - k0);
+    const float *keys = w.keys, *values = w.values;
+    if (packed.keys) {
+      keys = packed.keys + (head * p.S + k0) * p.H;
+      values = packed.values + (head * p.S + k0) * w.width;
+    } else {
+      copy_keys(p, b, kv, k0, count, p.H, w.width, w.keys, w.values);
+    }
+    for (long panel = 0; panel < w.panels; panel++) visit(w, panel, k0, count, keys, values);
+  }
+  finish(w);
+}
+
+// Heads [first, end) of all batch rows, numbered b K + k.
+void attend_heads(const Forward& f, const Packed& packed, long end, long size, Pool& pool) {
+  const Problem& p = f.problem;
+  const long blocks = (p.T + size - 1) / size, heads = (end - packed.first) * p.group();
+  // Later rows attend more keys under a causal mask: the longest items first.
+  const bool by_block = p.conditions.above < FAR || p.conditions.offset;
+  parallel(pool, heads * blocks, [&](long i) {
+    const long block = by_block ? blocks - 1 - i / heads : i % blocks;
+    const long bn = packed.first * p.group() + (by_block ? i % heads : i / blocks);
+    const long row0 = block * size;
+    attend_rows(f, packed, bn / p.N, bn % p.N, row0, std::min(size, p.T - row0));
+  });
+}
+
+}  // namespace
+
+void attend(const Forward& f, Pool& pool) {
+  const Problem& p = f.problem;
+  if (are_few_rows(f)) return attend_few_rows(f, pool);
+  const long size = rows_of_item(p, pool.threads()), width = padded(p.h), heads = p.B * p.K;
+  const size_t of_head = p.S * (p.H + width) + 32;
+  const bool read_once = p.group() * ((p.T + size - 1) / size) == 1;
+  if (read_once || of_head * sizeof(float) > MOST_PACKED)
+    return attend_heads(f, {}, heads, size, pool);
+  const long most = std::min<long>(heads, MOST_PACKED / sizeof(float) / of_head);
+  Scratch memory(most * of_head);
+  Packed packed{memory.take(most * p.S * p.H), memory.take(most * p.S * width), 0};
+  const long chunks = (p.S + CHUNK - 1) / CHUNK;
+  for (; packed.first < heads; packed.first += most) {
+    const long end = std::min(heads, packed.first + most);
+    parallel(pool, (end - packed.first) * chunks, [&](long i) {
+      const long head = i / chunks, k0 = i % chunks * CHUNK, bk = packed.first + head;
+      copy_keys(p, bk / p.K, bk % p.K, k0, std::min(CHUNK, p.S - k0), p.H, width,
+                packed.keys + (head * p.S + k0) * p.H, packed.values + (head * p.S + k0) * width);
+    });
+    attend_heads(f, packed, end, size, pool);
+  }
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

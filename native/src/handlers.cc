@@ -1,0 +1,142 @@
+// The handlers that XLA calls: they check their buffers and run a kernel on XLA's own threads.
+#include <new>
+
+#include "kernels.h"
+#include "library.h"
+#include "operands.h"
+
+namespace jaxmha {
+namespace {
+
+struct XlaPool : Pool {
+  ffi::ThreadPool& pool;
+  explicit XlaPool(ffi::ThreadPool& pool) : pool(pool) {}
+  long threads() override { return pool.num_threads(); }
+  void spawn(std::function<void()> task) override { pool.Schedule(std::move(task)); }
+};
+
+using Any = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+// Runs a kernel of the widest ISA that this CPU has.
+template <class Call>
+ffi::Error run(ffi::ThreadPool threads, const Reader& reader, const Call& call,
+               void (*wide)(const Call&, Pool&), void (*narrow)(const Call&, Pool&)) {
+  if (reader.failed()) return reader.error();
+  const Isa isa = usable_isa();
+  if (isa == Isa::none) return ffi::Error(ffi::ErrorCode::kUnimplemented, "jaxmha_cpu: this CPU");
+  XlaPool pool(threads);
+  try {
+    (isa == Isa::avx512 ? wide : narrow)(call, pool);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxmha_cpu: no memory for scratch");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias, Any allowed,
+                  Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
+                  Result row_max, Result row_sum, float scale, float rest, float soft_cap,
+                  int64_t below, int64_t above, bool gradient) {
+  Reader reader(*out);
+  Forward call{};
+  call.problem = reader.problem(query, key, value,
+                                {bias, allowed, rows, keys, query_ids, key_ids, offset},
+                                {scale, rest, soft_cap, below, above});
+  const Problem& p = call.problem;
+  call.out = reader.heads("out", *out, {p.T, p.N, p.h}, true);
+  call.row_max = reader.result("row_max", *row_max, {p.N, p.T});
+  call.row_sum = reader.result("row_sum", *row_sum, {p.N, p.T});
+  call.gradient = gradient;
+  return run(threads, reader, call, avx512::attend, avx2::attend);
+}
+
+// The operands that both gradients have before their own.
+void read_cotangents(Reader& reader, Cotangents& to, Any row_max, Any row_sum, Any d_out,
+                     Any d_lse) {
+  const Problem& p = to.problem;
+  to.row_max = reader.batched<const float>("row_max", row_max, {p.N, p.T});
+  to.row_sum = reader.batched<const float>("row_sum", row_sum, {p.N, p.T});
+  to.d_out = reader.heads("d_out", d_out, {p.T, p.N, p.h});
+  to.d_lse = reader.batched<const float>("d_lse", d_lse, {p.N, p.T});
+  if (!to.row_max) reader.fail("row_max", row_max, "row statistics");
+  if (!to.row_sum) reader.fail("row_sum", row_sum, "row statistics");
+}
+
+ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
+                           Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
+                           Any row_max, Any row_sum, Any d_out, Any d_lse, Any out, Result d_query,
+                           Result d_key, Result d_value, Result delta, float scale, float rest,
+                           float soft_cap,
+                           int64_t below, int64_t above) {
+  Reader reader(*d_query);
+  Backward call{};
+  call.problem = reader.problem(query, key, value,
+                                {bias, allowed, rows, keys, query_ids, key_ids, offset},
+                                {scale, rest, soft_cap, below, above});
+  const Problem& p = call.problem;
+  read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
+  call.out = reader.heads("out", out, {p.T, p.N, p.h});
+  if (call.out.type != Float::f32) reader.fail("out", out, "float32, not another type");
+  call.d_query = reader.heads("d_query", *d_query, {p.T, p.N, p.H}, true);
+  call.d_key = reader.heads("d_key", *d_key, {p.S, p.K, p.H}, true);
+  call.d_value = reader.heads("d_value", *d_value, {p.S, p.K, p.h}, true);
+  call.delta = reader.result("delta", *delta, {p.N, p.T});
+  return run(threads, reader, call, avx512::attend_backward, avx2::attend_backward);
+}
+
+ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
+                         Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
+                         Any row_max, Any row_sum, Any d_out, Any d_lse, Any delta, Result d_bias,
+                         float scale, float rest, float soft_cap, int64_t below, int64_t above) {
+  Reader reader(std::vector<Any>{query, key, value, bias, allowed, rows, keys, query_ids, key_ids,
+                                 offset, row_max, row_sum, d_out, d_lse, delta},
+                {3, 3, 3, 3, 3, 1, 1, 1, 1, 0, 2, 2, 3, 2, 2});
+  BiasGradient call{};
+  call.problem = reader.problem(query, key, value,
+                                {bias, allowed, rows, keys, query_ids, key_ids, offset},
+                                {scale, rest, soft_cap, below, above});
+  const Problem& p = call.problem;
+  read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
+  call.delta = reader.batched<const float>("delta", delta, {p.N, p.T});
+  if (!call.delta) reader.fail("delta", delta, "axes (N, T)");
+  if (!p.bias) reader.fail("bias", bias, "a bias");
+  call.batches = reader.parts("d_bias", *d_bias, 3);
+  if (reader.failed()) return reader.error();
+  const auto sizes = d_bias->dimensions();
+  call.n = sizes[sizes.size() - 3], call.t = sizes[sizes.size() - 2], call.s = sizes.back();
+  if ((call.n != 1) != (p.bias.n != 0) || (call.t != 1) != (p.bias.t != 0) ||
+      (call.s != 1) != (p.bias.s != 0))
+    reader.fail("d_bias", *d_bias, "the axes of the bias");
+  call.d_bias = static_cast<float*>(d_bias->untyped_data());
+  return run(threads, reader, call, avx512::bias_gradient, avx2::bias_gradient);
+}
+
+}  // namespace
+}  // namespace jaxmha
+
+#define JAXMHA_ANY Arg<xla::ffi::AnyBuffer>()
+#define JAXMHA_PROBLEM                                                                   \
+  xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY     \
+      .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
+#define JAXMHA_FIVE JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
+#define JAXMHA_RESULT Ret<xla::ffi::AnyBuffer>()
+#define JAXMHA_ATTRIBUTES \
+  Attr<float>("scale")                                                                       \
+      .Attr<float>("rest")                                                                   \
+      .Attr<float>("soft_cap")                                                               \
+      .Attr<int64_t>("below")                                                                \
+      .Attr<int64_t>("above")
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxmha_cpu_attend, jaxmha::attend,
+    JAXMHA_PROBLEM.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_ATTRIBUTES
+        .Attr<bool>("gradient"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxmha_cpu_attend_backward, jaxmha::attend_backward,
+    JAXMHA_PROBLEM.JAXMHA_FIVE.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT
+        .JAXMHA_ATTRIBUTES);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmha_cpu_bias_gradient, jaxmha::bias_gradient,
+                              JAXMHA_PROBLEM.JAXMHA_FIVE.JAXMHA_RESULT.JAXMHA_ATTRIBUTES);
+#pragma GCC visibility pop

@@ -1,0 +1,52 @@
+#include "keys.h"
+
+#include "rows.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+namespace {
+
+constexpr long AHEAD = 8;  // rows fetched before they are read: they are far apart in memory
+
+bool attended_by_group(const Problem& p, long b, long kv, long j) {
+  for (long n = kv * p.group(); n < (kv + 1) * p.group(); n++)
+    if (View(p, b, n).attended(j)) return true;
+  return false;
+}
+
+void fetch(const char* row, long bytes) {
+  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+}
+
+}  // namespace
+
+void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_width,
+               long value_width, float* keys, float* values) {
+  const Heads &key = p.key, &value = p.value;
+  for (long j = 0; j < count; j++) {
+    float *to_key = keys + j * key_width, *to_value = values + j * value_width;
+    if (j + AHEAD < count) {
+      fetch(key.at(b, k0 + j + AHEAD, kv), p.H * size_of(key.type));
+      fetch(value.at(b, k0 + j + AHEAD, kv), p.h * size_of(value.type));
+    }
+    pad_row(key.at(b, k0 + j, kv), key.type, p.H, key_width, to_key);
+    pad_row(value.at(b, k0 + j, kv), value.type, p.h, value_width, to_value);
+    if (all_finite(to_key, p.H) && all_finite(to_value, p.h)) continue;
+    if (attended_by_group(p, b, kv, k0 + j)) continue;
+    std::fill(to_key, to_key + key_width, 0.f);
+    std::fill(to_value, to_value + value_width, 0.f);
+  }
+}
+
+bool finite_keys(const Problem& p, long b, long kv, long k0, long count) {
+  for (long j = k0; j < k0 + count; j++) {
+    fetch(p.key.at(b, std::min(j + AHEAD, p.S - 1), kv), p.H * size_of(p.key.type));
+    fetch(p.value.at(b, std::min(j + AHEAD, p.S - 1), kv), p.h * size_of(p.value.type));
+    if (!all_finite(reinterpret_cast<const float*>(p.key.at(b, j, kv)), p.H)) return false;
+    if (!all_finite(reinterpret_cast<const float*>(p.value.at(b, j, kv)), p.h)) return false;
+  }
+  return true;
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

@@ -1,0 +1,21 @@
+// Keys and values of one head, copied to consecutive rows: rows that lie a multiple of 2 KiB apart
+// would collide in the caches.
+#pragma once
+#include "conditions.h"
+#include "problem.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+
+// Copies keys [k0, k0 + count) of batch row b and head kv to rows of `key_width` and
+// `value_width`, both padded by 0. A key that is not finite and that no query attends becomes 0:
+// its weight of 0 would not keep NaN out of sums.
+void copy_keys(const Problem& problem, long b, long kv, long k0, long count, long key_width,
+               long value_width, float* keys, float* values);
+
+// True if keys [k0, k0 + count) and their values, float32, are all finite. They are then in the
+// cache.
+bool finite_keys(const Problem& problem, long b, long kv, long k0, long count);
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

@@ -1,0 +1,22 @@
+// Questions that the library answers before any of its handlers is registered.
+#pragma once
+
+namespace jaxmha {
+
+enum class Isa { none, avx2, avx512 };
+
+// The widest instruction set that this CPU and its operating system have, and that
+// JAXMHA_NATIVE does not rule out.
+Isa usable_isa();
+
+}  // namespace jaxmha
+
+extern "C" {
+const char* jaxmha_cpu_version();       // of the distribution
+const char* jaxmha_cpu_isa();           // "avx512", "avx2", or "" where no kernel can run
+int jaxmha_cpu_interface();             // of the handlers: their operands and attributes
+int jaxmha_cpu_ffi_major();             // of the headers of XLA that they were compiled with
+int jaxmha_cpu_ffi_minor();
+// Items of work that a problem is cut into, forward or backward.
+long jaxmha_cpu_items(int backward, long B, long T, long S, long N, long K, long threads);
+}

@@ -1,0 +1,64 @@
+// Buffers of XLA as operands of kernels. Every shape is checked: the compiler of a program calls
+// a handler with whatever it was given.
+//
+// Axes are counted from the last. All axes before those of an operand are batch axes; each has its
+// full size or 1, so that vmap is one more of them.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmha {
+
+namespace ffi = xla::ffi;
+using Sizes = std::vector<long>;
+
+struct ConditionBuffers {
+  ffi::AnyBuffer bias, allowed, rows, keys, query_ids, key_ids, offset;
+};
+
+struct Attributes {
+  float scale, rest, soft_cap;
+  int64_t below, above;
+};
+
+// Reads buffers; after the first that does not fit, `error` says which and why.
+class Reader {
+ public:
+  // `out`: the buffer whose batch axes are all full: `... T N x`.
+  explicit Reader(const ffi::AnyBuffer& out);
+  // The batch axes that operands of so many other axes have together.
+  Reader(const std::vector<ffi::AnyBuffer>& operands, const Sizes& axes);
+
+  Problem problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
+                  const ffi::AnyBuffer& value, const ConditionBuffers& others,
+                  const Attributes& attributes);
+  // `positions heads features` of a floating type; `full`: a result, with all batch axes.
+  Heads heads(const char* name, const ffi::AnyBuffer& x, Sizes sizes, bool full = false);
+  // An operand of `E` with axes `sizes`; a buffer without elements is absent.
+  template <class E>
+  Batched<E> batched(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes);
+  template <class E>
+  Pairs<E> pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes);
+  // A float32 result with all batch axes.
+  float* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes);
+  // Batch rows by part of a result, whose batch axes may have size 1.
+  std::vector<std::vector<long>> parts(const char* name, const ffi::AnyBuffer& x, size_t axes);
+
+  long batches() const { return batches_; }
+  bool failed() const { return !error_.empty(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument("jaxmha_cpu: " + error_); }
+  void fail(const char* name, const ffi::AnyBuffer& x, const std::string& expected);
+
+ private:
+  bool fits(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes);
+  std::vector<long> starts(const ffi::AnyBuffer& x, long elements) const;
+
+  Sizes lead_;
+  long batches_ = 1;
+  std::string error_;
+};
+
+}  // namespace jaxmha

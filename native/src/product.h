@@ -1,0 +1,105 @@
+// Products of blocks of float32, from one register tile.
+#pragma once
+#include <algorithm>
+
+#include "simd.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+
+// A matrix operand; element (i, p) lies at data[i * row + p * column]. One of both steps is 1.
+struct Left {
+  const float* data;
+  long row, column;
+  Left down(long rows) const { return {data + rows * row, row, column}; }
+};
+
+// finish(c): c[M][N] vectors of A[M x depth] B[depth x N vectors]. `Unit`: A's column step is 1.
+template <int M, int N, bool Unit, class Finish>
+inline __attribute__((always_inline)) void tile(Left a, const float* __restrict b, long ldb,
+                                                long depth, Finish&& finish) {
+  Vector c[M][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) c[i][j] = set1(0.f);
+  const float* __restrict data = a.data;
+  const long row = Unit ? a.row : 1, column = Unit ? 1 : a.column;
+  for (long p = 0; p < depth; p++) {
+    Vector v[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) v[j] = load(b + p * ldb + j * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++) {
+      const Vector x = set1(data[i * row + p * column]);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) c[i][j] = fma(x, v[j], c[i][j]);
+    }
+  }
+  finish(c);
+}
+
+// The use of a product: C = AB, C += AB, or row i of C = C * factors[i] + AB.
+enum class Into { replaced, added, rescaled };
+
+template <Into into, int M, int N>
+struct Store {
+  float* __restrict c;
+  long ldc;
+  const float* __restrict factors;
+  inline __attribute__((always_inline)) void operator()(Vector (&x)[M][N]) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) {
+        float* to = c + i * ldc + j * W;
+        if (into == Into::added) x[i][j] = add(load(to), x[i][j]);
+        if (into == Into::rescaled) x[i][j] = fma(set1(factors[i]), load(to), x[i][j]);
+        store(to, x[i][j]);
+      }
+  }
+};
+
+template <Into into, int M, int N>
+__attribute__((noinline)) void piece(Left a, const float* b, long ldb, long depth, float* c,
+                                     long ldc, const float* factors) {
+  const Store<into, M, N> finish{c, ldc, factors};
+  if (a.column == 1)
+    tile<M, N, true>(a, b, ldb, depth, finish);
+  else
+    tile<M, N, false>(a, b, ldb, depth, finish);
+}
+
+template <Into into, int N>
+void strip(long rows, Left a, const float* b, long ldb, long depth, float* c, long ldc,
+           const float* factors) {
+  for (; rows >= MR; rows -= MR, a = a.down(MR), c += MR * ldc) {
+    piece<into, MR, N>(a, b, ldb, depth, c, ldc, factors);
+    if (into == Into::rescaled) factors += MR;
+  }
+  switch (rows) {
+    case 1: return piece<into, 1, N>(a, b, ldb, depth, c, ldc, factors);
+    case 2: return piece<into, 2, N>(a, b, ldb, depth, c, ldc, factors);
+    case 3: return piece<into, 3, N>(a, b, ldb, depth, c, ldc, factors);
+    case 4: return piece<into, 4, N>(a, b, ldb, depth, c, ldc, factors);
+    case 5: return piece<into, 5, N>(a, b, ldb, depth, c, ldc, factors);
+  }
+}
+
+// C[rows x vectors * W], from A[rows x depth] and B[depth x vectors * W].
+template <Into into>
+void product(long rows, long vectors, long depth, Left a, const float* b, long ldb, float* c,
+             long ldc, const float* factors = nullptr) {
+  for (long j = 0; j < vectors; j += NR, b += NR * W, c += NR * W)
+    switch (std::min<long>(NR, vectors - j)) {
+      case 1: strip<into, 1>(rows, a, b, ldb, depth, c, ldc, factors); break;
+      case 2: strip<into, 2>(rows, a, b, ldb, depth, c, ldc, factors); break;
+#if defined(__AVX512F__)
+      case 3: strip<into, 3>(rows, a, b, ldb, depth, c, ldc, factors); break;
+      case 4: strip<into, 4>(rows, a, b, ldb, depth, c, ldc, factors); break;
+#endif
+    }
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

@@ -1,0 +1,90 @@
+// Tiles of transposed scores, `keys ROWS`: keys lie in rows, so that they need no packing, queries
+// in lanes, so that the softmax needs no sum over lanes.
+#pragma once
+#include "conditions.h"
+#include "functions.h"
+#include "product.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+
+constexpr float LOWEST = -3.40282347e38f;
+
+// A tile of scores and its conditions.
+struct TileOfScores {
+  long keys, lanes;            // rows in use, and vectors of each
+  float* scores;               // keys ROWS
+  const uint8_t* allowed;      // keys ROWS, where the tile is mixed
+  const float* bias;           // keys ROWS, or null
+  float rest, soft_cap;        // factor of whole logits, else 1; soft_cap 0: none
+  float* cap_gradient = nullptr;  // keys ROWS: derivative of the soft cap, for gradients
+};
+
+template <int M, int N>
+struct StoreAndMax {
+  float *__restrict scores, *__restrict row_max;
+  bool plus;  // to what is there
+  inline __attribute__((always_inline)) void operator()(Vector (&x)[M][N]) const {
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) {
+      Vector m = load(row_max + j * W);
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++) {
+        float* const to = scores + i * ROWS + j * W;
+        if (plus) x[i][j] = add(load(to), x[i][j]);
+        m = max(m, x[i][j]);
+        store(to, x[i][j]);
+      }
+      store(row_max + j * W, m);
+    }
+  }
+};
+
+// Scores of M keys and N vectors of rows, and their row max.
+template <int M, int N>
+void score_piece(const float* key, long ldk, const float* query, long H, long terms,
+                 float* scores, float* row_max) {
+  long p = 0;
+  for (; p + terms < H; p += terms) {
+    const Left left{key + p, ldk, 1};
+    if (p == 0)
+      tile<M, N, true>(left, query, ROWS, terms,
+                       Store<Into::replaced, M, N>{scores, ROWS, nullptr});
+    else
+      tile<M, N, true>(left, query + p * ROWS, ROWS, terms,
+                       Store<Into::added, M, N>{scores, ROWS, nullptr});
+  }
+  tile<M, N, true>({key + p, ldk, 1}, query + p * ROWS, ROWS, H - p,
+                   StoreAndMax<M, N>{scores, row_max, p > 0});
+}
+
+// The same of any number of keys.
+template <int N>
+void score_strip(long keys, const float* key, long ldk, const float* query, long H, long terms,
+                 float* scores, float* row_max) {
+  long i = 0;
+  for (; i + MR <= keys; i += MR) {
+    for (long r = i + MR; r < i + 2 * MR; r++)
+      for (long x = 0; x < H; x += 16) __builtin_prefetch(key + r * ldk + x);
+    score_piece<MR, N>(key + i * ldk, ldk, query, H, terms, scores + i * ROWS, row_max);
+  }
+  for (; i < keys; i++)
+    score_piece<1, N>(key + i * ldk, ldk, query, H, terms, scores + i * ROWS, row_max);
+}
+
+// Scores where all pairs are allowed, and their row max.
+void clear_scores(long keys, long lanes, const float* key, long ldk, const float* query, long H,
+                  long terms, float* scores, float* row_max);
+
+// Products of rows `count depth` and of `depth ROWS`, such as scores without their row max.
+void short_products(long count, long lanes, long depth, long terms, const float* rows,
+                    long stride, const float* columns, float* to);
+
+// Applies soft cap, bias and conditions: masked scores become -inf, whatever they were.
+void apply_conditions(const TileOfScores& tile);
+
+// The row max of a tile and of what came before.
+void update_row_max(const TileOfScores& tile, float* row_max);
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

@@ -1,0 +1,471 @@
+"""The native CPU kernels as a part of JAX programs, and what happens where there are none."""
+
+import ctypes
+import hashlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jaxmha
+from jaxmha import Mask, implementations
+from jaxmha.implementations.native import library
+from tests import cases, conformance, tolerance
+from tests.cases import Case
+
+ROOT = Path(__file__).parents[1]
+built = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+# Every kind of operand, each with a batch axis of its own size.
+CASE = Case("native", T=5, S=7, K=2, G=2, H=11, h=3, bias="B1TS", mask="1NTS", is_causal=True,
+            key_value_seq_lengths=(6, 5), segments="pair", logits_soft_cap=1.3)  # fmt: skip
+
+
+def attend(arrays: dict[str, Any], implementation: str = "native") -> Any:
+    return conformance.call(CASE, implementation, return_lse=True)(arrays)
+
+
+def loss(arrays: dict[str, Any], others: dict[str, Any], implementation: str = "native") -> Any:
+    out, lse = attend(arrays | others, implementation)
+    return (out**2).sum() + jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0.0)).sum()
+
+
+def named_calls(program: Any) -> int:
+    """Calls of the library in a lowered program."""
+    return int(program.as_text().count("@jaxmha_cpu_"))
+
+
+@built
+@pytest.mark.parametrize("mapped", ["query", "key", "bias", "mask", "key_value_seq_lengths"])
+def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
+    """The others lack the axis; the gradient of every one of them is a sum over it."""
+    stack = [cases.arrays(CASE, seed=seed) for seed in range(3)]
+    arrays = dict(stack[0])
+    each = np.stack([x[mapped] for x in stack])
+
+    def of(x: Any, implementation: str) -> Any:
+        one = arrays | {mapped: x}
+        gradient = jax.grad(loss)(*conformance.split(one), implementation)
+        return attend(one, implementation), gradient
+
+    want = jax.jit(lambda xs: [of(x, "reference") for x in xs])(list(each))
+    want = jax.tree.map(lambda *xs: np.stack(xs), *want)
+    for axis in range(each.ndim):
+        moved = np.moveaxis(each, 0, axis)
+        found = jax.jit(jax.vmap(partial(of, implementation="native"), axis))(moved)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@built
+@pytest.mark.parametrize("inner", [0, 1])
+def test_nested_vmap_of_unlike_axes_and_of_gradients(inner: int) -> None:
+    """Gradients inside and outside of both maps."""
+    arrays = cases.arrays(CASE)
+    queries = np.stack([cases.arrays(CASE, seed=seed)["query"] for seed in range(3)], inner + 1)
+    values = np.stack([cases.arrays(CASE, seed=seed)["value"] for seed in (5, 6)])
+
+    def one(query: Any, value: Any, implementation: str) -> Any:
+        inside, others = conformance.split(arrays | {"query": query, "value": value})
+        return jax.value_and_grad(loss)(inside, others, implementation)
+
+    def both(queries: Any, values: Any, implementation: str) -> Any:
+        each: Any = jax.vmap(lambda q, v: one(q, v, implementation), (inner + 1, None))
+        per_value: Any = jax.vmap(each, (None, 0))
+        outside = jax.grad(lambda q, v: per_value(q, v)[0].sum(), (0, 1))(queries, values)
+        return per_value(queries, values), outside
+
+    found, want = (jax.jit(partial(both, implementation=i))(queries, values)
+                   for i in ("native", "reference"))  # fmt: skip
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=3e-5)
+
+
+@built
+def test_second_derivatives() -> None:
+    """In reverse and in forward mode over the gradient, of every array."""
+    inside, others = conformance.split(cases.arrays(CASE))
+    rng = np.random.default_rng(0)
+    along = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), inside)
+
+    def seconds(implementation: str) -> Any:
+        def gradient(x: Any) -> Any:
+            return jax.grad(loss)(x, others, implementation)
+
+        def product(x: Any) -> Any:
+            parts = zip(jax.tree.leaves(gradient(x)), jax.tree.leaves(along), strict=True)
+            return sum((a * b).sum() for a, b in parts)
+
+        return jax.jit(lambda x: (jax.grad(product)(x), jax.jvp(gradient, (x,), (along,))[1]))(
+            inside
+        )
+
+    found, want = seconds("native"), seconds("reference")
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@built
+def test_every_shape_of_bias_has_its_gradient() -> None:
+    """Sums over the axes of size 1, under vmap as well."""
+    arrays = cases.arrays(Case("biases"))
+    sizes = (2, 6, 5, 7)
+    rng = np.random.default_rng(0)
+    biases = [
+        rng.standard_normal([n if full else 1 for n, full in zip(sizes, kept, strict=True)])
+        for kept in itertools.product((False, True), repeat=4)
+    ]
+    biases = [bias.astype(np.float32) for bias in biases]
+
+    def gradients(implementation: str) -> Any:
+        def of(bias: Any) -> Any:
+            run = partial(jaxmha.dot_product_attention, implementation=implementation)
+            return (run(**arrays, bias=bias) ** 2).sum()
+
+        both = jax.vmap(jax.grad(of))
+        return jax.jit(lambda biases: [both(jnp.stack([x, 2 * x])) for x in biases])(biases)
+
+    for x, y in zip(gradients("native"), gradients("reference"), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)  # some are sums that cancel
+
+
+@built
+def test_what_is_not_read_is_not_computed() -> None:
+    """The kernel of the bias' gradient runs where that is asked for."""
+    inside, others = conformance.split(cases.arrays(CASE))
+    bias = {"bias": inside.pop("bias")}
+    alone = jax.jit(jax.grad(lambda x: loss(x | bias, others))).lower(inside).compile()
+    text = str(alone.as_text())
+    assert "bias_gradient" not in text
+    assert "attend_backward" in text
+
+
+@built
+def test_exported_programs_run_anywhere() -> None:
+    """Nobody has to allow a custom call: the portable kernel is in them."""
+    inside, others = conformance.split(cases.arrays(CASE))
+    run = jax.jit(jax.value_and_grad(lambda x: loss(x, others)))
+    assert named_calls(run.lower(inside)) == 3
+    for platforms in (["cpu"], ["cpu", "cuda", "tpu"]):
+        made: Any = export.export(run, platforms=platforms)(inside)
+        assert "@jaxmha_cpu_" not in made.mlir_module()
+        program: Any = export.deserialize(made.serialize())
+        for x, y in zip(*map(jax.tree.leaves, (program.call(inside), run(inside))), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@built
+def test_exported_programs_of_vmap() -> None:
+    """The portable kernels map over every batch axis."""
+    stack = [conformance.split(cases.arrays(CASE, seed=seed))[0] for seed in range(2)]
+    others = conformance.split(cases.arrays(CASE))[1]
+    inside = jax.tree.map(lambda *x: np.stack(x), *stack) | {"bias": stack[0]["bias"]}
+    axes = {"query": 0, "key": 0, "value": 0, "bias": None}
+    run = jax.jit(jax.vmap(jax.grad(lambda x: loss(x, others)), (axes,)))
+    program: Any = export.export(run)(inside)
+    for x, y in zip(*map(jax.tree.leaves, (program.call(inside), run(inside))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@built
+def test_threads_of_python_share_the_kernels() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 200, 4, 32)), jnp.float32)
+    run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x, implementation="native"))
+    want = np.asarray(run(x))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: np.asarray(run(x)), range(200)))
+    for out in found:
+        tolerance.assert_same(out, want)
+
+
+@built
+def test_results_do_not_depend_on_the_run() -> None:
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((1, n, 1, 32)), jnp.float32) for n in (700, 300))
+
+    def gradients(q: Any, k: Any) -> Any:
+        run = partial(jaxmha.dot_product_attention, implementation="native")
+        return jax.grad(lambda q, k: (run(q, k, k) ** 2).sum(), (0, 1))(q, k)
+
+    first, *rest = [jax.jit(gradients)(q, k) for _ in range(10)]
+    for found in rest:
+        jax.tree.map(tolerance.assert_same, found, first)
+
+
+# Calls that no program of ours makes: what a handler is given, it checks.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 3), "bias": (1, 4, 5, 7),
+    "allowed": (2, 1, 5, 7), "rows": (2, 5), "keys": (1, 7), "query_ids": (2, 5),
+    "key_ids": (2, 7), "offset": (2,),
+}  # fmt: skip
+DTYPES: dict[str, Any] = dict.fromkeys(("allowed", "rows", "keys"), np.bool_)
+DTYPES |= dict.fromkeys(("query_ids", "key_ids", "offset"), np.int32)
+
+
+def call(shapes: dict[str, Any], out: Any, statistics: Any, **dtypes: Any) -> Any:
+    """The handler of the forward pass with arrays of any shape."""
+    struct: Any = jax.ShapeDtypeStruct
+    arrays = [
+        np.zeros(shape, dtypes.get(name, DTYPES.get(name, np.float32)))
+        for name, shape in shapes.items()
+    ]
+    results = [struct(shape, np.float32) for shape in (out, statistics, statistics)]
+    numbers = {"scale": np.float32(1), "rest": np.float32(1), "soft_cap": np.float32(0)}
+    bounds = {"below": np.int64(99), "above": np.int64(99), "gradient": False}
+    found = jax.ffi.ffi_call("jaxmha_cpu_attend", results)(*arrays, **numbers, **bounds)
+    return jax.block_until_ready(found)  # type: ignore[no-untyped-call]
+
+
+@built
+def test_the_handler_refuses_what_does_not_fit() -> None:
+    assert library.unavailable() is None
+    out, rows = (2, 5, 4, 3), (2, 4, 5)
+    call(SHAPES, out, rows)
+    wrong: list[tuple[str, tuple[int, ...]]] = [
+        (name, (*shape[:axis], 13, *shape[axis + 1 :]))
+        for name, shape in SHAPES.items()
+        for axis in range(len(shape))
+    ]
+    wrong += [(name, shape[1:]) for name, shape in SHAPES.items()]
+    wrong += [(name, (1, 1, *shape)) for name, shape in SHAPES.items()]
+    wrong += [("query_ids", (0,)), ("query", (0,)), ("key", (2, 0, 2, 8))]
+    for name, shape in wrong:
+        with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
+            call(SHAPES | {name: shape}, out, rows)
+    for results in [((2, 5, 4, 4), rows), (out, (2, 5, 4)), ((2, 6, 4, 3), rows), ((5,), rows)]:
+        with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
+            call(SHAPES, *results)
+    for name in SHAPES:
+        with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
+            call(SHAPES, out, rows, **{name: np.uint8})
+
+
+# Libraries that cannot run.
+
+X: Any = jax.ShapeDtypeStruct((1, 1024, 8, 64), "float32")  # type: ignore[no-untyped-call]
+
+
+def explained() -> tuple[str | None, str | None]:
+    """What runs, and the reason against the native kernels."""
+    found = jaxmha.explain(X, X, X, implementation=["native", "blocked"])
+    return found.chosen, dict(found.reasons)["native"]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is found as the distribution; nothing in it may be registered."""
+    folder = tmp_path / "jaxmha_cpu"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    monkeypatch.setattr(library, "find_spec", lambda _: _spec(folder))
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("registered")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", never)
+    return folder / "libjaxmha_cpu.so"
+
+
+def _spec(folder: Path) -> Any:
+    from importlib.util import spec_from_file_location
+
+    return spec_from_file_location(
+        "jaxmha_cpu", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+
+
+def seal(file: Path) -> None:
+    file.with_suffix(".sha256").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def test_without_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    assert explained() == ("blocked", "jaxmha-cpu is not installed: pip install 'jaxmha[cpu]'")
+
+
+def test_without_the_library(installed: Path) -> None:
+    chosen, reason = explained()
+    assert chosen == "blocked"
+    assert "lacks its library: No such file" in str(reason)
+
+
+def test_what_is_no_library(installed: Path) -> None:
+    installed.write_text("not a library")
+    seal(installed)
+    chosen, reason = explained()
+    assert chosen == "blocked"
+    assert "cannot be loaded" in str(reason)
+
+
+@built
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_library(installed: Path, damage: str) -> None:
+    """Half of a file may end the process that loads it."""
+    file = ROOT / "native" / "jaxmha_cpu" / installed.name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    installed.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    shutil.copy(file.with_suffix(".sha256"), installed.with_suffix(".sha256"))
+    chosen, reason = explained()
+    assert chosen == "blocked"
+    assert "is damaged" in str(reason)
+
+
+@built
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("", "of another version"),
+        ("int jaxmha_cpu_interface() { return 0; }", "of another version"),
+        ("int jaxmha_cpu_interface() { return 0; }" + "EVERYTHING", "has interface 0"),
+    ],
+)
+def test_an_old_library(installed: Path, source: str, why: str) -> None:
+    names = [*library.HANDLERS.values(), *(f"jaxmha_cpu_{x}" for x in ("ffi_major", "ffi_minor"))]
+    everything = "".join(f"int {name}() {{ return 0; }}" for name in (*names, "jaxmha_cpu_isa"))
+    compiler = next(x for x in ("c++", "g++", "clang++") if shutil.which(x))
+    text = f'extern "C" {{ {source.replace("EVERYTHING", everything)} }}'
+    command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(installed)]
+    subprocess.run(command, input=text, text=True, check=True)
+    seal(installed)
+    chosen, reason = explained()
+    assert chosen == "blocked"
+    assert why in str(reason)
+
+
+@built
+@pytest.mark.parametrize("version", [(0, 0), (1, 3), None])
+def test_an_older_jaxlib(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None
+) -> None:
+    """Registering it would not fail the call: XLA would have no CPU backend any more."""
+    file = ROOT / "native" / "jaxmha_cpu" / installed.name
+    shutil.copy(file, installed)
+    seal(installed)
+    monkeypatch.setattr(library, "ffi_version", lambda: version)
+    chosen, reason = explained()
+    assert chosen == "blocked"
+    assert "FFI version" in str(reason)
+
+
+def test_the_version_of_the_headers_is_read() -> None:
+    assert library.ffi_version() is not None
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXMHA_NATIVE", "0")
+    assert explained() == ("blocked", "JAXMHA_NATIVE=0 switches it off")
+
+
+@built
+def test_a_cpu_without_avx2() -> None:
+    code = "import tests.test_native as t; print(*t.explained(), sep='|')"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "JAXMHA_NATIVE": "none", "PYTHONPATH": f"{ROOT}:{ROOT}/native"}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "blocked|this CPU has no AVX2 with FMA and F16C"
+
+
+@built
+@pytest.mark.slow
+def test_kernels_of_avx2() -> None:
+    """The conformance suite on the narrower instruction set."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["tests/test_conformance.py", "-k", "native"]
+    environment = {**os.environ, "JAXMHA_NATIVE": "avx2"}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@built
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout"),
+        ({"return_weights": True}, "never materialised"),
+        ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype"),
+    ],
+)
+def test_declined(options: dict[str, Any], why: str) -> None:
+    found = jaxmha.explain(X, X, X, implementation=["native", "reference"], **options)
+    assert found.chosen == "reference"
+    assert why in str(dict(found.reasons)["native"])
+
+
+@built
+def test_other_platforms_never_run_it() -> None:
+    assert "runs on CPU, not on h200" in str(
+        dict(jaxmha.explain(X, X, X, platform="h200", implementation=["native", "blocked"]).reasons)
+    )
+    assert "native" not in implementations.ORDER["cuda"]
+
+
+@built
+def test_long_rows_with_masks() -> None:
+    """Several blocks of keys, and panels of rows of which some are full."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, n, heads, 40)), jnp.float32)
+        for n, heads in ((300, 4), (613, 2), (613, 2))
+    )
+    ids = [np.sort(rng.integers(0, 4, (2, n))).astype(np.int32) for n in (300, 613)]
+    masks = [
+        Mask.causal(np.asarray([100, 313], np.int32)) & Mask.window(200, None),
+        Mask.segments(query_ids=ids[0], key_value_ids=ids[1]),
+        Mask.padding(key_value=rng.random((2, 613)) < 0.5, query=rng.random((2, 300)) < 0.9),
+        Mask.dense(rng.random((2, 1, 300, 613)) < 0.3) & Mask.lengths(key_value=np.array([5, 400])),
+    ]
+
+    def everything(implementation: str) -> Any:
+        def of(q: Any, k: Any, v: Any, mask: Mask) -> Any:
+            return jaxmha.dot_product_attention(
+                q, k, v, mask=mask, return_lse=True, implementation=implementation
+            )
+
+        def both(mask: Mask) -> Any:
+            (out, lse), pull = jax.vjp(lambda q, k, v: of(q, k, v, mask), q, k, v)
+            return out, lse, *pull((out, jnp.where(jnp.isfinite(lse), 0.1, 0.0)))
+
+        return jax.jit(lambda masks: [both(mask) for mask in masks])(masks)
+
+    for found, want in zip(everything("native"), everything("reference"), strict=True):
+        for x, y in zip(found, want, strict=True):
+            tolerance.assert_close(x, np.asarray(y, np.float64), factor=2)
+
+
+@built
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("threads", [2, 16, 64])
+def test_items_for_many_threads(backward: bool, threads: int) -> None:
+    """No thread waits long for another: items are few times the threads, or many times."""
+    found = ctypes.CDLL(str(ROOT / "native" / "jaxmha_cpu" / "libjaxmha_cpu.so"))
+    count: Any = found.jaxmha_cpu_items
+    count.argtypes, count.restype = [ctypes.c_int, *[ctypes.c_long] * 6], ctypes.c_long
+    for B, T, N, K in ((1, 512, 8, 8), (1, 4096, 8, 8), (1, 2048, 8, 2), (8, 128, 12, 12)):
+        items = count(backward, B, T, T, N, K, threads)
+        busy = items / (threads * -(-items // threads))
+        assert busy >= 0.75, (B, T, N, K, items)
+
+
+def test_handlers_are_those_of_the_build() -> None:
+    """The number of the interface stands in two files."""
+    build = (ROOT / "native" / "build_library.py").read_text()
+    assert f"\nINTERFACE = {library.INTERFACE}\n" in build
+    if not conformance.ABSENT:
+        found = ctypes.CDLL(str(ROOT / "native" / "jaxmha_cpu" / "libjaxmha_cpu.so"))
+        assert all(hasattr(found, name) for name in library.HANDLERS.values())
