@@ -1,0 +1,260 @@
+"""Rearrangements that carry a layer of one side into a layer of the other, from forms and shapes."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxmha.converters.match.templates import MAIN, Layer, Template
+
+_WINDOW = "yxz"
+
+
+class Arrow(NamedTuple):
+    """Source and target axes as einops writes them; `s`: packed parts, `l`, `m`: stacked layers."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the arrays of a source template fit those of a target template.
+
+    Attributes:
+      arrows: by slot. stacked: columns of the source's numbers that are axes of the target.
+    """
+
+    arrows: dict[str, Arrow]
+    stacked: tuple[int, ...] = ()
+
+
+UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
+
+
+def fit(source: Template, target: Template) -> Fit | str | None:
+    """How the arrays fit; None if they do not, or why the orientation is not decided."""
+    if source.first.slots.keys() != target.first.slots.keys():
+        return None
+    for stacked in _stackings(source, target):
+        found = _fit(source, target, stacked)
+        if found is not None:
+            return found
+    return None
+
+
+def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
+    mine, theirs = source.counts, target.counts
+    if mine == theirs:
+        if _same_ranks(source, target):
+            yield ()
+        return
+    extra = len(mine) - len(theirs)
+    full = len(source.layers) == math.prod(mine)
+    if extra > 0 and full:
+        for columns in itertools.combinations(range(len(mine)), extra):
+            if tuple(n for c, n in enumerate(mine) if c not in columns) == theirs:
+                yield columns
+
+
+def _same_ranks(source: Template, target: Template) -> bool:
+    full = len(source.layers) == math.prod(source.counts) == len(target.layers)
+    return source.ranks == target.ranks or full
+
+
+def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | str | None:
+    sizes = [source.counts[c] for c in stacked]
+    arrows: dict[str, Arrow] = {}
+    for slot in source.first.slots:
+        found: set[Arrow] = set()
+        for axes, rest in _without(target.first.slots[slot].shape, sizes):
+            for arrow in _arrows(slot, source.first, target.first, rest):
+                found.add(_stack(arrow, axes))
+        if not found:
+            return None
+        if len(found) > 1:
+            return UNDECIDED
+        arrows[slot] = found.pop()
+    return Fit(arrows, stacked)
+
+
+def _without(
+    shape: tuple[int, ...], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Places of stacked axes, and the other axes; several stacked axes are the first ones."""
+    if not sizes:
+        yield (), shape
+    elif len(sizes) == 1:
+        for axis, n in enumerate(shape):
+            if n == sizes[0]:
+                yield (axis,), shape[:axis] + shape[axis + 1 :]
+    elif list(shape[: len(sizes)]) == list(sizes):
+        yield tuple(range(len(sizes))), shape[len(sizes) :]
+
+
+def _stack(arrow: Arrow, axes: Sequence[int]) -> Arrow:
+    if not axes:
+        return arrow
+    letters = "lm"[: len(axes)]
+    there = _split(arrow.target)
+    taken = there[:1] == ["s"] and "s" not in _split(arrow.source)[:1]  # one part is taken of it
+    for axis, letter in zip(axes, letters, strict=True):
+        there.insert(axis + taken, letter)
+    return Arrow(" ".join([*letters, arrow.source]).strip(), " ".join(there))
+
+
+def _split(axes: str) -> list[str]:
+    """The axes of a side: `(s o) i` is two."""
+    found, inside = list[str](), ""
+    for word in axes.split():
+        inside = f"{inside} {word}".strip()
+        if inside.count("(") == inside.count(")"):
+            found.append(inside)
+            inside = ""
+    return found
+
+
+def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> Iterator[Arrow]:
+    if slot == MAIN and "no" in (source.form, target.form):
+        return
+    for a in _readings(slot, source, source.slots[slot].shape):
+        for b in _readings(slot, target, shape):
+            if arrow := _match(a.axes, b.axes):
+                yield _packed(arrow, a, b)
+
+
+class Reading(NamedTuple):
+    """The axes of one array; of a packed one those of one part, and where the parts are."""
+
+    axes: tuple[tuple[str, int], ...]
+    place: int = -1  # axis that holds the parts; -1: not packed
+    own: bool = False  # the parts are an axis of their own
+
+
+def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Reading]:
+    options = _options(layer.form, shape) if slot == MAIN else _vector(shape)
+    for axes in options:
+        if layer.part is None:
+            yield Reading(axes)
+            continue
+        outs = [n for n, (letter, _) in enumerate(axes) if letter == "o"]
+        if not outs:
+            continue
+        place, parts = outs[0], layer.part[1]
+        size = axes[place][1]
+        if len(outs) > 1 and size == parts:
+            yield Reading((*axes[:place], *axes[place + 1 :]), place, True)
+        elif len(outs) == 1 and size % parts == 0:
+            yield Reading((*axes[:place], ("o", size // parts), *axes[place + 1 :]), place)
+
+
+def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
+    """The arrow with the parts of packed arrays as the letter s."""
+    if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
+        return arrow
+    sides = []
+    for axes, one, other in ((arrow.source, a, b), (arrow.target, b, a)):
+        there = _split(axes)
+        if one.place < 0 and other.place >= 0:
+            there.insert(0, "s")
+        elif one.own:
+            there.insert(one.place, "s")
+        elif one.place >= 0:
+            there[one.place] = f"(s {there[one.place].strip('()')})"
+        sides.append(" ".join(there))
+    return Arrow(*sides)
+
+
+def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The ways to read the axes of a main array: a letter and a size for each axis."""
+    if len([n for n in shape if n != 1]) <= 1 and form not in ("oi", "io", "vd", "weight"):
+        yield from _vector(shape)
+        return
+    if len(shape) <= 1:
+        yield from _vector(shape)
+        return
+    if form in ("oi", "weight", "") and (len(shape) == 2 or form == "oi"):
+        yield tuple(zip(("o", "i", *_WINDOW), shape, strict=False))
+    if form in ("vd", "weight", ""):
+        letters = ("v", "d") if len(shape) == 2 else tuple(f"r{n}" for n in range(len(shape)))
+        yield tuple(zip(letters, shape, strict=True))
+    if form == "" and len(shape) == 2:
+        yield ("i", shape[0]), ("o", shape[1])
+    if form == "io":
+        for n in range(1, len(shape)):
+            yield (*(("i", x) for x in shape[:n]), *(("o", x) for x in shape[n:]))
+        if len(shape) > 2:
+            window = tuple(zip(_WINDOW, shape[:-2], strict=False))
+            yield (*window, ("i", shape[-2]), ("o", shape[-1]))
+
+
+def _vector(shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    yield tuple(("o", n) for n in shape)
+
+
+def _match(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
+    """The arrow between two readings; None if a letter has another size."""
+    rows = {x for x, _ in (*a, *b) if x[0] in "rvd"}
+    if rows:
+        return _rows(a, b)
+    mine, theirs = _by_letter(a), _by_letter(b)
+    names: dict[str, list[str]] = {}
+    for letter in {**mine, **theirs}:
+        left, right = mine.get(letter, []), theirs.get(letter, [])
+        if math.prod(left) != math.prod(right):
+            return None
+        finer = left if len(left) > len(right) else right
+        if left != right and len(left) > 1 and len(right) > 1 and letter in _WINDOW:
+            return None
+        if left != right and min(len(left), len(right)) > 1:
+            left, right = [n for n in left if n != 1], [n for n in right if n != 1]
+            if left != right:
+                return None
+            finer = left
+        names[letter] = [f"{letter}{n}" * (size != 1) for n, size in enumerate(finer)]
+    return Arrow(_written(a, mine, names), _written(b, theirs, names))
+
+
+def _by_letter(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for letter, size in axes:
+        found.setdefault(letter, []).append(size)
+    return found
+
+
+def _written(
+    axes: Sequence[tuple[str, int]], sizes: dict[str, list[int]], names: dict[str, list[str]]
+) -> str:
+    """The axes in einops' words; axes of size one are `1`."""
+    places = {letter: iter([n for n in names[letter] if n]) for letter in names}
+    written = []
+    for letter, size in axes:
+        real = [n for n in names[letter] if n]
+        if size == 1:
+            written.append("1")
+        elif len([n for n in sizes[letter] if n != 1]) == 1 and len(real) > 1:
+            written.append(f"({' '.join(real)})")
+        else:
+            written.append(next(places[letter]))
+    return " ".join(written)
+
+
+def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
+    """Axes in one order on both sides, axes of size one apart; a table is never a kernel."""
+    for x, y in ((a, b), (b, a)):
+        if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
+            return None
+        if {letter for letter, _ in x} & {"i"}:
+            return None
+    mine, theirs = [n for _, n in a if n != 1], [n for _, n in b if n != 1]
+    if mine != theirs:
+        return None
+    first, second = (iter(f"a{n}" for n in range(len(mine))) for _ in range(2))
+    return Arrow(
+        " ".join("1" if n == 1 else next(first) for _, n in a),
+        " ".join("1" if n == 1 else next(second) for _, n in b),
+    )
