@@ -5,12 +5,14 @@ The layer is called as (query, key, value) without a batch axis. True in its mas
 
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
+from jaxmha.converters.match import Plan
 
 __all__ = [
     "EQUINOX",
     "LAYOUTS",
     "export_params",
     "import_params",
+    "load_into",
 ]
 
 import_params, export_params = make_api(LAYOUTS)

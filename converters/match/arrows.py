@@ -70,15 +70,15 @@ def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | 
     sizes = [source.counts[c] for c in stacked]
     arrows: dict[str, Arrow] = {}
     for slot in source.first.slots:
-        found: set[Arrow] = set()
+        found: list[Arrow] = []
         for axes, rest in _without(target.first.slots[slot].shape, sizes):
             for arrow in _arrows(slot, source.first, target.first, rest):
-                found.add(_stack(arrow, axes))
+                found.append(_stack(arrow, axes, source.first, target.first))
         if not found:
             return None
-        if len(found) > 1:
+        if len({_meaning(arrow) for arrow in found}) > 1:
             return UNDECIDED
-        arrows[slot] = found.pop()
+        arrows[slot] = found[0]
     return Fit(arrows, stacked)
 
 
@@ -96,15 +96,26 @@ def _without(
         yield tuple(range(len(sizes))), shape[len(sizes) :]
 
 
-def _stack(arrow: Arrow, axes: Sequence[int]) -> Arrow:
+def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> Arrow:
+    """The arrow with stacked layers as axes; sources of a packed array are stacked before them."""
     if not axes:
         return arrow
-    letters = "lm"[: len(axes)]
-    there = _split(arrow.target)
-    taken = there[:1] == ["s"] and "s" not in _split(arrow.source)[:1]  # one part is taken of it
+    letters = list("lm"[: len(axes)])
+    here, there = _split(arrow.source), _split(arrow.target)
+    taken = source.part is not None and target.part is None  # one part is taken of the result
     for axis, letter in zip(axes, letters, strict=True):
         there.insert(axis + taken, letter)
-    return Arrow(" ".join([*letters, arrow.source]).strip(), " ".join(there))
+    parts = here[:1] if source.part is None and here[:1] == ["s"] else []
+    return Arrow(" ".join([*parts, *letters, *here[len(parts) :]]), " ".join(there))
+
+
+def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
+    """The order of the axes on both sides, whatever their letters."""
+    mine, theirs = (
+        [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"]
+        for axes in arrow
+    )
+    return tuple(tuple(mine.index(x) for x in axes) for axes in (mine, theirs))
 
 
 def _split(axes: str) -> list[str]:

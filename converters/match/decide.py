@@ -115,7 +115,7 @@ class _State:
         for word in words:
             mine = {s for s in sources if word in self.sources[s].words}
             theirs = {t for t in targets if word in self.targets[t].words}
-            if len(mine) == len(theirs) and 0 < len(mine):
+            if len(mine) == len(theirs) and len(mine) > 0:
                 kept &= {(s, t) for s, t in allowed if (s in mine) == (t in theirs)}
         self._take(kept, sources, targets, _WORDS)
 

@@ -31,7 +31,7 @@ def plan(source: Side, target: Side) -> Plan:
     questions = [*_questions(mine, theirs, decision), *refused]
     used = _used(lines, source)
     unused = [a for a in source.arrays.values() if a.name not in used]
-    ignored = [a.name for a in unused if _ignored(a)]
+    ignored = [a.name for a in unused if is_buffer(a)]
     return Plan(
         tuple(lines),
         tuple(_merged(questions)),
@@ -40,7 +40,8 @@ def plan(source: Side, target: Side) -> Plan:
     )
 
 
-def _ignored(array: Array) -> bool:
+def is_buffer(array: Array) -> bool:
+    """True for buffers and counters, which are no weights."""
     whole = array.dtype.startswith(("int", "uint", "bool"))
     return bool(BUFFERS.search(array.name)) or whole
 
@@ -87,62 +88,64 @@ def _pieces(
     found = []
     for t, (s, reason, confidence) in sorted(decision.taken.items()):
         source, target, how = mine[s], theirs[t], decision.fits[s, t]
-        order = sorted(target.layers)
         groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for ranks in sorted(source.layers):
             rest = tuple(r for n, r in enumerate(ranks) if n not in how.stacked)
             groups.setdefault(rest, []).append(ranks)
+        free = iter(_LETTERS)
+        kept = {n: next(free) for n in range(len(source.counts)) if n not in how.stacked}
+        letters = "".join(kept.get(n) or next(free) for n in range(len(source.counts)))
         for slot, arrow in how.arrows.items():
-            names = tuple(
-                tuple(source.layers[r].slots[slot].name for r in groups[rest])
-                for rest in sorted(groups)
-            )
-            targets = tuple(target.layers[r].slots[slot].name for r in order)
+            names = {r: source.layers[r].slots[slot].name for r in sorted(source.layers)}
+            targets = {r: target.layers[r].slots[slot].name for r in sorted(target.layers)}
             found.append(
                 _Piece(
-                    pattern(targets), pattern([n for several in names for n in several]), arrow,
-                    source.first.part, target.first.part, reason, confidence, names, targets,
+                    pattern(targets), pattern(names, letters), arrow, source.first.part,
+                    target.first.part, reason, confidence,
+                    tuple(tuple(names[r] for r in groups[rest]) for rest in sorted(groups)),
+                    tuple(targets.values()),
                 )
             )  # fmt: skip
     return found
 
 
-def pattern(names: Sequence[str]) -> str:
-    """Names with one pattern for their numbers: `{i}`, `{j}`; "" if they differ in more than that.
+def pattern(names: Mapping[tuple[int, ...], str], letters: str = _LETTERS) -> str:
+    """Names with a letter for each rank that their numbers follow; "" if they follow none.
 
-    >>> pattern(["h.0.w", "h.1.w"]), pattern(["h.0.w0"]), pattern(["a", "b"])
-    ('h.{i}.w', 'h.0.w0', '')
+    >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
+    ('h.{i}.w', 'h.0.w', '')
     """
     if len(names) == 1:
-        return names[0]
-    parts = [re.split(r"(\d+)", name) for name in names]
+        return next(iter(names.values()))
+    parts = [re.split(r"(\d+)", name) for name in names.values()]
     if len({len(one) for one in parts}) > 1:
         return ""
-    letters = iter(_LETTERS)
-    known: dict[tuple[str, ...], str] = {}
     made = []
     for column in zip(*parts, strict=True):
         if len(set(column)) == 1:
             made.append(column[0])
-        elif not all(x.isdigit() for x in column):
+            continue
+        follows = [
+            letter
+            for n, letter in zip(range(len(next(iter(names)))), letters, strict=False)
+            if all(x.isdigit() for x in column)
+            and len(set(zip(column, (r[n] for r in names), strict=True))) == len(set(column))
+            and len({r[n] for r in names}) == len(set(column))
+        ]
+        if not follows:
             return ""
-        else:
-            if column not in known:
-                if (letter := next(letters, None)) is None:
-                    return ""
-                known[column] = f"{{{letter}}}"
-            made.append(known[column])
+        made.append(f"{{{follows[0]}}}")
     return "".join(made)
 
 
-def expand(name: str, names: Iterable[str]) -> dict[tuple[int, ...], str]:
-    """The names that a pattern stands for, by their numbers, in order.
+def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """The names that a pattern stands for, in order, and the number of each letter.
 
     >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"])
-    {(0,): 'h.0.w', (1,): 'h.1.w'}
+    {'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}
     """
     if not re.search(r"\{[ijkl]\}", name):
-        return {(): name} if name in set(names) else {}
+        return {name: {}} if name in set(names) else {}
     seen: list[str] = []
     made = ""
     for part in re.split(r"(\{[ijkl]\})", name):
@@ -153,13 +156,12 @@ def expand(name: str, names: Iterable[str]) -> dict[tuple[int, ...], str]:
         else:
             made += re.escape(part)
     regex = re.compile(made)
-    order = sorted(set(seen))
-    found = {
-        tuple(int(match[x]) for x in order): one
+    found = [
+        (one, {x: int(match[x]) for x in sorted(set(seen))})
         for one in names
         if (match := regex.fullmatch(one))
-    }
-    return dict(sorted(found.items()))
+    ]
+    return dict(sorted(found, key=lambda row: tuple(row[1].values())))
 
 
 def _lines(pieces: Sequence[_Piece], source: Side, target: Side) -> tuple[list[Line], list[Question]]:
@@ -202,11 +204,10 @@ def _line(several: Sequence[_Piece], source: Side, target: Side) -> list[Line]:
 def _exact(pieces: Sequence[_Piece], source: Side, target: Side) -> bool:
     """True if the patterns stand for these names alone, in this order."""
     first = pieces[0]
-    if tuple(expand(first.target, target.arrays).values()) != first.targets:
+    if tuple(expand(first.target, target.arrays)) != first.targets:
         return False
     return all(
-        tuple(expand(p.source, source.arrays).values()) == tuple(n for x in p.names for n in x)
-        for p in pieces
+        set(expand(p.source, source.arrays)) == {n for x in p.names for n in x} for p in pieces
     )
 
 
@@ -216,7 +217,7 @@ def _used(lines: Sequence[Line], source: Side) -> set[str]:
     parts: dict[str, set[str]] = {}
     for line in lines:
         for one in line.sources:
-            for name in expand(one, source.arrays).values():
+            for name in expand(one, source.arrays):
                 if line.take:
                     parts.setdefault(name, set()).add(line.take)
                 else:
@@ -266,8 +267,8 @@ def _only(template: Template, slots: Iterable[str]) -> Template:
 
 
 def _pattern_of(template: Template, slot: str) -> str:
-    names = [template.layers[r].slots[slot].name for r in sorted(template.layers)]
-    return pattern(names) or names[0]
+    names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
+    return pattern(names) or next(iter(names.values()))
 
 
 def _layer_name(template: Template) -> str:
@@ -275,7 +276,7 @@ def _layer_name(template: Template) -> str:
     names = [_pattern_of(template, slot) for slot in template.first.slots]
     if len(names) == 1:
         return names[0]
-    return os.path.commonprefix(names).rstrip("./_")
+    return os.path.commonprefix(names).rstrip("./_") or names[0]
 
 
 def _example(

@@ -197,7 +197,6 @@ def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _tree(tree: Any, kind: str) -> Side:
-    import jax
 
     flat = tree_leaves(tree)
     if not flat:

@@ -39,9 +39,7 @@ _SYNONYMS = {
 CANONICAL = {word: name for name, words in _SYNONYMS.items() for word in words.split()}
 # Words that say nothing about which of several layers is meant.
 _NOISE = frozenset(
-    "layer layers block blocks model module net network list h stack stacks w weight weights linear "
-    "linears dense fc lin proj projection kernel param params c to the and of a b base main backbone "
-    "transformer vars func fn sub".split()
+    ["layer", "layers", "block", "blocks", "model", "module", "net", "network", "list", "h", "stack", "stacks", "w", "weight", "weights", "linear", "linears", "dense", "fc", "lin", "proj", "projection", "kernel", "param", "params", "c", "to", "the", "and", "of", "a", "b", "base", "main", "backbone", "transformer", "vars", "func", "fn", "sub"]
 )
 # Words whose order is known: positions of layers that are applied one after the other.
 ORDER = {"in": 1, "out": 2, "first": 1, "second": 2, "third": 3, "fourth": 4, "a": 1, "b": 2}
