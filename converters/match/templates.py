@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
 from jaxmha.converters.match.sides import Array, Side
-from jaxmha.converters.match.words import ORDER, meaning, packed, words
+from jaxmha.converters.match.words import CANONICAL, ORDER, meaning, packed, words
 
 MAIN, BIAS = "main", "bias"
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
@@ -319,9 +319,9 @@ def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
             if parts[i].isdigit():
                 rest = "_".join([*parts[:i], *parts[i + 1 :]])
                 return (*path[:n], rest, *path[n + 1 :]), int(parts[i])
-        if n == len(path) - 1:
-            known = [(i, ORDER[w]) for i, w in enumerate(parts) if w in ORDER]
-            if len(known) == 1:
-                rest = "_".join(w for i, w in enumerate(parts) if i != known[0][0])
-                return (*path[:n], rest), known[0][1]
+        named = [CANONICAL.get(w, w) for w in parts]
+        known = [(i, ORDER[w]) for i, w in enumerate(named) if w in ORDER]
+        if len(known) == 1:
+            rest = "_".join(w for i, w in enumerate(parts) if i != known[0][0])
+            return (*path[:n], rest, *path[n + 1 :]), known[0][1]
     return None
