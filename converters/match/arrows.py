@@ -33,6 +33,7 @@ class Fit:
     stacked: tuple[int, ...] = ()
 
 
+LISTS = "two repeated lists have the same length, and nothing shows which is which"
 UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
 
 
@@ -40,25 +41,31 @@ def fit(source: Template, target: Template) -> Fit | str | None:
     """How the arrays fit; None if they do not, or why the orientation is not decided."""
     if source.first.slots.keys() != target.first.slots.keys():
         return None
-    for stacked in _stackings(source, target):
-        found = _fit(source, target, stacked)
-        if found is not None:
-            return found
-    return None
+    found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
+    if len(found) > 1:
+        return LISTS
+    return found[0] if found else None
 
 
 def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
+    """Columns of the source's numbers that are axes in the target; the others are the target's."""
     mine, theirs = source.counts, target.counts
-    if mine == theirs:
-        if _same_ranks(source, target):
-            yield ()
-        return
     extra = len(mine) - len(theirs)
     full = len(source.layers) == math.prod(mine)
-    if extra > 0 and full:
-        for columns in itertools.combinations(range(len(mine)), extra):
-            if tuple(n for c, n in enumerate(mine) if c not in columns) == theirs:
-                yield columns
+    if extra < 0 or (extra and not full):
+        return
+    for columns in itertools.combinations(range(len(mine)), extra):
+        kept = [n for n in range(len(mine)) if n not in columns]
+        if tuple(mine[n] for n in kept) != theirs or not (extra or _same_ranks(source, target)):
+            continue
+        if not _crossed([source.lists[n] for n in kept], target.lists):
+            yield columns
+
+
+def _crossed(mine: Sequence[frozenset[str]], theirs: Sequence[frozenset[str]]) -> bool:
+    """True if lists of the same words are in another order."""
+    pairs = [(a, b) for a, x in enumerate(mine) for b, y in enumerate(theirs) if x & y]
+    return any(a != b and (a, a) not in pairs and (b, b) not in pairs for a, b in pairs)
 
 
 def _same_ranks(source: Template, target: Template) -> bool:
@@ -112,8 +119,7 @@ def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> A
 def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
     """The order of the axes on both sides, whatever their letters."""
     mine, theirs = (
-        [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"]
-        for axes in arrow
+        [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"] for axes in arrow
     )
     return tuple(tuple(mine.index(x) for x in axes) for axes in (mine, theirs))
 
@@ -157,7 +163,7 @@ def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Readi
             continue
         place, parts = outs[0], layer.part[1]
         size = axes[place][1]
-        if len(outs) > 1 and size == parts:
+        if len(outs) > 1 and size == parts and axes[outs[1]][1] != parts:
             yield Reading((*axes[:place], *axes[place + 1 :]), place, True)
         elif len(outs) == 1 and size % parts == 0:
             yield Reading((*axes[:place], ("o", size // parts), *axes[place + 1 :]), place)

@@ -164,7 +164,11 @@ class _State:
         """Keeps only these pairs of a group, unless a target would have none left."""
         here = self._within(sources, targets)
         full = len(sources) >= len(targets)
-        if kept == here or (full and {t for _, t in kept} != targets) or not _covers(kept, targets, full):
+        if (
+            kept == here
+            or (full and {t for _, t in kept} != targets)
+            or not _covers(kept, targets, full)
+        ):
             return
         self.edges = self.edges - here | kept
         for t in {t for s, t in here - kept}:
@@ -219,7 +223,9 @@ def _settled(
             taken |= {t: (s, *_reason(state, s, t)) for t, s in found.items()}
     everything = set(range(len(state.targets)))
     balanced = len(state.targets) == len(state.sources)
-    if not (balanced and _matching(state.edges, everything)):  # a pair by shapes alone needs a model in which every layer has a counterpart
+    if not (
+        balanced and _matching(state.edges, everything)
+    ):  # a pair by shapes alone needs a model in which every layer has a counterpart
         taken = {t: x for t, x in taken.items() if _agree(state, x[0], t)}
     taken = {t: (s, reason, _NAMES[kind]) for t, (s, reason, kind) in taken.items()}
     opened = {}

@@ -164,7 +164,9 @@ def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
     return dict(sorted(found, key=lambda row: tuple(row[1].values())))
 
 
-def _lines(pieces: Sequence[_Piece], source: Side, target: Side) -> tuple[list[Line], list[Question]]:
+def _lines(
+    pieces: Sequence[_Piece], source: Side, target: Side
+) -> tuple[list[Line], list[Question]]:
     by_target: dict[tuple[str, ...], list[_Piece]] = {}
     for piece in pieces:
         by_target.setdefault(piece.targets, []).append(piece)
@@ -176,7 +178,9 @@ def _lines(pieces: Sequence[_Piece], source: Side, target: Side) -> tuple[list[L
             name = first.target or first.targets[0]
             line = Line(name, tuple(p.source for p in several), str(first.arrow))
             questions.append(
-                Question(name, line.sources, "only some of its packed parts are known", plans.shown(line))
+                Question(
+                    name, line.sources, "only some of its packed parts are known", plans.shown(line)
+                )
             )
             continue
         lines += _line(sorted(several, key=lambda p: p.target_part or (0, 0)), source, target)
@@ -250,9 +254,11 @@ def _near(
     near = []
     for s, source in enumerate(mine):
         both = source.first.slots.keys() & target.first.slots.keys()
-        if s not in used and both and source.first.slots.keys() != target.first.slots.keys():
-            if not isinstance(fit(_only(source, both), _only(target, both)), str | None):
-                near.append(s)
+        other = source.first.slots.keys() != target.first.slots.keys()
+        if s in used or not both or not other:
+            continue
+        if not isinstance(fit(_only(source, both), _only(target, both)), str | None):
+            near.append(s)
     if near:
         return near, "the layers of these shapes have other arrays, such as a bias"
     return near, reason
@@ -276,12 +282,11 @@ def _layer_name(template: Template) -> str:
     names = [_pattern_of(template, slot) for slot in template.first.slots]
     if len(names) == 1:
         return names[0]
-    return os.path.commonprefix(names).rstrip("./_") or names[0]
+    shared = os.path.commonprefix(names)  # noqa: RUF071 (names are no paths of files)
+    return shared.rstrip("./_") or names[0]
 
 
-def _example(
-    mine: Sequence[Template], near: Sequence[int], target: Template, slot: str
-) -> Line:
+def _example(mine: Sequence[Template], near: Sequence[int], target: Template, slot: str) -> Line:
     """The line to add for the first candidate, or zeros for what no candidate has."""
     name = _pattern_of(target, slot)
     source = next((mine[s] for s in near if slot in mine[s].first.slots), None)

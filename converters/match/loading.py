@@ -78,9 +78,14 @@ def _jobs(plan: Plan, source: Side, target: Side) -> Iterator[tuple[str, tuple[L
             names = []
             for several in found:
                 ranks = _ranks(several)
-                names += [n for n, r in ranks.items() if all(r.get(x, v) == v for x, v in place.items())]
+                names += [
+                    n for n, r in ranks.items() if all(r.get(x, v) == v for x, v in place.items())
+                ]
                 if {r[x] for r in ranks.values() for x in place if x in r} != {
-                    r[x] for r in places.values() for x in place if any(x in o for o in ranks.values())
+                    r[x]
+                    for r in places.values()
+                    for x in place
+                    if any(x in o for o in ranks.values())
                 }:
                     raise ValueError(
                         f"{line.target} stands for {len(places)} arrays, and {line.sources[0]} for "
@@ -98,7 +103,9 @@ def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     """The rank of every number among those of its letter."""
     letters = {x for numbers in found.values() for x in numbers}
     order = {x: sorted({numbers[x] for numbers in found.values()}) for x in letters}
-    return {name: {x: order[x].index(n) for x, n in numbers.items()} for name, numbers in found.items()}
+    return {
+        name: {x: order[x].index(n) for x, n in numbers.items()} for name, numbers in found.items()
+    }
 
 
 def _refuse_rest(
@@ -178,7 +185,9 @@ def _cast(array: NDArray, target: Array, dtype: str | None) -> NDArray:
     if array.dtype == kind:
         return array
     made = array.astype(kind)
-    if dtype is None and not np.array_equal(made.astype(array.dtype), array, equal_nan="float" in wanted):
+    if dtype is None and not np.array_equal(
+        made.astype(array.dtype), array, equal_nan="float" in wanted
+    ):
         raise ValueError(
             f"{target.name}: {array.dtype} values do not all fit {wanted}, the dtype of the model: "
             f"pass dtype={wanted!r} to round them"

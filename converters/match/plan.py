@@ -147,7 +147,9 @@ def _line(number: int, table: Mapping[str, Any]) -> Line:
     rest = {key: table[key] for key in known - {"to", "from"} if key in table}
     texts = [table["to"], *sources, *rest.values()] if isinstance(sources, list) else [None]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"array {number}: every value must be a string, `from` also a list of them")
+        raise ValueError(
+            f"array {number}: every value must be a string, `from` also a list of them"
+        )
     if not sources and rest.get("fill") != "zeros":
         raise ValueError(f'array {number}: expected `from`, or fill = "zeros"')
     return Line(table["to"], tuple(sources), **rest)

@@ -5,9 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxmha.converters.match.templates import MAIN, Template, ordinal
-from jaxmha.converters.match.words import TOGETHER, words
+from jaxmha.converters.match.words import IN_MLP, TOGETHER, words
 
 _QKV = ("query", "key", "value")
+_PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
+_SANDWICH = (
+    4  # norms of a block: with one before and one after each part, names mean their own part
+)
 _OUT = {"o", "wo", "out", "output"}
 
 
@@ -23,8 +27,11 @@ def _matrix(template: Template) -> bool:
 
 
 def _of_projection(template: Template) -> Template:
-    """Only the last part of a path with a projection in it says which projection it is."""
+    """Without words that say something else in this place."""
     there = template.words.intersection(_QKV)
+    if "mlp" in template.words:
+        named = {IN_MLP[w] for w in words(template.path[-1]) if w in IN_MLP}
+        template = replace(template, words=template.words | named)
     if _matrix(template) and there:
         return replace(template, words=template.words - {"out", "in"} | {"attn"})
     return template
@@ -77,9 +84,7 @@ def _places(templates: Sequence[Template]) -> list[Template]:
             place = max(n for n, part in enumerate(template.path) if "#" in part)
             key = (template.path[: place + 1], frozenset(template.first.slots), _size(template))
             groups[key].append(template)
-    crossed = {
-        t.path[:n] for t in templates if "cross" in t.words for n in range(len(t.path))
-    }
+    crossed = {t.path[:n] for t in templates if "cross" in t.words for n in range(len(t.path))}
     attended = {t.path[:n] for t in templates if "attn" in t.words for n in range(len(t.path))}
     found: dict[tuple[str, ...], str] = {}
     for (block, _, _), several in groups.items():
@@ -87,12 +92,24 @@ def _places(templates: Sequence[Template]) -> list[Template]:
         order = ("attn", "cross", "mlp") if block in crossed else ("attn", "mlp")
         if len(several) == len(order) and block in attended:
             found |= _ordered(several, order, templates)
-    return [
-        replace(t, words=t.words - {"attn", "cross", "mlp", "self", "in", "out", "final"} | {found[t.path]})
-        if t.path in found
-        else t
-        for t in templates
-    ]
+    made = []
+    for t in templates:
+        if t.path in found:
+            t = replace(t, words=t.words - _PLACES | {found[t.path]})
+        elif (
+            words(t.path[-1])[:1] == ["post"]
+            and not _matrix(t)
+            and _beside(t, templates) < _SANDWICH
+        ):
+            # The norm after attention is either attention's own or the one before the MLP.
+            t = replace(t, words=t.words - {"attn", "mlp", "self", "cross"})
+        made.append(t)
+    return made
+
+
+def _beside(template: Template, templates: Sequence[Template]) -> int:
+    """The number of vectors under the same parent."""
+    return sum(t.path[:-1] == template.path[:-1] and not _matrix(t) for t in templates)
 
 
 def _size(template: Template) -> int:
@@ -119,9 +136,7 @@ def _ordered(
     return {}
 
 
-def _place(
-    template: Template, several: Sequence[Template], templates: Sequence[Template]
-) -> str:
+def _place(template: Template, several: Sequence[Template], templates: Sequence[Template]) -> str:
     last = words(template.path[-1])
     if last[:2] in (["post", "attn"], ["post", "attention"]):
         others = [words(t.path[-1]) for t in several if t is not template]

@@ -31,7 +31,12 @@ _FORMS = {
     },
 }  # fmt: skip
 _INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_FILES = ("model.safetensors", "pytorch_model.bin", "flax_model.safetensors", "tf_model.safetensors")
+_FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "flax_model.safetensors",
+    "tf_model.safetensors",
+)
 
 
 class Array(NamedTuple):
@@ -187,7 +192,10 @@ def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
     live = live_model.keras(model)
     seen: set[int] = set()
     for path, layer in live.layers.items():
-        own = [*getattr(layer, "_trainable_variables", ()), *getattr(layer, "_non_trainable_variables", ())]
+        own = [
+            *getattr(layer, "_trainable_variables", ()),
+            *getattr(layer, "_non_trainable_variables", ()),
+        ]
         for variable in own:
             if id(variable) not in seen and "seed" not in variable.name:
                 seen.add(id(variable))

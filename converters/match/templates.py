@@ -1,14 +1,15 @@
 """Layers of a side, and repeated layers as one template each."""
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
 from jaxmha.converters.match.sides import Array, Side
-from jaxmha.converters.match.words import CANONICAL, ORDER, meaning, packed, words
+from jaxmha.converters.match.words import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, words
 
 MAIN, BIAS = "main", "bias"
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
@@ -18,7 +19,9 @@ _SLOTS = {
     **dict.fromkeys(("running_mean", "moving_mean", "mean"), "mean"),
     **dict.fromkeys(("running_var", "moving_variance", "moving_var", "var"), "var"),
 }
-_STEM = re.compile(r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$")
+_STEM = re.compile(
+    r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
+)
 # Buffers that models compute anew, and counters: they have no counterpart and are no weights.
 BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
@@ -51,7 +54,6 @@ class Template:
     layers: Mapping[tuple[int, ...], Layer]
     words: frozenset[str] = frozenset()
     irregular: bool = False
-    siblings: int = field(default=0, compare=False)
 
     @property
     def first(self) -> Layer:
@@ -69,10 +71,16 @@ class Template:
         return frozenset(self.layers)
 
     @property
-    def shown(self) -> str:
-        """The path for people, numbers as `{i}`."""
-        letters = iter("ijkl")
-        return "/".join(f"{{{next(letters)}}}" if p == "#" else p.replace("#", "{}") for p in self.path)
+    def lists(self) -> list[frozenset[str]]:
+        """The words of each repeated list, such as layer or expert."""
+        found = []
+        for n, part in enumerate(self.path):
+            if "#" in part:
+                named = words(part) or words(self.path[n - 1] if n else "")
+                found.append(
+                    frozenset(LISTS.get(w.removesuffix("s"), w.removesuffix("s")) for w in named)
+                )
+        return found
 
 
 def layers(side: Side) -> list[Layer]:
@@ -178,36 +186,43 @@ def templates(side: Side) -> list[Template]:
     """The templates of a side, with the words of each."""
     found = _paths(layers(side))
     marks, irregular = _repeated(found)
-    groups: dict[tuple[object, ...], dict[tuple[int, ...], Layer]] = defaultdict(dict)
+    groups: dict[tuple[tuple[str, ...], object], dict[tuple[int, ...], Layer]] = defaultdict(dict)
     for path, layer in found.items():
         marked = tuple(marks.get(path[: n + 1], (part, 0))[0] for n, part in enumerate(path))
         ranks = tuple(marks[path[: n + 1]][1] for n in range(len(path)) if path[: n + 1] in marks)
         groups[(marked, _signature(layer))][ranks] = layer
+    where = {id(layer): path for path, layer in found.items()}
     made = []
     for (marked, _), members in groups.items():
-        gaps = any(path[: n + 1] in irregular for path in [next(p for p, x in found.items() if x is y) for y in members.values()] for n in range(len(path)))
-        made.append(_template(marked, members, found, gaps))  # type: ignore[arg-type]
+        paths = [where[id(layer)] for layer in members.values()]
+        gaps = any(p[: n + 1] in irregular for p in paths for n in range(len(p)))
+        made.append(_template(marked, members, where[id(members[min(members)])], gaps))
     return made
 
 
 def _template(
     marked: tuple[str, ...],
     members: Mapping[tuple[int, ...], Layer],
-    found: Mapping[tuple[str, ...], Layer],
+    own: tuple[str, ...],
     gaps: bool,
 ) -> Template:
     """A template; a "#" with a single value becomes the number again."""
     keep = [len(set(column)) > 1 for column in zip(*members, strict=True)]
-    own = next(path for path, layer in found.items() if layer is members[min(members)])
     flags, path = iter(keep), []
     for part, mine in zip(marked, own, strict=True):
         path.append(part if "#" not in part or next(flags) else mine)
-    kept = {tuple(r for r, k in zip(ranks, keep, strict=True) if k): x for ranks, x in members.items()}
+    kept = {
+        tuple(r for r, k in zip(ranks, keep, strict=True) if k): x for ranks, x in members.items()
+    }
     return Template(tuple(path), kept, meaning(path), gaps and any(keep))
 
 
 def _signature(layer: Layer) -> tuple[object, ...]:
-    return (tuple(sorted((slot, a.shape) for slot, a in layer.slots.items())), layer.form, layer.part)
+    return (
+        tuple(sorted((slot, a.shape) for slot, a in layer.slots.items())),
+        layer.form,
+        layer.part,
+    )
 
 
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
@@ -271,16 +286,18 @@ def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple
     for parent, parts in below.items():
         lists: dict[str, list[tuple[int, str]]] = defaultdict(list)
         for part in parts:
-            if (parent + (part,)) not in found and (numbered := _numbered(part)):
+            if (*parent, part) not in found and (numbered := _numbered(part)):
                 lists[numbered[0]].append((numbered[1], part))
         for stem, several in lists.items():
             several.sort()
-            kinds = Counter({p: sum(_alike(content, parent, p, o) for _, o in several) for _, p in several})
+            kinds = Counter(
+                {p: sum(_alike(content, parent, p, o) for _, o in several) for _, p in several}
+            )
             if not kinds or kinds.most_common(1)[0][1] < 2:
                 continue
             chief = kinds.most_common(1)[0][0]
             members = [(n, p) for n, p in several if _alike(content, parent, chief, p)]
-            steps = {b[0] - a[0] for a, b in zip(members, members[1:], strict=False)}
+            steps = {b[0] - a[0] for a, b in itertools.pairwise(members)}
             for rank, (_, part) in enumerate(members):
                 marks[(*parent, part)] = (f"{stem}#" if stem else "#", rank)
                 if len(steps) > 1:
@@ -288,7 +305,9 @@ def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple
     return marks, irregular
 
 
-def _alike(content: Mapping[tuple[str, ...], set[object]], parent: tuple[str, ...], a: str, b: str) -> bool:
+def _alike(
+    content: Mapping[tuple[str, ...], set[object]], parent: tuple[str, ...], a: str, b: str
+) -> bool:
     mine, theirs = content[(*parent, a)], content[(*parent, b)]
     return len(mine & theirs) >= SHARED * min(len(mine), len(theirs))
 
@@ -299,7 +318,11 @@ def unrolled(template: Template) -> list[Template]:
     made = []
     for value in sorted({ranks[-1] for ranks in template.layers}):
         members = {r[:-1]: x for r, x in template.layers.items() if r[-1] == value}
-        path = (*template.path[:place], template.path[place].replace("#", str(value)), *template.path[place + 1 :])
+        path = (
+            *template.path[:place],
+            template.path[place].replace("#", str(value)),
+            *template.path[place + 1 :],
+        )
         made.append(replace(template, path=path, layers=members))
     return made
 
@@ -319,7 +342,8 @@ def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
             if parts[i].isdigit():
                 rest = "_".join([*parts[:i], *parts[i + 1 :]])
                 return (*path[:n], rest, *path[n + 1 :]), int(parts[i])
-        named = [CANONICAL.get(w, w) for w in parts]
+        of_mlp = IN_MLP if "mlp" in template.words else {}
+        named = [of_mlp.get(w, CANONICAL.get(w, w)) for w in parts]
         known = [(i, ORDER[w]) for i, w in enumerate(named) if w in ORDER]
         if len(known) == 1:
             rest = "_".join(w for i, w in enumerate(parts) if i != known[0][0])

@@ -22,8 +22,8 @@ _SYNONYMS = {
     "type": "type seg segment segments",
     "class": "cls class",
     "head": "head heads classifier logits predictions unembed unembedding",
-    "out": "out output outputs o wo down reduce readout outc",
-    "in": "in input inputs wi up expand intermediate inc",
+    "out": "out output outputs o wo readout outc",
+    "in": "in input inputs wi intermediate inc",
     "pool": "pool pooler pooled",
     "relative": "relative rel",
     "final": "final last",
@@ -39,17 +39,61 @@ _SYNONYMS = {
 CANONICAL = {word: name for name, words in _SYNONYMS.items() for word in words.split()}
 # Words that say nothing about which of several layers is meant.
 _NOISE = frozenset(
-    ["layer", "layers", "block", "blocks", "model", "module", "net", "network", "list", "h", "stack", "stacks", "w", "weight", "weights", "linear", "linears", "dense", "fc", "lin", "proj", "projection", "kernel", "param", "params", "c", "to", "the", "and", "of", "a", "b", "base", "main", "backbone", "transformer", "vars", "func", "fn", "sub"]
+    [
+        "layer",
+        "layers",
+        "block",
+        "blocks",
+        "model",
+        "module",
+        "net",
+        "network",
+        "list",
+        "h",
+        "stack",
+        "stacks",
+        "w",
+        "weight",
+        "weights",
+        "linear",
+        "linears",
+        "dense",
+        "fc",
+        "lin",
+        "proj",
+        "projection",
+        "kernel",
+        "param",
+        "params",
+        "c",
+        "to",
+        "the",
+        "and",
+        "of",
+        "a",
+        "b",
+        "base",
+        "main",
+        "backbone",
+        "transformer",
+        "vars",
+        "func",
+        "fn",
+        "sub",
+    ]
 )
+# Words of lists of the same things.
+LISTS = dict.fromkeys(("layer", "block", "h", "stack", "stage", "depth"), "layer")
 # Words whose order is known: positions of layers that are applied one after the other.
 ORDER = {"in": 1, "out": 2, "first": 1, "second": 2, "third": 3, "fourth": 4, "a": 1, "b": 2}
 # Last word or words of a packed layer -> the projections in it, in order.
 PACKED = {
     **dict.fromkeys(
-        ("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"), ("query", "key", "value")
+        ("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"),
+        ("query", "key", "value"),
     ),
     **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
-    **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "in")),
+    **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
 }
 # Alternatives of one question: names with different words here never name the same layer.
 APART = (
@@ -64,13 +108,20 @@ APART = (
     ("norm", "embed"),
     ("mean", "logvar", "sigma"),
 )
+# In an MLP the first and second matrix; in a U-Net the second and first half.
+IN_MLP = {"up": "in", "down": "out"}
 # Names that have a role only together: the names there -> the words of each.
 TOGETHER = {
     ("w1", "w2", "w3"): ({"gate"}, {"out"}, {"in"}),
     ("wi_0", "wi_1", "wo"): ({"gate"}, {"in"}, {"out"}),
+    ("gate_proj", "up_proj", "down_proj"): ({"gate"}, {"in"}, {"out"}),
+    ("gate", "up", "down"): ({"gate"}, {"in"}, {"out"}),
 }
 _PHRASES = (
-    (r"enc(oder)?_?dec(oder)?_?att(entio)?n\w*|(encoder|src|multihead)_attn|crossattention", "cross_attn"),
+    (
+        r"enc(oder)?_?dec(oder)?_?att(entio)?n\w*|(encoder|src|multihead)_attn|crossattention",
+        "cross_attn",
+    ),
     (r"token_type(_ids)?", "type"),
     (r"cls_token|class_token|class_embedding|cls_embedding", "class"),
     (r"lm_head|embed_out|output_head", "head"),

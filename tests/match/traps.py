@@ -59,10 +59,19 @@ class Drawn:
 
 def draw(rng: np.random.Generator) -> Drawn:
     """A transformer of drawn sizes, with the names of two libraries."""
-    (block, names), (block_there, names_there) = (x[rng.integers(len(x))] for x in (SOURCES, TARGETS))
+    (block, names), (block_there, names_there) = (
+        x[rng.integers(len(x))] for x in (SOURCES, TARGETS)
+    )
     d, count = int(rng.choice((8, 12))), int(rng.integers(2, 4))
     f = d if rng.random() < 0.3 else 3 * d
-    sizes = {"query": (d, d), "key": (d, d), "value": (d, d), "out": (d, d), "up": (d, f), "down": (f, d)}
+    sizes = {
+        "query": (d, d),
+        "key": (d, d),
+        "value": (d, d),
+        "out": (d, d),
+        "up": (d, f),
+        "down": (f, d),
+    }
     made = Drawn()
 
     def add(role: str, name: str, there: str, kind: str, shape: tuple[int, ...]) -> None:
@@ -82,7 +91,13 @@ def draw(rng: np.random.Generator) -> Drawn:
         for role in BLOCK:
             kind = "norm" if role.startswith("norm") else "linear"
             shape = sizes.get(role, (d,))
-            add(f"{role}{i}", block.format(i) + names[role], block_there.format(i) + names_there[role], kind, shape)
+            add(
+                f"{role}{i}",
+                block.format(i) + names[role],
+                block_there.format(i) + names_there[role],
+                kind,
+                shape,
+            )
     add("final", names["final"], names_there["final"], "norm", (d,))
     add("head", names["head"], names_there["head"], "linear", (d, 5))
     made.target = {name: np.zeros_like(value) for name, value in made.right.items()}
@@ -100,7 +115,9 @@ def _parent(name: str, separator: str) -> str:
 
 def exchanged(drawn: Drawn, rng: np.random.Generator) -> None:
     """Two layers of one shape lose their names in the target."""
-    pair = [("query", "key"), ("key", "value"), ("query", "value"), ("norm1", "norm2")][rng.integers(4)]
+    pair = [("query", "key"), ("key", "value"), ("query", "value"), ("norm1", "norm2")][
+        rng.integers(4)
+    ]
     words = [("foo", "bar"), ("left", "right"), ("alpha", "omega"), ("p", "z")][rng.integers(4)]
     chosen = list(zip(pair, rng.permutation(words), strict=True))
     for role, (_, there) in list(drawn.layers.items()):
@@ -146,7 +163,9 @@ def extra_head(drawn: Drawn, rng: np.random.Generator) -> None:
     word = str(rng.choice(["aux", "second", "teacher", "ema"]))
     if rng.random() < 0.5:
         for key in ("weight", "bias"):
-            drawn.source[f"{_parent(name, '.')}{word}_head.{key}"] = drawn.source[f"{name}.{key}"] + 1
+            drawn.source[f"{_parent(name, '.')}{word}_head.{key}"] = (
+                drawn.source[f"{name}.{key}"] + 1
+            )
     else:
         for key in ("kernel", "bias"):
             drawn.target[f"{_parent(there, '/')}{word}_head/{key}"] = drawn.target[f"{there}/{key}"]
@@ -173,6 +192,5 @@ def permuted_blocks(drawn: Drawn, rng: np.random.Generator) -> None:
 
 
 TRAPS: dict[str, Callable[[Drawn, np.random.Generator], None]] = {
-    x.__name__: x
-    for x in (exchanged, tied, transposed, missing_bias, extra_head, permuted_blocks)
+    x.__name__: x for x in (exchanged, tied, transposed, missing_bias, extra_head, permuted_blocks)
 }

@@ -11,10 +11,18 @@ class ActorCritic(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.actor = torch.nn.Sequential(
-            torch.nn.Linear(11, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+            torch.nn.Linear(11, 16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 3),
         )
         self.critic = torch.nn.Sequential(
-            torch.nn.Linear(11, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+            torch.nn.Linear(11, 16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 1),
         )
 
     def forward(self, x):

@@ -64,8 +64,10 @@ class FFN(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        ln = lambda: nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)  # noqa: E731
-        conv = lambda o, k, g=1: nnx.Conv(D, o, (k,), feature_group_count=g, use_bias=False, rngs=rngs)  # noqa: E731
+        ln = lambda: nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)
+        conv = lambda o, k, g=1: nnx.Conv(
+            D, o, (k,), feature_group_count=g, use_bias=False, rngs=rngs
+        )
         self.ff_first, self.ff_second = FFN(rngs), FFN(rngs)
         self.attn_norm, self.conv_norm, self.out_norm = ln(), ln(), ln()
         self.attn = nnx.MultiHeadAttention(N, D, decode=False, rngs=rngs)

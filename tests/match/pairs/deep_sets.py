@@ -11,8 +11,12 @@ from tests.match.pairs.base import Pair, floats
 class DeepSets(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.phi = torch.nn.Sequential(torch.nn.Linear(4, 24), torch.nn.ReLU(), torch.nn.Linear(24, 24))
-        self.rho = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.ReLU(), torch.nn.Linear(24, 2))
+        self.phi = torch.nn.Sequential(
+            torch.nn.Linear(4, 24), torch.nn.ReLU(), torch.nn.Linear(24, 24)
+        )
+        self.rho = torch.nn.Sequential(
+            torch.nn.Linear(24, 24), torch.nn.ReLU(), torch.nn.Linear(24, 2)
+        )
 
     def forward(self, x):
         return self.rho(self.phi(x).sum(1))

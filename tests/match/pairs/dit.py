@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx
-from torch.nn.functional import layer_norm, silu
+from torch.nn.functional import layer_norm
 
 from tests.match.pairs.base import Pair
 
@@ -16,7 +16,9 @@ class DiTBlock(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.attn = torch.nn.MultiheadAttention(D, N, batch_first=True)
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(D, 4 * D), torch.nn.GELU(), torch.nn.Linear(4 * D, D))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(D, 4 * D), torch.nn.GELU(), torch.nn.Linear(4 * D, D)
+        )
         self.adaLN_modulation = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(D, 4 * D))
 
     def forward(self, x, c):
@@ -30,7 +32,9 @@ class TorchDiT(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.x_embedder = torch.nn.Linear(C, D)
-        self.t_embedder = torch.nn.Sequential(torch.nn.Linear(10, D), torch.nn.SiLU(), torch.nn.Linear(D, D))
+        self.t_embedder = torch.nn.Sequential(
+            torch.nn.Linear(10, D), torch.nn.SiLU(), torch.nn.Linear(D, D)
+        )
         self.y_embedder = torch.nn.Embedding(9, D)
         self.blocks = torch.nn.ModuleList([DiTBlock() for _ in range(2)])
         self.final_layer = torch.nn.Linear(D, C)
@@ -52,7 +56,10 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         self.self_attention = nnx.MultiHeadAttention(N, D, decode=False, rngs=rngs)
         self.modulation = nnx.Linear(D, 4 * D, rngs=rngs)
-        self.mlp_fc1, self.mlp_fc2 = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
+        self.mlp_fc1, self.mlp_fc2 = (
+            nnx.Linear(D, 4 * D, rngs=rngs),
+            nnx.Linear(4 * D, D, rngs=rngs),
+        )
 
     def __call__(self, x, c):
         a, b, d, e = jnp.split(self.modulation(jax.nn.silu(c))[:, None], 4, -1)

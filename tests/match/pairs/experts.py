@@ -35,7 +35,10 @@ class TorchNet(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            [torch.nn.ModuleDict({"block_sparse_moe": MoE(), "norm": torch.nn.LayerNorm(D)}) for _ in range(2)]
+            [
+                torch.nn.ModuleDict({"block_sparse_moe": MoE(), "norm": torch.nn.LayerNorm(D)})
+                for _ in range(2)
+            ]
         )
 
     def forward(self, x):

@@ -30,7 +30,9 @@ class TorchBlock(torch.nn.Module):
         self.norm1, self.norm2 = torch.nn.LayerNorm(D), torch.nn.LayerNorm(D)
         self.attn = TorchAttention()
         self.ls1, self.ls2 = (torch.nn.Parameter(torch.randn(D)) for _ in range(2))
-        self.mlp = torch.nn.ModuleDict({"fc1": torch.nn.Linear(D, 2 * D), "fc2": torch.nn.Linear(2 * D, D)})
+        self.mlp = torch.nn.ModuleDict(
+            {"fc1": torch.nn.Linear(D, 2 * D), "fc2": torch.nn.Linear(2 * D, D)}
+        )
 
     def forward(self, x):
         x = x + self.ls1 * self.attn(self.norm1(x))

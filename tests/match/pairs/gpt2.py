@@ -52,9 +52,7 @@ class GPT(nnx.Module):
 
 
 def source():
-    config = transformers.GPT2Config(
-        vocab_size=101, n_positions=48, n_embd=D, n_layer=2, n_head=N
-    )
+    config = transformers.GPT2Config(vocab_size=101, n_positions=48, n_embd=D, n_layer=2, n_head=N)
     return transformers.GPT2LMHeadModel(config)
 
 

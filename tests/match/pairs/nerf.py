@@ -14,10 +14,18 @@ class NeRF(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.pts_linears = torch.nn.ModuleList(
-            [torch.nn.Linear(9, W), torch.nn.Linear(W, W), torch.nn.Linear(W + 9, W), torch.nn.Linear(W, W)]
+            [
+                torch.nn.Linear(9, W),
+                torch.nn.Linear(W, W),
+                torch.nn.Linear(W + 9, W),
+                torch.nn.Linear(W, W),
+            ]
         )
         self.feature_linear, self.alpha_linear = torch.nn.Linear(W, W), torch.nn.Linear(W, 1)
-        self.views_linear, self.rgb_linear = torch.nn.Linear(W + 4, W // 2), torch.nn.Linear(W // 2, 3)
+        self.views_linear, self.rgb_linear = (
+            torch.nn.Linear(W + 4, W // 2),
+            torch.nn.Linear(W // 2, 3),
+        )
 
     def forward(self, x, d):
         h = x
@@ -39,7 +47,7 @@ def target():
 
 
 def run_target(params, x, d):
-    dense = lambda k, x: x @ params[k]["kernel"] + params[k]["bias"]  # noqa: E731
+    dense = lambda k, x: x @ params[k]["kernel"] + params[k]["bias"]
     h = x
     for i in range(4):
         h = jax.nn.relu(dense(f"trunk_{i}", jnp.concatenate([x, h], -1) if i == 2 else h))

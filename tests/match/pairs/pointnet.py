@@ -12,7 +12,9 @@ class PointNet(torch.nn.Module):
     def __init__(self):
         super().__init__()
         sizes = (3, 8, 16, 32)
-        self.convs = torch.nn.ModuleList([torch.nn.Conv1d(a, b, 1) for a, b in zip(sizes, sizes[1:], strict=False)])
+        self.convs = torch.nn.ModuleList(
+            [torch.nn.Conv1d(a, b, 1) for a, b in zip(sizes, sizes[1:], strict=False)]
+        )
         self.bns = torch.nn.ModuleList([torch.nn.BatchNorm1d(b) for b in sizes[1:]])
         self.fc1, self.fc2 = torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)
 
@@ -28,7 +30,9 @@ class Net(nnx.Module):
         sizes = (3, 8, 16, 32)
         pairs = list(zip(sizes, sizes[1:], strict=False))
         self.shared = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairs])
-        self.norms = nnx.List([nnx.BatchNorm(b, use_running_average=True, epsilon=1e-5, rngs=rngs) for _, b in pairs])
+        self.norms = nnx.List(
+            [nnx.BatchNorm(b, use_running_average=True, epsilon=1e-5, rngs=rngs) for _, b in pairs]
+        )
         self.hidden, self.out = nnx.Linear(32, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):

@@ -48,13 +48,15 @@ class ResNetBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        norm = lambda name: nn.BatchNorm(True, epsilon=1e-5, name=name)  # noqa: E731
+        norm = lambda name: nn.BatchNorm(True, epsilon=1e-5, name=name)
         pad = ((1, 1), (1, 1))
         y = nn.Conv(self.features, (3, 3), self.stride, pad, use_bias=False, name="conv_1")(x)
         y = nn.relu(norm("norm_1")(y))
         y = norm("norm_2")(nn.Conv(self.features, (3, 3), 1, pad, use_bias=False, name="conv_2")(y))
         if self.stride > 1:
-            x = nn.Conv(self.features, (1, 1), self.stride, "VALID", use_bias=False, name="conv_proj")(x)
+            x = nn.Conv(
+                self.features, (1, 1), self.stride, "VALID", use_bias=False, name="conv_proj"
+            )(x)
             x = norm("norm_proj")(x)
         return nn.relu(x + y)
 
@@ -74,7 +76,12 @@ def source():
     model = TorchResNet()
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
-            for tensor in (module.running_mean, module.running_var, module.weight.data, module.bias.data):
+            for tensor in (
+                module.running_mean,
+                module.running_var,
+                module.weight.data,
+                module.bias.data,
+            ):
                 tensor.uniform_(0.5, 1.5)
     return model
 

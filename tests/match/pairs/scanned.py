@@ -29,7 +29,9 @@ class TorchBlock(torch.nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = torch.nn.LayerNorm(D), torch.nn.LayerNorm(D)
         self.attn = CausalSelfAttention()
-        self.mlp = torch.nn.ModuleDict({"c_fc": torch.nn.Linear(D, 4 * D), "c_proj": torch.nn.Linear(4 * D, D)})
+        self.mlp = torch.nn.ModuleDict(
+            {"c_fc": torch.nn.Linear(D, 4 * D), "c_proj": torch.nn.Linear(4 * D, D)}
+        )
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))

@@ -20,7 +20,10 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(N * H, D, use_bias=False, rngs=rngs)
 
     def __call__(self, x, y, bias=0.0):
-        q, k, v = (f(z).reshape(*z.shape[:2], N, H) for f, z in ((self.query, x), (self.key, y), (self.value, y)))
+        q, k, v = (
+            f(z).reshape(*z.shape[:2], N, H)
+            for f, z in ((self.query, x), (self.key, y), (self.value, y))
+        )
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
         o = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
         return self.out(o.reshape(*x.shape[:2], N * H))
@@ -71,7 +74,9 @@ def buckets(t, bidirectional):
     else:
         relative = -jnp.minimum(relative, 0)
     big = n // 2
-    large = big + (jnp.log(jnp.maximum(relative, 1) / big) / jnp.log(128 / big) * (n - big)).astype(int)
+    large = big + (jnp.log(jnp.maximum(relative, 1) / big) / jnp.log(128 / big) * (n - big)).astype(
+        int
+    )
     return out + jnp.where(relative < big, relative, jnp.minimum(large, n - 1))
 
 
@@ -108,7 +113,9 @@ def source():
 
 def run_source(model, ids, labels):
     with torch.no_grad():
-        out = model.eval()(input_ids=torch.as_tensor(ids), decoder_input_ids=torch.as_tensor(labels))
+        out = model.eval()(
+            input_ids=torch.as_tensor(ids), decoder_input_ids=torch.as_tensor(labels)
+        )
     return out.logits.numpy()
 
 

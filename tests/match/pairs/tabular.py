@@ -15,9 +15,13 @@ class TabTransformer(torch.nn.Module):
         super().__init__()
         self.cat_embed = torch.nn.Embedding(40, D)
         self.transformer = torch.nn.TransformerEncoder(
-            torch.nn.TransformerEncoderLayer(D, 3, 20, batch_first=True), 2, enable_nested_tensor=False
+            torch.nn.TransformerEncoderLayer(D, 3, 20, batch_first=True),
+            2,
+            enable_nested_tensor=False,
         )
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(D * T, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(D * T, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+        )
 
     def forward(self, ids):
         return self.mlp(self.transformer(self.cat_embed(ids)).flatten(1))

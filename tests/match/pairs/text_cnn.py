@@ -24,13 +24,17 @@ class Net(keras.Model):
     def __init__(self):
         super().__init__()
         self.embed = keras.layers.Embedding(60, 10)
-        self.tri, self.quad, self.penta = (keras.layers.Conv1D(7, k, activation="relu") for k in (3, 4, 5))
+        self.tri, self.quad, self.penta = (
+            keras.layers.Conv1D(7, k, activation="relu") for k in (3, 4, 5)
+        )
         self.pool = keras.layers.GlobalMaxPooling1D()
         self.out = keras.layers.Dense(2)
 
     def call(self, ids):
         x = self.embed(ids)
-        return self.out(keras.ops.concatenate([self.pool(c(x)) for c in (self.tri, self.quad, self.penta)], -1))
+        return self.out(
+            keras.ops.concatenate([self.pool(c(x)) for c in (self.tri, self.quad, self.penta)], -1)
+        )
 
 
 def target():

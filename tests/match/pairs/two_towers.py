@@ -14,7 +14,9 @@ D = 16
 class TorchTowers(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        layer = lambda: torch.nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, norm_first=True)  # noqa: E731
+        layer = lambda: torch.nn.TransformerEncoderLayer(
+            D, 2, 32, batch_first=True, norm_first=True
+        )
         self.token_embedding = torch.nn.Embedding(50, D)
         self.positional_embedding = torch.nn.Parameter(torch.randn(6, D))
         self.text_model = torch.nn.ModuleList([layer() for _ in range(2)])

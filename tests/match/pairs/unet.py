@@ -14,7 +14,10 @@ from tests.match.pairs.base import Pair, floats
 class DoubleConv(torch.nn.Module):
     def __init__(self, i, o):
         super().__init__()
-        self.conv1, self.conv2 = torch.nn.Conv2d(i, o, 3, padding=1), torch.nn.Conv2d(o, o, 3, padding=1)
+        self.conv1, self.conv2 = (
+            torch.nn.Conv2d(i, o, 3, padding=1),
+            torch.nn.Conv2d(o, o, 3, padding=1),
+        )
 
     def forward(self, x):
         return relu(self.conv2(relu(self.conv1(x))))

@@ -41,7 +41,7 @@ class WaveNet(torch.nn.Module):
 
 class Block(nnx.Module):
     def __init__(self, d, rngs):
-        conv = lambda k, o, d=1: nnx.Conv(C, o, (k,), kernel_dilation=d, rngs=rngs)  # noqa: E731
+        conv = lambda k, o, d=1: nnx.Conv(C, o, (k,), kernel_dilation=d, rngs=rngs)
         self.tanh_filter, self.sigmoid_gate = conv(3, C, d), conv(3, C, d)
         self.residual, self.skip = conv(1, C), conv(1, 12)
 

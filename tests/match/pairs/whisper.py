@@ -11,7 +11,7 @@ from flax import nnx
 from tests.match.pairs.base import Pair
 
 D, N, V = 32, 4, 83
-gelu = lambda x: jax.nn.gelu(x, approximate=False)  # noqa: E731
+gelu = lambda x: jax.nn.gelu(x, approximate=False)
 
 
 class MHA(nnx.Module):
@@ -22,7 +22,10 @@ class MHA(nnx.Module):
         self.out = nnx.Linear(D, D, rngs=rngs)
 
     def __call__(self, x, y, causal=False):
-        q, k, v = (f(z).reshape(*z.shape[:2], N, D // N) for f, z in ((self.query, x), (self.key, y), (self.value, y)))
+        q, k, v = (
+            f(z).reshape(*z.shape[:2], N, D // N)
+            for f, z in ((self.query, x), (self.key, y), (self.value, y))
+        )
         return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=causal).reshape(x.shape))
 
 
