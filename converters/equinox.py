@@ -5,7 +5,7 @@ The layer is called as (query, key, value) without a batch axis. True in its mas
 
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
-from jaxmha.converters.match import Plan
+from jaxmha.converters.matching import Plan
 
 __all__ = [
     "EQUINOX",

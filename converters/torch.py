@@ -18,7 +18,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import torch as _masks
-from jaxmha.converters.match import Plan
+from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -235,7 +235,7 @@ def load_into(
     Args:
       model: a torch module.
       source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
-      plan: of `jaxmha.converters.match`; None makes it.
+      plan: of `jaxmha.converters.matching`; None makes it.
       dtype: of every floating array; None takes the model's, if that holds every value.
       unused: "keep" leaves out source arrays that the plan does not use.
       missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
@@ -243,7 +243,7 @@ def load_into(
     Raises:
       ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
     """
-    from jaxmha.converters.match import loading
+    from jaxmha.converters.matching import loading
 
     values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
     return loading.into_torch(model, values)

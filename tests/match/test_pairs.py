@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tests.match.pairs
-from jaxmha.converters import equinox, flax, keras
-from jaxmha.converters.match import Plan, match
+from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters.matching import Plan
 from tests.match.pairs.base import Pair
 
 NAMES = sorted({m.name for m in pkgutil.iter_modules(tests.match.pairs.__path__)} - {"base"})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmha.converters.match import loading
+from jaxmha.converters.matching import loading
 from tests.match import traps
 
 COUNT = 200

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxmha.converters.match.templates import MAIN, Layer, Template
+from jaxmha.converters.matching.templates import MAIN, Layer, Template
 
 _WINDOW = "yxz"
 

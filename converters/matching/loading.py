@@ -7,9 +7,9 @@ import numpy as np
 from einops import EinopsError, rearrange
 
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.match import lines, sides
-from jaxmha.converters.match.plan import Line, Plan
-from jaxmha.converters.match.sides import Array, Side
+from jaxmha.converters.matching import lines, sides
+from jaxmha.converters.matching.plan import Line, Plan
+from jaxmha.converters.matching.sides import Array, Side
 from jaxmha.dims import bind, parse
 
 _SHOWN = 5

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from jaxmha.converters.match.arrows import Fit, fit
-from jaxmha.converters.match.templates import Template, ordinal
-from jaxmha.converters.match.words import APART, contradict
+from jaxmha.converters.matching.arrows import Fit, fit
+from jaxmha.converters.matching.templates import Template, ordinal
+from jaxmha.converters.matching.words import APART, contradict
 
 _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _WORDS = "the order of their numbers", "words that only these have in common"

@@ -7,8 +7,8 @@ excluded; everything else becomes a question. `match` makes the plan, `loading` 
 
 from typing import Any
 
-from jaxmha.converters.match import lines, sides
-from jaxmha.converters.match.plan import Line, Plan, Question
+from jaxmha.converters.matching import lines, sides
+from jaxmha.converters.matching.plan import Line, Plan, Question
 
 __all__ = ["Line", "Plan", "Question", "match"]
 

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxmha.converters.match.templates import MAIN, Template, ordinal
-from jaxmha.converters.match.words import IN_MLP, TOGETHER, words
+from jaxmha.converters.matching.templates import MAIN, Template, ordinal
+from jaxmha.converters.matching.words import IN_MLP, TOGETHER, words
 
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}

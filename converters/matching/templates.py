@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
-from jaxmha.converters.match.sides import Array, Side
-from jaxmha.converters.match.words import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, words
+from jaxmha.converters.matching.sides import Array, Side
+from jaxmha.converters.matching.words import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, words
 
 MAIN, BIAS = "main", "bias"
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]

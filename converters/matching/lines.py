@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmha.converters.match import plan as plans
-from jaxmha.converters.match import roles
-from jaxmha.converters.match.arrows import Arrow, fit
-from jaxmha.converters.match.decide import Decision, decide
-from jaxmha.converters.match.plan import Line, Plan, Question
-from jaxmha.converters.match.sides import Array, Side
-from jaxmha.converters.match.templates import BUFFERS, Layer, Template, templates, unrolled
+from jaxmha.converters.matching import plan as plans
+from jaxmha.converters.matching import roles
+from jaxmha.converters.matching.arrows import Arrow, fit
+from jaxmha.converters.matching.decide import Decision, decide
+from jaxmha.converters.matching.plan import Line, Plan, Question
+from jaxmha.converters.matching.sides import Array, Side
+from jaxmha.converters.matching.templates import BUFFERS, Layer, Template, templates, unrolled
 
 _MOST = 64  # repetitions that are taken apart where the other side does not repeat
 _LETTERS = "ijkl"

@@ -1,0 +1,166 @@
+"""What `load_into` does with targets, dtypes, shardings, plans and arrays that are left over."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxmha import checkpoint
+from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters import torch as torch_face
+from jaxmha.converters.matching import Line, Plan
+
+SOURCE = {
+    "first.weight": np.arange(15, dtype=np.float32).reshape(3, 5),
+    "first.bias": np.arange(3, dtype=np.float32),
+    "table.weight": np.arange(28, dtype=np.float32).reshape(7, 4),
+}
+
+
+class Mine(nnx.Module):  # type: ignore[misc]
+    def __init__(self, rngs: Any, dtype: Any = jnp.float32) -> None:
+        self.linear = nnx.Linear(5, 3, param_dtype=dtype, rngs=rngs)
+        self.embed = nnx.Embed(7, 4, param_dtype=dtype, rngs=rngs)
+
+
+def check(model: Mine) -> None:
+    np.testing.assert_array_equal(model.linear.kernel[...], SOURCE["first.weight"].T)
+    np.testing.assert_array_equal(model.linear.bias[...], SOURCE["first.bias"])
+    np.testing.assert_array_equal(model.embed.embedding[...], SOURCE["table.weight"])
+
+
+def test_nnx_is_filled_in_place() -> None:
+    model = Mine(nnx.Rngs(0))
+    assert flax.load_into(model, SOURCE) is model
+    check(model)
+
+
+def test_an_abstract_model_is_filled() -> None:
+    check(flax.load_into(nnx.eval_shape(lambda: Mine(nnx.Rngs(0))), SOURCE))
+
+
+def test_a_tree_of_shapes_is_filled() -> None:
+    tree = {"dense": {"kernel": jax.ShapeDtypeStruct((5, 3), jnp.float32),
+                      "bias": jax.ShapeDtypeStruct((3,), jnp.float32)},
+            "embed": {"embedding": jax.ShapeDtypeStruct((7, 4), jnp.float32)}}  # fmt: skip
+    made = equinox.load_into(tree, SOURCE)
+    np.testing.assert_array_equal(made["dense"]["kernel"], SOURCE["first.weight"].T)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_files_are_read(suffix: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / f"model{suffix}", SOURCE)
+    check(flax.load_into(Mine(nnx.Rngs(0)), tmp_path / f"model{suffix}"))
+    if suffix == ".safetensors":
+        check(flax.load_into(Mine(nnx.Rngs(0)), tmp_path))
+
+
+def test_torch_is_filled_from_nnx() -> None:
+    model = Mine(nnx.Rngs(0))
+    module = torch.nn.ModuleDict({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
+    torch_face.load_into(module, model)
+    np.testing.assert_array_equal(module.lin.weight.detach(), model.linear.kernel[...].T)
+
+
+def test_keras_is_filled() -> None:
+    from keras import layers
+
+    layer = layers.Dense(3)
+    layer.build((None, 5))
+    keras.load_into(layer, {k: v for k, v in SOURCE.items() if "first" in k})
+    np.testing.assert_array_equal(layer.kernel, SOURCE["first.weight"].T)
+
+
+def test_arrays_keep_their_sharding() -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    spread = jax.NamedSharding(mesh, jax.P("x"))
+    model = Mine(nnx.Rngs(0))
+    model.linear.kernel[...] = jax.device_put(model.linear.kernel[...], spread)
+    flax.load_into(model, SOURCE)
+    assert model.linear.kernel[...].sharding == spread
+
+
+def test_a_lossy_cast_is_asked_for() -> None:
+    values = {k: v + np.float32(1e-4) for k, v in SOURCE.items()}
+    with pytest.raises(ValueError, match="pass dtype='bfloat16' to round"):
+        flax.load_into(Mine(nnx.Rngs(0), jnp.bfloat16), values)
+    model = flax.load_into(Mine(nnx.Rngs(0), jnp.bfloat16), values, dtype="bfloat16")
+    assert model.linear.kernel[...].dtype == jnp.bfloat16
+    model = flax.load_into(Mine(nnx.Rngs(0), jnp.bfloat16), values, dtype="float32")
+    assert model.linear.kernel[...].dtype == jnp.float32
+
+
+def test_what_is_left_over_raises() -> None:
+    more = SOURCE | {"pooler.weight": np.zeros((9, 8), np.float32)}
+    with pytest.raises(ValueError, match=r"no place for pooler\.weight"):
+        flax.load_into(Mine(nnx.Rngs(0)), more)
+    check(flax.load_into(Mine(nnx.Rngs(0)), more, unused="keep"))
+    less = {k: v for k, v in SOURCE.items() if "table" not in k}
+    with pytest.raises(ValueError, match="embed/embedding"):
+        flax.load_into(Mine(nnx.Rngs(0)), less)
+
+
+def test_a_plan_serves_a_deeper_model() -> None:
+    def source(count: int) -> dict[str, Any]:
+        return {
+            f"h.{i}.{n}.weight": np.full((4, 4), 10 * i + k, np.float32)
+            for i in range(count)
+            for k, n in enumerate(("attn.wq", "attn.wk", "attn.wv", "attn.wo"))
+        }
+
+    def target(count: int) -> Any:
+        names = ("query", "key", "value", "out")
+        return {"layers": [{n: {"kernel": np.zeros((4, 2, 2) if n != "out" else (2, 2, 4), np.float32)}
+                            for n in names} for _ in range(count)]}  # fmt: skip
+
+    plan = Plan.from_toml(match(source(2), target(2)).to_toml())
+    made = equinox.load_into(target(12), source(12), plan)
+    assert made["layers"][11]["value"]["kernel"].max() == 112
+    with pytest.raises(ValueError, match="another number of layers"):
+        equinox.load_into(target(12), source(11), plan)
+
+
+def test_answers_complete_a_plan() -> None:
+    source = {"mu.weight": np.ones((3, 5)), "pi.weight": np.zeros((3, 5))}
+    target = {n: {"kernel": np.zeros((5, 3))} for n in ("left", "right")}
+    plan = match(source, target)
+    assert [q.target for q in plan.questions] == ["left/kernel", "right/kernel"]
+    told = Plan.from_toml(plan.questions[0].line.replace("[[array]]", "version = 1\n[[array]]", 1))
+    assert told.lines[0].target == "left/kernel"
+    with jax.enable_x64(True):
+        made = equinox.load_into(target, source, plan.answered(
+            Line("left/kernel", ("pi.weight",), "o i -> i o"),
+            Line("right/kernel", ("mu.weight",), "o i -> i o"),
+        ))  # fmt: skip
+    assert made["right"]["kernel"].sum() == 15
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("version = 2", "version = 1"),
+        ("version = 1\n[[array]]\nto = 3", "must be a string"),
+        ('version = 1\n[[array]]\nto = "a"', "expected `from`"),
+        ('version = 1\n[[array]]\nto = "a"\nfrom = "b"\nwhy = "c"', "expected the keys"),
+        ("version", "no TOML"),
+    ],
+)
+def test_plans_that_are_none_are_refused(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Plan.from_toml(text)
+
+
+@pytest.mark.parametrize(
+    "arrow", ["o i", "o i -> o i", "x y z -> x y", "(a b) i -> i a b", "o i -> i"]
+)
+def test_wrong_arrows_are_refused(arrow: str) -> None:
+    plan = match(SOURCE, Mine(nnx.Rngs(0))).answered(
+        Line("linear/kernel", ("first.weight",), arrow)
+    )
+    with pytest.raises(ValueError, match=r"linear/kernel <- first\.weight"):
+        flax.load_into(Mine(nnx.Rngs(0)), SOURCE, plan)
