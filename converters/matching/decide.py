@@ -222,10 +222,8 @@ def _settled(
         ):
             taken |= {t: (s, *_reason(state, s, t)) for t, s in found.items()}
     everything = set(range(len(state.targets)))
-    balanced = len(state.targets) == len(state.sources)
-    if not (
-        balanced and _matching(state.edges, everything)
-    ):  # a pair by shapes alone needs a model in which every layer has a counterpart
+    if _matching(state.edges, everything) is None:
+        # A target lacks its source: only names show that the others have theirs.
         taken = {t: x for t, x in taken.items() if _agree(state, x[0], t)}
     taken = {t: (s, reason, _NAMES[kind]) for t, (s, reason, kind) in taken.items()}
     opened = {}

@@ -46,8 +46,10 @@ def filled(
         _refuse_questions(own)
         jobs = dict(_jobs(own, mine, theirs))
         _refuse_rest(own, mine, theirs, jobs, unused, missing)
+        arrays = theirs.arrays
+        del theirs  # it holds the values that are replaced
         for name, (line, names) in jobs.items():
-            array = theirs.arrays[name]
+            array = arrays[name]
             yield name, _cast(_value(line, names, mine, array), array, dtype)
     finally:
         mine.close()
@@ -201,7 +203,7 @@ def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
 
     there = {"/".join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(nnx.state(model))}
     for name, value in values:
-        path, variable = there[name]
+        path, variable = there.pop(name)
         placed = _placed(value, variable.get_value())
         nnx.update(model, nnx.from_flat_state([(path, variable.replace(placed))]))
     return model
@@ -236,7 +238,7 @@ def _placed(value: NDArray, before: Any) -> Any:
 
 def into_keras(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
     """Assigns the variables of a Keras model."""
-    there = {f"{path}/{v.name}": v for path, _, v in sides.keras_variables(model)}
+    there = {f"{path}/{v.name}".removeprefix("/"): v for path, _, v in sides.keras_variables(model)}
     for name, value in values:
         there[name].assign(value)
     return model

@@ -85,6 +85,8 @@ def read(model: Any) -> Side:
         return _nnx(model)
     if isinstance(model, Mapping) and "params" in model:
         return _tree(model, "linen")
+    if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
+        return _tree(model, "file")  # a state dict, as files hold it
     return _tree(model, "equinox" if _of(model, "equinox") else "tree")
 
 
@@ -174,7 +176,7 @@ def _nnx(module: Any) -> Side:
 def _keras(model: Any) -> Side:
     arrays, values = {}, {}
     for path, layer, variable in keras_variables(model):
-        name = f"{path}/{variable.name}"
+        name = f"{path}/{variable.name}".removeprefix("/")
         form = "no" if "Transpose" in type(layer).__name__ else ""
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)

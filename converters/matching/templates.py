@@ -96,8 +96,8 @@ def layers(side: Side) -> list[Layer]:
         if stem and key not in _SLOTS:
             path = (*parent, stem["stem"] or stem["rest"])
             slot = _SLOTS[stem["key"] or stem["first"]]
-        elif key in _SLOTS and parent and tuple(parent) not in inner:
-            path, slot = tuple(parent), _SLOTS[key]
+        elif key in _SLOTS and tuple(parent) not in inner:
+            path, slot = tuple(parent) or ("",), _SLOTS[key]
         else:
             path, slot = array.path, MAIN
         if slot in groups[path]:

@@ -80,7 +80,7 @@ def test_arrays_keep_their_sharding() -> None:
     mesh = jax.make_mesh((1,), ("x",))
     spread = jax.NamedSharding(mesh, jax.P("x"))
     model = Mine(nnx.Rngs(0))
-    model.linear.kernel[...] = jax.device_put(model.linear.kernel[...], spread)
+    model.linear.kernel.set_value(jax.device_put(np.zeros((5, 3), np.float32), spread))
     flax.load_into(model, SOURCE)
     assert model.linear.kernel[...].sharding == spread
 
@@ -137,7 +137,7 @@ def test_answers_complete_a_plan() -> None:
             Line("left/kernel", ("pi.weight",), "o i -> i o"),
             Line("right/kernel", ("mu.weight",), "o i -> i o"),
         ))  # fmt: skip
-    assert made["right"]["kernel"].sum() == 15
+    assert np.asarray(made["right"]["kernel"]).sum() == 15
 
 
 @pytest.mark.parametrize(

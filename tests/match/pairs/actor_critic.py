@@ -1,6 +1,8 @@
 """An actor-critic network in torch, and haiku-like nested dictionaries."""
 
 # mypy: ignore-errors
+import itertools
+
 import jax.numpy as jnp
 import torch
 
@@ -34,7 +36,7 @@ def target():
     return {
         f"{net}/~/linear_{i}": {"w": jnp.zeros((a, b)), "b": jnp.zeros(b)}
         for net, s in sizes.items()
-        for i, (a, b) in enumerate(zip(s, s[1:], strict=False))
+        for i, (a, b) in enumerate(itertools.pairwise(s))
     }
 
 

@@ -1,6 +1,8 @@
 """A graph convolutional network in torch, and plain lists of arrays."""
 
 # mypy: ignore-errors
+import itertools
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -33,7 +35,7 @@ def target():
     sizes = (7, 16, 16, 3)
     return [
         {"W_self": jnp.zeros((a, b)), "W_neigh": jnp.zeros((a, b)), "b_self": jnp.zeros(b)}
-        for a, b in zip(sizes, sizes[1:], strict=False)
+        for a, b in itertools.pairwise(sizes)
     ]
 
 

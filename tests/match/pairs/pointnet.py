@@ -1,6 +1,8 @@
 """PointNet with batch norms in torch, and in nnx."""
 
 # mypy: ignore-errors
+import itertools
+
 import jax
 import torch
 from flax import nnx
@@ -13,7 +15,7 @@ class PointNet(torch.nn.Module):
         super().__init__()
         sizes = (3, 8, 16, 32)
         self.convs = torch.nn.ModuleList(
-            [torch.nn.Conv1d(a, b, 1) for a, b in zip(sizes, sizes[1:], strict=False)]
+            [torch.nn.Conv1d(a, b, 1) for a, b in itertools.pairwise(sizes)]
         )
         self.bns = torch.nn.ModuleList([torch.nn.BatchNorm1d(b) for b in sizes[1:]])
         self.fc1, self.fc2 = torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)
@@ -28,7 +30,7 @@ class PointNet(torch.nn.Module):
 class Net(nnx.Module):
     def __init__(self, rngs):
         sizes = (3, 8, 16, 32)
-        pairs = list(zip(sizes, sizes[1:], strict=False))
+        pairs = list(itertools.pairwise(sizes))
         self.shared = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairs])
         self.norms = nnx.List(
             [nnx.BatchNorm(b, use_running_average=True, epsilon=1e-5, rngs=rngs) for _, b in pairs]
