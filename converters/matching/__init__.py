@@ -24,8 +24,8 @@ def match(source: Any, target: Any) -> Plan:
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
     >>> print(match(source, {"dense": {"kernel": np.zeros((5, 3)), "bias": np.zeros(3)}}))
-    dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
     dense/bias <- fc.bias  [o0 -> o0]  certain: the only layers of these shapes
+    dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
     """
     mine = sides.read(source)
     try:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxmha.converters.matching.templates import MAIN, Layer, Template
@@ -27,10 +27,12 @@ class Fit:
 
     Attributes:
       arrows: by slot. stacked: columns of the source's numbers that are axes of the target.
+      split: the column of the target's numbers that is an axis of the source; -1: none.
     """
 
     arrows: dict[str, Arrow]
     stacked: tuple[int, ...] = ()
+    split: int = -1
 
 
 LISTS = "two repeated lists have the same length, and nothing shows which is which"
@@ -42,9 +44,45 @@ def fit(source: Template, target: Template) -> Fit | str | None:
     if source.first.slots.keys() != target.first.slots.keys():
         return None
     found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
+    found += [
+        x for column in _splits(source, target) if (x := _taken_apart(source, target, column))
+    ]
     if len(found) > 1:
         return LISTS
     return found[0] if found else None
+
+
+def _splits(source: Template, target: Template) -> Iterator[int]:
+    """Columns of the target's numbers that may be an axis of the source."""
+    if len(target.counts) != len(source.counts) + 1 or source.first.part or target.first.part:
+        return
+    if len(target.layers) == math.prod(target.counts):
+        for n in range(len(target.counts)):
+            if target.counts[:n] + target.counts[n + 1 :] == source.counts:
+                yield n
+
+
+def _taken_apart(source: Template, target: Template, column: int) -> Fit | str | None:
+    """A source with stacked layers: the same arrows as from the target to it, the other way round."""
+    kept = {r[:column] + r[column + 1 :]: x for r, x in target.layers.items() if r[column] == 0}
+    one = replace(target, layers=kept)
+    arrows = {}
+    for slot, array in source.first.slots.items():
+        found = []
+        for axes, rest in _without(array.shape, [target.counts[column]]):
+            cut = source.first._replace(
+                slots={**source.first.slots, slot: array._replace(shape=rest)}
+            )
+            for arrow in _arrows(slot, cut, one.first, one.first.slots[slot].shape):
+                here = _split(arrow.source)
+                here.insert(axes[0], "l")
+                found.append(Arrow(" ".join(here), f"l {arrow.target}".strip()))
+        if not found:
+            return None
+        if len({_meaning(arrow) for arrow in found}) > 1:
+            return UNDECIDED
+        arrows[slot] = found[0]
+    return Fit(arrows, (), column)
 
 
 def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:

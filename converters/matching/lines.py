@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxmha.converters.matching import plan as plans
 from jaxmha.converters.matching import roles
-from jaxmha.converters.matching.arrows import Arrow, fit
+from jaxmha.converters.matching.arrows import Arrow, Fit, fit
 from jaxmha.converters.matching.decide import Decision, decide
 from jaxmha.converters.matching.plan import Line, Plan, Question
 from jaxmha.converters.matching.sides import Array, Side
@@ -52,7 +52,8 @@ def _taken_apart(
     """The templates, where undecided repeated ones with other counts are one for each repetition."""
     used = {s for s, _, _ in decision.taken.values()}
     loose = [s for s in range(len(mine)) if s not in used]
-    depths = {len(mine[s].counts) for s in loose}, {len(theirs[t].counts) for t in decision.open}
+    alone = [t for t, (candidates, _) in decision.open.items() if not candidates]
+    depths = {len(mine[s].counts) for s in loose}, {len(theirs[t].counts) for t in alone}
     if not all(depths) or depths[0] == depths[1]:
         return None
     low = min(min(depths[0]), min(depths[1]))
@@ -64,7 +65,7 @@ def _taken_apart(
             made += unrolled(template) if deep and template.counts[-1] <= _MOST else [template]
         return made
 
-    return apart(mine, loose), apart(theirs, decision.open)
+    return apart(mine, loose), apart(theirs, alone)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class _Piece:
     confidence: str
     names: tuple[tuple[str, ...], ...]  # source names of each target name
     targets: tuple[str, ...]
+    take: str = ""
 
 
 def _pieces(
@@ -88,13 +90,7 @@ def _pieces(
     found = []
     for t, (s, reason, confidence) in sorted(decision.taken.items()):
         source, target, how = mine[s], theirs[t], decision.fits[s, t]
-        groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for ranks in sorted(source.layers):
-            rest = tuple(r for n, r in enumerate(ranks) if n not in how.stacked)
-            groups.setdefault(rest, []).append(ranks)
-        free = iter(_LETTERS)
-        kept = {n: next(free) for n in range(len(source.counts)) if n not in how.stacked}
-        letters = "".join(kept.get(n) or next(free) for n in range(len(source.counts)))
+        groups, letters, take = _grouped(source, target, how)
         for slot, arrow in how.arrows.items():
             names = {r: source.layers[r].slots[slot].name for r in sorted(source.layers)}
             targets = {r: target.layers[r].slots[slot].name for r in sorted(target.layers)}
@@ -102,11 +98,30 @@ def _pieces(
                 _Piece(
                     pattern(targets), pattern(names, letters), arrow, source.first.part,
                     target.first.part, reason, confidence,
-                    tuple(tuple(names[r] for r in groups[rest]) for rest in sorted(groups)),
-                    tuple(targets.values()),
+                    tuple(tuple(names[r] for r in several) for several in groups),
+                    tuple(targets.values()), take,
                 )
             )  # fmt: skip
     return found
+
+
+def _grouped(
+    source: Template, target: Template, how: Fit
+) -> tuple[list[list[tuple[int, ...]]], str, str]:
+    """The source ranks of each target, the letters of the source's columns, and the part to take."""
+    if how.split >= 0:
+        order = sorted(target.layers)
+        ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]
+        letters = _LETTERS[: how.split] + _LETTERS[how.split + 1 :]
+        return ranks, letters, f"{{{_LETTERS[how.split]}}}/{target.counts[how.split]}"
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for one in sorted(source.layers):
+        rest = tuple(r for n, r in enumerate(one) if n not in how.stacked)
+        groups.setdefault(rest, []).append(one)
+    free = iter(_LETTERS)
+    kept = {n: next(free) for n in range(len(source.counts)) if n not in how.stacked}
+    letters = "".join(kept.get(n) or next(free) for n in range(len(source.counts)))
+    return [groups[rest] for rest in sorted(groups)], letters, ""
 
 
 def pattern(names: Mapping[tuple[int, ...], str], letters: str = _LETTERS) -> str:
@@ -194,13 +209,20 @@ def _line(several: Sequence[_Piece], source: Side, target: Side) -> list[Line]:
     take = ""
     if first.source_part and not (whole and first.target_part):
         take = f"{first.source_part[0]}/{first.source_part[1]}"
+    take = first.take or take
     pieces = [first] if whole else list(several)
     base = Line("", (), str(first.arrow), take, "", first.reason, first.confidence)
     patterns = (first.target, *(p.source for p in pieces))
     if all(patterns) and _exact(pieces, source, target):
         return [replace(base, target=first.target, sources=tuple(p.source for p in pieces))]
+    count = first.take.partition("/")[2]
     return [
-        replace(base, target=name, sources=tuple(n for p in pieces for n in p.names[i]))
+        replace(
+            base,
+            target=name,
+            sources=tuple(n for p in pieces for n in p.names[i]),
+            take=f"{i % int(count)}/{count}" if count else take,
+        )
         for i, name in enumerate(first.targets)
     ]
 
@@ -222,7 +244,7 @@ def _used(lines: Sequence[Line], source: Side) -> set[str]:
     for line in lines:
         for one in line.sources:
             for name in expand(one, source.arrays):
-                if line.take:
+                if line.take and not line.take.startswith("{"):
                     parts.setdefault(name, set()).add(line.take)
                 else:
                     used.add(name)

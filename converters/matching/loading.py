@@ -1,6 +1,7 @@
 """Fills a model by a plan, one array at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,10 @@ def _jobs(plan: Plan, source: Side, target: Side) -> Iterator[tuple[str, tuple[L
                         f"{line.target} stands for {len(places)} arrays, and {line.sources[0]} for "
                         f"{len(ranks)}: the source has another number of layers"
                     )
-            yield name, (line, names)
+            take = line.take
+            for letter, rank in place.items():
+                take = take.replace(f"{{{letter}}}", str(rank))
+            yield name, (replace(line, take=take), names)
 
 
 def _real(name: str, source: Side) -> str:
@@ -158,7 +162,7 @@ def _rearranged(line: Line, arrays: Sequence[NDArray], shape: tuple[int, ...]) -
         raise ValueError(f"expected axes on both sides of ->, got {line.arrow!r}")
     index, parts = (int(x) for x in (line.take or "0/0").split("/"))
     whole = (parts, *shape) if parts else shape
-    sizes = {"s": parts} if parts else {}
+    sizes = {parse(there)[0][0]: parts} if parts else {}
     lead = len(parse(here)) - arrays[0].ndim if len(arrays) > 1 else 0
     for axes, known in ((parse(here)[lead:], arrays[0].shape), (parse(there), whole)):
         if len(axes) == len(known):

@@ -164,3 +164,33 @@ def test_wrong_arrows_are_refused(arrow: str) -> None:
     )
     with pytest.raises(ValueError, match=r"linear/kernel <- first\.weight"):
         flax.load_into(Mine(nnx.Rngs(0)), SOURCE, plan)
+
+
+def test_a_list_is_filled_from_a_stack_and_back() -> None:
+    rng = np.random.default_rng(0)
+    names = ("query", "key", "value")
+    stacked = {"layers": {n: {"kernel": rng.normal(size=(4, 6, 2, 5)).astype("f")} for n in names}}
+    apart = {"blocks": [{n: {"kernel": np.zeros((6, 10), "f")} for n in names} for _ in range(4)]}
+    made = equinox.load_into(apart, stacked)
+    for i, layer in enumerate(made["blocks"]):
+        for n in names:
+            wanted = stacked["layers"][n]["kernel"][i].reshape(6, 10)
+            np.testing.assert_array_equal(layer[n]["kernel"], wanted)
+    back = equinox.load_into(jax.tree.map(np.zeros_like, stacked), made)
+    for n in names:
+        np.testing.assert_array_equal(back["layers"][n]["kernel"], stacked["layers"][n]["kernel"])
+
+
+def test_two_lists_of_one_length_are_told_apart_or_asked() -> None:
+    rng = np.random.default_rng(0)
+    source = {
+        f"layers.{i}.experts.{j}.w.weight": rng.normal(size=(3, 5)).astype("f")
+        for i in range(2)
+        for j in range(2)
+    }
+    crossed = {"experts": [{"layers": [{"w": {"kernel": np.zeros((5, 3), "f")}}] * 2}] * 2}
+    with pytest.raises(ValueError, match="open question"):
+        equinox.load_into(crossed, source)
+    stacked = {"things": [{"w": {"kernel": np.zeros((2, 5, 3), "f")}}] * 2}
+    with pytest.raises(ValueError, match="two repeated lists have the same length"):
+        equinox.load_into(stacked, source)
