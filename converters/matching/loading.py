@@ -1,13 +1,16 @@
 """Fills a model by a plan, one array at a time."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from einops import EinopsError, rearrange
+from einops import rearrange
 
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.checkpoint import Lazy, TensorInfo
+from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.matching import lines, sides
 from jaxmha.converters.matching.plan import Line, Plan
 from jaxmha.converters.matching.sides import Array, Side
@@ -37,6 +40,25 @@ def filled(
     Raises:
       ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
     """
+    with prepared(model, source, plan, dtype=dtype, unused=unused, missing=missing) as ready:
+        for name in ready:
+            yield name, ready[name]
+
+
+@contextmanager
+def prepared(
+    model: Any,
+    source: Any,
+    plan: Plan | None,
+    *,
+    dtype: str | None = None,
+    unused: str = "refuse",
+    missing: str = "refuse",
+) -> Iterator[Lazy]:
+    """The arrays of a model as a lazy mapping; shapes and dtypes are checked before any is read.
+
+    Arguments and errors are those of `filled`.
+    """
     for name, value in (("unused", unused), ("missing", missing)):
         if value not in POLICIES:
             raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {value!r}")
@@ -49,9 +71,17 @@ def filled(
         _refuse_rest(own, mine, theirs, jobs, unused, missing)
         arrays = theirs.arrays
         del theirs  # it holds the values that are replaced
+        info = {}
         for name, (line, names) in jobs.items():
-            array = arrays[name]
-            yield name, _cast(_value(line, names, mine, array), array, dtype)
+            _bound(line, [mine.arrays[n].shape for n in names], arrays[name])
+            kept = mine.arrays[names[0]].dtype if names else arrays[name].dtype
+            info[name] = TensorInfo(arrays[name].shape, _dtype(kept, arrays[name], dtype))
+
+        def load(name: str) -> NDArray:
+            line, names = jobs[name]
+            return _value(line, names, mine, arrays[name]).astype(info[name].dtype, copy=False)
+
+        yield Lazy(info, load)
     finally:
         mine.close()
 
@@ -136,69 +166,103 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _value(line: Line, names: Sequence[str], source: Side, target: Array) -> NDArray:
-    """One array of the target, from the arrays that the line names."""
+class _Bound(NamedTuple):
+    """The size of every letter, the axes of stacked sources, and the packed part to take."""
+
+    sizes: dict[str, int]
+    stacked: tuple[int, ...]
+    index: int | None
+
+
+def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
+    """Checks the arrow of a line against the shapes of both sides."""
     if line.fill:
-        return np.zeros(target.shape, np.float32)
-    shown = f"{target.name} <- {', '.join(names)}"
-    arrays = [source.load(name) for name in names]
+        return _Bound({}, (), None)
+    shown = f"{target.name} <- {', '.join(line.sources)}"
+    try:
+        return _letters(line, shapes, target.shape)
+    except ValueError as error:
+        raise ValueError(f"{shown} by {line.arrow or 'a copy'}: {error}") from error
+
+
+def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> _Bound:
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the stacked arrays have shapes {', '.join(map(str, set(shapes)))}")
     if not line.arrow:
-        made = arrays[0]
-    else:
-        try:
-            made = _rearranged(line, arrays, target.shape)
-        except (ValueError, EinopsError) as error:
-            raise ValueError(f"{shown}: {str(error).splitlines()[0]}") from error
-    if made.shape != target.shape:
-        raise ValueError(
-            f"{shown}: expected shape {target.shape}, got {made.shape} by {line.arrow or 'a copy'}"
-        )
-    return made
-
-
-def _rearranged(line: Line, arrays: Sequence[NDArray], shape: tuple[int, ...]) -> NDArray:
+        if list(shapes) != [shape]:
+            raise ValueError(
+                f"expected one array of shape {shape}, got {', '.join(map(str, shapes))}"
+            )
+        return _Bound({}, (), None)
     here, arrow, there = (x.strip() for x in line.arrow.partition("->"))
     if not arrow:
-        raise ValueError(f"expected axes on both sides of ->, got {line.arrow!r}")
-    index, parts = (int(x) for x in (line.take or "0/0").split("/"))
+        raise ValueError("expected axes on both sides of ->")
+    index, parts = _take(line)
     whole = (parts, *shape) if parts else shape
+    lead = len(parse(here)) - len(shapes[0]) if len(shapes) > 1 else 0
+    letters = [
+        {x for group in parse(axes) for x in group if not x.isdigit()} for axes in (here, there)
+    ]
+    if letters[0] != letters[1]:
+        only = ", ".join(sorted(letters[0] ^ letters[1]))
+        raise ValueError(f"{only} is on one side of the arrow alone")
     sizes = {parse(there)[0][0]: parts} if parts else {}
-    lead = len(parse(here)) - arrays[0].ndim if len(arrays) > 1 else 0
-    for axes, known in ((parse(here)[lead:], arrays[0].shape), (parse(there), whole)):
+    for axes, known in ((parse(here)[lead:], shapes[0]), (parse(there), whole)):
         if len(axes) == len(known):
             alone = {g[0]: n for g, n in zip(axes, known, strict=True) if len(g) == 1}
             sizes |= {x: n for x, n in alone.items() if not x.isdigit()}
     bind("the target", whole, there, sizes)
-    array = arrays[0]
-    if len(arrays) > 1:
-        left = len(arrays) // int(np.prod([sizes.get(g[0], 1) for g in parse(here)[:lead]]))
-        stacked = [sizes.get(group[0], left) for group in parse(here)[:lead]]
-        array = np.stack(arrays).reshape(*stacked, *arrays[0].shape)
-    bind("the source", array.shape, here, sizes)
-    letters = {x for axes in (here, there) for group in parse(axes) for x in group}
-    made: NDArray = rearrange(array, line.arrow, **{x: n for x, n in sizes.items() if x in letters})
-    return made[index] if parts else made
+    if lead < 0 or (len(shapes) > 1 and not lead):
+        raise ValueError(f"{len(shapes)} arrays need an axis before those of one array")
+    left = len(shapes) // math.prod(sizes.get(g[0], 1) for g in parse(here)[:lead])
+    stacked = tuple(sizes.get(group[0], left) for group in parse(here)[:lead])
+    if len(shapes) > 1 and math.prod(stacked) != len(shapes):
+        raise ValueError(f"{len(shapes)} arrays do not fill axes of {stacked}")
+    bind("the source", (*stacked, *shapes[0]), here, sizes)
+    return _Bound(sizes, stacked, index if parts else None)
 
 
-def _cast(array: NDArray, target: Array, dtype: str | None) -> NDArray:
-    """The array in the dtype asked for, or in the target's if that holds every value."""
-    import ml_dtypes
+def _take(line: Line) -> tuple[int, int]:
+    index, slash, parts = line.take.partition("/")
+    if not line.take:
+        return 0, 0
+    if not slash or not index.isdigit() or not parts.isdigit() or int(index) >= int(parts):
+        raise ValueError(f"take must be like 0/3, got {line.take!r}")
+    return int(index), int(parts)
 
-    wanted = dtype or target.dtype
-    if "float" not in str(array.dtype) or "float" not in wanted:
-        wanted = str(array.dtype) if dtype else wanted
-    kind = np.dtype(getattr(ml_dtypes, wanted, None) or wanted)
-    if array.dtype == kind:
-        return array
-    made = array.astype(kind)
-    if dtype is None and not np.array_equal(
-        made.astype(array.dtype), array, equal_nan="float" in wanted
-    ):
+
+def _value(line: Line, names: Sequence[str], source: Side, target: Array) -> NDArray:
+    """One array of the target, from the arrays that the line names."""
+    if line.fill:
+        return np.zeros(target.shape, np.float32)
+    arrays = [source.load(name) for name in names]
+    found = _bound(line, [array.shape for array in arrays], target)
+    if not line.arrow:
+        return arrays[0]
+    array = (
+        np.stack(arrays).reshape(*found.stacked, *arrays[0].shape) if found.stacked else arrays[0]
+    )
+    made: NDArray = rearrange(array, line.arrow, **found.sizes)
+    return made if found.index is None else made[found.index]
+
+
+def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
+    """The dtype asked for, or the target's if it holds every value of the source's."""
+    floating = "float" in source and "float" in target.dtype
+    wanted = dtype if dtype and floating else target.dtype
+    kind = _named(wanted)
+    if (dtype is None or not floating) and not np.can_cast(_named(source), kind):
         raise ValueError(
-            f"{target.name}: {array.dtype} values do not all fit {wanted}, the dtype of the model: "
+            f"{target.name}: {wanted}, the dtype of the model, does not hold all values of {source}: "
             f"pass dtype={wanted!r} to round them"
         )
-    return made
+    return kind
+
+
+def _named(dtype: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
 
 
 def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
@@ -251,8 +315,6 @@ def into_keras(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
 def into_torch(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
     """Copies into the parameters and buffers of a torch module; other dtypes replace them."""
     import torch
-
-    from jaxmha.converters.layout.arrays import to_torch
 
     state = model.state_dict()
     with torch.no_grad():
