@@ -40,6 +40,7 @@ __all__ = [
     "from_module",
     "import_masks",
     "import_params",
+    "load_into",
     "tensors_of",
     "to_module",
 ]

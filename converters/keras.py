@@ -46,6 +46,7 @@ __all__ = [
     "implicit_masks",
     "import_masks",
     "import_params",
+    "load_into",
     "tensors_of",
     "to_module",
 ]

@@ -7,7 +7,7 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
