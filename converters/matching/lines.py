@@ -11,7 +11,7 @@ from jaxmha.converters.matching.arrows import Arrow, Fit, fit
 from jaxmha.converters.matching.decide import Decision, decide
 from jaxmha.converters.matching.plan import Line, Plan, Question
 from jaxmha.converters.matching.sides import Array, Side
-from jaxmha.converters.matching.templates import BUFFERS, Layer, Template, templates, unrolled
+from jaxmha.converters.matching.templates import Layer, Template, is_buffer, templates, unrolled
 
 _MOST = 64  # repetitions that are taken apart where the other side does not repeat
 _LETTERS = "ijkl"
@@ -38,12 +38,6 @@ def plan(source: Side, target: Side) -> Plan:
         tuple(a.name for a in unused if a.name not in ignored),
         tuple(ignored),
     )
-
-
-def is_buffer(array: Array) -> bool:
-    """True for buffers and counters, which are no weights."""
-    whole = array.dtype.startswith(("int", "uint", "bool"))
-    return bool(BUFFERS.search(array.name)) or whole
 
 
 def _taken_apart(

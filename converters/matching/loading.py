@@ -14,6 +14,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.matching import lines, sides
 from jaxmha.converters.matching.plan import Line, Plan
 from jaxmha.converters.matching.sides import Array, Side
+from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.dims import bind, parse
 
 _SHOWN = 5
@@ -149,8 +150,8 @@ def _refuse_rest(
 ) -> None:
     """Raises ValueError if arrays of either side are in no line."""
     used = {name for _, names in jobs.values() for name in names}
-    left = [n for n, a in source.arrays.items() if n not in used and not lines.is_buffer(a)]
-    lacking = [n for n, a in target.arrays.items() if n not in jobs and not lines.is_buffer(a)]
+    left = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
+    lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
     if left and unused == "refuse":
         raise ValueError(
             f"the model has no place for {_listed(left)}; unused='keep' leaves them out"

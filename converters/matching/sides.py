@@ -30,6 +30,7 @@ _FORMS = {
         "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
     },
 }  # fmt: skip
+_NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # collections of linen
 _INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FILES = (
     "model.safetensors",
@@ -161,7 +162,7 @@ def _nnx(module: Any) -> Side:
     else:
         state = nnx.state(module)
         layers = {tuple(map(str, path)): one for path, one in nnx.iter_modules(module)}
-    _, kept = nnx.split_state(state, nnx.RngState, ...)
+    *_, kept = nnx.split_state(state, nnx.RngState, nnx.Cache, ...)
     arrays, values = {}, {}
     for path, leaf in nnx.to_flat_state(kept):
         parts = tuple(map(str, path))
@@ -216,6 +217,8 @@ def _tree(tree: Any, kind: str) -> Side:
         parts = tuple(part for key in keys for part in split(key))
         form = _form(_at(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
         name = "/".join(keys)
+        if kind == "linen" and parts[0] in _NO_WEIGHTS:
+            continue
         if kind == "linen" and len(parts) > 1:  # the collection is no part of the layer's path
             parts = parts[1:]
         arrays[name] = Array(name, parts, tuple(leaf.shape), str(np.dtype(leaf.dtype)), form)

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
     r"relative_coords_table|causal_mask|original_inv_freq)$"
 )
+_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, of four axes
 SHARED = 0.6  # of the smaller block's layers are in the other block of a repeated list
 
 
@@ -83,13 +84,24 @@ class Template:
         return found
 
 
+def is_buffer(array: Array) -> bool:
+    """True for buffers and counters, which are no weights.
+
+    >>> is_buffer(Array("bn.num_batches_tracked", ("bn", "num_batches_tracked"), (), "int64"))
+    True
+    """
+    mask = _CAUSAL.search(array.name) and len(array.shape) == 4
+    whole = array.dtype.startswith(("int", "uint", "bool"))
+    return bool(BUFFERS.search(array.name) or mask or whole)
+
+
 def layers(side: Side) -> list[Layer]:
     """The layers of a side, packed projections apart."""
     parents = {array.path[:-1] for array in side.arrays.values()}
     inner = {path[:n] for path in parents for n in range(len(path))}
     groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
     for array in side.arrays.values():
-        if BUFFERS.search(array.name) or array.dtype.startswith(("int", "uint", "bool")):
+        if is_buffer(array):
             continue
         *parent, key = array.path
         stem = _STEM.match(key)
@@ -290,13 +302,13 @@ def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple
                 lists[numbered[0]].append((numbered[1], part))
         for stem, several in lists.items():
             several.sort()
-            kinds = Counter(
-                {p: sum(_alike(content, parent, p, o) for _, o in several) for _, p in several}
-            )
-            if not kinds or kinds.most_common(1)[0][1] < 2:
+            kinds = Counter(frozenset(content[(*parent, part)]) for _, part in several)
+            if len(several) < 2:
                 continue
             chief = kinds.most_common(1)[0][0]
-            members = [(n, p) for n, p in several if _alike(content, parent, chief, p)]
+            members = [(n, p) for n, p in several if _alike(chief, content[(*parent, p)])]
+            if len(members) < 2:
+                continue
             steps = {b[0] - a[0] for a, b in itertools.pairwise(members)}
             for rank, (_, part) in enumerate(members):
                 marks[(*parent, part)] = (f"{stem}#" if stem else "#", rank)
@@ -305,11 +317,10 @@ def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple
     return marks, irregular
 
 
-def _alike(
-    content: Mapping[tuple[str, ...], set[object]], parent: tuple[str, ...], a: str, b: str
-) -> bool:
-    mine, theirs = content[(*parent, a)], content[(*parent, b)]
-    return len(mine & theirs) >= SHARED * min(len(mine), len(theirs))
+def _alike(mine: Collection[object], theirs: Collection[object]) -> bool:
+    """True if most layers of the smaller block are in the other one as well."""
+    common = sum(layer in mine for layer in theirs)
+    return common >= SHARED * min(len(mine), len(theirs))
 
 
 def unrolled(template: Template) -> list[Template]:

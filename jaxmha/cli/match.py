@@ -101,7 +101,7 @@ def built(target: str) -> Any:
         found = getattr(importlib.import_module(name), function, None)
     finally:
         sys.path.pop(0)
-    if not callable(found):
+    if found is None:
         raise ValueError(f"{target}: {name} has no function {function}")
     return found()
 

@@ -197,3 +197,12 @@ def test_two_lists_of_one_length_are_told_apart_or_asked() -> None:
     stacked = {"things": [{"w": {"kernel": np.zeros((2, 5, 3), "f")}}] * 2}
     with pytest.raises(ValueError, match="two repeated lists have the same length"):
         equinox.load_into(stacked, source)
+
+
+def test_caches_and_counters_are_no_weights() -> None:
+    attention = nnx.MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
+    attention.init_cache((1, 4, 6))
+    source = torch.nn.MultiheadAttention(6, 2)
+    flax.load_into(attention, source)
+    wanted = source.out_proj.weight.detach().numpy().T.reshape(2, 3, 6)
+    np.testing.assert_array_equal(attention.out.kernel[...], wanted)
