@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.templates import Template, ordinal
@@ -182,6 +181,8 @@ def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
 
 def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
     """Target -> source with every target once; None if there is no such assignment."""
+    from scipy.optimize import linear_sum_assignment
+
     if not edges:
         return None
     rows, columns = sorted(targets), sorted({s for s, _ in edges})

@@ -258,7 +258,8 @@ def _questions(
         names = tuple(_layer_name(mine[s]) for s in near)
         rows = [_example(mine, near, target, slot) for slot in target.first.slots]
         text = "\n".join(map(plans.shown, rows))
-        found.append(Question(_layer_name(target), names, reason, text))
+        arrays = tuple(row.target for row in rows)
+        found.append(Question(_layer_name(target), names, reason, text, arrays))
     return found
 
 

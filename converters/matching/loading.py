@@ -172,7 +172,7 @@ class _Bound(NamedTuple):
 
     sizes: dict[str, int]
     stacked: tuple[int, ...]
-    index: int | None
+    part: int | None
 
 
 def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
@@ -244,7 +244,7 @@ def _value(line: Line, names: Sequence[str], source: Side, target: Array) -> NDA
         np.stack(arrays).reshape(*found.stacked, *arrays[0].shape) if found.stacked else arrays[0]
     )
     made: NDArray = rearrange(array, line.arrow, **found.sizes)
-    return made if found.index is None else made[found.index]
+    return made if found.part is None else made[found.part]
 
 
 def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:

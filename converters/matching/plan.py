@@ -36,14 +36,16 @@ class Question:
     """A target that no evidence decides.
 
     Attributes:
-      target: name or pattern. candidates: sources of the same shapes.
-      reason: why none is taken. line: the line to add to the plan, with the first candidate.
+      target: name or pattern of a layer. candidates: sources of the same shapes.
+      reason: why none is taken. line: the lines to add to the plan, with the first candidate.
+      arrays: names or patterns of the layer's arrays.
     """
 
     target: str
     candidates: tuple[str, ...]
     reason: str
     line: str
+    arrays: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Plan:
         return replace(
             self,
             lines=(*(x for x in self.lines if x.target not in given), *lines),
-            questions=tuple(q for q in self.questions if q.target not in given),
+            questions=tuple(q for q in self.questions if not given.issuperset(q.arrays)),
             unused=tuple(name for name in self.unused if name not in used),
         )
 
