@@ -143,8 +143,8 @@ def test_answers_complete_a_plan() -> None:
     plan = match(source, target)
     assert [q.target for q in plan.questions] == ["left", "right"]
     assert plan.questions[0].candidates == ("mu", "pi")
-    written = "\n".join([plan.to_toml(), *(q.line for q in plan.questions)])
-    edited = Plan.from_toml(written.replace('from = "mu', 'from = "pi', 2))
+    left, right = (q.line for q in plan.questions)
+    edited = Plan.from_toml("\n".join([plan.to_toml(), left.replace("mu", "pi"), right]))
     told = plan.answered(*edited.lines)
     assert told.questions == ()
     made = equinox.load_into(target, source, told)
