@@ -96,13 +96,13 @@ def _places(templates: Sequence[Template]) -> list[Template]:
     for t in templates:
         if t.path in found:
             t = replace(t, words=t.words - _PLACES | {found[t.path]})
-        elif (
-            words(t.path[-1])[:1] == ["post"]
-            and not _matrix(t)
-            and _beside(t, templates) < _SANDWICH
-        ):
-            # The norm after attention is either attention's own or the one before the MLP.
-            t = replace(t, words=t.words - {"attn", "mlp", "self", "cross"})
+        elif not _matrix(t) and _beside(t, templates) < _SANDWICH:
+            # "post" is before the MLP in Llama, after attention in OLMo 2, after a block elsewhere.
+            first = words(t.path[-1])[:1]
+            ambiguous = {"post", "pre"} | ({"in"} if first == ["input"] else set())
+            if first == ["post"]:
+                ambiguous |= {"attn", "mlp", "self", "cross"}
+            t = replace(t, words=t.words - ambiguous)
         made.append(t)
     return made
 

@@ -85,7 +85,18 @@ _NOISE = frozenset(
 # Words of lists of the same things.
 LISTS = dict.fromkeys(("layer", "block", "h", "stack", "stage", "depth"), "layer")
 # Words whose order is known: positions of layers that are applied one after the other.
-ORDER = {"in": 1, "out": 2, "first": 1, "second": 2, "third": 3, "fourth": 4, "a": 1, "b": 2}
+ORDER = {
+    "in": 1,
+    "out": 2,
+    "first": 1,
+    "second": 2,
+    "third": 3,
+    "fourth": 4,
+    "a": 1,
+    "b": 2,
+    "before": 1,
+    "after": 2,
+}
 # Last word or words of a packed layer -> the projections in it, in order.
 PACKED = {
     **dict.fromkeys(

@@ -10,7 +10,6 @@ import typer
 
 from jaxmha import checkpoint
 from jaxmha.cli.console import (
-    Json,
     byte_bar,
     check_text,
     err,
@@ -20,6 +19,7 @@ from jaxmha.cli.console import (
     print_json,
     put_text,
 )
+from jaxmha.cli.options import Json, option
 from jaxmha.converters import matching
 from jaxmha.converters.matching import loading
 
@@ -30,7 +30,7 @@ EXAMPLES = (
 )
 
 
-def match(
+def command(
     source: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of save_pretrained.")],
     target: Annotated[
         str,
@@ -41,19 +41,17 @@ def match(
     ],
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="A plan, instead of a new one.", show_default=False),
+        option("--plan", "A plan, instead of a new one."),
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", help="Write the plan here.", show_default=False)
-    ] = None,
+    save: Annotated[Path | None, option("--save", "Write the plan here.")] = None,
     to: Annotated[
         Path | None,
-        typer.Option("--to", help="Write the model's arrays here.", show_default=False),
+        option("--to", "Write the model's arrays here."),
     ] = None,
     unused: Annotated[
-        bool, typer.Option("--keep-unused", help="Leave out arrays that the model does not have.")
+        bool, option("--keep-unused", "Leave out arrays that the model does not have.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
+    force: Annotated[bool, option("--force", "Overwrite files.")] = False,
     as_json: Json = False,
 ) -> None:
     """Match a checkpoint with your own model, and say which array goes where, and why.

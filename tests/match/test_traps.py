@@ -33,3 +33,22 @@ def test_the_same_models_without_traps_are_matched(part: int) -> None:
         assert made.keys() == drawn.right.keys()
         for name, value in drawn.right.items():
             np.testing.assert_array_equal(made[name], value, err_msg=f"{seed} {name}")
+
+
+@pytest.mark.everyday(part=[0])
+@pytest.mark.parametrize("part", range(10))
+def test_names_that_tell_nothing_are_asked_or_matched_rightly(part: int) -> None:
+    outcomes = {"right": 0, "asked": 0}
+    for seed in range(part, 1900, 10):
+        rng = np.random.default_rng(seed)
+        drawn = traps.draw(rng)
+        traps.without_names(drawn, rng)
+        try:
+            made = dict(loading.filled(drawn.target, drawn.source, None))
+        except ValueError:
+            outcomes["asked"] += 1
+            continue
+        for name, value in drawn.right.items():
+            np.testing.assert_array_equal(made[name], value, err_msg=f"{seed} {name}")
+        outcomes["right"] += 1
+    assert min(outcomes.values()) > 0

@@ -194,3 +194,60 @@ def permuted_blocks(drawn: Drawn, rng: np.random.Generator) -> None:
 TRAPS: dict[str, Callable[[Drawn, np.random.Generator], None]] = {
     x.__name__: x for x in (exchanged, tied, transposed, missing_bias, extra_head, permuted_blocks)
 }
+
+
+NEUTRAL = [
+    "alpha",
+    "mixer",
+    "foo",
+    "main",
+    "side",
+    "branch",
+    "res",
+    "skip",
+    "core",
+    "tap",
+    "left",
+    "right",
+    "mid",
+    "post",
+    "pre",
+    "proj",
+    "lin",
+    "x",
+    "z",
+    "ax",
+    "bx",
+    "fuse",
+    "merge",
+    "apply",
+    "transform",
+    "body",
+    "unit",
+    "node",
+    "cell",
+    "path",
+    "flow",
+    "shared",
+    "extra",
+    "adapter",
+    "scale",
+    "shift",
+]
+
+
+def without_names(drawn: Drawn, rng: np.random.Generator) -> None:
+    """Some layers of the target have names that tell nothing, or less than they seem to."""
+    share, words = rng.choice((0.1, 0.3, 0.6)), list(rng.permutation(NEUTRAL))
+    kinds = {
+        kind: words.pop()
+        for kind in (*BLOCK, "embed", "pos", "final", "head")
+        if rng.random() < share
+    }
+    for role, (_, there) in drawn.layers.items():
+        kind = max(
+            (k for k in (*BLOCK, "embed", "pos", "final", "head") if role.startswith(k)), key=len
+        )
+        if kind in kinds:
+            for arrays in (drawn.target, drawn.right):
+                _rename(arrays, there, _parent(there, "/") + str(kinds[kind]), "/")
