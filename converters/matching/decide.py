@@ -181,7 +181,7 @@ def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
 
 def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
     """Target -> source with every target once; None if there is no such assignment."""
-    from scipy.optimize import linear_sum_assignment
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
     if not edges:
         return None

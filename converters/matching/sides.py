@@ -31,13 +31,6 @@ _FORMS = {
     },
 }  # fmt: skip
 _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # collections of linen
-_INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_FILES = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "flax_model.safetensors",
-    "tf_model.safetensors",
-)
 
 
 class Array(NamedTuple):
@@ -72,7 +65,7 @@ def read(model: Any) -> Side:
 
     Raises:
       TypeError: nothing in it is an array.
-      ValueError: a folder without a checkpoint.
+      CheckpointError: the file cannot be read.
     """
     if isinstance(model, str | Path):
         return _file(Path(model))
@@ -95,23 +88,9 @@ def _of(model: Any, package: str) -> bool:
     return any(base.__module__.split(".")[0] == package for base in type(model).__mro__)
 
 
-def found_in(folder: Path) -> Path:
-    """The checkpoint in a folder that `save_pretrained` wrote."""
-    for name in (*_INDEX, *_FILES):
-        if (folder / name).is_file():
-            return folder / name
-    raise ValueError(
-        f"{folder}: expected one of {', '.join((*_INDEX, *_FILES))}, as `save_pretrained` writes "
-        "them; name the file itself"
-    )
-
-
 def _file(path: Path) -> Side:
-    pretrained = path.is_dir() and any((path / name).is_file() for name in (*_INDEX, *_FILES))
-    if path.is_dir() and (path / "config.json").is_file() and not pretrained:
-        found_in(path)
     stack = ExitStack()
-    file = stack.enter_context(checkpoint.open(found_in(path) if pretrained else path))
+    file = stack.enter_context(checkpoint.open(path))
     arrays = {
         name: Array(name, split(name), tuple(info.shape), info.dtype.name)
         for name, info in file.info.items()
