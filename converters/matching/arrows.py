@@ -155,7 +155,7 @@ def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> A
 
 
 def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
-    """The order of the axes on both sides, whatever their letters."""
+    """The order of the axes on both sides, apart from their letters."""
     mine, theirs = (
         [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"] for axes in arrow
     )
@@ -183,7 +183,7 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
 
 
 class Reading(NamedTuple):
-    """The axes of one array; of a packed one those of one part, and where the parts are."""
+    """The axes of one array; of a packed one the axes of one part, and the place of the parts."""
 
     axes: tuple[tuple[str, int], ...]
     place: int = -1  # axis that holds the parts; -1: not packed

@@ -18,7 +18,7 @@ Edge = tuple[int, int]  # numbers of a source template and of a target template
 
 @dataclass
 class Decision:
-    """What is decided: target number -> source number and the reason; candidates of the rest."""
+    """The decided pairs, target number -> source number with the reason, and the other targets."""
 
     taken: dict[int, tuple[int, str, str]]
     open: dict[int, tuple[tuple[int, ...], str]]

@@ -1,4 +1,4 @@
-"""Makes the lines and questions of a plan from what is decided."""
+"""Makes the lines and questions of a plan from the decided pairs."""
 
 import os
 import re
@@ -295,7 +295,7 @@ def _pattern_of(template: Template, slot: str) -> str:
 
 
 def _layer_name(template: Template) -> str:
-    """The name of a layer, as its framework writes it: what all of its arrays' names begin with."""
+    """The name of a layer, as its framework writes it: the common start of the names of its arrays."""
     names = [_pattern_of(template, slot) for slot in template.first.slots]
     if len(names) == 1:
         return names[0]
@@ -304,7 +304,7 @@ def _layer_name(template: Template) -> str:
 
 
 def _example(mine: Sequence[Template], near: Sequence[int], target: Template, slot: str) -> Line:
-    """The line to add for the first candidate, or zeros for what no candidate has."""
+    """The line to add for the first candidate, or zeros if no candidate has the array."""
     name = _pattern_of(target, slot)
     source = next((mine[s] for s in near if slot in mine[s].first.slots), None)
     if source is None:

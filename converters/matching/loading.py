@@ -137,7 +137,7 @@ def _real(name: str, source: Side) -> str:
 
 
 def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """The rank of every number among those of its letter."""
+    """The rank of every number among the numbers of its letter."""
     letters = {x for numbers in found.values() for x in numbers}
     order = {x: sorted({numbers[x] for numbers in found.values()}) for x in letters}
     return {
@@ -214,7 +214,7 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
             sizes |= {x: n for x, n in alone.items() if not x.isdigit()}
     bind("the target", whole, there, sizes)
     if lead < 0 or (len(shapes) > 1 and not lead):
-        raise ValueError(f"{len(shapes)} arrays need an axis before those of one array")
+        raise ValueError(f"{len(shapes)} arrays need an axis before the axes of one array")
     left = len(shapes) // math.prod(sizes.get(g[0], 1) for g in parse(here)[:lead])
     stacked = tuple(sizes.get(group[0], left) for group in parse(here)[:lead])
     if len(shapes) > 1 and math.prod(stacked) != len(shapes):

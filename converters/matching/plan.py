@@ -92,7 +92,7 @@ class Plan:
             raise ValueError(f"the plan must have version = {VERSION} and tables [[array]]")
         return Plan(tuple(_line(n, table) for n, table in enumerate(content.get("array", []), 1)))
 
-    def answered(self, *lines: Line) -> "Plan":
+    def with_lines(self, *lines: Line) -> "Plan":
         """The plan with these lines in place of questions and of lines for the same targets."""
         given = {line.target for line in lines}
         used = {name for line in lines for name in line.sources}

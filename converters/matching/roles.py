@@ -96,7 +96,7 @@ def _places(templates: Sequence[Template]) -> list[Template]:
     for t in templates:
         if t.path in found:
             t = replace(t, words=t.words - _PLACES | {found[t.path]})
-        elif not _matrix(t) and _beside(t, templates) < _SANDWICH:
+        elif not _matrix(t) and _vectors_at_parent(t, templates) < _SANDWICH:
             # "post" is before the MLP in Llama, after attention in OLMo 2, after a block elsewhere.
             first = words(t.path[-1])[:1]
             ambiguous = {"post", "pre"} | ({"in"} if first == ["input"] else set())
@@ -107,7 +107,7 @@ def _places(templates: Sequence[Template]) -> list[Template]:
     return made
 
 
-def _beside(template: Template, templates: Sequence[Template]) -> int:
+def _vectors_at_parent(template: Template, templates: Sequence[Template]) -> int:
     """The number of vectors under the same parent."""
     return sum(t.path[:-1] == template.path[:-1] and not _matrix(t) for t in templates)
 
@@ -153,10 +153,10 @@ def _place(template: Template, several: Sequence[Template], templates: Sequence[
         return "attn"
     if last[:1] == ["final"]:
         return "mlp"
-    beside = frozenset[str]().union(
+    near = frozenset[str]().union(
         *(t.words for t in templates if t.path[:-1] != template.path and _within(t, template))
     )
-    named = [w for w in ("cross", "attn", "mlp") if w in beside]
+    named = [w for w in ("cross", "attn", "mlp") if w in near]
     return named[0] if named in (["cross", "attn"], ["attn"], ["mlp"]) else ""
 
 

@@ -22,7 +22,7 @@ _SLOTS = {
 _STEM = re.compile(
     r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
 )
-# Buffers that models compute anew, and counters: they have no counterpart and are no weights.
+# Buffers that models compute again, and counters: they have no counterpart and are no weights.
 BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
     r"relative_coords_table|causal_mask|original_inv_freq)$"
@@ -339,7 +339,7 @@ def unrolled(template: Template) -> list[Template]:
 
 
 def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
-    """What a path is without its last number or word of order, and that number.
+    """A path without its last number or word of order, and that number.
 
     >>> ordinal(Template(("a", "fc2"), {}))
     (('a', 'fc'), 2)

@@ -87,7 +87,7 @@ def command(
 
 
 def built(target: str) -> Any:
-    """The file, or what the function named after a colon returns."""
+    """The file, or the return value of the function named after a colon."""
     module, colon, function = target.rpartition(":")
     if not colon or Path(target).exists():
         if not Path(target).exists():

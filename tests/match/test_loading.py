@@ -1,4 +1,4 @@
-"""What `load_into` does with targets, dtypes, shardings, plans and arrays that are left over."""
+"""`load_into` with every kind of target, dtypes, shardings, edited plans, and arrays left over."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,10 @@ def test_an_abstract_model_is_filled() -> None:
 
 
 def test_a_tree_of_shapes_is_filled() -> None:
-    wanted = {"dense": {"kernel": (5, 3), "bias": (3,)}, "embed": {"embedding": (7, 4)}}
+    wanted: dict[str, dict[str, tuple[int, ...]]] = {
+        "dense": {"kernel": (5, 3), "bias": (3,)},
+        "embed": {"embedding": (7, 4)},
+    }
     struct: Any = jax.ShapeDtypeStruct
     tree = {n: {k: struct(s, jnp.float32) for k, s in x.items()} for n, x in wanted.items()}
     made = equinox.load_into(tree, SOURCE)
@@ -100,7 +103,7 @@ def test_a_lossy_cast_is_asked_for() -> None:
     assert model.linear.kernel[...].dtype == jnp.float32
 
 
-def test_what_is_left_over_raises() -> None:
+def test_arrays_left_over_raise() -> None:
     more = SOURCE | {"pooler.weight": np.zeros((9, 8), np.float32)}
     with pytest.raises(ValueError, match=r"no place for pooler\.weight"):
         flax.load_into(Mine(nnx.Rngs(0)), more)
@@ -145,7 +148,7 @@ def test_answers_complete_a_plan() -> None:
     assert plan.questions[0].candidates == ("mu", "pi")
     left, right = (q.line for q in plan.questions)
     edited = Plan.from_toml("\n".join([plan.to_toml(), left.replace("mu", "pi"), right]))
-    told = plan.answered(*edited.lines)
+    told = plan.with_lines(*edited.lines)
     assert told.questions == ()
     made = equinox.load_into(target, source, told)
     np.testing.assert_array_equal(made["left"]["kernel"], source["pi.weight"].T)
@@ -171,7 +174,7 @@ def test_plans_that_are_none_are_refused(text: str, error: str) -> None:
     "arrow", ["o i", "o i -> o i", "x y z -> x y", "(a b) i -> i a b", "o i -> i"]
 )
 def test_wrong_arrows_are_refused(arrow: str) -> None:
-    plan = match(SOURCE, Mine(nnx.Rngs(0))).answered(
+    plan = match(SOURCE, Mine(nnx.Rngs(0))).with_lines(
         Line("linear/kernel", ("first.weight",), arrow)
     )
     with pytest.raises(ValueError, match=r"linear/kernel <- first\.weight"):
