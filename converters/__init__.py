@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxmha import MHAParams, Semantics
     from jaxmha.converters.layout.base import Layout
     from jaxmha.converters.masks.lint_rules import Finding
+    from jaxmha.converters.matching import Plan
     from jaxmha.converters.verify.attribution import Attribution
     from jaxmha.introspect.graph import DataFlow
 
@@ -55,6 +56,21 @@ def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
     from jaxmha.converters.masks.lint import lint_masks
 
     return lint_masks(framework, **arguments)
+
+
+def match(source: Any, target: Any) -> "Plan":
+    """The plan that fills a model from a source, with a question for each undecided layer.
+
+    See `jaxmha.converters.matching.match`.
+
+    >>> import numpy as np
+    >>> plan = match({"fc.weight": np.zeros((3, 5))}, {"dense": {"kernel": np.zeros((5, 3))}})
+    >>> plan.lines[0].sources, plan.lines[0].arrow
+    (('fc.weight',), 'o0 i0 -> i0 o0')
+    """
+    from jaxmha.converters.matching import match
+
+    return match(source, target)
 
 
 def describe(

@@ -17,6 +17,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
 from jaxmha.converters.layout.validation import leaf_shapes, refuse_sizes
 from jaxmha.converters.masks import flax as _masks
+from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -39,6 +40,7 @@ __all__ = [
     "from_module",
     "import_masks",
     "import_params",
+    "load_into",
     "tensors_of",
     "to_module",
 ]
@@ -238,3 +240,35 @@ def forward(
     else:
         out = module(query, key, value, mask=mask, deterministic=True)
     return to_numpy(np.asarray(out))
+
+
+def load_into(
+    model: Any,
+    source: Any,
+    plan: Plan | None = None,
+    *,
+    dtype: str | None = None,
+    unused: Literal["refuse", "keep"] = "refuse",
+    missing: Literal["refuse", "keep"] = "refuse",
+) -> Any:
+    """Fills an nnx module in place, or returns new linen variables.
+
+    Args:
+      model: an nnx module, `(linen module, variables)`, or linen variables.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
+      plan: of `jaxmha.converters.matching`; None makes it.
+      dtype: of every floating array; None takes the model's, if that holds every value.
+      unused: "keep" leaves out source arrays that the plan does not use.
+      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
+
+    Raises:
+      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+    """
+    from jaxmha.converters.matching import loading
+
+    values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
+    if isinstance(model, tuple):
+        return model[0], loading.into_tree(model[1], values)
+    if isinstance(model, Mapping):
+        return loading.into_tree(model, values)
+    return loading.into_nnx(model, values)

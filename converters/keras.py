@@ -24,6 +24,7 @@ from jaxmha.converters.layout.keras import (
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.masks.keras import attention_classes, attention_layers
+from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -45,6 +46,7 @@ __all__ = [
     "implicit_masks",
     "import_masks",
     "import_params",
+    "load_into",
     "tensors_of",
     "to_module",
 ]
@@ -221,3 +223,31 @@ def forward(
     if wide:  # Keras on JAX needs the path that returns scores
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))
+
+
+def load_into(
+    model: Any,
+    source: Any,
+    plan: Plan | None = None,
+    *,
+    dtype: str | None = None,
+    unused: Literal["refuse", "keep"] = "refuse",
+    missing: Literal["refuse", "keep"] = "refuse",
+) -> Any:
+    """Assigns the variables of a Keras model.
+
+    Args:
+      model: a built Keras model or layer.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
+      plan: of `jaxmha.converters.matching`; None makes it.
+      dtype: of every floating array; None takes the model's, if that holds every value.
+      unused: "keep" leaves out source arrays that the plan does not use.
+      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
+
+    Raises:
+      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+    """
+    from jaxmha.converters.matching import loading
+
+    values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
+    return loading.into_keras(model, values)

@@ -7,7 +7,7 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import torch as _masks
+from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -36,6 +37,7 @@ __all__ = [
     "from_module",
     "import_masks",
     "import_params",
+    "load_into",
     "path_of",
     "tensors_of",
     "to_module",
@@ -217,3 +219,31 @@ def forward(
     finally:
         module.train(training)
     return to_numpy(out if module.batch_first else out.transpose(0, 1))
+
+
+def load_into(
+    model: Any,
+    source: Any,
+    plan: Plan | None = None,
+    *,
+    dtype: str | None = None,
+    unused: Literal["refuse", "keep"] = "refuse",
+    missing: Literal["refuse", "keep"] = "refuse",
+) -> Any:
+    """Copies the arrays of the source into a torch module.
+
+    Args:
+      model: a torch module.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
+      plan: of `jaxmha.converters.matching`; None makes it.
+      dtype: of every floating array; None takes the model's, if that holds every value.
+      unused: "keep" leaves out source arrays that the plan does not use.
+      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
+
+    Raises:
+      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+    """
+    from jaxmha.converters.matching import loading
+
+    values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
+    return loading.into_torch(model, values)

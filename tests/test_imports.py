@@ -94,6 +94,7 @@ ROOMS = (
     (f"{CONVERTERS}.layout",),
     (f"{CONVERTERS}.masks",),
     (f"{CONVERTERS}.discovery",),
+    (f"{CONVERTERS}.matching",),
     tuple(f"{CONVERTERS}.{face}" for face in FACES),
     (f"{CONVERTERS}.migrate",),
     (f"{CONVERTERS}.sharded",),

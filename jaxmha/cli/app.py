@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from jaxmha import __version__
-from jaxmha.cli import convert, describe, diff, explain, inspect, plan, plot, verify
+from jaxmha.cli import convert, describe, diff, explain, inspect, match, plan, plot, verify
 from jaxmha.cli.console import out
 from jaxmha.cli.options import suffixes
 
 # Each module has its `command` and its EXAMPLES; `--help` lists the commands in this order.
 COMMANDS = {
     "inspect": inspect,
+    "match": match,
     "plan": plan,
     "convert": convert,
     "verify": verify,

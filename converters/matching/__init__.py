@@ -1,0 +1,34 @@
+"""Matches the arrays of a source with those of a target model of the same architecture.
+
+Layers are compared by their shapes, up to the layouts of the frameworks, by the words of their names
+and by the structure of both trees. A pair is taken only if every other pair of the same shapes is
+excluded; everything else becomes a question. `match` makes the plan, `loading` fills the target.
+"""
+
+from typing import Any
+
+from jaxmha.converters.matching import lines, sides
+from jaxmha.converters.matching.plan import Line, Plan, Question
+
+__all__ = ["Line", "Plan", "Question", "match"]
+
+
+def match(source: Any, target: Any) -> Plan:
+    """The plan that fills a target from a source, with a question for each undecided array.
+
+    Args:
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
+      target: an nnx module (also of `nnx.eval_shape`), linen variables, an equinox module, a Keras
+        or torch model, or any tree of arrays or `jax.ShapeDtypeStruct`.
+
+    >>> import numpy as np
+    >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
+    >>> print(match(source, {"dense": {"kernel": np.zeros((5, 3)), "bias": np.zeros(3)}}))
+    dense/bias <- fc.bias  [o0 -> o0]  certain: the only layers of these shapes
+    dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
+    """
+    mine = sides.read(source)
+    try:
+        return lines.plan(mine, sides.read(target))
+    finally:
+        mine.close()

@@ -1,0 +1,315 @@
+"""Rearrangements that carry a layer of one side into a layer of the other, from forms and shapes."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jaxmha.converters.matching.templates import MAIN, Layer, Template
+
+_WINDOW = "yxz"
+
+
+class Arrow(NamedTuple):
+    """Source and target axes as einops writes them; `s`: packed parts, `l`, `m`: stacked layers."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the arrays of a source template fit those of a target template.
+
+    Attributes:
+      arrows: by slot. stacked: columns of the source's numbers that are axes of the target.
+      split: the column of the target's numbers that is an axis of the source; -1: none.
+    """
+
+    arrows: dict[str, Arrow]
+    stacked: tuple[int, ...] = ()
+    split: int = -1
+
+
+LISTS = "two repeated lists have the same length, and nothing shows which is which"
+UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
+
+
+def fit(source: Template, target: Template) -> Fit | str | None:
+    """How the arrays fit; None if they do not, or why the orientation is not decided."""
+    if source.first.slots.keys() != target.first.slots.keys():
+        return None
+    found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
+    found += [
+        x for column in _splits(source, target) if (x := _taken_apart(source, target, column))
+    ]
+    if len(found) > 1:
+        return LISTS
+    return found[0] if found else None
+
+
+def _splits(source: Template, target: Template) -> Iterator[int]:
+    """Columns of the target's numbers that may be an axis of the source."""
+    if len(target.counts) != len(source.counts) + 1 or source.first.part or target.first.part:
+        return
+    if len(target.layers) == math.prod(target.counts):
+        for n in range(len(target.counts)):
+            if target.counts[:n] + target.counts[n + 1 :] == source.counts:
+                yield n
+
+
+def _taken_apart(source: Template, target: Template, column: int) -> Fit | str | None:
+    """A source with stacked layers: the same arrows as from the target to it, the other way round."""
+    kept = {r[:column] + r[column + 1 :]: x for r, x in target.layers.items() if r[column] == 0}
+    one = replace(target, layers=kept)
+    arrows = {}
+    for slot, array in source.first.slots.items():
+        found = []
+        for axes, rest in _without(array.shape, [target.counts[column]]):
+            cut = source.first._replace(
+                slots={**source.first.slots, slot: array._replace(shape=rest)}
+            )
+            for arrow in _arrows(slot, cut, one.first, one.first.slots[slot].shape):
+                here = _split(arrow.source)
+                here.insert(axes[0], "l")
+                found.append(Arrow(" ".join(here), f"l {arrow.target}".strip()))
+        if not found:
+            return None
+        if len({_meaning(arrow) for arrow in found}) > 1:
+            return UNDECIDED
+        arrows[slot] = found[0]
+    return Fit(arrows, (), column)
+
+
+def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
+    """Columns of the source's numbers that are axes in the target; the others are the target's."""
+    mine, theirs = source.counts, target.counts
+    extra = len(mine) - len(theirs)
+    full = len(source.layers) == math.prod(mine)
+    if extra < 0 or (extra and not full):
+        return
+    for columns in itertools.combinations(range(len(mine)), extra):
+        kept = [n for n in range(len(mine)) if n not in columns]
+        if tuple(mine[n] for n in kept) != theirs or not (extra or _same_ranks(source, target)):
+            continue
+        if not _crossed([source.lists[n] for n in kept], target.lists):
+            yield columns
+
+
+def _crossed(mine: Sequence[frozenset[str]], theirs: Sequence[frozenset[str]]) -> bool:
+    """True if lists of the same words are in another order."""
+    pairs = [(a, b) for a, x in enumerate(mine) for b, y in enumerate(theirs) if x & y]
+    return any(a != b and (a, a) not in pairs and (b, b) not in pairs for a, b in pairs)
+
+
+def _same_ranks(source: Template, target: Template) -> bool:
+    full = len(source.layers) == math.prod(source.counts) == len(target.layers)
+    return source.ranks == target.ranks or full
+
+
+def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | str | None:
+    sizes = [source.counts[c] for c in stacked]
+    arrows: dict[str, Arrow] = {}
+    for slot in source.first.slots:
+        found: list[Arrow] = []
+        for axes, rest in _without(target.first.slots[slot].shape, sizes):
+            for arrow in _arrows(slot, source.first, target.first, rest):
+                found.append(_stack(arrow, axes, source.first, target.first))
+        if not found:
+            return None
+        if len({_meaning(arrow) for arrow in found}) > 1:
+            return UNDECIDED
+        arrows[slot] = found[0]
+    return Fit(arrows, stacked)
+
+
+def _without(
+    shape: tuple[int, ...], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Places of stacked axes, and the other axes; several stacked axes are the first ones."""
+    if not sizes:
+        yield (), shape
+    elif len(sizes) == 1:
+        for axis, n in enumerate(shape):
+            if n == sizes[0]:
+                yield (axis,), shape[:axis] + shape[axis + 1 :]
+    elif list(shape[: len(sizes)]) == list(sizes):
+        yield tuple(range(len(sizes))), shape[len(sizes) :]
+
+
+def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> Arrow:
+    """The arrow with stacked layers as axes; sources of a packed array are stacked before them."""
+    if not axes:
+        return arrow
+    letters = list("lm"[: len(axes)])
+    here, there = _split(arrow.source), _split(arrow.target)
+    taken = source.part is not None and target.part is None  # one part is taken of the result
+    for axis, letter in zip(axes, letters, strict=True):
+        there.insert(axis + taken, letter)
+    parts = here[:1] if source.part is None and here[:1] == ["s"] else []
+    return Arrow(" ".join([*parts, *letters, *here[len(parts) :]]), " ".join(there))
+
+
+def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
+    """The order of the axes on both sides, apart from their letters."""
+    mine, theirs = (
+        [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"] for axes in arrow
+    )
+    return tuple(tuple(mine.index(x) for x in axes) for axes in (mine, theirs))
+
+
+def _split(axes: str) -> list[str]:
+    """The axes of a side: `(s o) i` is two."""
+    found, inside = list[str](), ""
+    for word in axes.split():
+        inside = f"{inside} {word}".strip()
+        if inside.count("(") == inside.count(")"):
+            found.append(inside)
+            inside = ""
+    return found
+
+
+def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> Iterator[Arrow]:
+    if slot == MAIN and "no" in (source.form, target.form):
+        return
+    for a in _readings(slot, source, source.slots[slot].shape):
+        for b in _readings(slot, target, shape):
+            if arrow := _match(a.axes, b.axes):
+                yield _packed(arrow, a, b)
+
+
+class Reading(NamedTuple):
+    """The axes of one array; of a packed one the axes of one part, and the place of the parts."""
+
+    axes: tuple[tuple[str, int], ...]
+    place: int = -1  # axis that holds the parts; -1: not packed
+    own: bool = False  # the parts are an axis of their own
+
+
+def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Reading]:
+    options = _options(layer.form, shape) if slot == MAIN else _vector(shape)
+    for axes in options:
+        if layer.part is None:
+            yield Reading(axes)
+            continue
+        outs = [n for n, (letter, _) in enumerate(axes) if letter == "o"]
+        if not outs:
+            continue
+        place, parts = outs[0], layer.part[1]
+        size = axes[place][1]
+        if len(outs) > 1 and size == parts and axes[outs[1]][1] != parts:
+            yield Reading((*axes[:place], *axes[place + 1 :]), place, True)
+        elif len(outs) == 1 and size % parts == 0:
+            yield Reading((*axes[:place], ("o", size // parts), *axes[place + 1 :]), place)
+
+
+def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
+    """The arrow with the parts of packed arrays as the letter s."""
+    if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
+        return arrow
+    sides = []
+    for axes, one, other in ((arrow.source, a, b), (arrow.target, b, a)):
+        there = _split(axes)
+        if one.place < 0 and other.place >= 0:
+            there.insert(0, "s")
+        elif one.own:
+            there.insert(one.place, "s")
+        elif one.place >= 0:
+            there[one.place] = f"(s {there[one.place].strip('()')})"
+        sides.append(" ".join(there))
+    return Arrow(*sides)
+
+
+def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The ways to read the axes of a main array: a letter and a size for each axis."""
+    if len([n for n in shape if n != 1]) <= 1 and form not in ("oi", "io", "vd", "weight"):
+        yield from _vector(shape)
+        return
+    if len(shape) <= 1:
+        yield from _vector(shape)
+        return
+    if form in ("oi", "weight", "") and (len(shape) == 2 or form == "oi"):
+        yield tuple(zip(("o", "i", *_WINDOW), shape, strict=False))
+    if form in ("vd", "weight", ""):
+        letters = ("v", "d") if len(shape) == 2 else tuple(f"r{n}" for n in range(len(shape)))
+        yield tuple(zip(letters, shape, strict=True))
+    if form == "" and len(shape) == 2:
+        yield ("i", shape[0]), ("o", shape[1])
+    if form == "io":
+        for n in range(1, len(shape)):
+            yield (*(("i", x) for x in shape[:n]), *(("o", x) for x in shape[n:]))
+        if len(shape) > 2:
+            window = tuple(zip(_WINDOW, shape[:-2], strict=False))
+            yield (*window, ("i", shape[-2]), ("o", shape[-1]))
+
+
+def _vector(shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    yield tuple(("o", n) for n in shape)
+
+
+def _match(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
+    """The arrow between two readings; None if a letter has another size."""
+    rows = {x for x, _ in (*a, *b) if x[0] in "rvd"}
+    if rows:
+        return _rows(a, b)
+    mine, theirs = _by_letter(a), _by_letter(b)
+    names: dict[str, list[str]] = {}
+    for letter in {**mine, **theirs}:
+        left, right = mine.get(letter, []), theirs.get(letter, [])
+        if math.prod(left) != math.prod(right):
+            return None
+        finer = left if len(left) > len(right) else right
+        if left != right and len(left) > 1 and len(right) > 1 and letter in _WINDOW:
+            return None
+        if left != right and min(len(left), len(right)) > 1:
+            left, right = [n for n in left if n != 1], [n for n in right if n != 1]
+            if left != right:
+                return None
+            finer = left
+        names[letter] = [f"{letter}{n}" * (size != 1) for n, size in enumerate(finer)]
+    return Arrow(_written(a, mine, names), _written(b, theirs, names))
+
+
+def _by_letter(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for letter, size in axes:
+        found.setdefault(letter, []).append(size)
+    return found
+
+
+def _written(
+    axes: Sequence[tuple[str, int]], sizes: dict[str, list[int]], names: dict[str, list[str]]
+) -> str:
+    """The axes in einops' words; axes of size one are `1`."""
+    places = {letter: iter([n for n in names[letter] if n]) for letter in names}
+    written = []
+    for letter, size in axes:
+        real = [n for n in names[letter] if n]
+        if size == 1:
+            written.append("1")
+        elif len([n for n in sizes[letter] if n != 1]) == 1 and len(real) > 1:
+            written.append(f"({' '.join(real)})")
+        else:
+            written.append(next(places[letter]))
+    return " ".join(written)
+
+
+def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
+    """Axes in one order on both sides, axes of size one apart; a table is never a kernel."""
+    for x, y in ((a, b), (b, a)):
+        if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
+            return None
+        if {letter for letter, _ in x} & {"i"}:
+            return None
+    mine, theirs = [n for _, n in a if n != 1], [n for _, n in b if n != 1]
+    if mine != theirs:
+        return None
+    first, second = (iter(f"a{n}" for n in range(len(mine))) for _ in range(2))
+    return Arrow(
+        " ".join("1" if n == 1 else next(first) for _, n in a),
+        " ".join("1" if n == 1 else next(second) for _, n in b),
+    )

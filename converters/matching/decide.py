@@ -1,0 +1,273 @@
+"""Decides which source layer fills each target layer, or why that is not decided."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmha.converters.matching.arrows import Fit, fit
+from jaxmha.converters.matching.templates import Template, ordinal
+from jaxmha.converters.matching.words import APART, contradict
+
+_STRONG = frozenset(word for group in APART for word in group)
+_ORDER, _WORDS = "the order of their numbers", "words that only these have in common"
+_PARENTS = "the layers next to them"
+Edge = tuple[int, int]  # numbers of a source template and of a target template
+
+
+@dataclass
+class Decision:
+    """The decided pairs, target number -> source number with the reason, and the other targets."""
+
+    taken: dict[int, tuple[int, str, str]]
+    open: dict[int, tuple[tuple[int, ...], str]]
+    fits: dict[Edge, Fit]
+
+
+def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision:
+    """Takes a pair only if each alternative of the same shapes contradicts a name or the structure."""
+    fits: dict[Edge, Fit] = {}
+    why: dict[int, tuple[list[int], str]] = {}
+    for t, target in enumerate(targets):
+        for s, source in enumerate(sources):
+            found = fit(source, target)
+            if isinstance(found, Fit):
+                fits[s, t] = found
+            elif found is not None:
+                why.setdefault(t, ([], found))[0].append(s)
+    state = _State(sources, targets, set(fits), dict.fromkeys(range(len(targets)), ""))
+    state.irregular()
+    state.contradictions()
+    changed = True
+    while changed:
+        before = len(state.edges)
+        for strong in (True, False):
+            for group in state.groups():
+                state.by_words(*group, strong)
+        for group in state.groups():
+            state.by_order(*group)
+        state.by_parents()
+        changed = len(state.edges) < before
+    return _settled(state, fits, why)
+
+
+class _State:
+    """Pairs that are still possible."""
+
+    def __init__(
+        self,
+        sources: Sequence[Template],
+        targets: Sequence[Template],
+        edges: set[Edge],
+        reasons: dict[int, str],
+    ) -> None:
+        self.sources, self.targets, self.edges, self.reasons = sources, targets, edges, reasons
+        self.shapes = set(edges)  # pairs that shapes alone allow
+
+    def irregular(self) -> None:
+        """Blocks whose numbers have gaps have no counterparts by number."""
+        self.edges = {
+            (s, t)
+            for s, t in self.edges
+            if not (self.sources[s].irregular or self.targets[t].irregular)
+        }
+
+    def contradictions(self) -> None:
+        """Removes pairs whose names exclude each other."""
+        self.edges = {
+            (s, t)
+            for s, t in self.edges
+            if contradict(self.sources[s].words, self.targets[t].words) is None
+        }
+
+    def groups(self) -> list[tuple[set[int], set[int]]]:
+        """Connected sources and targets."""
+        neighbours: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+        for s, t in self.edges:
+            neighbours["s", s].add(("t", t))
+            neighbours["t", t].add(("s", s))
+        found, seen = [], set[tuple[str, int]]()
+        for node in sorted(neighbours):
+            if node in seen:
+                continue
+            group, todo = set[tuple[str, int]](), [node]
+            while todo:
+                if (one := todo.pop()) not in group:
+                    group.add(one)
+                    todo += neighbours[one]
+            seen |= group
+            found.append(({n for k, n in group if k == "s"}, {n for k, n in group if k == "t"}))
+        return found
+
+    def by_words(self, sources: set[int], targets: set[int], strong: bool) -> None:
+        """A word that as many sources as targets of a group have divides the group.
+
+        `strong`: only words of which a layer has one of several.
+        """
+        if len(sources) == len(targets) == 1:
+            return
+        words = frozenset[str]().union(*(self.sources[s].words for s in sources))
+        words = words & _STRONG if strong else words
+        allowed = self._within(sources, targets)
+        kept = set(allowed)
+        for word in words:
+            mine = {s for s in sources if word in self.sources[s].words}
+            theirs = {t for t in targets if word in self.targets[t].words}
+            if len(mine) == len(theirs) and len(mine) > 0:
+                kept &= {(s, t) for s, t in allowed if (s in mine) == (t in theirs)}
+        self._take(kept, sources, targets, _WORDS)
+
+    def by_order(self, sources: set[int], targets: set[int]) -> None:
+        """Names that differ in one number, on both sides, are in the order of the numbers."""
+        if len(sources) != len(targets) or len(sources) < 2:
+            return
+        mine = _ranked(sources, self.sources)
+        theirs = _ranked(targets, self.targets)
+        if mine is None or theirs is None:
+            return
+        kept = set(zip(mine, theirs, strict=True)) & self.edges
+        self._take(kept, sources, targets, _ORDER)
+
+    def by_parents(self) -> None:
+        """Layers whose siblings are paired belong to the same pair of parents."""
+        pairs = [(s, t) for s, t in self.edges if self._sole(s, t)]
+        mine: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+        theirs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+        for s, t in pairs:
+            a, b = self.sources[s].path[:-1], self.targets[t].path[:-1]
+            mine[a].add(b)
+            theirs[b].add(a)
+        known = {
+            a: next(iter(b)) for a, b in mine.items()
+            if len(b) == 1 and theirs[next(iter(b))] == {a} and a and next(iter(b))
+        }  # fmt: skip
+        back = {b: a for a, b in known.items()}
+        for group in self.groups():
+            if len(group[0]) == len(group[1]) == 1:
+                continue
+            kept = set()
+            for s, t in self._within(*group):
+                a, b = self.sources[s].path[:-1], self.targets[t].path[:-1]
+                if known.get(a, b) == b and back.get(b, a) == a:
+                    kept.add((s, t))
+            self._take(kept, *group, _PARENTS)
+
+    def _sole(self, s: int, t: int) -> bool:
+        return sum(e[0] == s for e in self.edges) == sum(e[1] == t for e in self.edges) == 1
+
+    def _within(self, sources: set[int], targets: set[int]) -> set[Edge]:
+        return {(s, t) for s, t in self.edges if s in sources and t in targets}
+
+    def _take(self, kept: set[Edge], sources: set[int], targets: set[int], why: str) -> None:
+        """Keeps only these pairs of a group, unless a target would have none left."""
+        here = self._within(sources, targets)
+        full = len(sources) >= len(targets)
+        if (
+            kept == here
+            or (full and {t for _, t in kept} != targets)
+            or not _covers(kept, targets, full)
+        ):
+            return
+        self.edges = self.edges - here | kept
+        for t in {t for s, t in here - kept}:
+            self.reasons[t] = why
+
+
+def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
+    """True if each target can have a source of its own."""
+    return not full or _matching(edges, targets) is not None
+
+
+def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
+    """Target -> source with every target once; None if there is no such assignment."""
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
+    if not edges:
+        return None
+    rows, columns = sorted(targets), sorted({s for s, _ in edges})
+    cost = np.ones((len(rows), len(columns)))
+    for s, t in edges:
+        if t in targets:
+            cost[rows.index(t), columns.index(s)] = 0
+    if len(columns) < len(rows):
+        return None
+    chosen = linear_sum_assignment(cost)
+    if cost[chosen].sum() > 0:
+        return None
+    return {rows[i]: columns[j] for i, j in zip(*map(list, chosen), strict=True)}
+
+
+def _ranked(numbers: set[int], templates: Sequence[Template]) -> list[int] | None:
+    """The templates in the order of the one number in which their names differ."""
+    keys = {n: ordinal(templates[n]) for n in numbers}
+    values = [key[1] for key in keys.values() if key]
+    if len(values) != len(numbers) or len(set(values)) != len(values):
+        return None
+    if len({key[0] for key in keys.values() if key}) != 1:
+        return None
+    return sorted(numbers, key=lambda n: (keys[n] or ((), 0))[1])
+
+
+def _settled(
+    state: _State, fits: dict[Edge, Fit], why: Mapping[int, tuple[list[int], str]]
+) -> Decision:
+    taken: dict[int, tuple[int, str, str]] = {}
+    groups = state.groups()
+    for sources, targets in groups:
+        edges = {(s, t) for s, t in state.edges if t in targets}
+        if (found := _matching(edges, targets)) is None:
+            continue
+        if len(sources) == len(targets) and all(
+            _matching(edges - {(s, t)}, targets) is None for t, s in found.items()
+        ):
+            taken |= {t: (s, *_reason(state, s, t)) for t, s in found.items()}
+    everything = set(range(len(state.targets)))
+    if _matching(state.edges, everything) is None:
+        # A target lacks its source: only names show that the others have theirs.
+        taken = {t: x for t, x in taken.items() if _agree(state, x[0], t)}
+    taken = {t: (s, reason, _NAMES[kind]) for t, (s, reason, kind) in taken.items()}
+    opened = {}
+    for t in range(len(state.targets)):
+        if t not in taken:
+            opened[t] = _open(state, t, why)
+    return Decision(taken, opened, fits)
+
+
+_NAMES = {"shape": "certain", "name": "by name"}
+
+
+def _agree(state: _State, s: int, t: int) -> bool:
+    """True if the names have a word in common, or if the order or the layers next to them decide."""
+    common = state.sources[s].words & state.targets[t].words
+    return bool(common) or state.reasons[t] in (_ORDER, _PARENTS)
+
+
+def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
+    rivals = [e for e in state.shapes if (e[0] == s) != (e[1] == t)]
+    if not rivals:
+        return "the only layers of these shapes", "shape"
+    common = sorted(state.sources[s].words & state.targets[t].words)
+    shown = f"both are {', '.join(common)}" if common else ""
+    told = "; ".join(x for x in (shown, state.reasons[t]) if x)
+    return told or "every other pair contradicts a name", "name"
+
+
+def _open(
+    state: _State, t: int, why: Mapping[int, tuple[list[int], str]]
+) -> tuple[tuple[int, ...], str]:
+    left = tuple(sorted(s for s, other in state.edges if other == t))
+    by_shape = tuple(sorted(s for s, other in state.shapes if other == t))
+    if state.targets[t].irregular or any(state.sources[s].irregular for s in by_shape):
+        return by_shape, "the numbers of the blocks have gaps"
+    if left:
+        return left, "several layers have these shapes, and no name decides" if len(
+            left
+        ) > 1 else "no name shows that these belong together"
+    if t in why:
+        return tuple(why[t][0]), why[t][1]
+    if by_shape:
+        pair = contradict(state.sources[by_shape[0]].words, state.targets[t].words)
+        told = f"{pair[0]} is not {pair[1]}" if pair else "another target has it"
+        return by_shape, f"layers of these shapes contradict its name: {told}"
+    return (), "no layer of the source has its arrays and shapes"

@@ -1,0 +1,322 @@
+"""Makes the lines and questions of a plan from the decided pairs."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxmha.converters.matching import plan as plans
+from jaxmha.converters.matching import roles
+from jaxmha.converters.matching.arrows import Arrow, Fit, fit
+from jaxmha.converters.matching.decide import Decision, decide
+from jaxmha.converters.matching.plan import Line, Plan, Question
+from jaxmha.converters.matching.sides import Array, Side
+from jaxmha.converters.matching.templates import Layer, Template, is_buffer, templates, unrolled
+
+_MOST = 64  # repetitions that are taken apart where the other side does not repeat
+_LETTERS = "ijkl"
+
+
+def plan(source: Side, target: Side) -> Plan:
+    """The plan for two sides."""
+    mine, theirs = roles.assigned(templates(source)), roles.assigned(templates(target))
+    decision = decide(mine, theirs)
+    if decision.open:
+        again = _taken_apart(mine, theirs, decision)
+        if again is not None:
+            mine, theirs = again
+            decision = decide(mine, theirs)
+    found = _pieces(mine, theirs, decision)
+    lines, refused = _lines(found, source, target)
+    questions = [*_questions(mine, theirs, decision), *refused]
+    used = _used(lines, source)
+    unused = [a for a in source.arrays.values() if a.name not in used]
+    ignored = [a.name for a in unused if is_buffer(a)]
+    return Plan(
+        tuple(lines),
+        tuple(_merged(questions)),
+        tuple(a.name for a in unused if a.name not in ignored),
+        tuple(ignored),
+    )
+
+
+def _taken_apart(
+    mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
+) -> tuple[list[Template], list[Template]] | None:
+    """The templates, where undecided repeated ones with other counts are one for each repetition."""
+    used = {s for s, _, _ in decision.taken.values()}
+    loose = [s for s in range(len(mine)) if s not in used]
+    alone = [t for t, (candidates, _) in decision.open.items() if not candidates]
+    depths = {len(mine[s].counts) for s in loose}, {len(theirs[t].counts) for t in alone}
+    if not all(depths) or depths[0] == depths[1]:
+        return None
+    low = min(min(depths[0]), min(depths[1]))
+
+    def apart(all_: Sequence[Template], some: Iterable[int]) -> list[Template]:
+        chosen, made = set(some), []
+        for n, template in enumerate(all_):
+            deep = n in chosen and len(template.counts) > low
+            made += unrolled(template) if deep and template.counts[-1] <= _MOST else [template]
+        return made
+
+    return apart(mine, loose), apart(theirs, alone)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One array of a target template and the array of a source template that fills it."""
+
+    target: str
+    source: str
+    arrow: Arrow
+    source_part: tuple[int, int] | None
+    target_part: tuple[int, int] | None
+    reason: str
+    confidence: str
+    names: tuple[tuple[str, ...], ...]  # source names of each target name
+    targets: tuple[str, ...]
+    take: str = ""
+
+
+def _pieces(
+    mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
+) -> list[_Piece]:
+    found = []
+    for t, (s, reason, confidence) in sorted(decision.taken.items()):
+        source, target, how = mine[s], theirs[t], decision.fits[s, t]
+        groups, letters, take = _grouped(source, target, how)
+        for slot, arrow in how.arrows.items():
+            names = {r: source.layers[r].slots[slot].name for r in sorted(source.layers)}
+            targets = {r: target.layers[r].slots[slot].name for r in sorted(target.layers)}
+            found.append(
+                _Piece(
+                    pattern(targets), pattern(names, letters), arrow, source.first.part,
+                    target.first.part, reason, confidence,
+                    tuple(tuple(names[r] for r in several) for several in groups),
+                    tuple(targets.values()), take,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _grouped(
+    source: Template, target: Template, how: Fit
+) -> tuple[list[list[tuple[int, ...]]], str, str]:
+    """The source ranks of each target, the letters of the source's columns, and the part to take."""
+    if how.split >= 0:
+        order = sorted(target.layers)
+        ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]
+        letters = _LETTERS[: how.split] + _LETTERS[how.split + 1 :]
+        return ranks, letters, f"{{{_LETTERS[how.split]}}}/{target.counts[how.split]}"
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for one in sorted(source.layers):
+        rest = tuple(r for n, r in enumerate(one) if n not in how.stacked)
+        groups.setdefault(rest, []).append(one)
+    free = iter(_LETTERS)
+    kept = {n: next(free) for n in range(len(source.counts)) if n not in how.stacked}
+    letters = "".join(kept.get(n) or next(free) for n in range(len(source.counts)))
+    return [groups[rest] for rest in sorted(groups)], letters, ""
+
+
+def pattern(names: Mapping[tuple[int, ...], str], letters: str = _LETTERS) -> str:
+    """Names with a letter for each rank that their numbers follow; "" if they follow none.
+
+    >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
+    ('h.{i}.w', 'h.0.w', '')
+    """
+    if len(names) == 1:
+        return next(iter(names.values()))
+    parts = [re.split(r"(\d+)", name) for name in names.values()]
+    if len({len(one) for one in parts}) > 1:
+        return ""
+    made = []
+    for column in zip(*parts, strict=True):
+        if len(set(column)) == 1:
+            made.append(column[0])
+            continue
+        follows = [
+            letter
+            for n, letter in zip(range(len(next(iter(names)))), letters, strict=False)
+            if all(x.isdigit() for x in column)
+            and len(set(zip(column, (r[n] for r in names), strict=True))) == len(set(column))
+            and len({r[n] for r in names}) == len(set(column))
+        ]
+        if not follows:
+            return ""
+        made.append(f"{{{follows[0]}}}")
+    return "".join(made)
+
+
+def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """The names that a pattern stands for, in order, and the number of each letter.
+
+    >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"])
+    {'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}
+    """
+    if not re.search(r"\{[ijkl]\}", name):
+        return {name: {}} if name in set(names) else {}
+    seen: list[str] = []
+    made = ""
+    for part in re.split(r"(\{[ijkl]\})", name):
+        letter = part[1:2]
+        if re.fullmatch(r"\{[ijkl]\}", part):
+            made += f"(?P={letter})" if letter in seen else rf"(?P<{letter}>\d+)"
+            seen.append(letter)
+        else:
+            made += re.escape(part)
+    regex = re.compile(made)
+    found = [
+        (one, {x: int(match[x]) for x in sorted(set(seen))})
+        for one in names
+        if (match := regex.fullmatch(one))
+    ]
+    return dict(sorted(found, key=lambda row: tuple(row[1].values())))
+
+
+def _lines(
+    pieces: Sequence[_Piece], source: Side, target: Side
+) -> tuple[list[Line], list[Question]]:
+    by_target: dict[tuple[str, ...], list[_Piece]] = {}
+    for piece in pieces:
+        by_target.setdefault(piece.targets, []).append(piece)
+    lines, questions = [], []
+    for several in by_target.values():
+        first = several[0]
+        parts = first.target_part
+        if parts is not None and len(several) < parts[1]:
+            name = first.target or first.targets[0]
+            line = Line(name, tuple(p.source for p in several), str(first.arrow))
+            questions.append(
+                Question(
+                    name, line.sources, "only some of its packed parts are known", plans.shown(line)
+                )
+            )
+            continue
+        lines += _line(sorted(several, key=lambda p: p.target_part or (0, 0)), source, target)
+    return lines, questions
+
+
+def _line(several: Sequence[_Piece], source: Side, target: Side) -> list[Line]:
+    """The line of one target array; one line for each repetition if no pattern gives the names."""
+    first = several[0]
+    whole = all(p.names == first.names for p in several)  # all parts of one packed array
+    take = ""
+    if first.source_part and not (whole and first.target_part):
+        take = f"{first.source_part[0]}/{first.source_part[1]}"
+    take = first.take or take
+    pieces = [first] if whole else list(several)
+    base = Line("", (), str(first.arrow), take, "", first.reason, first.confidence)
+    patterns = (first.target, *(p.source for p in pieces))
+    if all(patterns) and _exact(pieces, source, target):
+        return [replace(base, target=first.target, sources=tuple(p.source for p in pieces))]
+    count = first.take.partition("/")[2]
+    return [
+        replace(
+            base,
+            target=name,
+            sources=tuple(n for p in pieces for n in p.names[i]),
+            take=f"{i % int(count)}/{count}" if count else take,
+        )
+        for i, name in enumerate(first.targets)
+    ]
+
+
+def _exact(pieces: Sequence[_Piece], source: Side, target: Side) -> bool:
+    """True if the patterns stand for these names alone, in this order."""
+    first = pieces[0]
+    if tuple(expand(first.target, target.arrays)) != first.targets:
+        return False
+    return all(
+        set(expand(p.source, source.arrays)) == {n for x in p.names for n in x} for p in pieces
+    )
+
+
+def _used(lines: Sequence[Line], source: Side) -> set[str]:
+    """Names of the source arrays that the lines use, where all parts of packed ones are taken."""
+    used: set[str] = set()
+    parts: dict[str, set[str]] = {}
+    for line in lines:
+        for one in line.sources:
+            for name in expand(one, source.arrays):
+                if line.take and not line.take.startswith("{"):
+                    parts.setdefault(name, set()).add(line.take)
+                else:
+                    used.add(name)
+    whole = {n for n, takes in parts.items() if len(takes) == int(next(iter(takes)).split("/")[1])}
+    return used | whole
+
+
+def _questions(
+    mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
+) -> list[Question]:
+    found = []
+    for t, (candidates, reason) in sorted(decision.open.items()):
+        target = theirs[t]
+        near = list(candidates)
+        if not near:
+            near, reason = _near(mine, target, decision, reason)
+        names = tuple(_layer_name(mine[s]) for s in near)
+        rows = [_example(mine, near, target, slot) for slot in target.first.slots]
+        text = "\n".join(map(plans.shown, rows))
+        arrays = tuple(row.target for row in rows)
+        found.append(Question(_layer_name(target), names, reason, text, arrays))
+    return found
+
+
+def _near(
+    mine: Sequence[Template], target: Template, decision: Decision, reason: str
+) -> tuple[list[int], str]:
+    """Sources that would fit without some of the target's arrays, or without some of their own."""
+    used = {s for s, _, _ in decision.taken.values()}
+    near = []
+    for s, source in enumerate(mine):
+        both = source.first.slots.keys() & target.first.slots.keys()
+        other = source.first.slots.keys() != target.first.slots.keys()
+        if s in used or not both or not other:
+            continue
+        if not isinstance(fit(_only(source, both), _only(target, both)), str | None):
+            near.append(s)
+    if near:
+        return near, "the layers of these shapes have other arrays, such as a bias"
+    return near, reason
+
+
+def _only(template: Template, slots: Iterable[str]) -> Template:
+    def cut(layer: Layer) -> Layer:
+        kept: Mapping[str, Array] = {slot: layer.slots[slot] for slot in slots}
+        return layer._replace(slots=kept)
+
+    return replace(template, layers={r: cut(x) for r, x in template.layers.items()})
+
+
+def _pattern_of(template: Template, slot: str) -> str:
+    names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
+    return pattern(names) or next(iter(names.values()))
+
+
+def _layer_name(template: Template) -> str:
+    """The name of a layer, as its framework writes it: the common start of the names of its arrays."""
+    names = [_pattern_of(template, slot) for slot in template.first.slots]
+    if len(names) == 1:
+        return names[0]
+    shared = os.path.commonprefix(names)  # noqa: RUF071 (names are no paths of files)
+    return shared.rstrip("./_") or names[0]
+
+
+def _example(mine: Sequence[Template], near: Sequence[int], target: Template, slot: str) -> Line:
+    """The line to add for the first candidate, or zeros if no candidate has the array."""
+    name = _pattern_of(target, slot)
+    source = next((mine[s] for s in near if slot in mine[s].first.slots), None)
+    if source is None:
+        return Line(name, fill="zeros")
+    both = source.first.slots.keys() & target.first.slots.keys()
+    how = fit(_only(source, both), _only(target, both))
+    arrow = str(how.arrows[slot]) if how is not None and not isinstance(how, str) else ""
+    part = source.first.part
+    take = f"{part[0]}/{part[1]}" if part and target.first.part is None else ""
+    return Line(name, (_pattern_of(source, slot),), arrow, take)
+
+
+def _merged(questions: Sequence[Question]) -> list[Question]:
+    """One question for the arrays of all layers that have the same candidates and reason."""
+    return list(dict.fromkeys(questions))

@@ -1,0 +1,329 @@
+"""Fills a model by a plan, one array at a time."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from einops import rearrange
+
+from jaxmha.checkpoint import Lazy, TensorInfo
+from jaxmha.converters.layout.arrays import NDArray, to_torch
+from jaxmha.converters.matching import lines, sides
+from jaxmha.converters.matching.plan import Line, Plan
+from jaxmha.converters.matching.sides import Array, Side
+from jaxmha.converters.matching.templates import is_buffer
+from jaxmha.dims import bind, parse
+
+_SHOWN = 5
+POLICIES = ("refuse", "keep")
+
+
+def filled(
+    model: Any,
+    source: Any,
+    plan: Plan | None,
+    *,
+    dtype: str | None = None,
+    unused: str = "refuse",
+    missing: str = "refuse",
+) -> Iterator[tuple[str, NDArray]]:
+    """Name and value of every array of a model, in the dtype that it shall have.
+
+    Args:
+      model, source: as in `match`. plan: None makes it.
+      dtype: of every floating array; None takes the model's, if that holds every value.
+      unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
+      missing: "keep" leaves arrays of the model as they are if the plan has no line for them.
+
+    Raises:
+      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+    """
+    with prepared(model, source, plan, dtype=dtype, unused=unused, missing=missing) as ready:
+        for name in ready:
+            yield name, ready[name]
+
+
+@contextmanager
+def prepared(
+    model: Any,
+    source: Any,
+    plan: Plan | None,
+    *,
+    dtype: str | None = None,
+    unused: str = "refuse",
+    missing: str = "refuse",
+) -> Iterator[Lazy]:
+    """The arrays of a model as a lazy mapping; shapes and dtypes are checked before any is read.
+
+    Arguments and errors are those of `filled`.
+    """
+    for name, value in (("unused", unused), ("missing", missing)):
+        if value not in POLICIES:
+            raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {value!r}")
+    mine = sides.read(source)
+    try:
+        theirs = sides.read(model)
+        own = lines.plan(mine, theirs) if plan is None else plan
+        _refuse_questions(own)
+        jobs = dict(_jobs(own, mine, theirs))
+        _refuse_rest(own, mine, theirs, jobs, unused, missing)
+        arrays = theirs.arrays
+        del theirs  # it holds the values that are replaced
+        info = {}
+        for name, (line, names) in jobs.items():
+            _bound(line, [mine.arrays[n].shape for n in names], arrays[name])
+            kept = mine.arrays[names[0]].dtype if names else arrays[name].dtype
+            info[name] = TensorInfo(arrays[name].shape, _dtype(kept, arrays[name], dtype))
+
+        def load(name: str) -> NDArray:
+            line, names = jobs[name]
+            return _value(line, names, mine, arrays[name]).astype(info[name].dtype, copy=False)
+
+        yield Lazy(info, load)
+    finally:
+        mine.close()
+
+
+def _refuse_questions(plan: Plan) -> None:
+    if plan.questions:
+        first = plan.questions[0]
+        more = f" (and {len(plan.questions) - 1} more)" * (len(plan.questions) > 1)
+        raise ValueError(
+            f"the plan has an open question{more}: {first.target}: {first.reason}; candidates: "
+            f"{', '.join(first.candidates) or 'none'}. Add to the plan:\n{first.line}"
+        )
+
+
+def _jobs(plan: Plan, source: Side, target: Side) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
+    """Target name -> its line, and the names of its source arrays in the order of stacking."""
+    for line in plan.lines:
+        targets = lines.expand(line.target, target.arrays)
+        if not targets:
+            raise ValueError(f"the plan fills {line.target}, and the model has no such array")
+        found = [lines.expand(_real(one, source), source.arrays) for one in line.sources]
+        for one, several in zip(line.sources, found, strict=True):
+            if not several:
+                raise ValueError(f"the plan reads {one}, and the source has no such array")
+        places = _ranks(targets)
+        for name, place in places.items():
+            names = []
+            for several in found:
+                ranks = _ranks(several)
+                names += [
+                    n for n, r in ranks.items() if all(r.get(x, v) == v for x, v in place.items())
+                ]
+                if {r[x] for r in ranks.values() for x in place if x in r} != {
+                    r[x]
+                    for r in places.values()
+                    for x in place
+                    if any(x in o for o in ranks.values())
+                }:
+                    raise ValueError(
+                        f"{line.target} stands for {len(places)} arrays, and {line.sources[0]} for "
+                        f"{len(ranks)}: the source has another number of layers"
+                    )
+            take = line.take
+            for letter, rank in place.items():
+                take = take.replace(f"{{{letter}}}", str(rank))
+            yield name, (replace(line, take=take), names)
+
+
+def _real(name: str, source: Side) -> str:
+    """The name under which a tied array is kept."""
+    return source.aliases.get(name, name)
+
+
+def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """The rank of every number among the numbers of its letter."""
+    letters = {x for numbers in found.values() for x in numbers}
+    order = {x: sorted({numbers[x] for numbers in found.values()}) for x in letters}
+    return {
+        name: {x: order[x].index(n) for x, n in numbers.items()} for name, numbers in found.items()
+    }
+
+
+def _refuse_rest(
+    plan: Plan, source: Side, target: Side, jobs: Mapping[str, Any], unused: str, missing: str
+) -> None:
+    """Raises ValueError if arrays of either side are in no line."""
+    used = {name for _, names in jobs.values() for name in names}
+    left = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
+    lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
+    if left and unused == "refuse":
+        raise ValueError(
+            f"the model has no place for {_listed(left)}; unused='keep' leaves them out"
+        )
+    if lacking and missing == "refuse":
+        raise ValueError(
+            f"the plan has nothing for {_listed(lacking)}; missing='keep' leaves them as they are"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class _Bound(NamedTuple):
+    """The size of every letter, the axes of stacked sources, and the packed part to take."""
+
+    sizes: dict[str, int]
+    stacked: tuple[int, ...]
+    part: int | None
+
+
+def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
+    """Checks the arrow of a line against the shapes of both sides."""
+    if line.fill:
+        return _Bound({}, (), None)
+    shown = f"{target.name} <- {', '.join(line.sources)}"
+    try:
+        return _letters(line, shapes, target.shape)
+    except ValueError as error:
+        raise ValueError(f"{shown} by {line.arrow or 'a copy'}: {error}") from error
+
+
+def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> _Bound:
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the stacked arrays have shapes {', '.join(map(str, set(shapes)))}")
+    if not line.arrow:
+        if list(shapes) != [shape]:
+            raise ValueError(
+                f"expected one array of shape {shape}, got {', '.join(map(str, shapes))}"
+            )
+        return _Bound({}, (), None)
+    here, arrow, there = (x.strip() for x in line.arrow.partition("->"))
+    if not arrow:
+        raise ValueError("expected axes on both sides of ->")
+    index, parts = _take(line)
+    whole = (parts, *shape) if parts else shape
+    lead = len(parse(here)) - len(shapes[0]) if len(shapes) > 1 else 0
+    letters = [
+        {x for group in parse(axes) for x in group if not x.isdigit()} for axes in (here, there)
+    ]
+    if letters[0] != letters[1]:
+        only = ", ".join(sorted(letters[0] ^ letters[1]))
+        raise ValueError(f"{only} is on one side of the arrow alone")
+    sizes = {parse(there)[0][0]: parts} if parts else {}
+    for axes, known in ((parse(here)[lead:], shapes[0]), (parse(there), whole)):
+        if len(axes) == len(known):
+            alone = {g[0]: n for g, n in zip(axes, known, strict=True) if len(g) == 1}
+            sizes |= {x: n for x, n in alone.items() if not x.isdigit()}
+    bind("the target", whole, there, sizes)
+    if lead < 0 or (len(shapes) > 1 and not lead):
+        raise ValueError(f"{len(shapes)} arrays need an axis before the axes of one array")
+    left = len(shapes) // math.prod(sizes.get(g[0], 1) for g in parse(here)[:lead])
+    stacked = tuple(sizes.get(group[0], left) for group in parse(here)[:lead])
+    if len(shapes) > 1 and math.prod(stacked) != len(shapes):
+        raise ValueError(f"{len(shapes)} arrays do not fill axes of {stacked}")
+    bind("the source", (*stacked, *shapes[0]), here, sizes)
+    return _Bound(sizes, stacked, index if parts else None)
+
+
+def _take(line: Line) -> tuple[int, int]:
+    index, slash, parts = line.take.partition("/")
+    if not line.take:
+        return 0, 0
+    if not slash or not index.isdigit() or not parts.isdigit() or int(index) >= int(parts):
+        raise ValueError(f"take must be like 0/3, got {line.take!r}")
+    return int(index), int(parts)
+
+
+def _value(line: Line, names: Sequence[str], source: Side, target: Array) -> NDArray:
+    """One array of the target, from the arrays that the line names."""
+    if line.fill:
+        return np.zeros(target.shape, np.float32)
+    arrays = [source.load(name) for name in names]
+    found = _bound(line, [array.shape for array in arrays], target)
+    if not line.arrow:
+        return arrays[0]
+    array = (
+        np.stack(arrays).reshape(*found.stacked, *arrays[0].shape) if found.stacked else arrays[0]
+    )
+    made: NDArray = rearrange(array, line.arrow, **found.sizes)
+    return made if found.part is None else made[found.part]
+
+
+def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
+    """The dtype asked for, or the target's if it holds every value of the source's."""
+    floating = "float" in source and "float" in target.dtype
+    wanted = dtype if dtype and floating else target.dtype
+    kind = _named(wanted)
+    if (dtype is None or not floating) and not np.can_cast(_named(source), kind):
+        raise ValueError(
+            f"{target.name}: {wanted}, the dtype of the model, does not hold all values of {source}: "
+            f"pass dtype={wanted!r} to round them"
+        )
+    return kind
+
+
+def _named(dtype: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+
+
+def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+    """Updates an nnx module in place, each array on the devices of the one before it."""
+    from flax import nnx
+
+    there = {"/".join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(nnx.state(model))}
+    for name, value in values:
+        path, variable = there.pop(name)
+        placed = _placed(value, variable.get_value())
+        nnx.update(model, nnx.from_flat_state([(path, variable.replace(placed))]))
+    return model
+
+
+def into_tree(tree: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+    """A tree of the same structure with the new arrays."""
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    numbers = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    names = ["/".join(keys) for keys, _ in sides.tree_leaves(tree)]
+    place = dict(zip(names, numbers, strict=True))
+    for name, value in values:
+        leaves[place[name]] = _placed(value, leaves[place[name]])
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def _placed(value: NDArray, before: Any) -> Any:
+    """A JAX array with the sharding of the leaf that it replaces, if that has one."""
+    import jax
+    import jax.numpy as jnp
+
+    sharding = getattr(before, "sharding", None)
+    made = jax.device_put(value, sharding) if sharding is not None else jnp.asarray(value)
+    if made.dtype != value.dtype:
+        raise ValueError(
+            f"JAX would keep {value.dtype} as {made.dtype}: call jax.config.update('jax_enable_x64', True)"
+        )
+    return made
+
+
+def into_keras(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+    """Assigns the variables of a Keras model."""
+    there = {f"{path}/{v.name}".removeprefix("/"): v for path, _, v in sides.keras_variables(model)}
+    for name, value in values:
+        there[name].assign(value)
+    return model
+
+
+def into_torch(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+    """Copies into the parameters and buffers of a torch module; other dtypes replace them."""
+    import torch
+
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, value in values:
+            tensor = to_torch(value)
+            if tensor.dtype != state[name].dtype:
+                raise ValueError(
+                    f"{name} is {state[name].dtype} in the module: convert the module with .to(...) first"
+                )
+            state[name].copy_(tensor)
+    return model

@@ -1,0 +1,157 @@
+"""Plans that say which source arrays fill each target array; as data, TOML, and a report."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxmha.checkpoint.errors import printable
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """One target array, or one for each number that `{i}` and `{j}` stand for.
+
+    Attributes:
+      target: its name, or a pattern. sources: names or patterns, stacked if there are several.
+      arrow: einops axes. take: `0/3` takes the first of three packed parts.
+      fill: "zeros" instead of a source.
+      reason, confidence: why the line is there; "certain", "by name" or "given".
+    """
+
+    target: str
+    sources: tuple[str, ...] = ()
+    arrow: str = ""
+    take: str = ""
+    fill: str = ""
+    reason: str = ""
+    confidence: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A target that no evidence decides.
+
+    Attributes:
+      target: name or pattern of a layer. candidates: sources of the same shapes.
+      reason: why none is taken. line: the lines to add to the plan, with the first candidate.
+      arrays: names or patterns of the layer's arrays.
+    """
+
+    target: str
+    candidates: tuple[str, ...]
+    reason: str
+    line: str
+    arrays: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the arrays of a source fill a target.
+
+    Attributes:
+      lines: one for each target array or repeated array.
+      questions: targets that are not decided. A plan with questions loads nothing.
+      unused: source arrays that no line uses. ignored: buffers, which models compute.
+    """
+
+    lines: tuple[Line, ...]
+    questions: tuple[Question, ...] = ()
+    unused: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def to_toml(self) -> str:
+        """The plan as text that people can edit; `Plan.from_toml` reads it."""
+        text = ["# Edit, then pass it as plan=.", f"version = {VERSION}", ""]
+        for question in self.questions:
+            text += [f"# ? {printable(question.target)}: {printable(question.reason)}"]
+            text += [f"#   candidates: {', '.join(map(printable, question.candidates))}"]
+            text += [f"# {line}" for line in question.line.splitlines()] + [""]
+        for name in self.unused:
+            text += [f"# unused: {printable(name)}"]
+        for line in self.lines:
+            text += ["", *_toml(line)]
+        return "\n".join(text) + "\n"
+
+    @staticmethod
+    def from_toml(text: str) -> "Plan":
+        """The plan in a text. Raises ValueError if a key or type is not that of a plan.
+
+        >>> plan = Plan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
+        >>> Plan.from_toml(plan.to_toml()) == plan
+        True
+        """
+        try:
+            content = tomllib.loads(text)
+        except ValueError as error:
+            raise ValueError(f"the plan is no TOML: {error}") from error
+        if content.get("version") != VERSION or content.keys() - {"version", "array"}:
+            raise ValueError(f"the plan must have version = {VERSION} and tables [[array]]")
+        return Plan(tuple(_line(n, table) for n, table in enumerate(content.get("array", []), 1)))
+
+    def with_lines(self, *lines: Line) -> "Plan":
+        """The plan with these lines in place of questions and of lines for the same targets."""
+        given = {line.target for line in lines}
+        used = {name for line in lines for name in line.sources}
+        return replace(
+            self,
+            lines=(*(x for x in self.lines if x.target not in given), *lines),
+            questions=tuple(q for q in self.questions if not given.issuperset(q.arrays)),
+            unused=tuple(name for name in self.unused if name not in used),
+        )
+
+    def __str__(self) -> str:
+        """The report: every line with its reason, then questions and unused arrays."""
+        rows = [
+            f"{x.target} <- {' + '.join(x.sources) or x.fill}  [{x.arrow}{' take ' + x.take if x.take else ''}]"
+            f"  {x.confidence}: {x.reason}"
+            for x in self.lines
+        ]
+        rows += [
+            f"? {q.target}: {q.reason}; candidates: {', '.join(q.candidates) or 'none'}"
+            for q in self.questions
+        ]
+        rows += [f"unused: {name}" for name in self.unused]
+        rows += [f"buffer, not carried over: {name}" for name in self.ignored]
+        return "\n".join(map(printable, rows))
+
+
+def shown(line: Line) -> str:
+    """One line as a table of TOML."""
+    return "\n".join(_toml(line))
+
+
+def _toml(line: Line) -> list[str]:
+    text = ["[[array]]", f"to = {_quoted(line.target)}"]
+    if len(line.sources) == 1:
+        text.append(f"from = {_quoted(line.sources[0])}")
+    elif line.sources:
+        text.append(f"from = [{', '.join(map(_quoted, line.sources))}]")
+    for key in ("arrow", "take", "fill", "reason", "confidence"):
+        if value := getattr(line, key):
+            text.append(f"{key} = {_quoted(value)}")
+    return text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _line(number: int, table: Mapping[str, Any]) -> Line:
+    known = {"to", "from", "arrow", "take", "fill", "reason", "confidence"}
+    if not isinstance(table, dict) or table.keys() - known or "to" not in table:
+        raise ValueError(f"array {number}: expected the keys {', '.join(sorted(known))}, with `to`")
+    sources = table.get("from", [])
+    sources = [sources] if isinstance(sources, str) else sources
+    rest = {key: table[key] for key in known - {"to", "from"} if key in table}
+    texts = [table["to"], *sources, *rest.values()] if isinstance(sources, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"array {number}: every value must be a string, `from` also a list of them"
+        )
+    if not sources and rest.get("fill") != "zeros":
+        raise ValueError(f'array {number}: expected `from`, or fill = "zeros"')
+    return Line(table["to"], tuple(sources), **rest)

@@ -1,0 +1,235 @@
+"""Reads a source or a target as named arrays with shapes, and the class of the layer of each."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+
+# Class of a layer -> axes of its main array: o output, i input (convolutions have a window as
+# well), v rows and d features of a table; "no": a layer that no other framework holds so.
+_FORMS = {
+    "torch": {
+        "Linear": "oi", "NonDynamicallyQuantizableLinear": "oi", "MultiheadAttention": "oi",
+        "Conv1D": "io", "Embedding": "vd", "EmbeddingBag": "vd",
+        "Conv1d": "oi", "Conv2d": "oi", "Conv3d": "oi",
+        "ConvTranspose1d": "no", "ConvTranspose2d": "no", "ConvTranspose3d": "no", "Bilinear": "no",
+    },
+    "flax": {
+        "Linear": "io", "LinearGeneral": "io", "Embed": "vd", "Conv": "io", "ConvTranspose": "no",
+    },
+    "equinox": {
+        "Linear": "oi", "Embedding": "vd", "Conv": "oi", "Conv1d": "oi", "Conv2d": "oi",
+        "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
+    },
+}  # fmt: skip
+_NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # collections of linen
+
+
+class Array(NamedTuple):
+    """One array: its name in its framework, its path, and the form that its layer's class fixes."""
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The arrays of a source or target.
+
+    Attributes:
+      kind: "torch", "nnx", "linen", "equinox", "keras", "file" or "tree".
+      load: one array by name; the target's own values are never read.
+      aliases: name -> the name of the same memory that is kept.
+    """
+
+    kind: str
+    arrays: Mapping[str, Array]
+    load: Callable[[str], NDArray]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
+
+
+def read(model: Any) -> Side:
+    """The arrays of a file, a folder of `save_pretrained`, a state dict, a tree or a live model.
+
+    Raises:
+      TypeError: nothing in it is an array.
+      CheckpointError: the file cannot be read.
+    """
+    if isinstance(model, str | Path):
+        return _file(Path(model))
+    if _of(model, "torch"):
+        return _torch(model)
+    if _of(model, "keras"):
+        return _keras(model)
+    if isinstance(model, tuple) and len(model) == 2 and _of(model[0], "flax"):
+        return _tree(model[1], "linen")
+    if _of(model, "flax") and not isinstance(model, Mapping):
+        return _nnx(model)
+    if isinstance(model, Mapping) and "params" in model:
+        return _tree(model, "linen")
+    if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
+        return _tree(model, "file")  # a state dict, as files hold it
+    return _tree(model, "equinox" if _of(model, "equinox") else "tree")
+
+
+def _of(model: Any, package: str) -> bool:
+    return any(base.__module__.split(".")[0] == package for base in type(model).__mro__)
+
+
+def _file(path: Path) -> Side:
+    stack = ExitStack()
+    file = stack.enter_context(checkpoint.open(path))
+    arrays = {
+        name: Array(name, split(name), tuple(info.shape), info.dtype.name)
+        for name, info in file.info.items()
+    }
+    return Side("file", arrays, lambda name: np.asarray(file[name]), close=stack.close)
+
+
+def split(name: str) -> tuple[str, ...]:
+    """The parts of a name; haiku's `~` is no part.
+
+    >>> split("a.0.weight"), split("net/~/linear/w")
+    (('a', '0', 'weight'), ('net', 'linear', 'w'))
+    """
+    return tuple(part for part in re.split(r"[./]", name) if part and part != "~")
+
+
+def _torch(module: Any) -> Side:
+    live = live_model.torch(module)
+    arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
+    for name, tensor in live.state.items():
+        where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and tensor.data_ptr() and where in seen:
+            aliases[name] = seen[where]
+            continue
+        seen[where] = name
+        layer = live.layers.get(name.rpartition(".")[0])
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        form = _form(layer, "torch") or ("io" if type(layer).__name__ == "Conv1D" else "")
+        if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
+            form = "io"
+        arrays[name] = Array(name, split(name), tuple(tensor.shape), dtype, form or "raw")
+    return Side("torch", arrays, lambda name: to_numpy(live.state[name]), aliases)
+
+
+def _form(layer: Any, package: str) -> str:
+    """The form of the first class of the framework among the bases of a layer."""
+    for base in type(layer).__mro__:
+        if base.__module__.split(".")[0] == package and base.__name__ in _FORMS[package]:
+            return _FORMS[package][base.__name__]
+    return ""
+
+
+def _nnx(module: Any) -> Side:
+    from flax import nnx
+
+    if isinstance(module, nnx.State):
+        state, layers = module, {}
+    else:
+        state = nnx.state(module)
+        layers = {tuple(map(str, path)): one for path, one in nnx.iter_modules(module)}
+    *_, kept = nnx.split_state(state, nnx.RngState, nnx.Cache, ...)
+    arrays, values = {}, {}
+    for path, leaf in nnx.to_flat_state(kept):
+        parts = tuple(map(str, path))
+        value = leaf.get_value() if hasattr(leaf, "get_value") else leaf
+        name = "/".join(parts)
+        form = _form(layers.get(parts[:-1]), "flax")
+        arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
+        values[name] = value
+    return Side("nnx", arrays, lambda name: to_numpy(values[name]))
+
+
+def _keras(model: Any) -> Side:
+    arrays, values = {}, {}
+    for path, layer, variable in keras_variables(model):
+        name = f"{path}/{variable.name}".removeprefix("/")
+        form = "no" if "Transpose" in type(layer).__name__ else ""
+        form = "no" if "Depthwise" in type(layer).__name__ else form
+        arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
+        values[name] = variable
+    return Side("keras", arrays, lambda name: to_numpy(values[name]))
+
+
+def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Path, layer and variable of every weight of a Keras model, seeds left out.
+
+    Attributes give the path; layers of a functional model have their own names there.
+    """
+    from jaxmha.converters.discovery.user_names import dotted
+
+    live = live_model.keras(model)
+    seen: set[int] = set()
+    for path, layer in live.layers.items():
+        own = [
+            *getattr(layer, "_trainable_variables", ()),
+            *getattr(layer, "_non_trainable_variables", ()),
+        ]
+        for variable in own:
+            if id(variable) not in seen and "seed" not in variable.name:
+                seen.add(id(variable))
+                functional = path.split("/")[0] == "layers"
+                shown = dotted(path, "/", live.names).replace(".", "/") if functional else path
+                yield shown, layer, variable
+
+
+def _tree(tree: Any, kind: str) -> Side:
+
+    flat = tree_leaves(tree)
+    if not flat:
+        raise TypeError(f"expected a model or a tree of arrays, got {type(tree).__name__}")
+    arrays, values = {}, {}
+    for keys, leaf in flat:
+        parts = tuple(part for key in keys for part in split(key))
+        form = _form(_at(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
+        name = "/".join(keys)
+        if kind == "linen" and parts[0] in _NO_WEIGHTS:
+            continue
+        if kind == "linen" and len(parts) > 1:  # the collection is no part of the layer's path
+            parts = parts[1:]
+        arrays[name] = Array(name, parts, tuple(leaf.shape), str(np.dtype(leaf.dtype)), form)
+        values[name] = leaf
+    return Side(kind, arrays, lambda name: to_numpy(values[name]))
+
+
+def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Path and value of every array of a tree."""
+    import jax
+
+    return [
+        (tuple(map(_key, path)), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    ]
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _at(tree: Any, keys: tuple[str, ...]) -> Any:
+    """The node of a tree at a path."""
+    for key in keys:
+        if isinstance(tree, Mapping):
+            tree = next((value for name, value in tree.items() if str(name) == key), None)
+        elif isinstance(tree, list | tuple) and key.isdigit():
+            tree = tree[int(key)]
+        else:
+            tree = getattr(tree, key, None)
+    return tree

@@ -1,0 +1,362 @@
+"""Layers of a side, and repeated layers as one template each."""
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
+from jaxmha.converters.matching.sides import Array, Side
+from jaxmha.converters.matching.words import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, words
+
+MAIN, BIAS = "main", "bias"
+_ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
+_SLOTS = {
+    **{e.key: BIAS if e.leaves[0].endswith("bias") else MAIN for e in _ENTRIES},
+    **dict.fromkeys(("W", "table", "g"), MAIN),
+    **dict.fromkeys(("running_mean", "moving_mean", "mean"), "mean"),
+    **dict.fromkeys(("running_var", "moving_variance", "moving_var", "var"), "var"),
+}
+_STEM = re.compile(
+    r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
+)
+# Buffers that models compute again, and counters: they have no counterpart and are no weights.
+BUFFERS = re.compile(
+    r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
+    r"relative_coords_table|causal_mask|original_inv_freq)$"
+)
+_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, of four axes
+SHARED = 0.6  # of the smaller block's layers are in the other block of a repeated list
+
+
+class Layer(NamedTuple):
+    """One layer: path, arrays by slot, the form of its main array, and its part if it is packed."""
+
+    path: tuple[str, ...]
+    slots: Mapping[str, Array]
+    form: str
+    part: tuple[int, int] | None = None  # which of how many packed layers
+
+
+@dataclass(frozen=True)
+class Template:
+    """Layers that differ only in the numbers of repeated blocks.
+
+    Attributes:
+      path: with "#" for each such number.
+      layers: by the ranks of these numbers.
+      words: canonical words of the path, and the roles that the structure shows.
+      irregular: True if the numbers of the blocks have gaps.
+    """
+
+    path: tuple[str, ...]
+    layers: Mapping[tuple[int, ...], Layer]
+    words: frozenset[str] = frozenset()
+    irregular: bool = False
+
+    @property
+    def first(self) -> Layer:
+        """The layer of the lowest numbers."""
+        return self.layers[min(self.layers)]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of values of each "#"."""
+        return tuple(len(set(column)) for column in zip(*self.layers, strict=True))
+
+    @property
+    def ranks(self) -> frozenset[tuple[int, ...]]:
+        """The ranks of all its layers."""
+        return frozenset(self.layers)
+
+    @property
+    def lists(self) -> list[frozenset[str]]:
+        """The words of each repeated list, such as layer or expert."""
+        found = []
+        for n, part in enumerate(self.path):
+            if "#" in part:
+                named = words(part) or words(self.path[n - 1] if n else "")
+                found.append(
+                    frozenset(LISTS.get(w.removesuffix("s"), w.removesuffix("s")) for w in named)
+                )
+        return found
+
+
+def is_buffer(array: Array) -> bool:
+    """True for buffers and counters, which are no weights.
+
+    >>> is_buffer(Array("bn.num_batches_tracked", ("bn", "num_batches_tracked"), (), "int64"))
+    True
+    """
+    mask = _CAUSAL.search(array.name) and len(array.shape) == 4
+    whole = array.dtype.startswith(("int", "uint", "bool"))
+    return bool(BUFFERS.search(array.name) or mask or whole)
+
+
+def layers(side: Side) -> list[Layer]:
+    """The layers of a side, packed projections apart."""
+    parents = {array.path[:-1] for array in side.arrays.values()}
+    inner = {path[:n] for path in parents for n in range(len(path))}
+    groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
+    for array in side.arrays.values():
+        if is_buffer(array):
+            continue
+        *parent, key = array.path
+        stem = _STEM.match(key)
+        if stem and key not in _SLOTS:
+            path = (*parent, stem["stem"] or stem["rest"])
+            slot = _SLOTS[stem["key"] or stem["first"]]
+        elif key in _SLOTS and tuple(parent) not in inner:
+            path, slot = tuple(parent) or ("",), _SLOTS[key]
+        else:
+            path, slot = array.path, MAIN
+        if slot in groups[path]:
+            path, slot = array.path, MAIN
+        groups[path][slot] = array
+    found = []
+    forms = _forms(groups.values(), side.kind)
+    for path, slots in groups.items():
+        if MAIN not in slots:  # arrays named as a bias or a mean, of no layer
+            found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
+            continue
+        layer = Layer(path, slots, forms[slots[MAIN].name])
+        key = slots[MAIN].path[-1]
+        names = packed(key if key == "in_proj_weight" else path[-1])
+        if names and len(slots[MAIN].shape) > 1:
+            found += [
+                layer._replace(path=(*path[:-1], name), part=(i, len(names)))
+                for i, name in enumerate(names)
+            ]
+        else:
+            found.append(layer)
+    return found
+
+
+def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
+    """The form of every main array: of its class, of its key, or as sizes of biases show it.
+
+    Biases show the output axis of kernels that are not square. Other kernels under the same key are
+    of the same form if all of these agree.
+    """
+    groups = list(groups)
+    told: dict[str, set[str]] = defaultdict(set)
+    proved: dict[str, str] = {}
+    for slots in groups:
+        main, bias = slots.get(MAIN), slots.get(BIAS)
+        if main is None or bias is None or len(main.shape) != 2 or main.shape[0] == main.shape[1]:
+            continue
+        sizes = tuple(n for n in bias.shape if n != 1)
+        for place, form in enumerate(("oi", "io")):
+            if sizes == (main.shape[place],):
+                proved[main.name] = form
+                told[_stem(main)].add(form)
+                told[_last(main)].add(form)
+    found = {}
+    for slots in groups:
+        main = slots.get(MAIN)
+        if main is None:
+            continue
+        form = "" if main.form == "raw" else main.form
+        key = main.path[-1]
+        if not form and main.form != "raw" and key in ("embedding", "embeddings", "table"):
+            form = "vd"
+        by_key = told[_stem(main)]
+        if not form and main.form != "raw" and key in ("kernel", "vars/0"):
+            form = "io"
+        if not form and len(main.shape) > 2 and key in ("weight", "w"):
+            form = "oi" if key == "weight" else "io"
+        if not form and len(main.shape) == 2:
+            own = told[_last(main)]
+            form = proved.get(main.name) or _agreed(own) or _agreed(by_key)
+            if kind == "file" and key == "weight" and not by_key:
+                form = "oi"
+            if form == "oi" and BIAS not in slots and key == "weight" and kind in ("file", "tree"):
+                form = "weight"  # a table has the same key and no bias
+            if form == "io" and BIAS not in slots and key == "weight" and not _agreed(own):
+                form = ""
+        found[main.name] = form
+    return found
+
+
+def _agreed(forms: set[str]) -> str:
+    return next(iter(forms)) if len(forms) == 1 else ""
+
+
+def _stem(array: Array) -> str:
+    match = _STEM.match(array.path[-1])
+    return (match["key"] or match["first"]) if match else array.path[-1]
+
+
+def _last(array: Array) -> str:
+    """The last two parts without numbers, as a key of their own."""
+    return "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:]) + "/"
+
+
+def templates(side: Side) -> list[Template]:
+    """The templates of a side, with the words of each."""
+    found = _paths(layers(side))
+    marks, irregular = _repeated(found)
+    groups: dict[tuple[tuple[str, ...], object], dict[tuple[int, ...], Layer]] = defaultdict(dict)
+    for path, layer in found.items():
+        marked = tuple(marks.get(path[: n + 1], (part, 0))[0] for n, part in enumerate(path))
+        ranks = tuple(marks[path[: n + 1]][1] for n in range(len(path)) if path[: n + 1] in marks)
+        groups[(marked, _signature(layer))][ranks] = layer
+    where = {id(layer): path for path, layer in found.items()}
+    made = []
+    for (marked, _), members in groups.items():
+        paths = [where[id(layer)] for layer in members.values()]
+        gaps = any(p[: n + 1] in irregular for p in paths for n in range(len(p)))
+        made.append(_template(marked, members, where[id(members[min(members)])], gaps))
+    return made
+
+
+def _template(
+    marked: tuple[str, ...],
+    members: Mapping[tuple[int, ...], Layer],
+    own: tuple[str, ...],
+    gaps: bool,
+) -> Template:
+    """A template; a "#" with a single value becomes the number again."""
+    keep = [len(set(column)) > 1 for column in zip(*members, strict=True)]
+    flags, path = iter(keep), []
+    for part, mine in zip(marked, own, strict=True):
+        path.append(part if "#" not in part or next(flags) else mine)
+    kept = {
+        tuple(r for r, k in zip(ranks, keep, strict=True) if k): x for ranks, x in members.items()
+    }
+    return Template(tuple(path), kept, meaning(path), gaps and any(keep))
+
+
+def _signature(layer: Layer) -> tuple[object, ...]:
+    return (
+        tuple(sorted((slot, a.shape) for slot, a in layer.slots.items())),
+        layer.form,
+        layer.part,
+    )
+
+
+_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
+_WITHIN = re.compile(r"^(?P<block>[A-Za-z_]*\d+)_(?P<rest>.+)$")
+_ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out", "a", "b")}
+
+
+def _numbered(part: str) -> tuple[str, int] | None:
+    """Stem and number of a part, such as ("block_", 3).
+
+    >>> _numbered("block_3"), _numbered("ff_second"), _numbered("norm")
+    (('block_', 3), ('ff_', 2), None)
+    """
+    if match := _NUMBERED.match(part):
+        return match["stem"], int(match["number"])
+    stem, _, last = part.rpartition("_")
+    if stem and last in _ORDINALS:
+        return f"{stem}_", _ORDINALS[last]
+    return None
+
+
+def _paths(found: Sequence[Layer]) -> dict[tuple[str, ...], Layer]:
+    """Layers by path, where `block0_norm` among `block1_norm` counts as two parts."""
+    within: dict[tuple[tuple[str, ...], str], set[str]] = defaultdict(set)
+    for layer in found:
+        for n, part in enumerate(layer.path):
+            if match := _WITHIN.match(part):
+                stem = re.sub(r"\d+$", "", match["block"])
+                within[layer.path[:n], stem].add(f"{match['block']} {match['rest']}")
+    split_at = {
+        key
+        for key, names in within.items()
+        if len({x.split()[0] for x in names}) > 1 and len({x.split()[1] for x in names}) > 1
+    }
+    made: dict[tuple[str, ...], Layer] = {}
+    for layer in found:
+        path: list[str] = []
+        for n, part in enumerate(layer.path):
+            match = _WITHIN.match(part)
+            if match and (layer.path[:n], re.sub(r"\d+$", "", match["block"])) in split_at:
+                path += [match["block"], match["rest"]]
+            else:
+                path.append(part)
+        made[tuple(path)] = layer
+    return made
+
+
+_Marks = dict[tuple[str, ...], tuple[str, int]]
+
+
+def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple[str, ...]]]:
+    """Path of a repeated block -> the part with "#", and its rank; and the paths in lists with gaps."""
+    below: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    content: dict[tuple[str, ...], set[object]] = defaultdict(set)
+    for path, layer in found.items():
+        for n in range(len(path)):
+            below[path[:n]].add(path[n])
+            content[path[: n + 1]].add((path[n + 1 :], layer.slots[MAIN].shape))
+    marks: _Marks = {}
+    irregular: set[tuple[str, ...]] = set()
+    for parent, parts in below.items():
+        lists: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for part in parts:
+            if (*parent, part) not in found and (numbered := _numbered(part)):
+                lists[numbered[0]].append((numbered[1], part))
+        for stem, several in lists.items():
+            several.sort()
+            kinds = Counter(frozenset(content[(*parent, part)]) for _, part in several)
+            if len(several) < 2:
+                continue
+            chief = kinds.most_common(1)[0][0]
+            members = [(n, p) for n, p in several if _alike(chief, content[(*parent, p)])]
+            if len(members) < 2:
+                continue
+            steps = {b[0] - a[0] for a, b in itertools.pairwise(members)}
+            for rank, (_, part) in enumerate(members):
+                marks[(*parent, part)] = (f"{stem}#" if stem else "#", rank)
+                if len(steps) > 1:
+                    irregular.add((*parent, part))
+    return marks, irregular
+
+
+def _alike(mine: Collection[object], theirs: Collection[object]) -> bool:
+    """True if most layers of the smaller block are in the other one as well."""
+    common = sum(layer in mine for layer in theirs)
+    return common >= SHARED * min(len(mine), len(theirs))
+
+
+def unrolled(template: Template) -> list[Template]:
+    """The template without its last "#": one for each value of it."""
+    place = max(n for n, part in enumerate(template.path) if "#" in part)
+    made = []
+    for value in sorted({ranks[-1] for ranks in template.layers}):
+        members = {r[:-1]: x for r, x in template.layers.items() if r[-1] == value}
+        path = (
+            *template.path[:place],
+            template.path[place].replace("#", str(value)),
+            *template.path[place + 1 :],
+        )
+        made.append(replace(template, path=path, layers=members))
+    return made
+
+
+def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
+    """A path without its last number or word of order, and that number.
+
+    >>> ordinal(Template(("a", "fc2"), {}))
+    (('a', 'fc'), 2)
+    """
+    path = template.path
+    for n in range(len(path) - 1, -1, -1):
+        if "#" in path[n]:
+            return None
+        parts = words(path[n])
+        for i in range(len(parts) - 1, -1, -1):
+            if parts[i].isdigit():
+                rest = "_".join([*parts[:i], *parts[i + 1 :]])
+                return (*path[:n], rest, *path[n + 1 :]), int(parts[i])
+        of_mlp = IN_MLP if "mlp" in template.words else {}
+        named = [of_mlp.get(w, CANONICAL.get(w, w)) for w in parts]
+        known = [(i, ORDER[w]) for i, w in enumerate(named) if w in ORDER]
+        if len(known) == 1:
+            rest = "_".join(w for i, w in enumerate(parts) if i != known[0][0])
+            return (*path[:n], rest, *path[n + 1 :]), known[0][1]
+    return None

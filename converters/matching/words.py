@@ -1,0 +1,188 @@
+"""Words of layer names: synonyms, orders and packed projections, as tables."""
+
+import re
+from collections.abc import Sequence
+
+# Canonical word -> synonyms, each a whole word of a name.
+_SYNONYMS = {
+    "query": "q query queries wq",
+    "key": "k key keys wk",
+    "value": "v value values wv",
+    "attn": "attn attention att mha selfattention attend attends attentions multihead",
+    "cross": "cross encdec crossattention memory xattn",
+    "mlp": "mlp ffn ff feedforward densereludense ffw",
+    "norm": "norm ln layernorm rmsnorm bn batchnorm normalization normalisation norms bns",
+    "encoder": "encoder enc",
+    "decoder": "decoder dec",
+    "text": "text txt language",
+    "vision": "vision visual image img images",
+    "embed": "embed emb embedding embeddings embedder",
+    "position": "pos position positions positional wpe",
+    "token": "tok token tokens word words wte vocab",
+    "type": "type seg segment segments",
+    "class": "cls class",
+    "head": "head heads classifier logits predictions unembed unembedding",
+    "out": "out output outputs o wo readout outc",
+    "in": "in input inputs wi intermediate inc",
+    "pool": "pool pooler pooled",
+    "relative": "relative rel",
+    "final": "final last",
+    "scale": "scale gamma ls lambda",
+    "gate": "gate router gating gated",
+    "conv": "conv convs convolution conv1d conv2d",
+    "time": "time t timestep",
+    "label": "label y labels",
+    "mean": "mean mu means",
+    "logit": "logit temperature",
+    "depthwise": "depthwise dw dwconv depth",
+}
+CANONICAL = {word: name for name, words in _SYNONYMS.items() for word in words.split()}
+# Words that say nothing about which of several layers is meant.
+_NOISE = frozenset(
+    [
+        "layer",
+        "layers",
+        "block",
+        "blocks",
+        "model",
+        "module",
+        "net",
+        "network",
+        "list",
+        "h",
+        "stack",
+        "stacks",
+        "w",
+        "weight",
+        "weights",
+        "linear",
+        "linears",
+        "dense",
+        "fc",
+        "lin",
+        "proj",
+        "projection",
+        "kernel",
+        "param",
+        "params",
+        "c",
+        "to",
+        "the",
+        "and",
+        "of",
+        "a",
+        "b",
+        "base",
+        "main",
+        "backbone",
+        "transformer",
+        "vars",
+        "func",
+        "fn",
+        "sub",
+    ]
+)
+# Words of lists of the same things.
+LISTS = dict.fromkeys(("layer", "block", "h", "stack", "stage", "depth"), "layer")
+# Words whose order is known: positions of layers that are applied one after the other.
+ORDER = {
+    "in": 1,
+    "out": 2,
+    "first": 1,
+    "second": 2,
+    "third": 3,
+    "fourth": 4,
+    "a": 1,
+    "b": 2,
+    "before": 1,
+    "after": 2,
+}
+# Last word or words of a packed layer -> the projections in it, in order.
+PACKED = {
+    **dict.fromkeys(
+        ("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"),
+        ("query", "key", "value"),
+    ),
+    **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
+    **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
+}
+# Alternatives of one question: names with different words here never name the same layer.
+APART = (
+    ("query", "key", "value", "out"),
+    ("encoder", "decoder"),
+    ("cross", "self"),
+    ("text", "vision"),
+    ("token", "position", "type"),
+    ("attn", "mlp"),
+    ("gate", "in", "out"),
+    ("embed", "head"),
+    ("norm", "embed"),
+    ("mean", "logvar", "sigma"),
+)
+# In an MLP the first and second matrix; in a U-Net the second and first half.
+IN_MLP = {"up": "in", "down": "out"}
+# Names that have a role only together: the names there -> the words of each.
+TOGETHER = {
+    ("w1", "w2", "w3"): ({"gate"}, {"out"}, {"in"}),
+    ("wi_0", "wi_1", "wo"): ({"gate"}, {"in"}, {"out"}),
+    ("gate_proj", "up_proj", "down_proj"): ({"gate"}, {"in"}, {"out"}),
+    ("gate", "up", "down"): ({"gate"}, {"in"}, {"out"}),
+}
+_PHRASES = (
+    (
+        r"enc(oder)?_?dec(oder)?_?att(entio)?n\w*|(encoder|src|multihead)_attn|crossattention",
+        "cross_attn",
+    ),
+    (r"token_type(_ids)?", "type"),
+    (r"cls_token|class_token|class_embedding|cls_embedding", "class"),
+    (r"lm_head|embed_out|output_head", "head"),
+    (r"log_?vars?|log_variance", "logvar"),
+    (r"feed_forward|position_?wise", "mlp"),
+    (r"self_attn|self_attention|selfattention", "self_attn"),
+    (r"logit_scale", "logit"),
+)
+
+
+def words(part: str) -> list[str]:
+    """The words of one part of a path, with numbers apart, in lower case.
+
+    >>> words("encoder_attn"), words("LayerNorm"), words("fc1")
+    (['cross', 'attn'], ['layer', 'norm'], ['fc', '1'])
+    """
+    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", part).lower()
+    for pattern, name in _PHRASES:
+        text = re.sub(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", name, text)
+    found = re.findall(r"\d+|[a-z]+", text)
+    return [word for word in found if word]
+
+
+def meaning(path: Sequence[str]) -> frozenset[str]:
+    """The canonical words of a path; numbers and words that distinguish nothing are left out."""
+    found: set[str] = set()
+    for part in path:
+        for word in words(part):
+            if word.isdigit() or word in _NOISE:
+                continue
+            named = CANONICAL.get(word) or CANONICAL.get(word.removesuffix("s"), "")
+            found.add(named or (word.removesuffix("s") if len(word) > 3 else word))
+            found |= {"embed"} if word in ("wte", "wpe") else set()
+    return frozenset(found)
+
+
+def contradict(a: frozenset[str], b: frozenset[str]) -> tuple[str, str] | None:
+    """Two words of the two sides of which a layer has only one, or None."""
+    for group in APART:
+        mine, theirs = a.intersection(group), b.intersection(group)
+        if mine and theirs and not mine & theirs:
+            return min(mine), min(theirs)
+    return None
+
+
+def packed(name: str) -> tuple[str, ...]:
+    """The projections in a layer of this name; empty if it is not known as packed.
+
+    >>> packed("c_attn"), packed("Wqkv"), packed("dense")
+    (('query', 'key', 'value'), ('query', 'key', 'value'), ())
+    """
+    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return PACKED.get(text, PACKED.get(text.replace("_", ""), ()))

@@ -1,0 +1,70 @@
+"""`jaxmha match` prints the plan, writes it and the model's arrays, and asks by its exit code."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+
+BUILD = """
+import jax
+import numpy as np
+
+
+def build():
+    return {"dense": {"kernel": jax.ShapeDtypeStruct((5, 3), np.float32)}}
+
+
+def two():
+    return {name: {"kernel": jax.ShapeDtypeStruct((5, 3), np.float32)} for name in ("left", "right")}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rng = np.random.default_rng(0)
+    (tmp_path / "builders_for_match.py").write_text(BUILD)
+    one = {"fc.weight": rng.normal(size=(3, 5)).astype(np.float32)}
+    checkpoint.write(tmp_path / "one.safetensors", one)
+    checkpoint.write(tmp_path / "two.safetensors", one | {"other.weight": one["fc.weight"] + 1})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_model_is_written_and_its_plan_used_again(here: Path) -> None:
+    command = ["match", "one.safetensors", "builders_for_match.py:build"]
+    done = CliRunner().invoke(app, [*command, "--save", "plan.toml", "--to", "mine.safetensors"])
+    assert done.exit_code == 0, done.output
+    with (
+        checkpoint.open(here / "mine.safetensors") as mine,
+        checkpoint.open(here / "one.safetensors") as one,
+    ):
+        np.testing.assert_array_equal(mine["dense/kernel"], one["fc.weight"].T)
+    done = CliRunner().invoke(app, [*command, "--plan", "plan.toml", "--to", "again.npz"])
+    assert done.exit_code == 0, done.output
+    assert (here / "again.npz").exists()
+
+
+def test_questions_exit_with_one_and_write_no_model(here: Path) -> None:
+    done = CliRunner().invoke(
+        app, ["match", "two.safetensors", "builders_for_match:two", "--to", "mine.safetensors"]
+    )
+    assert done.exit_code == 1, done.output
+    assert "? left/kernel" in done.output
+    assert not (here / "mine.safetensors").exists()
+
+
+def test_arrays_left_over_exit_with_one(here: Path) -> None:
+    done = CliRunner().invoke(app, ["match", "two.safetensors", "one.safetensors"])
+    assert done.exit_code == 1, done.output
+
+
+@pytest.mark.parametrize(
+    "target", ["nothing.npz", "builders_for_match:nothing", "no_such_module:build"]
+)
+def test_bad_targets_exit_with_two(here: Path, target: str) -> None:
+    assert here
+    assert CliRunner().invoke(app, ["match", "one.safetensors", target]).exit_code == 2

@@ -1,0 +1,220 @@
+"""`load_into` with every kind of target, dtypes, shardings, edited plans, and arrays left over."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxmha import checkpoint
+from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters import torch as torch_face
+from jaxmha.converters.matching import Line, Plan
+
+SOURCE = {
+    "first.weight": np.arange(15, dtype=np.float32).reshape(3, 5),
+    "first.bias": np.arange(3, dtype=np.float32),
+    "table.weight": np.arange(28, dtype=np.float32).reshape(7, 4),
+}
+
+
+class Mine(nnx.Module):  # type: ignore[misc]
+    def __init__(self, rngs: Any, dtype: Any = jnp.float32) -> None:
+        self.linear = nnx.Linear(5, 3, param_dtype=dtype, rngs=rngs)
+        self.embed = nnx.Embed(7, 4, param_dtype=dtype, rngs=rngs)
+
+
+def check(model: Mine) -> None:
+    np.testing.assert_array_equal(model.linear.kernel[...], SOURCE["first.weight"].T)
+    np.testing.assert_array_equal(model.linear.bias[...], SOURCE["first.bias"])
+    np.testing.assert_array_equal(model.embed.embedding[...], SOURCE["table.weight"])
+
+
+def test_nnx_is_filled_in_place() -> None:
+    model = Mine(nnx.Rngs(0))
+    assert flax.load_into(model, SOURCE) is model
+    check(model)
+
+
+def test_an_abstract_model_is_filled() -> None:
+    check(flax.load_into(nnx.eval_shape(lambda: Mine(nnx.Rngs(0))), SOURCE))
+
+
+def test_a_tree_of_shapes_is_filled() -> None:
+    wanted: dict[str, dict[str, tuple[int, ...]]] = {
+        "dense": {"kernel": (5, 3), "bias": (3,)},
+        "embed": {"embedding": (7, 4)},
+    }
+    struct: Any = jax.ShapeDtypeStruct
+    tree = {n: {k: struct(s, jnp.float32) for k, s in x.items()} for n, x in wanted.items()}
+    made = equinox.load_into(tree, SOURCE)
+    np.testing.assert_array_equal(made["dense"]["kernel"], SOURCE["first.weight"].T)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_files_are_read(suffix: str, tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / f"model{suffix}", SOURCE)
+    check(flax.load_into(Mine(nnx.Rngs(0)), tmp_path / f"model{suffix}"))
+    if suffix == ".safetensors":
+        check(flax.load_into(Mine(nnx.Rngs(0)), tmp_path))
+
+
+def test_torch_is_filled_from_nnx() -> None:
+    model = Mine(nnx.Rngs(0))
+    module: Any = torch.nn.ModuleDict(
+        {"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)}
+    )
+    torch_face.load_into(module, model)
+    np.testing.assert_array_equal(module.lin.weight.detach(), model.linear.kernel[...].T)
+
+
+def test_keras_is_filled() -> None:
+    from keras import layers
+
+    layer = layers.Dense(3)
+    layer.build((None, 5))
+    keras.load_into(layer, {k: v for k, v in SOURCE.items() if "first" in k})
+    np.testing.assert_array_equal(layer.kernel, SOURCE["first.weight"].T)
+
+
+def test_arrays_keep_their_sharding() -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    spread = jax.NamedSharding(mesh, jax.P("x"))  # type: ignore[no-untyped-call]
+    model = Mine(nnx.Rngs(0))
+    model.linear.kernel.set_value(jax.device_put(np.zeros((5, 3), np.float32), spread))
+    flax.load_into(model, SOURCE)
+    assert model.linear.kernel[...].sharding == spread
+
+
+def test_a_lossy_cast_is_asked_for() -> None:
+    values = {k: v + np.float32(1e-4) for k, v in SOURCE.items()}
+    untouched = Mine(nnx.Rngs(0), jnp.bfloat16)
+    before = np.asarray(untouched.linear.kernel[...])
+    with pytest.raises(ValueError, match="pass dtype='bfloat16' to round"):
+        flax.load_into(untouched, values)
+    np.testing.assert_array_equal(untouched.linear.kernel[...], before)
+    model = flax.load_into(Mine(nnx.Rngs(0), jnp.bfloat16), values, dtype="bfloat16")
+    assert model.linear.kernel[...].dtype == jnp.bfloat16
+    model = flax.load_into(Mine(nnx.Rngs(0), jnp.bfloat16), values, dtype="float32")
+    assert model.linear.kernel[...].dtype == jnp.float32
+
+
+def test_arrays_left_over_raise() -> None:
+    more = SOURCE | {"pooler.weight": np.zeros((9, 8), np.float32)}
+    with pytest.raises(ValueError, match=r"no place for pooler\.weight"):
+        flax.load_into(Mine(nnx.Rngs(0)), more)
+    check(flax.load_into(Mine(nnx.Rngs(0)), more, unused="keep"))
+    less = {k: v for k, v in SOURCE.items() if "table" not in k}
+    with pytest.raises(ValueError, match="embed/embedding"):
+        flax.load_into(Mine(nnx.Rngs(0)), less)
+
+
+def test_a_plan_serves_a_deeper_model() -> None:
+    def source(count: int) -> dict[str, Any]:
+        return {
+            f"h.{i}.{n}.weight": np.full((4, 4), 10 * i + k, np.float32)
+            for i in range(count)
+            for k, n in enumerate(("attn.wq", "attn.wk", "attn.wv", "attn.wo"))
+        }
+
+    def target(count: int) -> Any:
+        names = ("query", "key", "value", "out")
+        return {"layers": [{n: {"kernel": np.zeros((4, 2, 2) if n != "out" else (2, 2, 4), np.float32)}
+                            for n in names} for _ in range(count)]}  # fmt: skip
+
+    plan = Plan.from_toml(match(source(2), target(2)).to_toml())
+    made = equinox.load_into(target(12), source(12), plan)
+    assert made["layers"][11]["value"]["kernel"].max() == 112
+    with pytest.raises(ValueError, match="another number of layers"):
+        equinox.load_into(target(12), source(11), plan)
+
+
+def test_answers_complete_a_plan() -> None:
+    rng = np.random.default_rng(0)
+    source = {
+        f"{n}.{k}": rng.normal(size=s).astype("f")
+        for n in ("mu", "pi")
+        for k, s in (("weight", (3, 5)), ("bias", (3,)))
+    }
+    target = {
+        n: {"kernel": np.zeros((5, 3), "f"), "bias": np.zeros(3, "f")} for n in ("left", "right")
+    }
+    plan = match(source, target)
+    assert [q.target for q in plan.questions] == ["left", "right"]
+    assert plan.questions[0].candidates == ("mu", "pi")
+    left, right = (q.line for q in plan.questions)
+    edited = Plan.from_toml("\n".join([plan.to_toml(), left.replace("mu", "pi"), right]))
+    told = plan.with_lines(*edited.lines)
+    assert told.questions == ()
+    made = equinox.load_into(target, source, told)
+    np.testing.assert_array_equal(made["left"]["kernel"], source["pi.weight"].T)
+    np.testing.assert_array_equal(made["left"]["bias"], source["pi.bias"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("version = 2", "version = 1"),
+        ("version = 1\n[[array]]\nto = 3", "must be a string"),
+        ('version = 1\n[[array]]\nto = "a"', "expected `from`"),
+        ('version = 1\n[[array]]\nto = "a"\nfrom = "b"\nwhy = "c"', "expected the keys"),
+        ("version", "no TOML"),
+    ],
+)
+def test_plans_that_are_none_are_refused(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Plan.from_toml(text)
+
+
+@pytest.mark.parametrize(
+    "arrow", ["o i", "o i -> o i", "x y z -> x y", "(a b) i -> i a b", "o i -> i"]
+)
+def test_wrong_arrows_are_refused(arrow: str) -> None:
+    plan = match(SOURCE, Mine(nnx.Rngs(0))).with_lines(
+        Line("linear/kernel", ("first.weight",), arrow)
+    )
+    with pytest.raises(ValueError, match=r"linear/kernel <- first\.weight"):
+        flax.load_into(Mine(nnx.Rngs(0)), SOURCE, plan)
+
+
+def test_a_list_is_filled_from_a_stack_and_back() -> None:
+    rng = np.random.default_rng(0)
+    names = ("query", "key", "value")
+    stacked = {"layers": {n: {"kernel": rng.normal(size=(4, 6, 2, 5)).astype("f")} for n in names}}
+    apart = {"blocks": [{n: {"kernel": np.zeros((6, 10), "f")} for n in names} for _ in range(4)]}
+    made = equinox.load_into(apart, stacked)
+    for i, layer in enumerate(made["blocks"]):
+        for n in names:
+            wanted = stacked["layers"][n]["kernel"][i].reshape(6, 10)
+            np.testing.assert_array_equal(layer[n]["kernel"], wanted)
+    back = equinox.load_into(jax.tree.map(np.zeros_like, stacked), made)
+    for n in names:
+        np.testing.assert_array_equal(back["layers"][n]["kernel"], stacked["layers"][n]["kernel"])
+
+
+def test_two_lists_of_one_length_are_told_apart_or_asked() -> None:
+    rng = np.random.default_rng(0)
+    source = {
+        f"layers.{i}.experts.{j}.w.weight": rng.normal(size=(3, 5)).astype("f")
+        for i in range(2)
+        for j in range(2)
+    }
+    crossed = {"experts": [{"layers": [{"w": {"kernel": np.zeros((5, 3), "f")}}] * 2}] * 2}
+    with pytest.raises(ValueError, match="open question"):
+        equinox.load_into(crossed, source)
+    stacked = {"things": [{"w": {"kernel": np.zeros((2, 5, 3), "f")}}] * 2}
+    with pytest.raises(ValueError, match="two repeated lists have the same length"):
+        equinox.load_into(stacked, source)
+
+
+def test_caches_and_counters_are_no_weights() -> None:
+    attention = nnx.MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
+    attention.init_cache((1, 4, 6))
+    source = torch.nn.MultiheadAttention(6, 2)
+    flax.load_into(attention, source)
+    wanted = source.out_proj.weight.detach().numpy().T.reshape(2, 3, 6)
+    np.testing.assert_array_equal(attention.out.kernel[...], wanted)

@@ -1,0 +1,81 @@
+"""Models of two frameworks with other names: matched, loaded, and run on the same inputs."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import tests.match.pairs
+from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters.matching import Plan
+from tests.match.pairs.base import Pair
+
+NAMES = sorted({m.name for m in pkgutil.iter_modules(tests.match.pairs.__path__)} - {"base"})
+PUBLISHED = ("bert", "gpt2", "llama", "vit", "t5", "whisper")
+QUESTIONS = 3  # that a model may ask
+TOLERANCE = 1e-5
+
+
+# Kept aside while the matcher was written: every third name.
+HELD_OUT = NAMES[2::3]
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it() -> Iterator[None]:
+    """The models of the pairs rely on JAX's own promotion of ranks and dtypes."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def named(name: str) -> Pair:
+    found: Pair = importlib.import_module(f"tests.match.pairs.{name}").PAIR
+    return found
+
+
+def load(model: Any, source: Any, plan: Plan) -> Any:
+    """The model, filled by the module of its framework."""
+    packages = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    if "keras" in packages:
+        return keras.load_into(model, source, plan)
+    if "flax" in packages or isinstance(model, tuple):
+        return flax.load_into(model, source, plan)
+    return equinox.load_into(model, source, plan)
+
+
+def departure(pair: Pair, source: Any, target: Any) -> float:
+    """The largest difference of the outputs, relative to the largest output."""
+    inputs = pair.inputs(np.random.default_rng(0))
+    expected = pair.run_source(source, *inputs)
+    return float(np.abs(pair.run_target(target, *inputs) - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.everyday(name=("gcn", "vae", "actor_critic", "scanned"))
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_the_same(name: str) -> None:
+    pair = named(name)
+    source, target = pair.source(), pair.target()
+    plan = match(source, target)
+    assert len(plan.questions) <= QUESTIONS
+    assert Plan.from_toml(plan.to_toml()).lines == plan.lines
+    if plan.questions:
+        with pytest.raises(ValueError, match="open question"):
+            load(target, source, plan)
+        return
+    assert departure(pair, source, load(target, source, plan)) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_folders_of_save_pretrained_are_loaded(name: str, tmp_path: Path) -> None:
+    pair = named(name)
+    source, target = pair.source(), pair.target()
+    source.save_pretrained(tmp_path, max_shard_size="20KB" if name == "llama" else "5GB")
+    target = flax.load_into(target, tmp_path)
+    assert departure(pair, source, target) < TOLERANCE
