@@ -29,7 +29,7 @@ def distinct(query: X, key: X, value: X) -> tuple[X, X | None, X | None]:
 
 
 def all_three(query: X, key: X | None, value: X | None) -> tuple[X, X, X]:
-    """The inverse of `distinct`."""
+    """Undoes `distinct`: a None key becomes the query, and a None value becomes the key."""
     key = query if key is None else key
     return query, key, key if value is None else value
 
@@ -121,10 +121,11 @@ def project_checked(
     dtype: np.dtype[np.floating],
     attended: tuple[jax.Array | None, jax.Array | None, jax.Array | None] = (None, None, None),
 ) -> Three:
-    """`project` on checked and deduplicated inputs; unattended positions are zeroed first.
+    """Projects inputs that `check_inputs` accepted, and zeroes unattended positions first.
 
-    `attended`: masks `b T`, `b S` and `b S` of the query, key and value positions to keep; None:
-    all.
+    A key or value of None stands for the input before it, as `distinct` returns them.
+    `attended`: masks of the query, key and value positions to keep, `b T`, `b S` and `b S`; None
+    keeps all.
     """
 
     def affine(

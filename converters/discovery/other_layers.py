@@ -28,7 +28,7 @@ _NAMES = (
 _OTHER_CONVOLUTIONS = (
     r"transpos|deconv|upconv|depthwise|depth_wise|separable|dw_?conv|conv_?dw|(^|[./])dw\d*($|[./])"
 )
-# Names of layers that have the arrays of a norm over features and are something else.
+# Names of layers that have the arrays of a norm over features but compute another function.
 _OTHER_NORMS = (
     r"group|instance|prelu|(^|_)(gn|act|activation|gate)_?\d*($|_)"
     r"|(^|_)(ls|gamma|lambda|alpha)_?\d*$"

@@ -71,7 +71,10 @@ def times(array: NDArray, factor: float, name: str) -> NDArray:
 
 
 def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAParams, Semantics]:
-    """An equal function with the scale of the target layout. Raises ValueError as `times` does."""
+    """Returns parameters and semantics of the same function, with the scale of the target layout.
+
+    Raises ValueError as `times` does.
+    """
     by = factor(semantics, target, check(params, np.ndim(params.query.kernel) - 3)["H"])
     found = dict(leaves(params))
     changed = {

@@ -170,7 +170,7 @@ def refuse_semantics(
             )
 
 
-# Learned arrays next to the projections that change the function -> what to do with them.
+# Key of a learned array next to the projections that changes the output -> remedy to report.
 _ADDED = {
     "relative_attention_bias.weight": "take the key out, look the bias of every distance up in it "
     "and give it to multi_head_attention(bias=) of every layer (a whole file is converted with the "

@@ -211,7 +211,7 @@ def export_masks(
     rest = array_of(mask, T, S, apart)
     if rest is not None and rest.shape[1] > 1:
         joined = array_of(whole, T, S)
-        if joined is not None and joined.shape[1] == 1:  # other masks hide where heads differ
+        if joined is not None and joined.shape[1] == 1:  # equal heads once all masks are joined
             return {"attention_mask": write(_WRITTEN, joined, {})}
         if not per_head:
             raise ValueError(_PER_HEAD.format(rest.shape[1]))

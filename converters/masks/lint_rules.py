@@ -149,7 +149,10 @@ def _paddings(slices: NDArray) -> NDArray | None:
 
 
 def _band(rows: NDArray) -> bool:
-    """True if both edges move right from row to row, as in a causal mask or a window."""
+    """True if neither the first nor the last True of a row lies left of that of the row before.
+
+    Causal masks and windows have this property.
+    """
     edges = [rows.argmax(1), rows.shape[1] - rows[:, ::-1].argmax(1)]
     return all((np.diff(edge) >= 0).all() for edge in edges)
 

@@ -1,13 +1,13 @@
 """Matches the arrays of a source with those of a target model of the same architecture.
 
-Layers are compared by their shapes, up to the layouts of the frameworks, by the words of their names
+Layers are compared by their shapes, up to the layouts of the frameworks, by the terms of their names
 and by the structure of both trees. A pair is taken only if every other pair of the same shapes is
 excluded; everything else becomes a question. `match` makes the plan, `loading` fills the target.
 """
 
 from typing import Any
 
-from jaxmha.converters.matching import lines, sides
+from jaxmha.converters.matching import lines, trees
 from jaxmha.converters.matching.plan import Line, Plan, Question
 
 __all__ = ["Line", "Plan", "Question", "match"]
@@ -27,8 +27,8 @@ def match(source: Any, target: Any) -> Plan:
     dense/bias <- fc.bias  [o0 -> o0]  certain: the only layers of these shapes
     dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
     """
-    mine = sides.read(source)
+    mine = trees.read(source)
     try:
-        return lines.plan(mine, sides.read(target))
+        return lines.plan(mine, trees.read(target))
     finally:
         mine.close()

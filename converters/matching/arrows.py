@@ -1,4 +1,4 @@
-"""Rearrangements that carry a layer of one side into a layer of the other, from forms and shapes."""
+"""Rearrangements that carry a layer of the source into one of the target, from forms and shapes."""
 
 import itertools
 import math
@@ -101,7 +101,7 @@ def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
 
 
 def _crossed(mine: Sequence[frozenset[str]], theirs: Sequence[frozenset[str]]) -> bool:
-    """True if lists of the same words are in another order."""
+    """True if lists of the same terms are in another order."""
     pairs = [(a, b) for a, x in enumerate(mine) for b, y in enumerate(theirs) if x & y]
     return any(a != b and (a, a) not in pairs and (b, b) not in pairs for a, b in pairs)
 
@@ -146,16 +146,16 @@ def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> A
     if not axes:
         return arrow
     letters = list("lm"[: len(axes)])
-    here, there = _split(arrow.source), _split(arrow.target)
+    before, after = _split(arrow.source), _split(arrow.target)
     taken = source.part is not None and target.part is None  # one part is taken of the result
     for axis, letter in zip(axes, letters, strict=True):
-        there.insert(axis + taken, letter)
-    parts = here[:1] if source.part is None and here[:1] == ["s"] else []
-    return Arrow(" ".join([*parts, *letters, *here[len(parts) :]]), " ".join(there))
+        after.insert(axis + taken, letter)
+    parts = before[:1] if source.part is None and before[:1] == ["s"] else []
+    return Arrow(" ".join([*parts, *letters, *before[len(parts) :]]), " ".join(after))
 
 
 def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
-    """The order of the axes on both sides, apart from their letters."""
+    """The order of the axes of source and target, apart from their letters."""
     mine, theirs = (
         [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"] for axes in arrow
     )
@@ -163,7 +163,7 @@ def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
 
 
 def _split(axes: str) -> list[str]:
-    """The axes of a side: `(s o) i` is two."""
+    """The axes of one end of an arrow: `(s o) i` is two."""
     found, inside = list[str](), ""
     for word in axes.split():
         inside = f"{inside} {word}".strip()
@@ -211,17 +211,17 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
     """The arrow with the parts of packed arrays as the letter s."""
     if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
         return arrow
-    sides = []
+    both = []
     for axes, one, other in ((arrow.source, a, b), (arrow.target, b, a)):
-        there = _split(axes)
+        parts = _split(axes)
         if one.place < 0 and other.place >= 0:
-            there.insert(0, "s")
+            parts.insert(0, "s")
         elif one.own:
-            there.insert(one.place, "s")
+            parts.insert(one.place, "s")
         elif one.place >= 0:
-            there[one.place] = f"(s {there[one.place].strip('()')})"
-        sides.append(" ".join(there))
-    return Arrow(*sides)
+            parts[one.place] = f"(s {parts[one.place].strip('()')})"
+        both.append(" ".join(parts))
+    return Arrow(*both)
 
 
 def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -284,7 +284,7 @@ def _by_letter(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
 def _written(
     axes: Sequence[tuple[str, int]], sizes: dict[str, list[int]], names: dict[str, list[str]]
 ) -> str:
-    """The axes in einops' words; axes of size one are `1`."""
+    """The axes in einops' terms; axes of size one are `1`."""
     places = {letter: iter([n for n in names[letter] if n]) for letter in names}
     written = []
     for letter, size in axes:
@@ -299,7 +299,7 @@ def _written(
 
 
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """Axes in one order on both sides, axes of size one apart; a table is never a kernel."""
+    """Axes in one order in source and target, axes of size one apart; a table is never a kernel."""
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
             return None

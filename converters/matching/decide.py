@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.templates import Template, ordinal
-from jaxmha.converters.matching.words import APART, contradict
+from jaxmha.converters.matching.terms import APART, contradict
 
 _STRONG = frozenset(word for group in APART for word in group)
-_ORDER, _WORDS = "the order of their numbers", "words that only these have in common"
+_ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
 Edge = tuple[int, int]  # numbers of a source template and of a target template
 
@@ -78,24 +78,24 @@ class _State:
         self.edges = {
             (s, t)
             for s, t in self.edges
-            if contradict(self.sources[s].words, self.targets[t].words) is None
+            if contradict(self.sources[s].terms, self.targets[t].terms) is None
         }
 
     def groups(self) -> list[tuple[set[int], set[int]]]:
         """Connected sources and targets."""
-        neighbours: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+        adjacent: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
         for s, t in self.edges:
-            neighbours["s", s].add(("t", t))
-            neighbours["t", t].add(("s", s))
+            adjacent["s", s].add(("t", t))
+            adjacent["t", t].add(("s", s))
         found, seen = [], set[tuple[str, int]]()
-        for node in sorted(neighbours):
+        for node in sorted(adjacent):
             if node in seen:
                 continue
             group, todo = set[tuple[str, int]](), [node]
             while todo:
                 if (one := todo.pop()) not in group:
                     group.add(one)
-                    todo += neighbours[one]
+                    todo += adjacent[one]
             seen |= group
             found.append(({n for k, n in group if k == "s"}, {n for k, n in group if k == "t"}))
         return found
@@ -103,23 +103,23 @@ class _State:
     def by_words(self, sources: set[int], targets: set[int], strong: bool) -> None:
         """A word that as many sources as targets of a group have divides the group.
 
-        `strong`: only words of which a layer has one of several.
+        `strong`: only terms of which a layer has one of several.
         """
         if len(sources) == len(targets) == 1:
             return
-        words = frozenset[str]().union(*(self.sources[s].words for s in sources))
-        words = words & _STRONG if strong else words
+        terms = frozenset[str]().union(*(self.sources[s].terms for s in sources))
+        terms = terms & _STRONG if strong else terms
         allowed = self._within(sources, targets)
         kept = set(allowed)
-        for word in words:
-            mine = {s for s in sources if word in self.sources[s].words}
-            theirs = {t for t in targets if word in self.targets[t].words}
+        for word in terms:
+            mine = {s for s in sources if word in self.sources[s].terms}
+            theirs = {t for t in targets if word in self.targets[t].terms}
             if len(mine) == len(theirs) and len(mine) > 0:
                 kept &= {(s, t) for s, t in allowed if (s in mine) == (t in theirs)}
-        self._take(kept, sources, targets, _WORDS)
+        self._take(kept, sources, targets, _TERMS)
 
     def by_order(self, sources: set[int], targets: set[int]) -> None:
-        """Names that differ in one number, on both sides, are in the order of the numbers."""
+        """Names that differ in one number, in source and target, are in the order of the numbers."""
         if len(sources) != len(targets) or len(sources) < 2:
             return
         mine = _ranked(sources, self.sources)
@@ -239,7 +239,7 @@ _NAMES = {"shape": "certain", "name": "by name"}
 
 def _agree(state: _State, s: int, t: int) -> bool:
     """True if the names have a word in common, or if the order or the layers next to them decide."""
-    common = state.sources[s].words & state.targets[t].words
+    common = state.sources[s].terms & state.targets[t].terms
     return bool(common) or state.reasons[t] in (_ORDER, _PARENTS)
 
 
@@ -247,10 +247,10 @@ def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
     rivals = [e for e in state.shapes if (e[0] == s) != (e[1] == t)]
     if not rivals:
         return "the only layers of these shapes", "shape"
-    common = sorted(state.sources[s].words & state.targets[t].words)
+    common = sorted(state.sources[s].terms & state.targets[t].terms)
     shown = f"both are {', '.join(common)}" if common else ""
-    told = "; ".join(x for x in (shown, state.reasons[t]) if x)
-    return told or "every other pair contradicts a name", "name"
+    reason = "; ".join(x for x in (shown, state.reasons[t]) if x)
+    return reason or "every other pair contradicts a name", "name"
 
 
 def _open(
@@ -267,7 +267,7 @@ def _open(
     if t in why:
         return tuple(why[t][0]), why[t][1]
     if by_shape:
-        pair = contradict(state.sources[by_shape[0]].words, state.targets[t].words)
-        told = f"{pair[0]} is not {pair[1]}" if pair else "another target has it"
-        return by_shape, f"layers of these shapes contradict its name: {told}"
+        pair = contradict(state.sources[by_shape[0]].terms, state.targets[t].terms)
+        reason = f"{pair[0]} is not {pair[1]}" if pair else "another target has it"
+        return by_shape, f"layers of these shapes contradict its name: {reason}"
     return (), "no layer of the source has its arrays and shapes"

@@ -10,15 +10,15 @@ from jaxmha.converters.matching import roles
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit
 from jaxmha.converters.matching.decide import Decision, decide
 from jaxmha.converters.matching.plan import Line, Plan, Question
-from jaxmha.converters.matching.sides import Array, Side
 from jaxmha.converters.matching.templates import Layer, Template, is_buffer, templates, unrolled
+from jaxmha.converters.matching.trees import Array, Tree
 
-_MOST = 64  # repetitions that are taken apart where the other side does not repeat
+_MOST = 64  # repetitions that are taken apart where the other tree does not repeat
 _LETTERS = "ijkl"
 
 
-def plan(source: Side, target: Side) -> Plan:
-    """The plan for two sides."""
+def plan(source: Tree, target: Tree) -> Plan:
+    """The plan for two trees."""
     mine, theirs = roles.assigned(templates(source)), roles.assigned(templates(target))
     decision = decide(mine, theirs)
     if decision.open:
@@ -174,7 +174,7 @@ def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
 
 
 def _lines(
-    pieces: Sequence[_Piece], source: Side, target: Side
+    pieces: Sequence[_Piece], source: Tree, target: Tree
 ) -> tuple[list[Line], list[Question]]:
     by_target: dict[tuple[str, ...], list[_Piece]] = {}
     for piece in pieces:
@@ -196,7 +196,7 @@ def _lines(
     return lines, questions
 
 
-def _line(several: Sequence[_Piece], source: Side, target: Side) -> list[Line]:
+def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
     """The line of one target array; one line for each repetition if no pattern gives the names."""
     first = several[0]
     whole = all(p.names == first.names for p in several)  # all parts of one packed array
@@ -221,7 +221,7 @@ def _line(several: Sequence[_Piece], source: Side, target: Side) -> list[Line]:
     ]
 
 
-def _exact(pieces: Sequence[_Piece], source: Side, target: Side) -> bool:
+def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
     """True if the patterns stand for these names alone, in this order."""
     first = pieces[0]
     if tuple(expand(first.target, target.arrays)) != first.targets:
@@ -231,7 +231,7 @@ def _exact(pieces: Sequence[_Piece], source: Side, target: Side) -> bool:
     )
 
 
-def _used(lines: Sequence[Line], source: Side) -> set[str]:
+def _used(lines: Sequence[Line], source: Tree) -> set[str]:
     """Names of the source arrays that the lines use, where all parts of packed ones are taken."""
     used: set[str] = set()
     parts: dict[str, set[str]] = {}

@@ -11,10 +11,10 @@ from einops import rearrange
 
 from jaxmha.checkpoint import Lazy, TensorInfo
 from jaxmha.converters.layout.arrays import NDArray, to_torch
-from jaxmha.converters.matching import lines, sides
+from jaxmha.converters.matching import lines, trees
 from jaxmha.converters.matching.plan import Line, Plan
-from jaxmha.converters.matching.sides import Array, Side
 from jaxmha.converters.matching.templates import is_buffer
+from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
 
 _SHOWN = 5
@@ -63,9 +63,9 @@ def prepared(
     for name, value in (("unused", unused), ("missing", missing)):
         if value not in POLICIES:
             raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {value!r}")
-    mine = sides.read(source)
+    mine = trees.read(source)
     try:
-        theirs = sides.read(model)
+        theirs = trees.read(model)
         own = lines.plan(mine, theirs) if plan is None else plan
         _refuse_questions(own)
         jobs = dict(_jobs(own, mine, theirs))
@@ -97,7 +97,7 @@ def _refuse_questions(plan: Plan) -> None:
         )
 
 
-def _jobs(plan: Plan, source: Side, target: Side) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
+def _jobs(plan: Plan, source: Tree, target: Tree) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
     """Target name -> its line, and the names of its source arrays in the order of stacking."""
     for line in plan.lines:
         targets = lines.expand(line.target, target.arrays)
@@ -131,7 +131,7 @@ def _jobs(plan: Plan, source: Side, target: Side) -> Iterator[tuple[str, tuple[L
             yield name, (replace(line, take=take), names)
 
 
-def _real(name: str, source: Side) -> str:
+def _real(name: str, source: Tree) -> str:
     """The name under which a tied array is kept."""
     return source.aliases.get(name, name)
 
@@ -146,9 +146,9 @@ def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def _refuse_rest(
-    plan: Plan, source: Side, target: Side, jobs: Mapping[str, Any], unused: str, missing: str
+    plan: Plan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
 ) -> None:
-    """Raises ValueError if arrays of either side are in no line."""
+    """Raises ValueError if an array of the source or the target is in no line."""
     used = {name for _, names in jobs.values() for name in names}
     left = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
@@ -176,7 +176,7 @@ class _Bound(NamedTuple):
 
 
 def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
-    """Checks the arrow of a line against the shapes of both sides."""
+    """Checks the arrow of a line against the shapes of source and target."""
     if line.fill:
         return _Bound({}, (), None)
     shown = f"{target.name} <- {', '.join(line.sources)}"
@@ -195,31 +195,31 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
                 f"expected one array of shape {shape}, got {', '.join(map(str, shapes))}"
             )
         return _Bound({}, (), None)
-    here, arrow, there = (x.strip() for x in line.arrow.partition("->"))
+    taken, arrow, filled = (x.strip() for x in line.arrow.partition("->"))
     if not arrow:
-        raise ValueError("expected axes on both sides of ->")
+        raise ValueError("expected axes before and after ->")
     index, parts = _take(line)
     whole = (parts, *shape) if parts else shape
-    lead = len(parse(here)) - len(shapes[0]) if len(shapes) > 1 else 0
+    lead = len(parse(taken)) - len(shapes[0]) if len(shapes) > 1 else 0
     letters = [
-        {x for group in parse(axes) for x in group if not x.isdigit()} for axes in (here, there)
+        {x for group in parse(axes) for x in group if not x.isdigit()} for axes in (taken, filled)
     ]
     if letters[0] != letters[1]:
         only = ", ".join(sorted(letters[0] ^ letters[1]))
-        raise ValueError(f"{only} is on one side of the arrow alone")
-    sizes = {parse(there)[0][0]: parts} if parts else {}
-    for axes, known in ((parse(here)[lead:], shapes[0]), (parse(there), whole)):
+        raise ValueError(f"{only} is on one end of the arrow alone")
+    sizes = {parse(filled)[0][0]: parts} if parts else {}
+    for axes, known in ((parse(taken)[lead:], shapes[0]), (parse(filled), whole)):
         if len(axes) == len(known):
             alone = {g[0]: n for g, n in zip(axes, known, strict=True) if len(g) == 1}
             sizes |= {x: n for x, n in alone.items() if not x.isdigit()}
-    bind("the target", whole, there, sizes)
+    bind("the target", whole, filled, sizes)
     if lead < 0 or (len(shapes) > 1 and not lead):
         raise ValueError(f"{len(shapes)} arrays need an axis before the axes of one array")
-    left = len(shapes) // math.prod(sizes.get(g[0], 1) for g in parse(here)[:lead])
-    stacked = tuple(sizes.get(group[0], left) for group in parse(here)[:lead])
+    left = len(shapes) // math.prod(sizes.get(g[0], 1) for g in parse(taken)[:lead])
+    stacked = tuple(sizes.get(group[0], left) for group in parse(taken)[:lead])
     if len(shapes) > 1 and math.prod(stacked) != len(shapes):
         raise ValueError(f"{len(shapes)} arrays do not fill axes of {stacked}")
-    bind("the source", (*stacked, *shapes[0]), here, sizes)
+    bind("the source", (*stacked, *shapes[0]), taken, sizes)
     return _Bound(sizes, stacked, index if parts else None)
 
 
@@ -232,7 +232,7 @@ def _take(line: Line) -> tuple[int, int]:
     return int(index), int(parts)
 
 
-def _value(line: Line, names: Sequence[str], source: Side, target: Array) -> NDArray:
+def _value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDArray:
     """One array of the target, from the arrays that the line names."""
     if line.fill:
         return np.zeros(target.shape, np.float32)
@@ -270,9 +270,9 @@ def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
     """Updates an nnx module in place, each array on the devices of the one before it."""
     from flax import nnx
 
-    there = {"/".join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(nnx.state(model))}
+    variables = {"/".join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(nnx.state(model))}
     for name, value in values:
-        path, variable = there.pop(name)
+        path, variable = variables.pop(name)
         placed = _placed(value, variable.get_value())
         nnx.update(model, nnx.from_flat_state([(path, variable.replace(placed))]))
     return model
@@ -284,7 +284,7 @@ def into_tree(tree: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
 
     leaves, structure = jax.tree_util.tree_flatten(tree)
     numbers = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-    names = ["/".join(keys) for keys, _ in sides.tree_leaves(tree)]
+    names = ["/".join(keys) for keys, _ in trees.tree_leaves(tree)]
     place = dict(zip(names, numbers, strict=True))
     for name, value in values:
         leaves[place[name]] = _placed(value, leaves[place[name]])
@@ -307,9 +307,11 @@ def _placed(value: NDArray, before: Any) -> Any:
 
 def into_keras(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
     """Assigns the variables of a Keras model."""
-    there = {f"{path}/{v.name}".removeprefix("/"): v for path, _, v in sides.keras_variables(model)}
+    variables = {
+        f"{path}/{v.name}".removeprefix("/"): v for path, _, v in trees.keras_variables(model)
+    }
     for name, value in values:
-        there[name].assign(value)
+        variables[name].assign(value)
     return model
 
 

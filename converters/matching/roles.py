@@ -1,11 +1,11 @@
-"""Roles that the structure of a side shows: attention's output, and the order of norms in a block."""
+"""Roles that the structure of a tree shows: attention's output, and the order of norms in a block."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxmha.converters.matching.templates import MAIN, Template, ordinal
-from jaxmha.converters.matching.words import IN_MLP, TOGETHER, words
+from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
@@ -16,7 +16,7 @@ _OUT = {"o", "wo", "out", "output"}
 
 
 def assigned(templates: Sequence[Template]) -> list[Template]:
-    """The templates with the words of their roles."""
+    """The templates with the terms of their roles."""
     named = _together([_of_projection(t) for t in templates])
     with_out = _outputs(named)
     return _places(with_out)
@@ -27,25 +27,25 @@ def _matrix(template: Template) -> bool:
 
 
 def _of_projection(template: Template) -> Template:
-    """Without words that say something else in this place."""
-    there = template.words.intersection(_QKV)
-    if "mlp" in template.words:
-        named = {IN_MLP[w] for w in words(template.path[-1]) if w in IN_MLP}
-        template = replace(template, words=template.words | named)
-    if _matrix(template) and there:
-        return replace(template, words=template.words - {"out", "in"} | {"attn"})
+    """Without terms that say something else in this place."""
+    packed = template.terms.intersection(_QKV)
+    if "mlp" in template.terms:
+        named = {IN_MLP[w] for w in terms(template.path[-1]) if w in IN_MLP}
+        template = replace(template, terms=template.terms | named)
+    if _matrix(template) and packed:
+        return replace(template, terms=template.terms - {"out", "in"} | {"attn"})
     return template
 
 
 def _together(templates: Sequence[Template]) -> list[Template]:
-    """Adds the words of names that have a role only next to each other, such as w1, w2 and w3."""
-    there = {t.path for t in templates}
+    """Adds the terms of names that have a role only next to each other, such as w1, w2 and w3."""
+    paths = {t.path for t in templates}
     made = []
     for template in templates:
         for names, roles in TOGETHER.items():
-            if template.path[-1] in names and all((*template.path[:-1], n) in there for n in names):
+            if template.path[-1] in names and all((*template.path[:-1], n) in paths for n in names):
                 own = roles[names.index(template.path[-1])]
-                template = replace(template, words=template.words - {"in", "out"} | own)
+                template = replace(template, terms=template.terms - {"in", "out"} | own)
         made.append(template)
     return made
 
@@ -54,24 +54,24 @@ def _outputs(templates: Sequence[Template]) -> list[Template]:
     """The only other matrix of the smallest part of a tree with query, key and value is the output."""
     below: dict[tuple[str, ...], list[Template]] = defaultdict(list)
     for template in templates:
-        if _matrix(template) and "relative" not in template.words:
+        if _matrix(template) and "relative" not in template.terms:
             for n in range(len(template.path)):
                 below[template.path[:n]].append(template)
     outputs: set[tuple[str, ...]] = set()
     attention: set[tuple[str, ...]] = set()
     for path in sorted(below, key=len, reverse=True):
         inside = below[path]
-        roles = [name for t in inside for name in t.words.intersection(_QKV)]
-        others = [t for t in inside if not t.words.intersection(_QKV)]
+        roles = [name for t in inside for name in t.terms.intersection(_QKV)]
+        others = [t for t in inside if not t.terms.intersection(_QKV)]
         if sorted(roles) == sorted(_QKV) and len(others) == 1:
             outputs.add(others[0].path)
             attention.update(t.path for t in inside)
     made = []
     for template in templates:
-        named = words(template.path[-1])
-        by_name = "attn" in template.words and _OUT.intersection(named) and _matrix(template)
+        named = terms(template.path[-1])
+        by_name = "attn" in template.terms and _OUT.intersection(named) and _matrix(template)
         if template.path in outputs or by_name:
-            template = replace(template, words=template.words - {"in", "mlp"} | {"out", "attn"})
+            template = replace(template, terms=template.terms - {"in", "mlp"} | {"out", "attn"})
         made.append(template)
     return made
 
@@ -84,25 +84,25 @@ def _places(templates: Sequence[Template]) -> list[Template]:
             place = max(n for n, part in enumerate(template.path) if "#" in part)
             key = (template.path[: place + 1], frozenset(template.first.slots), _size(template))
             groups[key].append(template)
-    crossed = {t.path[:n] for t in templates if "cross" in t.words for n in range(len(t.path))}
-    attended = {t.path[:n] for t in templates if "attn" in t.words for n in range(len(t.path))}
+    crossed = {t.path[:n] for t in templates if "cross" in t.terms for n in range(len(t.path))}
+    attended = {t.path[:n] for t in templates if "attn" in t.terms for n in range(len(t.path))}
     found: dict[tuple[str, ...], str] = {}
     for (block, _, _), several in groups.items():
-        several = [t for t in several if not t.words.intersection(_QKV)]
+        several = [t for t in several if not t.terms.intersection(_QKV)]
         order = ("attn", "cross", "mlp") if block in crossed else ("attn", "mlp")
         if len(several) == len(order) and block in attended:
             found |= _ordered(several, order, templates)
     made = []
     for t in templates:
         if t.path in found:
-            t = replace(t, words=t.words - _PLACES | {found[t.path]})
+            t = replace(t, terms=t.terms - _PLACES | {found[t.path]})
         elif not _matrix(t) and _vectors_at_parent(t, templates) < _SANDWICH:
             # "post" is before the MLP in Llama, after attention in OLMo 2, after a block elsewhere.
-            first = words(t.path[-1])[:1]
+            first = terms(t.path[-1])[:1]
             ambiguous = {"post", "pre"} | ({"in"} if first == ["input"] else set())
             if first == ["post"]:
                 ambiguous |= {"attn", "mlp", "self", "cross"}
-            t = replace(t, words=t.words - ambiguous)
+            t = replace(t, terms=t.terms - ambiguous)
         made.append(t)
     return made
 
@@ -119,42 +119,42 @@ def _size(template: Template) -> int:
 def _ordered(
     several: Sequence[Template], order: Sequence[str], templates: Sequence[Template]
 ) -> Mapping[tuple[str, ...], str]:
-    """The place of each norm, by their numbers or by the words before them; empty if in doubt."""
+    """The place of each norm, by their numbers or by the terms before them; empty if in doubt."""
     numbers = [ordinal(t) for t in several]
     if all(numbers) and len({n[0] for n in numbers if n}) == 1:
         ranked = sorted(several, key=lambda t: (ordinal(t) or ((), 0))[1])
         return {t.path: name for t, name in zip(ranked, order, strict=True)}
-    told: dict[tuple[str, ...], str] = {}
+    given: dict[tuple[str, ...], str] = {}
     for template in several:
         if named := _place(template, several, templates):
-            told[template.path] = named
-    left = [t for t in several if t.path not in told]
-    if len(set(told.values())) == len(told) == len(order) - len(left):
-        free = [name for name in order if name not in told.values()]
+            given[template.path] = named
+    left = [t for t in several if t.path not in given]
+    if len(set(given.values())) == len(given) == len(order) - len(left):
+        free = [name for name in order if name not in given.values()]
         if len(left) == len(free) <= 1:
-            return told | {t.path: name for t, name in zip(left, free, strict=True)}
+            return given | {t.path: name for t, name in zip(left, free, strict=True)}
     return {}
 
 
 def _place(template: Template, several: Sequence[Template], templates: Sequence[Template]) -> str:
-    last = words(template.path[-1])
+    last = terms(template.path[-1])
     if last[:2] in (["post", "attn"], ["post", "attention"]):
-        others = [words(t.path[-1]) for t in several if t is not template]
+        others = [terms(t.path[-1]) for t in several if t is not template]
         # Llama's norm after attention is the one before the MLP; OLMo 2's is attention's own.
         after = any(o[:1] == ["post"] for o in others)
         return "attn" if after else "mlp"
-    if "cross" in template.words:
+    if "cross" in template.terms:
         return "cross"
-    if template.words & {"attn", "self"}:
+    if template.terms & {"attn", "self"}:
         return "attn"
-    if "mlp" in template.words:
+    if "mlp" in template.terms:
         return "mlp"
-    if last[:1] in (["input"], ["pre"]) and any("post" in t.words for t in several):
+    if last[:1] in (["input"], ["pre"]) and any("post" in t.terms for t in several):
         return "attn"
     if last[:1] == ["final"]:
         return "mlp"
     near = frozenset[str]().union(
-        *(t.words for t in templates if t.path[:-1] != template.path and _within(t, template))
+        *(t.terms for t in templates if t.path[:-1] != template.path and _within(t, template))
     )
     named = [w for w in ("cross", "attn", "mlp") if w in near]
     return named[0] if named in (["cross", "attn"], ["attn"], ["mlp"]) else ""

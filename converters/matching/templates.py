@@ -1,4 +1,4 @@
-"""Layers of a side, and repeated layers as one template each."""
+"""Layers of a tree, and repeated layers as one template each."""
 
 import itertools
 import re
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
-from jaxmha.converters.matching.sides import Array, Side
-from jaxmha.converters.matching.words import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, words
+from jaxmha.converters.matching.terms import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, terms
+from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
@@ -47,13 +47,13 @@ class Template:
     Attributes:
       path: with "#" for each such number.
       layers: by the ranks of these numbers.
-      words: canonical words of the path, and the roles that the structure shows.
+      terms: canonical terms of the path, and the roles that the structure shows.
       irregular: True if the numbers of the blocks have gaps.
     """
 
     path: tuple[str, ...]
     layers: Mapping[tuple[int, ...], Layer]
-    words: frozenset[str] = frozenset()
+    terms: frozenset[str] = frozenset()
     irregular: bool = False
 
     @property
@@ -73,11 +73,11 @@ class Template:
 
     @property
     def lists(self) -> list[frozenset[str]]:
-        """The words of each repeated list, such as layer or expert."""
+        """The terms of each repeated list, such as layer or expert."""
         found = []
         for n, part in enumerate(self.path):
             if "#" in part:
-                named = words(part) or words(self.path[n - 1] if n else "")
+                named = terms(part) or terms(self.path[n - 1] if n else "")
                 found.append(
                     frozenset(LISTS.get(w.removesuffix("s"), w.removesuffix("s")) for w in named)
                 )
@@ -95,12 +95,12 @@ def is_buffer(array: Array) -> bool:
     return bool(BUFFERS.search(array.name) or mask or whole)
 
 
-def layers(side: Side) -> list[Layer]:
-    """The layers of a side, packed projections apart."""
-    parents = {array.path[:-1] for array in side.arrays.values()}
+def layers(tree: Tree) -> list[Layer]:
+    """The layers of a tree, packed projections apart."""
+    parents = {array.path[:-1] for array in tree.arrays.values()}
     inner = {path[:n] for path in parents for n in range(len(path))}
     groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
-    for array in side.arrays.values():
+    for array in tree.arrays.values():
         if is_buffer(array):
             continue
         *parent, key = array.path
@@ -116,7 +116,7 @@ def layers(side: Side) -> list[Layer]:
             path, slot = array.path, MAIN
         groups[path][slot] = array
     found = []
-    forms = _forms(groups.values(), side.kind)
+    forms = _forms(groups.values(), tree.kind)
     for path, slots in groups.items():
         if MAIN not in slots:  # arrays named as a bias or a mean, of no layer
             found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
@@ -141,7 +141,7 @@ def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
     of the same form if all of these agree.
     """
     groups = list(groups)
-    told: dict[str, set[str]] = defaultdict(set)
+    by_stem: dict[str, set[str]] = defaultdict(set)
     proved: dict[str, str] = {}
     for slots in groups:
         main, bias = slots.get(MAIN), slots.get(BIAS)
@@ -151,8 +151,8 @@ def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
         for place, form in enumerate(("oi", "io")):
             if sizes == (main.shape[place],):
                 proved[main.name] = form
-                told[_stem(main)].add(form)
-                told[_last(main)].add(form)
+                by_stem[_stem(main)].add(form)
+                by_stem[_last(main)].add(form)
     found = {}
     for slots in groups:
         main = slots.get(MAIN)
@@ -162,13 +162,13 @@ def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
         key = main.path[-1]
         if not form and main.form != "raw" and key in ("embedding", "embeddings", "table"):
             form = "vd"
-        by_key = told[_stem(main)]
+        by_key = by_stem[_stem(main)]
         if not form and main.form != "raw" and key in ("kernel", "vars/0"):
             form = "io"
         if not form and len(main.shape) > 2 and key in ("weight", "w"):
             form = "oi" if key == "weight" else "io"
         if not form and len(main.shape) == 2:
-            own = told[_last(main)]
+            own = by_stem[_last(main)]
             form = proved.get(main.name) or _agreed(own) or _agreed(by_key)
             if kind == "file" and key == "weight" and not by_key:
                 form = "oi"
@@ -194,9 +194,9 @@ def _last(array: Array) -> str:
     return "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:]) + "/"
 
 
-def templates(side: Side) -> list[Template]:
-    """The templates of a side, with the words of each."""
-    found = _paths(layers(side))
+def templates(tree: Tree) -> list[Template]:
+    """The templates of a tree, with the terms of each."""
+    found = _paths(layers(tree))
     marks, irregular = _repeated(found)
     groups: dict[tuple[tuple[str, ...], object], dict[tuple[int, ...], Layer]] = defaultdict(dict)
     for path, layer in found.items():
@@ -348,12 +348,12 @@ def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
     for n in range(len(path) - 1, -1, -1):
         if "#" in path[n]:
             return None
-        parts = words(path[n])
+        parts = terms(path[n])
         for i in range(len(parts) - 1, -1, -1):
             if parts[i].isdigit():
                 rest = "_".join([*parts[:i], *parts[i + 1 :]])
                 return (*path[:n], rest, *path[n + 1 :]), int(parts[i])
-        of_mlp = IN_MLP if "mlp" in template.words else {}
+        of_mlp = IN_MLP if "mlp" in template.terms else {}
         named = [of_mlp.get(w, CANONICAL.get(w, w)) for w in parts]
         known = [(i, ORDER[w]) for i, w in enumerate(named) if w in ORDER]
         if len(known) == 1:

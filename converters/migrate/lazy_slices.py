@@ -47,7 +47,7 @@ class Slices:
         if name not in self._whole:
             held = sum(array.nbytes for array in self._whole.values())
             if held + self._file.info[name].nbytes > HELD:
-                self._whole.clear()  # before the next one is read
+                self._whole.clear()  # frees the kept tensors before this one is read
             self._whole[name] = self._file[name]
         return np.asarray(self._whole[name][box])
 

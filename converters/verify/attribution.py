@@ -130,7 +130,10 @@ def _read(
 
 
 def _guessed(found: Attribution, blocks: Sequence[Operand], seed: int) -> Attribution:
-    """Adds to an unexplained part the known error, if any, that a live layer seems to have."""
+    """Adds to the sentence of an unexplained part the known error that fits a live layer, if any.
+
+    Known errors are those of `forward_check.explain_forward`, such as an inverted mask.
+    """
     if all(part.name != "unexplained" for part in found.parts):
         return found
     guesses = [
@@ -150,7 +153,9 @@ def _guessed(found: Attribution, blocks: Sequence[Operand], seed: int) -> Attrib
 
 
 def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
-    """Attributes the difference between two `Layer`s that were called with the same `inputs`.
+    """Attributes the difference between the outputs of two `Layer`s to the factors that differ.
+
+    Both layers were called with the same `inputs`.
 
     Raises:
       ValueError: the widths differ, so that outputs cannot be compared.

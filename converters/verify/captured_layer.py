@@ -22,7 +22,7 @@ from jaxmha.params import check
 Inputs = tuple[NDArray, NDArray, NDArray]
 # Code path of the framework, meaning of the masks, output.
 Called = tuple[str, Masks, Any]
-# An additive mask of 0 and one number below this blocks at that number.
+# A bias that holds only 0 and one number below this is a mask that adds that number.
 BLOCKS = -100.0
 
 
@@ -80,7 +80,10 @@ class Layer:
         return own if self.output is None else min(self.output.dtype, own, key=significand)
 
     def conditions(self, sizes: Mapping[str, int]) -> "tuple[Mask, NDArray | None, Blocked]":
-        """Mask, bias and constant, checked against B, N, T, S; an additive mask becomes a mask.
+        """Returns the mask, the bias and how masked pairs are excluded, checked against `sizes`.
+
+        `sizes` gives B, N, T and S. If there is no mask, and the bias holds only 0 and one number
+        below `BLOCKS`, the bias is returned as a mask that adds this number.
 
         Raises:
           ValueError, TypeError: a shape or dtype does not fit.

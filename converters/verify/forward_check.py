@@ -44,7 +44,10 @@ def errors(a: ComparedBlock, b: ComparedBlock, seed: int) -> dict[str, tuple[flo
 def alike(
     a: ComparedBlock, b: ComparedBlock, seed: int, found: dict[str, tuple[float, float]]
 ) -> bool:
-    """True if all errors are those of rounding and similar in both; False for NaN."""
+    """True if both blocks make only rounding errors of similar size; False if an error is NaN.
+
+    `found`: the RMS errors of both blocks for each mask, as `errors` returns them.
+    """
     given = inputs(a, seed)
     costs = [cost(a.params, a.semantics, given, mask) for mask in masks().values()]
     half = dtype_of(a).itemsize == 2

@@ -220,8 +220,8 @@ def put(path: Path, target: Path, force: bool) -> None:
     """Renames; without force, fails where another process was faster."""
     if not force:
         try:
-            os.link(path, target)  # unlike a rename, it fails on what is there
-            return  # the temporary name goes with the temporary
+            os.link(path, target)  # link fails if the target exists; rename would replace it
+            return  # `temporary` removes the other name
         except FileExistsError:
             raise DestinationExists(target, "is already there", "choose another name") from None
         except OSError:  # the file system has no hard links

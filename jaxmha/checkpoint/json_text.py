@@ -92,7 +92,11 @@ def parse(
     numbers: bool = False,
     compact: Compact | None = None,
 ) -> dict[str, Any]:
-    """Parses a JSON object, and refuses duplicate keys and special numbers; `numbers` allows 1.0.
+    """Parses a JSON object, and refuses duplicate keys, NaN and infinities.
+
+    `remedy` and `member` go into error messages. `numbers` allows numbers with a fraction or an
+    exponent; without it only integers are allowed. `compact` describes objects to store in less
+    memory than a dict.
 
     Raises:
         MalformedFile, AmbiguousFile, BudgetExceeded.

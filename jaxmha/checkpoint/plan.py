@@ -66,7 +66,7 @@ class Contents:
     others: tuple[str, ...] = ()  # names of entries that are no tensors
     config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
     close: Callable[[], None] = _nothing
-    files: tuple[Path, ...] = ()  # besides the one that was opened
+    files: tuple[Path, ...] = ()  # files read in addition to the opened one
     # In a folder: name of a tensor -> the files and folders that hold it.
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
@@ -129,7 +129,10 @@ class Plan:
         )
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """The same as memoryviews for `writelines`; holds no reference to the tensor afterwards."""
+        """Yields each of the `blocks` as a memoryview for `writelines`.
+
+        The iterator keeps no reference to the tensor after its last block.
+        """
         return (block.data for block in self.blocks(name))
 
     def manifest(self) -> str:

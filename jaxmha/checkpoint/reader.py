@@ -189,7 +189,7 @@ class Checkpoint(Lazy):
         for name, info in self.info.items():
             array = self[name]
             kept = self.digests.get(name, "") if self._verify else ""
-            known = kept.startswith(f"{algorithm}:")  # and was checked by the access
+            known = kept.startswith(f"{algorithm}:")  # reading the tensor verified it
             each[name] = kept if known else digests.digest(array, algorithm)
             done += info.nbytes
             if progress:

@@ -170,7 +170,7 @@ def suffix(path: Path) -> str:
 
 
 def parse(source: Source, limits: Limits) -> Index:
-    """The content of an index file, strictly.
+    """Parses an index file, and refuses duplicate keys, unknown top-level keys and wrong types.
 
     Raises:
         MalformedFile, AmbiguousFile, BudgetExceeded.

@@ -81,7 +81,7 @@ def write(
                         placed = atomic.is_placed(path, target)
             except BaseException:
                 if placed:
-                    pass  # the shards are in use
+                    pass  # the new index refers to the shards, so they stay
                 elif resume is None:
                     temporaries.remove(target.parent, [shard.name for shard in mine], sources)
                 else:

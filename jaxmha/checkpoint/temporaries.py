@@ -195,7 +195,7 @@ def locked(path: Path) -> Iterator[os.stat_result]:
     Raises:
         BlockingIOError: another process locked it.  OSError: it is missing, a link, or special.
     """
-    before = os.stat(path, follow_symlinks=False)  # devices act on being opened
+    before = os.stat(path, follow_symlinks=False)  # opening a device can have side effects
     if not (stat.S_ISREG(before.st_mode) or stat.S_ISDIR(before.st_mode)):
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
     fd = system.open_plain(path)

@@ -164,9 +164,10 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
         for i in range(len(array)):
             _copy(out[i], array[i])
     else:
-        # Through a buffer in a cache: lines of the source may be a power of 2 apart, of which a cache
-        # holds few; those of the buffer are not. Few large copies, since threads wait for each other
-        # around every one.
+        # Each slab is copied through a buffer that fits in the cache. If rows of the source are a
+        # power of 2 bytes apart, they map to few cache sets and evict each other; the rows of the
+        # buffer are padded to avoid this. Slabs are large because threads wait for each other at
+        # every copy.
         rows = min(_ROWS, len(array))
         width = rows + 64 // array.itemsize
         columns = min(array.shape[1], max(1, _SLAB // (width * array.itemsize)))

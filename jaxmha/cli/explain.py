@@ -54,9 +54,9 @@ def command(
     lse: Annotated[bool, option("--lse", "The log-sum-exp is returned.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the implementation that attention would use, and why no earlier one. Needs no device.
+    """Print the implementation that attention would use, and why each one before it is rejected.
 
-    Exit code 1 if none can compute it.
+    No device is needed. The exit code is 1 if no implementation can compute the call.
     """
     with one_message():
         S, K, h = S or T, K or N, h or H

@@ -40,7 +40,7 @@ class CallSettings:
 
     semantics: Semantics
     dropout_key: PRNGKeyArray | None = None
-    return_weights: bool = False  # before dropout
+    return_weights: bool = False  # returns the weights before dropout
     implementation: Implementation = None
 
 

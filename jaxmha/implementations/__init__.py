@@ -67,7 +67,7 @@ DENSE: dict[str, tuple[str, ...]] = {"cuda": ("tokamax", "cudnn", "blocked", "re
 
 
 class UnsupportedError(ValueError):
-    """No candidate supports a request; `reasons` gives the cause by name."""
+    """No implementation supports a request; `reasons` maps each one tried to its reason."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """True if dropout acts."""
+        """True if there is a dropout key and the dropout rate is above 0."""
         return self.dropout_key is not None and self.semantics.dropout_rate > 0
 
 

@@ -169,7 +169,8 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     if found is None or not (found.b or found.n):
         return run(request)
     local_split = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
-    letters = {1: "b", 2: "b?", 4: "bnts"}  # lengths, offsets; padding, segments; array
+    # Sharded axes by rank: lengths and offsets; padding and segments; the dense mask.
+    letters = {1: "b", 2: "b?", 4: "bnts"}
     conditions, tree = jax.tree.flatten(request.mask)
     conditions = [jnp.asarray(x) for x in conditions]
     heads = (request.query, request.key, request.value)

@@ -29,7 +29,7 @@ Rebuild: TypeAlias = Callable[[Sequence[Any]], Request]
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     (_, T, N, _), S = request.query.shape, request.key.shape[1]
     if not all(isinstance(size, int) for size in (*request.query.shape, *request.value.shape)):
         return "sizes must be known"

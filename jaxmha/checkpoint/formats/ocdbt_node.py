@@ -19,10 +19,12 @@ from jaxmha.checkpoint.limits import Budget
 _HEAD = 14  # magic, length, version, compression
 _CONFIG = 16  # of a manifest: a UUID, then numbers
 _MOST_BYTES = 3  # of a stored length; keys have less than 2**16 bytes
-_ZSTD = 93  # in zip files
+_ZSTD = 93  # the compression method number of zstd in zip files
 # Bytes of memory for the path of a file and for an entry of a node, their text not counted.
 _PATH, _ENTRY = 100, 600
-_COPIES = 4  # of a key: in tensorstore, in its description, and twice in the keys found
+# Copies of a key in memory: one in tensorstore, one in the result of `ocdbt.dump`, and two in the
+# dicts of keys.
+_COPIES = 4
 
 
 class Damaged(Exception):  # noqa: N818

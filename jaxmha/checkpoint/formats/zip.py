@@ -188,7 +188,7 @@ def writing(
 
 
 def digest_bytes(plan: Plan) -> int:
-    """The number of bytes that `writing` adds to a header."""
+    """The bytes that a digest adds to each header of a member; 0 if the plan keeps no digests."""
     return len(_digest_field(digests.blank(plan.algorithm))) if plan.keep_digests else 0
 
 
@@ -307,7 +307,7 @@ def _descriptor(source: Source, entry: _Entry, at: int, end: int) -> int:
         for sizes in ("<LQQ", "<LLL"):
             try:
                 exact = signature + struct.pack(sizes, entry.crc, entry.compressed, entry.size)
-            except struct.error:  # too large for 32 bits
+            except struct.error:  # a size does not fit in 32 bits
                 continue
             if raw.startswith(exact):
                 return len(exact)

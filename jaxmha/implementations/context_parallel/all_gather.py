@@ -28,7 +28,7 @@ Out = TypeVar("Out")
 
 
 def supports(request: Request) -> str | None:
-    """None, or the reason why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     reason = common.unsupported(request)
     if reason is not None:
         return reason

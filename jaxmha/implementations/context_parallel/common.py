@@ -116,7 +116,8 @@ def distributed_core(
     def spec(x: jax.Array | None, letters: str) -> PartitionSpec | None:
         return None if x is None else split.spec(x.shape, letters)
 
-    letters = {1: "b", 2: "b?", 4: "bnc?"}  # offsets; rows, keys and segments; array
+    # Sharded axes by rank: offsets; row masks, key masks and segments; the dense mask.
+    letters = {1: "b", 2: "b?", 4: "bnc?"}
     conditions: Any = traced._replace(window=(None, None))
     specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), conditions)
 

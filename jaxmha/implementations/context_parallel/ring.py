@@ -34,7 +34,7 @@ Carry = TypeVar("Carry")
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     reason = common.unsupported(request)
     if reason is None and is_dense(request):
         return (
@@ -327,7 +327,7 @@ def _send(static: Static, arrays: Arrays, hops: int) -> Arrays:
     return tuple(_in_place(permute, x) for x in arrays)
 
 
-PIECES, SMALL = 16, 2**18  # maximum number of pieces; bytes that are sent whole
+PIECES, SMALL = 16, 2**18  # most pieces of an array; an array of up to SMALL bytes is one
 
 
 def _in_place(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

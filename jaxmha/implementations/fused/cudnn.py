@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     reason = adapter.unsupported(request, name="cuDNN", dtypes=("bfloat16", "float16"))
     if reason:
         return reason

@@ -34,7 +34,7 @@ class Settings(NamedTuple):
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     reason = adapter.unsupported(request, name="splash attention", dtypes=DTYPES)
     if reason:
         return reason

@@ -23,7 +23,7 @@ EXCLUDED = -(2.0**41)
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     if find_spec("tokamax") is None:
         return "tokamax is not installed"
     reason = adapter.unsupported(request, name="tokamax", dtypes=("bfloat16", "float16"))

@@ -50,7 +50,7 @@ Core: TypeAlias = Callable[..., OutAndLse]
 
 
 def supports(request: Request) -> str | None:
-    """None, or why not."""
+    """Returns None if this implementation supports the request, else the reason why not."""
     semantics = request.semantics
     shapes = (*request.query.shape, *request.key.shape, *request.value.shape)
     if not all(isinstance(size, int) for size in shapes):

@@ -124,10 +124,11 @@ class Cotangents(NamedTuple):
 
     Attributes:
       d_out: cotangent of the output.
-      row_max: of the forward pass; None: the tile has all keys of its rows, and computes row max,
-        row sum and delta itself.
-      minus_delta: cotangent of the lse minus delta, the row sum of `out * d_out`. If `row_max` is
-        None, delta is not subtracted yet; else `d_out` and this are divided by the row sum.
+      row_max: row max of the forward pass. If it is None, the tile holds all keys of its rows, and
+        `backward` computes row max, row sum and delta.
+      minus_delta: cotangent of the lse minus delta, where delta is the sum of `out * d_out` over
+        each row. If `row_max` is None, this is the cotangent of the lse alone. Otherwise this and
+        `d_out` are already divided by the row sum.
     """
 
     d_out: Float[jax.Array, "*c r h"]
@@ -161,7 +162,7 @@ def backward(
     whole = row_max is None
     if row_max is None:  # the logits of the forward pass may round differently
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
-    else:  # bounds weights by 1 even if matmuls of one shape round differently
+    else:  # recomputed logits may round above row_max; clipping keeps exps <= 1
         row_max = jnp.swapaxes(row_max, -1, -2)
         logits = jnp.minimum(logits, row_max)
     exps = jnp.exp(logits - row_max)

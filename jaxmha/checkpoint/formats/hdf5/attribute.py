@@ -13,8 +13,8 @@ from jaxmha.checkpoint.formats.hdf5.tree import new_records
 
 _TEXT, _VARIABLE = 3, 9  # datatype classes
 _LONGEST_TEXT = 1024
-_BY_NAME = 8  # the kind of a tree of attributes
-_TRACKED = 0x01  # the order of creation
+_BY_NAME = 8  # record type of a version 2 B-tree that indexes attributes by name
+_TRACKED = 0x01  # flag: the creation order of attributes is tracked
 
 
 class Attributes:

@@ -19,7 +19,7 @@ _SINGLE, _IMPLICIT, _FIXED, _GROWING, _TREE = range(1, 6)
 _SINGLE_FILTERED = 0x02
 _STEPS = 4  # steps per chunk, which takes more memory than other structures
 _UNLIMITED = 2**64 - 1
-_RECORDS, _FILTERED_RECORDS = 10, 11  # kinds of trees of version 2
+_RECORDS, _FILTERED_RECORDS = 10, 11  # record types of version 2 B-trees of chunks
 
 
 class Grid(NamedTuple):

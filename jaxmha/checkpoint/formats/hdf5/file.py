@@ -38,7 +38,7 @@ class File:
     def __init__(self, source: Source, limits: Limits) -> None:
         self.source, self.limits = source, limits
         self.member = "/"
-        self._starts, self._sizes = array("Q"), array("Q")  # of what was claimed
+        self._starts, self._sizes = array("Q"), array("Q")  # of the claimed byte ranges
         self._taken = self._steps = 0
         self.end = source.size
         with self.damage("/"):

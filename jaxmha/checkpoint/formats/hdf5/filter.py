@@ -18,7 +18,7 @@ _COMPRESSORS = frozenset({_GZIP, _LZF})
 _KNOWN = _COMPRESSORS | {_SHUFFLE, _FLETCHER32}
 _NAMES = {4: " (szip)", 5: " (nbit)", 6: " (scale-offset)"}
 _CHECKSUM = 4
-_MOST_DEFLATED = 1032  # deflate cannot expand further
+_MOST_DEFLATED = 1032  # largest ratio of inflated to deflated bytes
 
 
 class Filter(NamedTuple):
@@ -75,7 +75,7 @@ def undo(
     used = [one for i, one in enumerate(filters) if not mask >> i & 1]
     if mask >> len(filters):
         raise ValueError("a chunk leaves out filters that there are not")
-    sizes = [size]  # before each filter; None after a compression
+    sizes = [size]  # size before each filter; only the compressor uses its entry
     for one in used:
         sizes.append(sizes[-1] + _CHECKSUM * (one.id == _FLETCHER32))
     for one, expected in zip(reversed(used), reversed(sizes[:-1]), strict=True):

@@ -116,7 +116,7 @@ def _new(file: File, address: int, prefix: bytes) -> Iterator[tuple[int, int, by
     size = int.from_bytes(prefix[at : at + width], "little")
     at += width
     blocks = [file.checked(address, at + size + 4, b"OHDR")[at:-4]]
-    header = 4 + 2 * (flags >> 2 & 1)  # with the order of creation
+    header = 4 + 2 * (flags >> 2 & 1)  # 2 bytes more if messages store their creation order
     for block in blocks:
         at = 0
         while at + header <= len(block):  # a gap at the end is smaller than a message

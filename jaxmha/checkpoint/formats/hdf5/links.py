@@ -14,8 +14,8 @@ from jaxmha.checkpoint.formats.hdf5.tree import GROUPS, new_records, old_leaves
 
 _HARD, _SOFT, _EXTERNAL = 0, 1, 64
 _WHAT = {_SOFT: "a soft link", _EXTERNAL: "a link to another file"}
-_BY_NAME = 5  # the kind of a tree of links
-_TRACKED = 0x01  # the order of creation
+_BY_NAME = 5  # record type of a version 2 B-tree that indexes links by name
+_TRACKED = 0x01  # flag: the creation order of links is tracked
 
 
 def links(file: File, header: Header) -> list[tuple[bytes, int]]:

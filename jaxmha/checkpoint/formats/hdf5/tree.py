@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jaxmha.checkpoint.formats.hdf5.file import UNDEFINED, File
 
-GROUPS, CHUNKS = 0, 1  # kinds of nodes of version 1
+GROUPS, CHUNKS = 0, 1  # node types of version 1 B-trees
 _DEEPEST = 64
 
 

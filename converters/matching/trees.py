@@ -44,7 +44,7 @@ class Array(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
+class Tree:
     """The arrays of a source or target.
 
     Attributes:
@@ -60,7 +60,7 @@ class Side:
     close: Callable[[], None] = lambda: None
 
 
-def read(model: Any) -> Side:
+def read(model: Any) -> Tree:
     """The arrays of a file, a folder of `save_pretrained`, a state dict, a tree or a live model.
 
     Raises:
@@ -88,14 +88,14 @@ def _of(model: Any, package: str) -> bool:
     return any(base.__module__.split(".")[0] == package for base in type(model).__mro__)
 
 
-def _file(path: Path) -> Side:
+def _file(path: Path) -> Tree:
     stack = ExitStack()
     file = stack.enter_context(checkpoint.open(path))
     arrays = {
         name: Array(name, split(name), tuple(info.shape), info.dtype.name)
         for name, info in file.info.items()
     }
-    return Side("file", arrays, lambda name: np.asarray(file[name]), close=stack.close)
+    return Tree("file", arrays, lambda name: np.asarray(file[name]), close=stack.close)
 
 
 def split(name: str) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def split(name: str) -> tuple[str, ...]:
     return tuple(part for part in re.split(r"[./]", name) if part and part != "~")
 
 
-def _torch(module: Any) -> Side:
+def _torch(module: Any) -> Tree:
     live = live_model.torch(module)
     arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
     for name, tensor in live.state.items():
@@ -122,7 +122,7 @@ def _torch(module: Any) -> Side:
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
             form = "io"
         arrays[name] = Array(name, split(name), tuple(tensor.shape), dtype, form or "raw")
-    return Side("torch", arrays, lambda name: to_numpy(live.state[name]), aliases)
+    return Tree("torch", arrays, lambda name: to_numpy(live.state[name]), aliases)
 
 
 def _form(layer: Any, package: str) -> str:
@@ -133,7 +133,7 @@ def _form(layer: Any, package: str) -> str:
     return ""
 
 
-def _nnx(module: Any) -> Side:
+def _nnx(module: Any) -> Tree:
     from flax import nnx
 
     if isinstance(module, nnx.State):
@@ -150,10 +150,10 @@ def _nnx(module: Any) -> Side:
         form = _form(layers.get(parts[:-1]), "flax")
         arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
         values[name] = value
-    return Side("nnx", arrays, lambda name: to_numpy(values[name]))
+    return Tree("nnx", arrays, lambda name: to_numpy(values[name]))
 
 
-def _keras(model: Any) -> Side:
+def _keras(model: Any) -> Tree:
     arrays, values = {}, {}
     for path, layer, variable in keras_variables(model):
         name = f"{path}/{variable.name}".removeprefix("/")
@@ -161,7 +161,7 @@ def _keras(model: Any) -> Side:
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
         values[name] = variable
-    return Side("keras", arrays, lambda name: to_numpy(values[name]))
+    return Tree("keras", arrays, lambda name: to_numpy(values[name]))
 
 
 def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -186,7 +186,7 @@ def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield shown, layer, variable
 
 
-def _tree(tree: Any, kind: str) -> Side:
+def _tree(tree: Any, kind: str) -> Tree:
 
     flat = tree_leaves(tree)
     if not flat:
@@ -202,7 +202,7 @@ def _tree(tree: Any, kind: str) -> Side:
             parts = parts[1:]
         arrays[name] = Array(name, parts, tuple(leaf.shape), str(np.dtype(leaf.dtype)), form)
         values[name] = leaf
-    return Side(kind, arrays, lambda name: to_numpy(values[name]))
+    return Tree(kind, arrays, lambda name: to_numpy(values[name]))
 
 
 def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:

@@ -1,4 +1,4 @@
-"""Words of layer names: synonyms, orders and packed projections, as tables."""
+"""Terms of layer names: synonyms, orders and packed projections, as tables."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _SYNONYMS = {
     "vision": "vision visual image img images",
     "embed": "embed emb embedding embeddings embedder",
     "position": "pos position positions positional wpe",
-    "token": "tok token tokens word words wte vocab",
+    "token": "tok token tokens word terms wte vocab",
     "type": "type seg segment segments",
     "class": "cls class",
     "head": "head heads classifier logits predictions unembed unembedding",
@@ -36,8 +36,8 @@ _SYNONYMS = {
     "logit": "logit temperature",
     "depthwise": "depthwise dw dwconv depth",
 }
-CANONICAL = {word: name for name, words in _SYNONYMS.items() for word in words.split()}
-# Words that say nothing about which of several layers is meant.
+CANONICAL = {word: name for name, terms in _SYNONYMS.items() for word in terms.split()}
+# Terms that say nothing about which of several layers is meant.
 _NOISE = frozenset(
     [
         "layer",
@@ -82,9 +82,9 @@ _NOISE = frozenset(
         "sub",
     ]
 )
-# Words of lists of the same things.
+# Terms of lists of the same things.
 LISTS = dict.fromkeys(("layer", "block", "h", "stack", "stage", "depth"), "layer")
-# Words whose order is known: positions of layers that are applied one after the other.
+# Terms whose order is known: positions of layers that are applied one after the other.
 ORDER = {
     "in": 1,
     "out": 2,
@@ -97,7 +97,7 @@ ORDER = {
     "before": 1,
     "after": 2,
 }
-# Last word or words of a packed layer -> the projections in it, in order.
+# Last word or terms of a packed layer -> the projections in it, in order.
 PACKED = {
     **dict.fromkeys(
         ("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"),
@@ -106,7 +106,7 @@ PACKED = {
     **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
     **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
 }
-# Alternatives of one question: names with different words here never name the same layer.
+# Alternatives of one question: names with different terms here never name the same layer.
 APART = (
     ("query", "key", "value", "out"),
     ("encoder", "decoder"),
@@ -121,7 +121,7 @@ APART = (
 )
 # In an MLP the first and second matrix; in a U-Net the second and first half.
 IN_MLP = {"up": "in", "down": "out"}
-# Names that have a role only together: the names there -> the words of each.
+# Names that have a role only together: the names there -> the terms of each.
 TOGETHER = {
     ("w1", "w2", "w3"): ({"gate"}, {"out"}, {"in"}),
     ("wi_0", "wi_1", "wo"): ({"gate"}, {"in"}, {"out"}),
@@ -143,10 +143,10 @@ _PHRASES = (
 )
 
 
-def words(part: str) -> list[str]:
-    """The words of one part of a path, with numbers apart, in lower case.
+def terms(part: str) -> list[str]:
+    """The terms of one part of a path, with numbers apart, in lower case.
 
-    >>> words("encoder_attn"), words("LayerNorm"), words("fc1")
+    >>> terms("encoder_attn"), terms("LayerNorm"), terms("fc1")
     (['cross', 'attn'], ['layer', 'norm'], ['fc', '1'])
     """
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", part).lower()
@@ -157,10 +157,10 @@ def words(part: str) -> list[str]:
 
 
 def meaning(path: Sequence[str]) -> frozenset[str]:
-    """The canonical words of a path; numbers and words that distinguish nothing are left out."""
+    """The canonical terms of a path; numbers and terms that distinguish nothing are left out."""
     found: set[str] = set()
     for part in path:
-        for word in words(part):
+        for word in terms(part):
             if word.isdigit() or word in _NOISE:
                 continue
             named = CANONICAL.get(word) or CANONICAL.get(word.removesuffix("s"), "")
@@ -170,7 +170,7 @@ def meaning(path: Sequence[str]) -> frozenset[str]:
 
 
 def contradict(a: frozenset[str], b: frozenset[str]) -> tuple[str, str] | None:
-    """Two words of the two sides of which a layer has only one, or None."""
+    """Two terms, one of each tree, of which a layer has only one, or None."""
     for group in APART:
         mine, theirs = a.intersection(group), b.intersection(group)
         if mine and theirs and not mine & theirs:
