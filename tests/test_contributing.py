@@ -21,16 +21,13 @@ class Task(NamedTuple):
     edits: dict[str, dict[str, str]]
 
 
-IMPORT = (
-    "from jaxmha.converters.layout import equinox, flax, haiku, huggingface, keras, linear, torch"
-)
 TASKS = {
     "layout": Task(
         2,
         {"converters/layout/toy.py": "layout.py"},
         {
             "converters/layout/registry.py": {
-                IMPORT: f"{IMPORT}, toy",
+                "keras, linear, torch\n": "keras, linear, torch, toy\n",
                 "    *haiku.LAYOUTS,\n": "    *haiku.LAYOUTS,\n    *toy.LAYOUTS,\n",
             }
         },
@@ -73,9 +70,8 @@ TASKS = {
         {"jaxmha/cli/toy.py": "command.py"},
         {
             "jaxmha/cli/app.py": {
-                "app = typer.Typer(": "from jaxmha.cli import toy\n\napp = typer.Typer(",
-                "@app.callback()": 'app.command("count", epilog=toy.EXAMPLES)(toy.command)\n\n\n'
-                "@app.callback()",
+                "plan, plot, verify\n": "plan, plot, toy, verify\n",
+                "COMMANDS = {\n": 'COMMANDS = {\n    "count": toy,\n',
             }
         },
     ),

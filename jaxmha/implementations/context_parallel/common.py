@@ -26,6 +26,7 @@ from jaxmha.implementations.tiled.tuning import tuning_for
 
 # Positions as Python ints, NumPy arrays or traced values.
 Positions: TypeAlias = Index | np.ndarray[Any, np.dtype[np.integer]]
+Truths: TypeAlias = jax.Array | bool | np.bool_ | np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Static(NamedTuple):
@@ -211,9 +212,9 @@ def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None
 
 def any_allowed(
     below: int | None, above: Index | None, t: Positions, T: int, s: Positions, S: int
-) -> Positions:
+) -> Truths:
     """True if the bounds allow any pair of T queries from position t and S keys from position s."""
-    found: Positions = True
+    found: Truths = True
     if above is not None:
         largest = above if isinstance(above, int) else jnp.max(above)
         found = found & (s <= t + T - 1 + largest)
