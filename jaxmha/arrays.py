@@ -13,27 +13,27 @@ Array: TypeAlias = jax.Array | np.ndarray[tuple[Any, ...], np.dtype[Any]]
 __all__ = [
     "Array",
     "DTypeLike",
-    "are_arrays",
     "as_dtype",
+    "conversion_hint",
     "in_jax",
     "is_rounded",
-    "made_array",
-    "none_foreign",
+    "reject_foreign",
+    "require_arrays",
 ]
 
 # Frameworks whose tensors have shapes and dtypes too, and the call that converts them to arrays.
 FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".numpy()"}
 
 
-def are_arrays(**arguments: object) -> None:
+def require_arrays(**arguments: object) -> None:
     """Raises TypeError for an argument that is neither None nor an array of NumPy or JAX."""
     for name, value in arguments.items():
         if value is None or _is_fine(value):
             continue
-        none_foreign(name, value)
+        reject_foreign(name, value)
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise TypeError(
-                f"{name} must be an array, got {type(value).__name__}{made_array(name, value)}"
+                f"{name} must be an array, got {type(value).__name__}{conversion_hint(name, value)}"
             )
 
 
@@ -58,7 +58,7 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
     return found
 
 
-def made_array(name: str, value: object) -> str:
+def conversion_hint(name: str, value: object) -> str:
     """The end of an error message: how to convert a list to an array."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
 
@@ -68,7 +68,7 @@ def is_rounded(dtype: DTypeLike) -> bool:
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
-def none_foreign(name: str, tree: object) -> None:
+def reject_foreign(name: str, tree: object) -> None:
     """Raises TypeError for a leaf that is a tensor of another framework (without importing it) or a
     NumPy array of a dtype that JAX lacks."""
     if all(map(_is_fine, jax.tree.leaves(tree))):  # paths cost more than all other checks

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
-from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
+from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
@@ -185,9 +185,9 @@ def dot_product_attention(
     >>> residual.shape
     (2, 5, 4)
     """
-    are_arrays(query=query, key=key, value=value, bias=bias)
-    none_foreign("dropout_key", dropout_key)
-    checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
+    require_arrays(query=query, key=key, value=value, bias=bias)
+    reject_foreign("dropout_key", dropout_key)
+    checks.reject_rounding(query=query, key=key, value=value, bias=bias)
     known_scale, traced = traced_scale.split(scale)
     semantics = Semantics(
         scale=known_scale,

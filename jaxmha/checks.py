@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmha.arrays import Array, DTypeLike, are_arrays, as_dtype, is_rounded, none_foreign
+from jaxmha.arrays import Array, DTypeLike, as_dtype, is_rounded, reject_foreign, require_arrays
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, one_of
 
 
-def no_silent_rounding(**arguments: object) -> None:
+def reject_rounding(**arguments: object) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
     if not is_rounded(np.float64):
         return
@@ -49,13 +49,13 @@ def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.floatin
     return dtype
 
 
-def are_of(kind: type, **arguments: object) -> None:
+def require_type(kind: type, **arguments: object) -> None:
     """Raises TypeError for an argument that is not of the type `kind`, or holds tensors of another
     framework."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
-        none_foreign(name, value)
+        reject_foreign(name, value)
 
 
 def flag(name: str, value: object) -> bool:
@@ -85,7 +85,7 @@ def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
     return Mask.window(*both)
 
 
-def are_sizes(*, least: int = 1, most: int | None = None, **arguments: object) -> None:
+def require_sizes(*, least: int = 1, most: int | None = None, **arguments: object) -> None:
     """Raises ValueError for an argument that is neither None nor an integer from least to most."""
     for name, size in arguments.items():
         if size is None or export.is_symbolic_dim(cast(int, size)):
@@ -148,7 +148,7 @@ def flatten_mask(
         if value is None or isinstance(value, int):
             continue
         name = {"array": "mask", **(names or {})}.get(field, f"mask.{field}")
-        are_arrays(**{name: value})
+        require_arrays(**{name: value})
         boolean = field == "array" or field.endswith("padding")
         if not jnp.issubdtype(value.dtype, np.bool_ if boolean else np.integer):
             kind = "a Boolean" if boolean else "an integer"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from jaxmha.arrays import DTypeLike
-from jaxmha.checks import are_sizes, floating_dtype
+from jaxmha.checks import floating_dtype, require_sizes
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.params import MHAParams, Projection
 from jaxmha.semantics import one_of
@@ -61,7 +61,7 @@ def init_params(
     (2, 3, 6)
     """
     one_of("scheme", scheme, ("torch", "keras", "flax"))
-    are_sizes(
+    require_sizes(
         num_heads=num_heads,
         features=features,
         num_kv_heads=num_kv_heads,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxmha import bias_kv, checks, sharding
-from jaxmha.arrays import Array, DTypeLike, are_arrays
+from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, reject_structure
 from jaxmha.dims import bind
@@ -69,8 +69,8 @@ class KVCache(NamedTuple):
         (5, 2, 7, 3)
         """
         sizes = check(params)
-        checks.are_sizes(least=0, batch_size=batch_size)
-        checks.are_sizes(least=0, most=FAR, length=length)
+        checks.require_sizes(least=0, batch_size=batch_size)
+        checks.require_sizes(least=0, most=FAR, length=length)
         dtype = (
             checks.promoted(
                 **{
@@ -289,13 +289,13 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 def _checked(params: MHAParams, x: Array, cache: KVCache, semantics: Semantics) -> KVCache:
     """Checks the arguments; returns the cache, NumPy lengths narrowed to int32 before jit would
     truncate them."""
-    checks.are_of(MHAParams, params=params)
-    checks.are_of(KVCache, cache=cache)
-    checks.are_of(Semantics, semantics=semantics)
-    are_arrays(x=x)
-    are_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
+    checks.require_type(MHAParams, params=params)
+    checks.require_type(KVCache, cache=cache)
+    checks.require_type(Semantics, semantics=semantics)
+    require_arrays(x=x)
+    require_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
     stored = {"cache.key": cache.key, "cache.value": cache.value}
-    checks.no_silent_rounding(params=params, x=x, **stored)
+    checks.reject_rounding(params=params, x=x, **stored)
     for name in ("key", "value"):
         checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
     if not jnp.issubdtype(cache.lengths.dtype, np.integer):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, PRNGKeyArray
 
 from jaxmha import bias_kv, checks, sharding
-from jaxmha.arrays import Array, are_arrays, none_foreign
+from jaxmha.arrays import Array, reject_foreign, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
@@ -118,11 +118,11 @@ def multi_head_attention(
     """
     key = query if key is None else key
     value = key if value is None else value
-    checks.are_of(MHAParams, params=params)
-    checks.are_of(Semantics, semantics=semantics)
-    are_arrays(query=query, key=key, value=value, bias=bias)
-    none_foreign("dropout_key", dropout_key)
-    checks.no_silent_rounding(params=params, query=query, key=key, value=value, bias=bias)
+    checks.require_type(MHAParams, params=params)
+    checks.require_type(Semantics, semantics=semantics)
+    require_arrays(query=query, key=key, value=value, bias=bias)
+    reject_foreign("dropout_key", dropout_key)
+    checks.reject_rounding(params=params, query=query, key=key, value=value, bias=bias)
     is_causal = checks.flag("is_causal", is_causal)
     mask = as_mask(mask)
     with forward_mode():

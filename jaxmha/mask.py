@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from jaxmha import mask_repr
-from jaxmha.arrays import Array, are_arrays, made_array, none_foreign
+from jaxmha.arrays import Array, conversion_hint, reject_foreign, require_arrays
 from jaxmha.integers import comparable, library, narrow, near
 
 P = ParamSpec("P")
@@ -130,7 +130,7 @@ class Mask:
         >>> Mask.padding(key_value=attention_mask != 0).to_array(1, 3, np).astype(int).tolist()
         [[[[1, 1, 0]]]]
         """
-        are_arrays(query=query, key_value=key_value)
+        require_arrays(query=query, key_value=key_value)
         return cls(query_padding=query, key_value_padding=key_value)
 
     @classmethod
@@ -154,7 +154,7 @@ class Mask:
     @classmethod
     def dense(cls, array: Bool[Array, "..."]) -> "Mask":
         """A Boolean array broadcastable to BNTS, True = attend."""
-        none_foreign("mask", array)
+        reject_foreign("mask", array)
         if getattr(array, "dtype", None) is None:
             raise TypeError(
                 f"mask must be a Boolean array or a Mask, got {type(array).__name__}: make it an "
@@ -190,8 +190,8 @@ class Mask:
 
     def _no_structure(self, *_: object) -> NoReturn:
         raise TypeError(
-            "a Mask holds conditions of which all hold: `&` joins them, and has no counterpart in "
-            "`|`, `^` and `~`. Make arrays first: Mask.dense(a.to_array(T, S) | b.to_array(T, S)), "
+            "a Mask is a conjunction of conditions: it supports `&`, and not `|`, `^` or `~`. "
+            "Convert it to an array first: Mask.dense(a.to_array(T, S) | b.to_array(T, S)), "
             "Mask.dense(~a.to_array(T, S))"
         )
 
@@ -258,11 +258,11 @@ def _are_integers(kind: str, *, optional: bool = False, **arguments: object) -> 
     for name, value in arguments.items():
         if value is None and optional:
             continue
-        none_foreign(name, value)
+        reject_foreign(name, value)
         dtype = getattr(value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, np.integer):
             found = type(value).__name__ if dtype is None else dtype
-            raise TypeError(f"{name} must be {kind}, got {found}{made_array(name, value)}")
+            raise TypeError(f"{name} must be {kind}, got {found}{conversion_hint(name, value)}")
 
 
 def _side(side: int | None, window: tuple[object, object]) -> int | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmha import checks
-from jaxmha.arrays import Array, are_arrays
+from jaxmha.arrays import Array, require_arrays
 from jaxmha.mask import Mask
 
 
@@ -30,9 +30,9 @@ def mask_of_keywords(
             "segment_ids must be one array (B, T), or a pair of query ids (B, T) and key/value ids "
             f"(B, S), got {len(ids)}"
         )
-    are_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
+    require_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
     for x in ids:
-        are_arrays(segment_ids=x)
+        require_arrays(segment_ids=x)
     return Mask(
         0 if is_causal else None,
         checks.window(window).window_size,

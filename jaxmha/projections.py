@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmha import checks, sharding
-from jaxmha.arrays import Array, are_arrays
+from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import shard_map
@@ -57,10 +57,10 @@ def project(
     """
     key = query if key is None else key
     value = key if value is None else value
-    checks.are_of(MHAParams, params=params)
-    checks.are_of(Semantics, semantics=semantics)
-    are_arrays(query=query, key=key, value=value)
-    checks.no_silent_rounding(params=params, query=query, key=key, value=value)
+    checks.require_type(MHAParams, params=params)
+    checks.require_type(Semantics, semantics=semantics)
+    require_arrays(query=query, key=key, value=value)
+    checks.reject_rounding(params=params, query=query, key=key, value=value)
     q, k, v = _project(params, *distinct(query, key, value), semantics)
     return q, k, v
 
@@ -162,10 +162,10 @@ def combine(
     >>> combine(params, jnp.ones((4, 5, 2, 3))).shape
     (4, 5, 6)
     """
-    checks.are_of(MHAParams, params=params)
-    checks.are_of(Semantics, semantics=semantics)
-    are_arrays(heads=heads)
-    checks.no_silent_rounding(params=params, heads=heads)
+    checks.require_type(MHAParams, params=params)
+    checks.require_type(Semantics, semantics=semantics)
+    require_arrays(heads=heads)
+    checks.reject_rounding(params=params, heads=heads)
     out: jax.Array = _combine(params, heads, semantics)
     return out
 

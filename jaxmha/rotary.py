@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jaxmha.arrays import Array, are_arrays
-from jaxmha.checks import no_silent_rounding, promoted
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.checks import promoted, reject_rounding
 from jaxmha.implementations.base import accumulation_dtype
 
 
@@ -49,13 +49,13 @@ def rope(
     >>> rope(jnp.ones((2, 3, 5, 4)), jnp.arange(3)).shape
     (2, 3, 5, 4)
     """
-    are_arrays(x=x, positions=positions)
-    no_silent_rounding(x=x)
+    require_arrays(x=x, positions=positions)
+    reject_rounding(x=x)
     promoted(x=x)
     if not base > 0:
         raise ValueError(f"base must be positive, got {base}")
     if inv_freq is not None:
-        return _first(x, positions, inv_freq, interleaved)
+        return _rotate_first(x, positions, inv_freq, interleaved)
     if x.ndim < 3 or x.shape[-1] % 2:
         raise ValueError(f"x: expected axes (*B, T, N, H) with an even H, got shape {x.shape}")
     H = x.shape[-1]
@@ -64,18 +64,22 @@ def rope(
     return _rotated(x, positions, frequency, interleaved)
 
 
-def _first(x: Array, positions: Array, inv_freq: Float[Array, "P"], interleaved: bool) -> jax.Array:
+def _rotate_first(
+    x: Array, positions: Array, inv_freq: Float[Array, "P"], interleaved: bool
+) -> jax.Array:
     """Rotates the first 2 P features."""
-    are_arrays(inv_freq=inv_freq)
-    turned = 2 * inv_freq.shape[0]
-    if x.ndim < 3 or inv_freq.ndim != 1 or x.shape[-1] < turned:
+    require_arrays(inv_freq=inv_freq)
+    if inv_freq.ndim != 1:
+        raise ValueError(f"inv_freq: expected axes (P), got shape {inv_freq.shape}")
+    rotated_features = 2 * inv_freq.shape[0]
+    if x.ndim < 3 or x.shape[-1] < rotated_features:
         raise ValueError(
-            f"x: expected axes (*B, T, N, H) with H of at least {turned}, twice the length of "
+            f"x: expected axes (*B, T, N, H) with H of at least {rotated_features}, twice the length of "
             f"inv_freq {inv_freq.shape}, got shape {x.shape}"
         )
     frequency = jnp.asarray(inv_freq, accumulation_dtype(x.dtype))
-    front = _rotated(x[..., :turned], positions, frequency, interleaved)
-    return jnp.concatenate([front, jnp.asarray(x[..., turned:])], -1)
+    front = _rotated(x[..., :rotated_features], positions, frequency, interleaved)
+    return jnp.concatenate([front, jnp.asarray(x[..., rotated_features:])], -1)
 
 
 def _rotated(x: Array, positions: Array, frequency: jax.Array, interleaved: bool) -> jax.Array:

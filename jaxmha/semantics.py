@@ -238,7 +238,7 @@ class Semantics:
 
 
 _ARRAYS = (
-    ": an array is a scale of dot_product_attention; for a layer multiply the queries' kernel by it"
+    ": dot_product_attention takes an array as scale; in a layer, multiply the query kernel by it"
 )
 
 

@@ -1,4 +1,4 @@
-"""Sharding of attention over a mesh: partition specs, and the mesh axes of its own axes.
+"""Sharding of attention over a mesh: PartitionSpecs of arrays, and the mesh axes of B, N, T and S.
 
 `specs` and `activations` shard the arrays; `use` gives the same mesh axes to attention, which then
 runs on each device's own batch rows and heads:
@@ -98,9 +98,9 @@ def use(
         if name not in mesh.shape:
             raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, not {name!r}")
     if len(set(named)) < len(named):
-        raise ValueError(f"every axis of the mesh has one purpose, got {named}")
+        raise ValueError(f"each mesh axis may be given once, got {named}")
     if zigzag and context is None:
-        raise ValueError("zigzag is an order of positions along the axis context: name it")
+        raise ValueError("zigzag needs context, the mesh axis of the positions")
     entered: AbstractContextManager[None] = AXES(axes)
     return entered
 

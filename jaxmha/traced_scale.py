@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import sharding
-from jaxmha.arrays import Array, none_foreign
+from jaxmha.arrays import Array, reject_foreign
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.tiled import block_mask
 from jaxmha.mask import Mask
@@ -18,7 +18,7 @@ def split(scale: float | Array | None) -> tuple[float | None, jax.Array | None]:
       ValueError: the array has a shape other than ().
       TypeError: the array is not of real numbers.
     """
-    none_foreign("scale", scale)
+    reject_foreign("scale", scale)
     if not isinstance(scale, jax.Array | np.ndarray):
         return scale, None
     if scale.shape != ():

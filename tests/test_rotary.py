@@ -103,3 +103,10 @@ def test_frequencies_rotate_the_first_features_alone(interleaved: bool) -> None:
 def test_more_frequencies_than_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"H of at least 12, twice the length of inv_freq \(6,\)"):
         rope(np.zeros((B, T, N, H), np.float32), np.arange(T), inv_freq=np.ones(6, np.float32))
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("shape", [(), (1, 2)])
+def test_frequencies_of_another_rank(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"inv_freq: expected axes \(P\), got shape"):
+        rope(np.zeros((B, T, N, H), np.float32), np.arange(T), inv_freq=np.ones(shape, np.float32))

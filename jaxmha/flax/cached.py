@@ -59,7 +59,7 @@ def attend_cached(
     check_positions(positions, rotate, *inputs[:2])
     check_arrays(params, inputs, bias)
     heads = {"cached_key": cached[0], "cached_value": cached[1]}
-    checks.no_silent_rounding(**heads)
+    checks.reject_rounding(**heads)
     for name, x in heads.items():
         checks.floating_dtype(x.dtype, f"the dtype of {name}")
     with forward_mode():

@@ -10,7 +10,7 @@ from flax.nnx.nn import dtypes
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from jaxmha import checks
-from jaxmha.arrays import Array, DTypeLike, are_arrays
+from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.flax.heads import CallSettings, Implementation, attend_heads, rotated
 from jaxmha.flax.settings import behaviour, cast, read_mask, reject_hooks
 from jaxmha.mask import Mask
@@ -118,14 +118,14 @@ def attention_fn(
         )
     if read.dropout_rate > 0 and not dropout_rate:
         raise ValueError(
-            f"semantics.dropout_rate={read.dropout_rate} alone cannot act, since flax's modules hand "
-            "on their own: give that, or replace(semantics, dropout_rate=0.0)"
+            f"semantics.dropout_rate={read.dropout_rate} alone has no effect, since flax's modules "
+            "pass their own: set dropout_rate there, or replace(semantics, dropout_rate=0.0)"
         )
     drops = read.dropout_rate > 0 and not deterministic
     if drops and dropout_rng is None:
         raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
-    are_arrays(query=query, key=key, value=value, bias=bias)
-    checks.no_silent_rounding(query=query, key=key, value=value, bias=bias)
+    require_arrays(query=query, key=key, value=value, bias=bias)
+    checks.reject_rounding(query=query, key=key, value=value, bias=bias)
     if not (
         query.ndim == key.ndim == value.ndim >= 3
         and query.shape[:-3] == key.shape[:-3]

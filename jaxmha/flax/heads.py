@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from jaxmha import bias_kv, checks, sharding
-from jaxmha.arrays import Array, are_arrays
+from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import forward_mode
@@ -100,8 +100,8 @@ def hashable_settings(settings: CallSettings) -> CallSettings:
 def check_arrays(params: MHAParams, inputs: Inputs, bias: Array | None) -> None:
     """Raises TypeError for an input that is not an array, or that JAX would silently round."""
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
-    are_arrays(bias=bias, **names)
-    checks.no_silent_rounding(params=params, bias=bias, **names)
+    require_arrays(bias=bias, **names)
+    checks.reject_rounding(params=params, bias=bias, **names)
 
 
 def _specs_of_heads(query: jax.Array, *_: object) -> tuple[sharding.Axes, object] | None:
@@ -173,7 +173,7 @@ def check_positions(
         raise ValueError(
             "input_positions: nothing is rotated; give rotate, such as jaxmha.rope, as well"
         )
-    are_arrays(input_positions=positions)
+    require_arrays(input_positions=positions)
     expected, others = queries.shape[:-features], keys.shape[:-features]
     if positions.shape != expected or others != expected:
         raise ValueError(
@@ -192,7 +192,7 @@ def rotated(
     *batch, T, _, _ = query.shape
     if key.shape[-3] != T:
         raise ValueError(
-            f"rotate: which positions T={T} queries have among S={key.shape[-3]} keys is not known "
+            f"rotate: the positions of T={T} queries among S={key.shape[-3]} keys are not known "
             "here; rotate in jaxmha.flax.linen or jaxmha.flax.nnx instead, which hold the cache"
         )
     at = _positions(batch, T) if positions is None else jnp.asarray(positions)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
-from jaxmha.checks import are_sizes, no_silent_rounding, promoted
+from jaxmha.checks import promoted, reject_rounding, require_sizes
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -47,7 +47,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
     Its variables equal flax's, so that checkpoints load unchanged, both ways. It computes what flax
     computes, with [these differences](../guide/models.md#what-differs-from-flax); above all, fully
-    marguments rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
+    masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     Attributes:
       num_heads: N.
@@ -75,7 +75,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
-      semantics: scale, soft cap, fully marguments rows, `add_zero_attn` and the like; settings with an
+      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
@@ -175,7 +175,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         """
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
-                raise ValueError("inputs_kv is inputs_k and inputs_v at once: give it or them")
+                raise ValueError("inputs_kv stands for both inputs_k and inputs_v: give it alone")
             warnings.warn(
                 "inputs_kv is deprecated in flax: give inputs_k, which serves as both",
                 DeprecationWarning,
@@ -240,7 +240,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         features = self.qkv_features or Dq
         K, H, h = head_sizes(N, features, self.num_kv_heads, self.value_head_dim)
         Do = self.out_features or Dq
-        are_sizes(out_features=Do)
+        require_sizes(out_features=Do)
 
         def projection(name: str, shape: tuple[int, ...], contracted: int = 1) -> Projection:
             kernel_init, bias_init = self.kernel_init, self.bias_init
@@ -378,7 +378,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         >>> layer.apply(variables, jnp.ones((3, 5, 6))).shape
         (3, 5, 6)
         """
-        no_silent_rounding(params=params)
+        reject_rounding(params=params)
         module = cls(**settings_of(params, semantics, settings))
         tree = {PATHS[leaf]: jnp.asarray(array) for leaf, array in leaves(params).items()}
         return module, {"params": unflatten_dict(tree)}

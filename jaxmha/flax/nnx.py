@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
-from jaxmha.checks import are_sizes, floating_dtype, no_silent_rounding
+from jaxmha.checks import floating_dtype, reject_rounding, require_sizes
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -49,7 +49,7 @@ class MultiHeadAttention(Attributes):
 
     Its state equals flax's, so that checkpoints load unchanged, both ways. It computes what flax
     computes, with [these differences](../guide/models.md#what-differs-from-flax); above all, fully
-    marguments rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
+    masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     The attributes `dropout_rate`, `broadcast_dropout` and `precision` read and set `semantics`;
     `use_bias`, `normalize_qk` and `attention_fn` are read-only.
@@ -81,7 +81,7 @@ class MultiHeadAttention(Attributes):
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
-      semantics: scale, soft cap, fully marguments rows, `add_zero_attn` and the like; settings with an
+      semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `jaxmha.rope`.
@@ -166,9 +166,9 @@ class MultiHeadAttention(Attributes):
         )
         kv = in_features if in_kv_features is None else as_tuple(in_kv_features)
         Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
-        are_sizes(in_features=in_features, out_features=out_features)
-        are_sizes(in_kv_features=Dk)
-        are_sizes(in_kv_features=Dv)
+        require_sizes(in_features=in_features, out_features=out_features)
+        require_sizes(in_kv_features=Dk)
+        require_sizes(in_kv_features=Dv)
         features = in_features if qkv_features is None else qkv_features
         K, H, h = head_sizes(num_heads, features, num_kv_heads, value_head_dim)
         self.num_heads, self.num_kv_heads = num_heads, K
@@ -365,7 +365,7 @@ class MultiHeadAttention(Attributes):
         >>> MultiHeadAttention.from_params(params)(jnp.ones((3, 5, 6))).shape
         (3, 5, 6)
         """
-        no_silent_rounding(params=params)
+        reject_rounding(params=params)
         for name in ("in_features", "in_kv_features", "kernel_init"):
             if name in settings:
                 raise ValueError(f"{name} is that of the parameters: leave it out")

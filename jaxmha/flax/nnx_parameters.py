@@ -86,8 +86,8 @@ def variable(module: nnx.Module, leaf: str) -> nnx.Variable | None:
     for setting, expected in UNTOUCHED.items():
         if getattr(held, setting, expected) != expected:
             raise ValueError(
-                f"{name}.{setting} has changed, and acts only where the layer is called, which it is "
-                "not: use flax's own module with attention_fn=jaxmha.flax.attention_fn"
+                f"{name}.{setting} was changed, which has no effect: the layer is not called. Use "
+                "flax's own module with attention_fn=jaxmha.flax.attention_fn"
             )
     return getattr(held, *tail)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import checks
-from jaxmha.arrays import Array, DTypeLike, are_arrays, none_foreign
-from jaxmha.checks import are_of, are_sizes
+from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
+from jaxmha.checks import require_sizes, require_type
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import Precision, Semantics, one_of
@@ -38,7 +38,7 @@ def behaviour(
     ('B', 'N')
     """
     given = Semantics() if semantics is None else semantics
-    are_of(Semantics, semantics=given)
+    require_type(Semantics, semantics=given)
     default = ("B", "N") if semantics is None else given.dropout_broadcast  # flax's default
     from_arguments = Semantics(
         dropout_rate=dropout_rate,
@@ -99,7 +99,7 @@ def read_inputs(
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
     named = {"inputs_q": query, "inputs_k": key, "inputs_v": value}
-    are_arrays(**named)
+    require_arrays(**named)
     for name, x in named.items():
         if x is not None and x.dtype == bool:
             raise TypeError(f"{name} must not be Boolean: give a mask by its name, mask=")
@@ -118,7 +118,7 @@ def read_mask(mask: Array | Mask | None, window: Window = None, is_causal: bool 
     elif not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
         raise TypeError(f"mask must be an array or a jaxmha.Mask, got {type(mask).__name__}")
     else:
-        none_foreign("mask", mask)
+        reject_foreign("mask", mask)
         # A NumPy array is compared in NumPy: JAX might round 64-bit values to zero.
         array = mask if isinstance(mask, np.ndarray) else jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)
@@ -163,7 +163,7 @@ def head_sizes(
     num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
     """K, H and h of a module; ValueError for an invalid size, or if heads do not divide."""
-    are_sizes(
+    require_sizes(
         num_heads=num_heads,
         qkv_features=qkv_features,
         num_kv_heads=num_kv_heads,
@@ -202,8 +202,8 @@ def settings_of(
 
 
 def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
-    are_of(MHAParams, params=params)
-    are_of(Semantics, semantics=semantics)
+    require_type(MHAParams, params=params)
+    require_type(Semantics, semantics=semantics)
     sizes = check(params)
     with_bias = tuple(
         name

@@ -1,8 +1,8 @@
 """Registry of the attention implementations, and the choice among them.
 
-The choice is static: it follows from platform, dtype, shapes and the structure of the mask. A
-kernel is probed on this machine before it is chosen for the first time. Programs are portable:
-lowered for another platform, they contain the first implementation in plain XLA.
+The choice is static: it follows from platform, dtype, shapes and the structure of the mask. An
+implementation in `KERNELS` is probed on this machine before it is first chosen. Programs are
+portable: lowered for another platform, they contain an implementation in plain XLA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,12 +50,13 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 OF_JAX: dict[str, str] = {"xla": "reference"}
 # Context-parallel implementations; they come first where positions are sharded.
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
-# Implementations outside plain XLA, and the platform that JAX must lower them for.
+# Implementations that are probed first, and the platform that JAX must lower them for; native
+# checks itself, and lowers to plain XLA elsewhere.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = False
-# Order of preference by platform; "" is every other platform. splash has a good reputation but was
-# never measured here: it runs only by name.
+# Order of preference by platform; "" is every other platform. splash is absent, since it has not
+# been measured on a TPU: it runs only if a caller names it.
 ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "tokamax", "blocked", "reference"),
     "cpu": (*("native",) * NATIVE_FIRST, "few_queries", "blocked", "reference"),
@@ -76,10 +77,10 @@ class UnsupportedError(ValueError):
 
 
 class SupportQuery(tuple[str, ...]):
-    """Names of implementations (none: those of the platform), for `attend` to check and not to run.
+    """Names of implementations that `attend` checks without running them; empty: the platform's.
 
-    `attend` fills `reasons` with every candidate and why it cannot compute the request (None: it
-    can). No two queries are equal, so that no cache of jit returns an old one.
+    `attend` sets `reasons` to every candidate and the reason why it cannot compute the request, or
+    None. Queries compare by identity, so that jit traces the call again for every query.
     """
 
     reasons: list[tuple[str, str | None]]
@@ -130,7 +131,7 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     axes = sharding.current()
     if axes is not None and axes.zigzag and name not in CONTEXT:
         return "positions are in zig-zag order"
-    reason: str | None = implementation.supports(request)
+    reason: str | None = implementation.unsupported_reason(request)
     if reason or name not in KERNELS:
         return reason
     if platforms.current().present:
@@ -197,7 +198,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         found: Result = IMPLEMENTATIONS[name].attend(these)
         return found if request.return_lse else found._replace(lse=None)
 
-    def elsewhere(*arrays: Any) -> Result:  # most likely on a CPU
+    def elsewhere(*arrays: Any) -> Result:  # on an unknown platform: as on a CPU
         with platforms.lowering_for("cpu"):
             return run(portable, *arrays)
 

@@ -20,7 +20,7 @@ from jaxmha.matmul import matmul, pairwise_sum
 from jaxmha.semantics import FullyMasked, Precision
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """None: the reference supports everything."""
     return None
 

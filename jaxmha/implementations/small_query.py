@@ -24,11 +24,11 @@ from jaxmha.semantics import Precision
 MOST_ROWS = 32
 LEAST_KEYS = 64
 
-# Puts the arrays of a request back among its static values.
+# Rebuilds a request from its arrays; its static fields are kept.
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Request]
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     (_, T, N, _), S = request.query.shape, request.key.shape[1]
     if not all(isinstance(size, int) for size in (*request.query.shape, *request.value.shape)):
@@ -75,8 +75,8 @@ def _jvp(
 
 
 def _masked(request: Request) -> Result:
-    """Skips zeroing of unattended keys and values, which copies them all. It is only needed if some
-    are NaN or infinite, which shows in the (small) logits and outputs."""
+    """Computes the request without zeroing unattended keys and values, which would copy them all;
+    if the logits or the output are then not finite, computes it again with zeroing."""
     finite: list[jax.Array] = []
 
     def query_key(query: jax.Array, key: jax.Array, precision: Precision) -> jax.Array:

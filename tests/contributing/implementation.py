@@ -4,7 +4,7 @@ from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request, Result
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """None, or why not."""
     return None if request.bias is None else "the toy has no biases"
 

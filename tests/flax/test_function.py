@@ -165,7 +165,7 @@ def test_float64(x64: None) -> None:
         ({"semantics": Semantics(add_zero_attn=True)}, "belong to a layer"),
         ({"semantics": Semantics(qk_norm="rms")}, "belong to a layer"),
         ({"semantics": Semantics(dropout_rate=0.2), "dropout_rate": 0.5}, "differ"),
-        ({"semantics": Semantics(dropout_rate=0.2), "deterministic": True}, "alone cannot act"),
+        ({"semantics": Semantics(dropout_rate=0.2), "deterministic": True}, "alone has no effect"),
         ({"semantics": Semantics(precision="high"), "precision": "highest"}, "differ"),
         ({"mask": jnp.ones((B, N, T, S + 1))}, "mask: expected axes"),
         ({"implementation": "flash"}, "implementation must be among"),

@@ -99,7 +99,7 @@ def test_what_positions_cannot_mean_is_refused() -> None:
         layer(X, X[:, :3], input_positions=POSITIONS)
     with pytest.raises(ValueError, match=message):
         attention_fn(q, k, k, rotate=ROTATE, input_positions=POSITIONS)
-    with pytest.raises(ValueError, match="T=5 queries have among S=6 keys is not known here"):
+    with pytest.raises(ValueError, match="T=5 queries among S=6 keys are not known here"):
         attention_fn(q, k, k, rotate=ROTATE)
 
 

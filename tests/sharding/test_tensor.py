@@ -300,7 +300,7 @@ def test_specs() -> None:
     with pytest.raises(ValueError, match=r"the mesh has axes .*, not 'heads'"):
         sharding.specs(grouped, mesh=sizes, tensor="heads")
     for known in (sizes, None):
-        with pytest.raises(ValueError, match="every axis of the mesh has one purpose"):
+        with pytest.raises(ValueError, match="each mesh axis may be given once"):
             sharding.specs(grouped, mesh=known, fsdp="fsdp", tensor="fsdp")
 
 
@@ -308,7 +308,7 @@ def test_specs() -> None:
     ("names", "message"),
     [
         ({"data": "rows"}, "the mesh has axes"),
-        ({"data": "data", "tensor": "data"}, "one purpose"),
+        ({"data": "data", "tensor": "data"}, "may be given once"),
         ({"data": "data", "zigzag": True}, "name it"),
     ],
 )

@@ -27,7 +27,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     reason = common.unsupported(request)
     if reason is not None:
@@ -69,7 +69,7 @@ def _by_parts(
     traced: Conditions,
     seed: Seed | None,
 ) -> tuple[jax.Array, ...]:
-    """`compute` (whose results are arrays) on each part of one device's queries, with the gathered keys and values."""
+    """Applies `compute` to each part of this device's queries and the gathered keys and values."""
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
 

@@ -70,16 +70,16 @@ def unsupported(request: Request) -> str | None:
     axes = sharding.current()
     if axes is None or axes.context is None:
         return (
-            "positions lie on one device: `with jaxmha.sharding.use(mesh, context=...)` names "
-            "the axis of a mesh"
+            "positions are not sharded: name their mesh axis by "
+            "`with jaxmha.sharding.use(mesh, context=...)`"
         )
     T, S = request.query.shape[1], request.key.shape[1]
-    reason = attention.supports(request)
+    reason = attention.unsupported_reason(request)
     if reason:
         return reason
     parts = axes.size((axes.context,)) * (2 if axes.zigzag else 1)
     if T % parts or S % parts or not T or not S:
-        return f"T={T} and S={S} must be multiples of {parts} parts of positions"
+        return f"T={T} and S={S} must be positive multiples of {parts}"
     return None
 
 

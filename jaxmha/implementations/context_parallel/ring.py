@@ -33,13 +33,13 @@ Tree = TypeVar("Tree")
 Carry = TypeVar("Carry")
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     reason = common.unsupported(request)
     if reason is None and is_dense(request):
         return (
-            "the ring takes no bias, and no dense mask but one of queries or of keys alone; "
-            "allgather does"
+            "ring takes neither a bias nor a dense mask, unless the mask is over queries or keys "
+            "alone; allgather takes both"
         )
     return reason
 

@@ -47,7 +47,7 @@ class KernelInputs(NamedTuple):
 
 
 def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """Why no fused kernel, or not this one with its dtypes, takes a request; None: no objection."""
+    """The reason why the kernel `name` cannot compute a request; None: none is known here."""
     dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -59,7 +59,7 @@ def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str 
     if request.return_weights:
         return "weights are never materialised: return_weights must be False"
     if request.drops:
-        return f"{name} has no dropout that is the same everywhere"
+        return f"{name} does not draw the same dropout mask as the other implementations"
     if request.semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
     return None

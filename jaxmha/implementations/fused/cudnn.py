@@ -32,16 +32,14 @@ class Settings(NamedTuple):
     left: int | None
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     reason = adapter.unsupported(request, name="cuDNN", dtypes=("bfloat16", "float16"))
     if reason:
         return reason
     platform = platforms.current()
     if platform.capability is None or platform.capability < (8, 0):
-        return (
-            f"cuDNN's fused attention needs a GPU of compute capability 8.0, not {platform.device}"
-        )
+        return f"cuDNN's fused attention needs a GPU of compute capability 8.0 or higher, got {platform.device}"
     mask, semantics = request.mask, request.semantics
     (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
     scale = H**-0.5 if semantics.scale is None else semantics.scale

@@ -1,6 +1,6 @@
 """Splash attention: the TPU kernel in Pallas that comes with JAX.
 
-Checked by lowering and in interpret mode only, so it runs only by name. Source:
+Tested by lowering and in interpret mode only, so it runs only if a caller names it. Source:
 `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     interpret: bool
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     reason = adapter.unsupported(request, name="splash attention", dtypes=DTYPES)
     if reason:
@@ -55,7 +55,7 @@ def supports(request: Request) -> str | None:
         and math.frexp(scale)[0] != 0.5
         and request.query.dtype == jnp.bfloat16
     ):
-        return f"queries are scaled first, so the log-sum-exp is exact for powers of 2, not {scale}"
+        return f"scaling bfloat16 queries by {scale}, not a power of 2, would round the log-sum-exp"
     return None
 
 

@@ -22,7 +22,7 @@ BACKENDS: tuple[str, ...] = ("mosaic", "triton")
 EXCLUDED = -(2.0**41)
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     if find_spec("tokamax") is None:
         return "tokamax is not installed"
@@ -31,7 +31,7 @@ def supports(request: Request) -> str | None:
         return reason
     platform = platforms.current()
     if platform.capability is None or platform.capability < (8, 0):
-        return f"tokamax needs a GPU of compute capability 8.0, not {platform.device}"
+        return f"tokamax needs a GPU of compute capability 8.0 or higher, got {platform.device}"
     mask, semantics = request.mask, request.semantics
     if jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
         return "tokamax relies on the promotion of dtypes, which jax_numpy_dtype_promotion forbids"

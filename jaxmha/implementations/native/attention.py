@@ -1,7 +1,7 @@
 """Attention by the native kernels: online softmax over blocks of keys, forward and backward.
 
-Logits, sums and statistics are float32. The backward pass computes weights again from row max and
-row sum, by products that round as those of the forward pass.
+Logits, row max and row sum are float32. The backward pass recomputes weights from row max and row
+sum, by matmuls that round like those of the forward pass.
 """
 
 from functools import partial
@@ -23,15 +23,15 @@ from jaxmha.implementations.tiled import block_mask
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def supports(request: Request) -> str | None:
-    """None, or why not."""
+def unsupported_reason(request: Request) -> str | None:
+    """Returns None if this implementation supports the request, else the reason why not."""
     platform = platforms.current()
     if platform.name != "cpu":
         return f"it runs on CPU, not on {platform.device}"
     if jax.process_count() > 1:
-        return "the processes of one program may not all have it"
+        return "jaxmha-cpu may be missing in another process of this program"
     if jax.device_count() > 1 and not _on_one_device():
-        return "XLA may cut the call over devices: name their axes with jaxmha.sharding.use"
+        return "XLA may partition the call: name the mesh axes with jaxmha.sharding.use"
     return library.unavailable() or _declined(request)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.matmul import split_scale
 
-# Beyond any position; the kernels take such a bound for none.
+# A bound that masks nothing: larger than any position.
 FAR = 2**40
 
 
@@ -20,7 +20,7 @@ class Settings(NamedTuple):
       scale: of the logits. soft_cap: None: none.
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
-      gradient: whether one reads the row statistics of the forward pass.
+      gradient: whether the backward pass reads row max and row sum.
     """
 
     scale: float
@@ -81,18 +81,18 @@ class Residuals(NamedTuple):
     d_lse: jax.Array
 
 
-# How many axes the fields have after the batch axes, in their order.
+# Number of axes of each field of `Problem` and `Residuals` after the batch axes.
 AXES: tuple[int, ...] = (3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
 AXES_OF_RESIDUALS: tuple[int, ...] = (2, 2, 3, 2)
 
 
 def absent(dtype: Any) -> jax.Array:
-    """Stands for an operand that there is not."""
+    """An array without elements, in place of an operand that the request lacks."""
     return jnp.zeros((0,), dtype)
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The factor that the row max lacks; soft caps and biases are applied to whole logits."""
+    """The factor left out of the row max: the rest of `split_scale`; 1 with a cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 

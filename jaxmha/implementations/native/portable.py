@@ -1,8 +1,8 @@
 """The native kernels in plain XLA, with the same operands and results.
 
-A program contains them in place of the native ones where it may run elsewhere or is cut over
-devices: exported, lowered for another platform, or partitioned by XLA. Second derivatives
-differentiate them, computed by `reference`: a custom gradient has no forward mode.
+A program contains them in place of the native ones if it is exported, lowered for another
+platform, or partitioned by XLA. Second derivatives differentiate them with `reference`, since the
+`custom_vjp` of tiled attention has no forward mode.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from jaxmha.semantics import Semantics
 
 
 def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Output, row max and row sum; the row max is that of the lse here, and the row sum 1."""
+    """Output, row max and row sum; here the row max holds the lse, and the row sum is 1."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem = Problem(*operands)

@@ -38,8 +38,7 @@ def _backward_shapes(settings: Settings, *operands: Any) -> Shapes:
 
 
 def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
-    """The last batch axis is that of the bias, and its gradient has the same; others are of vmap,
-    and the gradient has all of them."""
+    """The gradient has the last batch axis of the bias and every batch axis that vmap has added."""
     lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 2))
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 
@@ -62,7 +61,7 @@ def _made(name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., lis
         ]
 
     def batched(operands: Any, axes: Any, *, settings: Settings) -> Any:
-        """The mapped axis becomes the first of the batch axes, of size 1 where it is not."""
+        """Moves the mapped axis to the front; operands that are not mapped get one of size 1."""
         moved = [
             x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
             for x, axis in zip(operands, axes, strict=True)
@@ -102,10 +101,10 @@ def _made(name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., lis
 
 
 def may_move(module: Any) -> bool:
-    """True if a program may run on another machine, or XLA may cut it over devices.
+    """True if a program may run on another machine, or XLA may partition it over devices.
 
-    An exported program has to run where there is no library. The partitioner of XLA would gather
-    the operands of a custom call; inside `shard_map` there is nothing left for it to cut.
+    An exported program must run without the library. XLA's partitioner would gather the operands of
+    a custom call; inside `shard_map` over all axes it has nothing left to partition.
     """
     if module.lowering_parameters.for_export:
         return True

@@ -49,7 +49,7 @@ Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 Core: TypeAlias = Callable[..., OutAndLse]
 
 
-def supports(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
     semantics = request.semantics
     shapes = (*request.query.shape, *request.key.shape, *request.value.shape)
@@ -222,13 +222,12 @@ def core(
     """Output and lse (None unless `config.lse`); fully masked rows are 0 and -inf.
 
     Args:
-      tiling: of the arrays.
-      config: the static config.
-      query: scaled except for `config.scale`.
-      key: of K heads.
-      value: of K heads.
-      bias: additive, axes of size 1 broadcast.
-      traced: the mask conditions that are arrays.
+      tiling: sizes of the arrays and of their tiles.
+      config: static settings.
+      query: multiplied by the scale of the logits, except for its factor `config.scale`.
+      key, value: in the accumulation dtype.
+      bias: added to the logits; axes of size 1 broadcast.
+      traced: the mask conditions that are arrays; the static ones are in `config`.
       seed: of dropout; None: no dropout.
     """
 

@@ -125,7 +125,7 @@ def forward_into(
 ) -> State:
     """Folds further keys into the transposed softmax states `before`, in place.
 
-    `decode`: converts a KV tile to numbers when it is visited.
+    `decode`: casts a KV tile from its stored dtype when it is visited.
     """
     shared = _shared(tiling, config, None, traced, seed)
 
@@ -192,7 +192,7 @@ def backward_inputs(
     If `softmax` is None, each tile has all keys of its rows and computes row max, row sum and delta
     from its own logits.
     """
-    # dlogit = weight * (dout @ value - delta + dlse) with delta = sum(dout * out); weight is
+    # d_logit = weight * (d_out @ value - delta + d_lse) with delta = sum(d_out * out); weight is
     # exp(logit - row max) / row sum, and 0 in fully masked rows.
     query = jnp.swapaxes(layout.to_query_tiles(tiling, query), -1, -2)
     minus_delta = jnp.zeros_like(d_out[..., :1]) if d_lse is None else d_lse[..., None]
@@ -270,9 +270,9 @@ def backward_into(
     seed: Seed | None,
     decode: Decode,
 ) -> QKVGradients:
-    """Accumulates the gradients of further keys in those of `before`, in place.
+    """Adds the gradients of further keys to those of `before`, in place.
 
-    `decode`: converts a KV tile to numbers when it is visited.
+    `decode`: casts a KV tile from its stored dtype when it is visited.
     """
     shared = _shared(tiling, config, None, traced, seed)
     inputs = (query, cotangents), (key, value)

@@ -43,6 +43,7 @@ def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
             x.reshape(-1, tiling.batches if len(x) > 1 else 1, *x.shape[1:]) for x in (some, every)
         )
         some, every = some.any(1), every.all(1)  # type: ignore[assignment]  # no scalars
+    # 0: unmasked, 1: partially masked, 2: fully masked.
     kind = 2 - some.astype(np.int32) - every.astype(np.int32)
     order: Array
     if isinstance(kind, np.ndarray):

@@ -1,4 +1,4 @@
-"""Measured tile and band sizes, by platform: `python -m experiments.cuts` measures them again."""
+"""Measured tile and band sizes, by platform: `python -m experiments.tiling` measures them again."""
 
 from dataclasses import dataclass
 
