@@ -68,7 +68,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    return None if isinstance(val, str) else variants.name_of(val)
+    name = variants.name_of(val)
+    return name if isinstance(name, str) and name is not val else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,7 +25,7 @@ def without_link(folder: Path) -> Path:
     for name in ("jaxmha", "converters"):
         ignored = shutil.ignore_patterns("__pycache__", "converters")
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, tree)
     (tree / "jaxmha" / "converters").write_text("../converters")
     return tree

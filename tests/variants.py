@@ -10,10 +10,9 @@ from fnmatch import fnmatchcase
 import pytest
 
 
-def name_of(value: object) -> str | None:
-    """A case is called by its name."""
-    name = getattr(value, "name", value)
-    return name if isinstance(name, str) else None
+def name_of(value: object) -> object:
+    """A case is called by its name, another value by itself."""
+    return getattr(value, "name", value)
 
 
 def is_slow(item: pytest.Function) -> bool:

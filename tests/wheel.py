@@ -7,6 +7,7 @@ The wheel is built from the archive of sources, which has no tests. A checkout w
 installed as well, plain and editable.
 """
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -122,12 +123,16 @@ def _modules() -> set[Path]:
 
 
 def _check_contents(wheel: Path) -> None:
-    """Every module of the checkout is in the wheel exactly once, under its import name."""
+    """Every module of the checkout is in the wheel once, and links of the README lead somewhere."""
     paths = _modules()
     expected = {str(p) if p.parts[0] == "jaxmha" else str(Path("jaxmha") / p) for p in paths}
     with zipfile.ZipFile(wheel) as archive:
         found = [name for name in archive.namelist() if name.endswith(".py")]
+        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        links = re.findall(r"\]\(([^)]+)\)", archive.read(metadata).decode())
     assert sorted(found) == sorted(expected), set(found) ^ expected
+    assert len(links) > 10
+    assert not [link for link in links if not link.startswith("https://")]
 
 
 def _check_archive(archive: Path) -> None:
@@ -135,7 +140,7 @@ def _check_archive(archive: Path) -> None:
     with tarfile.open(archive) as file:
         inside = [PurePosixPath(*PurePosixPath(name).parts[1:]) for name in file.getnames()]
     assert not [path for path in inside if "tests" in path.parts]
-    modules = [str(path) for path in inside if path.suffix == ".py"]
+    modules = [str(path) for path in inside if path.suffix == ".py" and path.name != "setup.py"]
     assert sorted(modules) == sorted(map(str, _modules())), set(modules) ^ {*map(str, _modules())}
 
 
