@@ -1,7 +1,8 @@
 """Imports and exports weights and masks of other frameworks: one module per framework, one API.
 
 `import_params` and `export_params` work on flat dicts of arrays, `from_module` and `to_module` on
-live layers. Importing a module of this package loads no framework; functions load it on first use.
+layer objects. Importing a module of this package imports no framework; its functions do so when
+they are called.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attributio
 
 
 def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
-    """Lints a framework's mask arguments: `jaxmha.converters.masks.lint`.
+    """Explains suspicious mask arguments of a framework; see `jaxmha.converters.masks.lint`.
 
     >>> import numpy as np
     >>> print(*lint_masks("torch", attn_mask=np.tri(3, dtype=bool)), sep="\\n")  # doctest: +ELLIPSIS
@@ -76,7 +77,7 @@ def match(source: Any, target: Any) -> "Plan":
 def describe(
     params: "MHAParams | None" = None, semantics: "Semantics | None" = None, **sizes: Any
 ) -> "DataFlow":
-    """The nodes of attention with shapes and costs: `jaxmha.introspect.graph_nodes.describe`.
+    """The steps of attention with shapes and costs; see `jaxmha.introspect.graph_nodes.describe`.
 
     >>> describe(num_heads=8, features=512, query_len=10)["weights"].shape
     (1, 8, 10, 10)
@@ -90,7 +91,7 @@ def describe(
 def plot_attention(
     weights: Any, tokens: Any = None, key_tokens: Any = None, **how: Any
 ) -> "Figure":
-    """A heat map of every head: `jaxmha.introspect.heatmaps.plot_attention`.
+    """A heat map of every head; see `jaxmha.introspect.heatmaps.plot_attention`.
 
     >>> import numpy as np
     >>> figure = plot_attention(np.full((4, 3, 3), 1 / 3), ["a", "b", "c"])

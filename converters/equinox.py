@@ -29,18 +29,19 @@ def load_into(
     unused: Literal["refuse", "keep"] = "refuse",
     missing: Literal["refuse", "keep"] = "refuse",
 ) -> Any:
-    """A module of the same structure with the arrays of the source.
+    """Returns a module of the same structure, with the arrays of the source.
 
     Args:
       model: an equinox module, or any tree of arrays or `jax.ShapeDtypeStruct`.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
-      plan: of `jaxmha.converters.matching`; None makes it.
-      dtype: of every floating array; None takes the model's, if that holds every value.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
+      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
+      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
       unused: "keep" leaves out source arrays that the plan does not use.
       missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
+        does not fit.
     """
     from jaxmha.converters.matching import loading
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flax import linen, nnx
 
     Layer: TypeAlias = nnx.Module | linen.Module
-    # A linen module holds no weights: it comes with its variables.
+    # A linen module holds no weights, so its variables are passed with it.
     LayerOrPair: TypeAlias = nnx.Module | tuple[linen.Module, Mapping[str, Any]]
 
 __all__ = [
@@ -53,12 +53,12 @@ tensors_of = live_model.flax
 def from_module(
     module: "Layer", variables: Mapping[str, Any] | None = None
 ) -> tuple[MHAParams, Semantics]:
-    """Parameters and behaviour of a live layer, as copies.
+    """Parameters and semantics of a Flax attention layer, as copies.
 
     `variables` is the tree of a linen module (`{"params": ...}`); an nnx module holds its own.
 
     Raises:
-      TypeError: the module is neither layer.
+      TypeError: the module is neither of the two attention layers.
       ValueError: a linen module without variables, weights that contradict `num_heads`, or a
         custom `attention_fn`.
     """
@@ -130,11 +130,11 @@ def to_module(
     kind: Literal["nnx", "linen"] | None = None,
     like: "Layer | None" = None,
 ) -> "LayerOrPair":
-    """A live layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
+    """A layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
     `kind="linen"` the pair `(linen.MultiHeadDotProductAttention, {"params": ...})`.
 
-    Dropout is deterministic unless the caller changes that. `like`: a flax layer whose compute
-    dtype, precision and mode are kept.
+    Dropout is off (`deterministic=True`) unless `like` differs. `like`: a flax layer from which
+    compute dtype, precision, `deterministic` and `decode` are copied.
 
     Raises:
       ValueError: the layer cannot hold the parameters or the behaviour; the message says why.
@@ -230,7 +230,7 @@ def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]
 def forward(
     module: "LayerOrPair", query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
 ) -> NDArray:
-    """Runs a live layer (nnx, or a linen pair) on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`.
+    """Runs a layer (nnx, or a linen pair) on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`.
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend. Dropout is off.
     """
@@ -255,14 +255,15 @@ def load_into(
 
     Args:
       model: an nnx module, `(linen module, variables)`, or linen variables.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
-      plan: of `jaxmha.converters.matching`; None makes it.
-      dtype: of every floating array; None takes the model's, if that holds every value.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
+      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
+      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
       unused: "keep" leaves out source arrays that the plan does not use.
       missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
+        does not fit.
     """
     from jaxmha.converters.matching import loading
 

@@ -62,11 +62,12 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
     `GroupQueryAttention`, as copies.
 
     Raises:
-      TypeError: the layer is neither.
-      ValueError: it is not built, or uses a feature that jaxmha lacks (gate, several attention
+      TypeError: the layer is neither of the two.
+      ValueError: the layer is not built, or uses a feature that jaxmha lacks (gate, several attention
         axes, sliding_window); the message names it.
 
-    An `output_shape` of several axes becomes one axis, their product: reshape the output to it.
+    If `output_shape` has several axes, the parameters merge them into one: reshape the output of
+    jaxmha to `output_shape`.
     """
     if not isinstance(layer, attention_classes()):
         by_hand = live_model.by_hand(
@@ -120,10 +121,12 @@ def to_module(
     kind: Literal["mha", "gqa"] | None = None,
     like: "keras.Layer | None" = None,
 ) -> "keras.Layer":
-    """A built `keras.layers.MultiHeadAttention` with these weights, or with fewer key/value
-    heads or `kind="gqa"` a `GroupQueryAttention`; loaded strictly.
+    """A built Keras attention layer with these weights.
 
-    `like`: a layer whose other settings are kept: initialisers, regularisers, constraints, seed,
+    The layer is a `GroupQueryAttention` if `kind="gqa"`, or if `kind` is None and there are fewer
+    key/value heads than query heads; otherwise it is a `MultiHeadAttention`.
+
+    `like`: a layer from which other settings are copied: initialisers, regularisers, constraints, seed,
     dtype policy, and an `output_shape` of several axes if the weights fit it.
 
     Raises:
@@ -212,7 +215,7 @@ def forward(
     value: NDArray,
     mask: NDArray | None = None,
 ) -> NDArray:
-    """Runs the live layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
+    """Runs the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
     """
@@ -220,7 +223,7 @@ def forward(
         mask = mask[:, 0]
     options = {"attention_mask": mask, "training": False}
     wide = getattr(layer, "value_dim", None) != getattr(layer, "key_dim", None)
-    if wide:  # Keras on JAX needs the path that returns scores
+    if wide:  # for unequal head widths, Keras on JAX needs the path that returns scores
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))
 
@@ -238,14 +241,15 @@ def load_into(
 
     Args:
       model: a built Keras model or layer.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
-      plan: of `jaxmha.converters.matching`; None makes it.
-      dtype: of every floating array; None takes the model's, if that holds every value.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
+      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
+      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
       unused: "keep" leaves out source arrays that the plan does not use.
       missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
+        does not fit.
     """
     from jaxmha.converters.matching import loading
 

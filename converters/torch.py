@@ -2,7 +2,7 @@
 
 The layer is called as (query, key, value), by default with the length first: `(T, B, Dq)`, while
 jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state dict does not hold
-`num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a live module does.
+`num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a module does.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class _Pair(NamedTuple):
 
 
 class Imported(_Pair):
-    """`(params, semantics)` of a live module, and the order of its axes.
+    """`(params, semantics)` of a module, and the order of its axes.
 
     Attributes:
       batch_first: False (torch's default) if the module takes and returns `(T, B, Dq)`. `params` do
@@ -67,22 +67,22 @@ class Imported(_Pair):
     def __new__(  # noqa: PYI034
         cls, params: MHAParams, semantics: Semantics, batch_first: bool
     ) -> "Imported":
-        """A pair, so that it unpacks into `params, semantics`."""
+        """Creates a pair, so that the result unpacks into `params, semantics`."""
         made = super().__new__(cls, params, semantics)
         made.batch_first = batch_first
         return made
 
 
 def from_module(module: "torch.nn.Module", variables: None = None) -> Imported:
-    """Parameters and behaviour of a live `torch.nn.MultiheadAttention`, as copies.
+    """Parameters and semantics of a `torch.nn.MultiheadAttention`, as copies.
 
     jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, torch's default, takes `(T, B,
-    Dq)`, and each accepts arrays meant for the other without an error: swap the first two axes of
-    the inputs of such a module. `batch_first` of the result tells which order the module has.
+    Dq)`, and neither raises an error for the other order: swap the first two axes of the inputs of
+    such a module. `batch_first` of the result gives the order of the module.
 
     Raises:
       TypeError: the module is of another class.
-      ValueError: its parameters do not determine its output: it has its own forward, or hooks.
+      ValueError: its parameters do not determine its output: it overrides forward, or has hooks.
 
     >>> import torch
     >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
@@ -121,7 +121,7 @@ def from_module(module: "torch.nn.Module", variables: None = None) -> Imported:
 
 
 def weights_of(module: "torch.nn.MultiheadAttention") -> Imported:
-    """Parameters and behaviour of a layer, even if it has its own forward or hooks."""
+    """Parameters and semantics of a layer, even if it overrides forward or has hooks."""
     params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
     semantics = replace(
         semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
@@ -137,14 +137,14 @@ def to_module(
     like: "torch.nn.MultiheadAttention | None" = None,
     batch_first: bool | None = None,
 ) -> "torch.nn.MultiheadAttention":
-    """A `torch.nn.MultiheadAttention` in eval mode with these weights, loaded strictly.
+    """A `torch.nn.MultiheadAttention` in eval mode with these weights.
 
-    By default it takes `(B, T, Dq)`, as jaxmha does and torch by default does not. With
-    `batch_first=False` it takes `(T, B, Dq)`. To keep the order of a module, pass
+    By default it takes `(B, T, Dq)`, as jaxmha does; torch's own default is `(T, B, Dq)`, which
+    `batch_first=False` gives. To keep the order of a module, pass
     `to_module(*found, batch_first=found.batch_first)` with `found = from_module(module)`.
 
-    `like`: a `torch.nn.MultiheadAttention` whose mode is kept, and whose `batch_first` is the
-      default.
+    `like`: a `torch.nn.MultiheadAttention` from which the mode (train or eval) is copied, and
+      `batch_first` unless it is given.
 
     Raises:
       ValueError: torch's layer cannot hold the parameters or the behaviour; the message says why.
@@ -195,7 +195,7 @@ def forward(
     value: NDArray,
     mask: NDArray | None = None,
 ) -> NDArray:
-    """Runs the live module on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
+    """Runs the module on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
     """
@@ -234,14 +234,15 @@ def load_into(
 
     Args:
       model: a torch module.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
-      plan: of `jaxmha.converters.matching`; None makes it.
-      dtype: of every floating array; None takes the model's, if that holds every value.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
+      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
+      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
       unused: "keep" leaves out source arrays that the plan does not use.
       missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
+        does not fit.
     """
     from jaxmha.converters.matching import loading
 

@@ -1,7 +1,8 @@
-"""Finds the converters of a checkout whose link to them is missing.
+"""Finds `jaxmha.converters` in a checkout whose symbolic link to it is missing.
 
-An install has `converters` inside `jaxmha`. A checkout has it next to `jaxmha`, and a link inside, which
-an archive or a system without links may have turned into a text file.
+In an installed package, `converters` is a folder inside `jaxmha`. In a checkout it is next to
+`jaxmha`, with a symbolic link inside; an archive, or a system without symbolic links, may replace
+the link by a text file.
 """
 
 import importlib.util
@@ -28,7 +29,7 @@ class _Finder:
 
 
 def find_converters() -> None:
-    """Lets `jaxmha.converters` be imported from a checkout without the link; else does nothing."""
+    """Makes `jaxmha.converters` importable in a checkout without the link; else does nothing."""
     is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file()
     if is_checkout and not (_PACKAGE / "converters").is_dir():
         sys.meta_path.insert(0, _Finder)  # before the finder of another editable install

@@ -21,7 +21,7 @@ __all__ = [
     "require_arrays",
 ]
 
-# Frameworks whose tensors have shapes and dtypes too, and the call that converts them to arrays.
+# Frameworks whose tensors have a shape and a dtype, and the call that converts a tensor to NumPy.
 FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".numpy()"}
 
 
@@ -42,14 +42,14 @@ def _is_fine(leaf: object) -> bool:
 
 
 def in_jax(dtype: np.dtype[Any]) -> bool:
-    """True if JAX has a dtype. Integers may have foreign byte order, since they are narrowed."""
+    """True if JAX has the dtype. Integers may have another byte order: they are cast to int32."""
     widest = 16 if dtype.kind == "c" else 8  # NumPy's long double is wider
     ordinary = dtype.kind in "biufc" and dtype.itemsize <= widest
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
 
 
 def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
-    """A dtype argument as NumPy's dtype; TypeError that names it for anything else, even None."""
+    """Converts the argument `name` to a NumPy dtype; TypeError if it is None or JAX lacks it."""
     found: np.dtype[Any] | None = None
     with suppress(TypeError):
         found = None if dtype is None else np.dtype(dtype)
@@ -59,7 +59,7 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
 
 
 def conversion_hint(name: str, value: object) -> str:
-    """The end of an error message: how to convert a list to an array."""
+    """The end of an error message: how to convert a list or tuple to an array; else empty."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
 
 
@@ -71,7 +71,7 @@ def is_rounded(dtype: DTypeLike) -> bool:
 def reject_foreign(name: str, tree: object) -> None:
     """Raises TypeError for a leaf that is a tensor of another framework (without importing it) or a
     NumPy array of a dtype that JAX lacks."""
-    if all(map(_is_fine, jax.tree.leaves(tree))):  # paths cost more than all other checks
+    if all(map(_is_fine, jax.tree.leaves(tree))):  # fast, since it computes no paths
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if _is_fine(leaf):

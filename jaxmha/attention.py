@@ -137,8 +137,8 @@ def dot_product_attention(
     """Softmax-weighted values: `softmax(scale * query @ key + bias) @ value`, per head.
 
     It takes the arguments of `jax.nn.dot_product_attention` in the same order and layout, and more;
-    see [the differences](../guide/jax_nn.md). Fully masked rows have one declared output, and
-    unattended keys influence nothing, even if they hold NaN.
+    see [the differences](../guide/jax_nn.md). `fully_masked` defines the output of fully
+    masked rows, and unattended keys influence nothing, even if they hold NaN.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -149,15 +149,16 @@ def dot_product_attention(
       scale: factor of the logits, default `H ** -0.5`. An array of shape (), such as a learned
         temperature, may be traced and has a gradient; half precision is then computed in float32.
       is_causal: query i attends keys j <= i (aligned top-left; `Mask.causal(offset)` otherwise).
-      query_seq_lengths: `(B,)`; rows beyond are 0.
-      key_value_seq_lengths: `(B,)`; keys beyond are excluded.
+      query_seq_lengths: `(B,)`, number of valid queries; output rows beyond it are 0.
+      key_value_seq_lengths: `(B,)`, number of valid keys; keys beyond it are excluded.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
-      segment_ids: `(B, T)` for both, or a pair `(B, T)`, `(B, S)`; only equal ids attend.
+      segment_ids: `(B, T)` for all positions, or a pair `(B, T)`, `(B, S)`; only equal ids attend.
       logits_soft_cap: c: scaled logits x become `c * tanh(x / c)`, before the bias.
       fully_masked: output of a fully masked row: `zero`, `nan` or `mean` of the values.
-      softmax_dtype: default at least float32; float64 stays float64.
-      precision: of the two matrix products; None: as `Semantics.precision`.
-      dropout_rate: of the weights; acts only with a `dropout_key`.
+      softmax_dtype: dtype of the softmax, default float32, or float64 for float64 inputs.
+      precision: precision of both matmuls; None: `jax_default_matmul_precision` if that is set,
+        else `highest`.
+      dropout_rate: probability that a weight is dropped; has no effect without a `dropout_key`.
       dropout_broadcast: axes of BNTS that share a draw.
       dropout_key: a PRNG key.
       return_weights: also return the weights `(B, N, T, S)`: `"before_dropout"` (= True) or
@@ -310,7 +311,7 @@ def _residual(
     sizes: dict[str, int],
     dtype: np.dtype[np.floating],
 ) -> jax.Array:
-    """lse as `jax.nn` returns it: there a mask replaces logits by a finite float32 constant."""
+    """The lse as `jax.nn` returns it: masks in `jax.nn` set logits to a finite float32 constant."""
     if not mask.empty:
         masked = lse == -jnp.inf
         if bias is not None:  # keys that a bias excludes are -inf in jax.nn too

@@ -1,4 +1,4 @@
-"""Key positions that the layer adds after the S given ones: bias_k/bias_v, then zero.
+"""Extra positions that a layer appends to its S keys and values: `bias_k`/`bias_v`, then zeros.
 
 Source: `torch.nn.MultiheadAttention`, arguments `add_bias_kv` and `add_zero_attn`.
 """
@@ -21,7 +21,7 @@ def count(params: MHAParams, semantics: Semantics) -> int:
     """Number of extra positions.
 
     Raises:
-      ValueError: there are some and positions are in zig-zag order, which cannot include them.
+      ValueError: there are extra positions, and positions are in zig-zag order.
     """
     found = (params.bias_k is not None) + semantics.add_zero_attn
     axes = sharding.current()
@@ -35,7 +35,7 @@ def count(params: MHAParams, semantics: Semantics) -> int:
 
 
 def append(heads: jax.Array, learned: Array | None, semantics: Semantics) -> jax.Array:
-    """Appends the learned position (`bias_k` or `bias_v`) and the zero one to `B S K H` heads."""
+    """Appends the learned position (`bias_k` or `bias_v`) and the position of zeros to `heads`."""
     B, _, K, size = heads.shape
     rows = [heads]
     if learned is not None:
@@ -62,7 +62,7 @@ def widen_bias(
 def widen_mask(mask: Mask, extra: int, batch: Sequence[int], sizes: dict[str, int]) -> Mask:
     """Extends a mask over S to the extra positions, visible unless its array covers them already.
 
-    Invalid query rows attend nothing, extra positions included.
+    Invalid query rows attend nothing, not even extra positions.
     """
     if extra == 0:
         return flatten_mask(mask, batch, sizes)

@@ -18,8 +18,8 @@ from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.params import MHAParams
 from jaxmha.semantics import Precision, Semantics
 
-BLOCK = 512  # keys per tile: the cost of a step grows with the tokens, not with the slots
-WORTH_A_COPY = 4  # copying a key costs about as much as attending so many
+BLOCK = 512  # keys per tile; a step computes only the tiles that hold tokens
+WORTH_A_COPY = 4  # copying a key costs about as much as attending this many keys
 
 # A cache of keys `B K S H`, values `B K S h`, and lengths `B`.
 Cache: TypeAlias = tuple[Array, Array, Array]
@@ -59,9 +59,9 @@ class _Step(NamedTuple):
 
     Attributes:
       rows: scaled queries.
-      keys, values: of the cache, S slots.
+      keys, values: keys and values of the cache, S slots.
       last: position of the latest token of each sequence.
-      positions: of the queries.
+      positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
     """
 
@@ -76,7 +76,7 @@ class _Step(NamedTuple):
 
     @property
     def left(self) -> int | None:
-        """The left side of the window."""
+        """Left bound of the window; None: no bound."""
         return None if self.mask.window_size is None else self.mask.window_size[0]
 
 
@@ -94,9 +94,9 @@ def attend_cache(
     Args:
       params: of the layer, for its extra positions.
       query: projected queries.
-      cache: its lengths include the queries' own tokens.
-      positions: of the queries.
-      mask: of one batch axis: window, key/value padding and array over slots.
+      cache: keys, values and lengths, which include the tokens of the queries.
+      positions: positions of the queries.
+      mask: window, key/value padding and array over slots, with one batch axis.
       semantics: as in `multi_head_attention`.
       block: keys per tile.
     """
@@ -141,7 +141,7 @@ def _step(
 
 
 def _over_slots(step: _Step, block: int) -> State:
-    """The state over all valid slots: reads the cache whole, or the tiles that are in use."""
+    """The softmax state over all valid slots, from the whole cache or only from tiles in use."""
     S = step.keys.shape[2]
     size = min(block, S)
     start = _empty_state(step)
@@ -153,7 +153,7 @@ def _over_slots(step: _Step, block: int) -> State:
         return _fold(step, start, step.keys, step.values, mask, all_finite=True)
 
     def tile(i: jax.Array | int, state: State) -> State:
-        # The last tile is moved back to fit; its overlap with the tile before is masked.
+        # The last tile ends at S; its overlap with the previous tile is masked.
         first = jnp.minimum(i * size, S - size)
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, first, size, 2) for x in (step.keys, step.values)
@@ -165,14 +165,15 @@ def _over_slots(step: _Step, block: int) -> State:
     def by_tiles() -> State:
         first = jnp.zeros((), used.dtype)
         if step.left is not None:
-            # Until a sequence wraps around, tiles before every window are skipped.
+            # If no sequence has wrapped around, tiles to the left of all windows are skipped.
             before = jnp.maximum(jnp.min(step.positions) - step.left, 0)
             first = jnp.where(jnp.max(step.last) < S, before // size, 0).astype(used.dtype)
         state: State = jax.lax.fori_loop(first, (used + size - 1) // size, tile, start)
         return state
 
     # Slicing a tile copies it, which costs more than reading the whole cache if much of it is used.
-    # Reading it whole fails if unattended slots hold NaN; the loop over tiles is then correct.
+    # If unattended slots hold NaN, the output over the whole cache is NaN, and the loop over tiles,
+    # which zeroes unattended values, replaces it.
     much = used * WORTH_A_COPY > S
     state: State = jax.lax.cond(much, whole, lambda: start)
     chosen: State = jax.lax.cond(much & jnp.isfinite(state.out).all(), lambda: state, by_tiles)
@@ -226,7 +227,8 @@ def _fold(
 ) -> State:
     """Folds a tile of keys into the state.
 
-    `all_finite`: skips zeroing of unattended values, whose weight is 0: 0 * NaN is NaN.
+    `all_finite`: the values are assumed to be finite, so that unattended values are not zeroed:
+    their weight is 0, but 0 * NaN is NaN.
     """
     (B, K, r, _), matmul = step.rows.shape, step.matmul
     n, T, s = allowed.shape[1:]
@@ -270,7 +272,7 @@ def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
 def _common_dtype(
     query: np.dtype[np.generic], *cached: np.dtype[np.generic]
 ) -> np.dtype[np.generic]:
-    """The promoted dtype; float8, a storage dtype, is widened to the dtype of the queries."""
+    """The promoted dtype of queries and cache; float8, a storage dtype, is not promoted."""
     wide = [dtype for dtype in cached if dtype.itemsize > 1]
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(query, *wide))

@@ -19,7 +19,7 @@ def reject_rounding(**arguments: object) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
     if not is_rounded(np.float64):
         return
-    # Paths of all leaves would cost more than all other checks.
+    # First without paths, which cost more than all other checks.
     if not any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arguments)):
         return
     for name, tree in arguments.items():
@@ -32,8 +32,8 @@ def reject_rounding(**arguments: object) -> None:
 
 
 def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.floating]:
-    """A dtype that can hold heads; TypeError unless it is floating with a sign and a zero, and JAX
-    has it without rounding."""
+    """Converts the argument `name` to a dtype for heads; TypeError unless it is floating, with a
+    sign and a zero, and JAX does not round it to another dtype."""
     dtype = as_dtype(name, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating, got {dtype}")
@@ -59,7 +59,7 @@ def require_type(kind: type, **arguments: object) -> None:
 
 
 def flag(name: str, value: object) -> bool:
-    """A static bool; TypeError for anything else, 0 and 1 included."""
+    """Returns `value` as a Python bool; TypeError unless it is a static bool (0 and 1 are not)."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     traced = isinstance(value, jax.core.Tracer)
@@ -86,7 +86,7 @@ def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
 
 
 def require_sizes(*, least: int = 1, most: int | None = None, **arguments: object) -> None:
-    """Raises ValueError for an argument that is neither None nor an integer from least to most."""
+    """Raises ValueError for an argument that is neither None nor an integer in `[least, most]`."""
     for name, size in arguments.items():
         if size is None or export.is_symbolic_dim(cast(int, size)):
             continue
@@ -160,7 +160,7 @@ def flatten_mask(
 
 
 def flatten_bias(bias: Array, batch: Sequence[int], sizes: dict[str, int]) -> jax.Array:
-    """A bias argument with four axes, each of full size or 1; TypeError unless floating."""
+    """Reshapes a bias to four axes, each of full size or 1; TypeError unless it is floating."""
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         instead = "a Boolean array, True = attend, belongs in mask="
         instead = instead if bias.dtype == np.bool_ else "cast it, bias.astype(query.dtype)"

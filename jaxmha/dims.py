@@ -1,4 +1,4 @@
-"""The dimension key, checked: one notation for signatures, layouts and error messages.
+"""Checks shapes against the dimension key, the notation of signatures and error messages.
 
 B batch, T query length, S key/value length, N query heads, K key/value heads, H head size of
 query and key, h head size of value, Dq Dk Dv input features, Do output features. `(N H)` is one

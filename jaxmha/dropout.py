@@ -26,7 +26,7 @@ def keep(
       rate: probability of dropping, in [0, 1).
       shape: (B, N, T, S).
       broadcast: axes of BNTS that share a draw; their size in the result is 1.
-      part: the position within a larger request; None: this is the whole.
+      part: the position within a larger request; None: this request is the whole.
 
     >>> import jax
     >>> keep(jax.random.key(0), 0.5, (1, 2, 3, 5), ("N",)).shape
@@ -68,7 +68,7 @@ def draw(
 
 
 def threefry(key: Array) -> PRNGKeyArray:
-    """Converts a key to threefry: vectorised, other generators may not distinguish keys."""
+    """Converts a key to threefry: under vmap, other generators may ignore some of the keys."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim != (0 if typed else 1):
         raise TypeError(

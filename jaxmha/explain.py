@@ -21,7 +21,7 @@ class Explanation:
     """Result of `explain`; `print` shows it as a table.
 
     Attributes:
-      platform: of the call.
+      platform: platform of the call.
       chosen: the implementation that computes the call; None: none can.
       reasons: every candidate in order of preference, and why it cannot compute the call; None: it
         can.
@@ -32,7 +32,7 @@ class Explanation:
     reasons: tuple[tuple[str, str | None], ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every candidate with `chosen`, `supported` (and not chosen), or why it cannot.
+        """Pairs of a candidate and `chosen`, `supported` (but not chosen), or its reason.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
         [('blocked', 'chosen'), ('reference', 'supported')]
@@ -62,8 +62,8 @@ def explain(
     """Explains which implementation `dot_product_attention` selects for the same arguments.
 
     The call is not computed, so every array may be a `jax.ShapeDtypeStruct`. On the current
-    platform kernels are probed, as the call would do; a named platform is assumed to have working
-    libraries.
+    platform, kernels are probed as in the call itself; on a named platform, their libraries are
+    assumed to work.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -73,7 +73,7 @@ def explain(
       mask: as in `dot_product_attention`.
       platform: `cpu`, `gpu`, `tpu`, or a device such as `h200`; None: JAX's default backend.
       implementation: candidates, as in `dot_product_attention`.
-      options: its other keyword arguments.
+      options: other keyword arguments of `dot_product_attention`.
 
     Raises:
       ValueError: a shape, a value, or the name of an implementation or platform does not fit.

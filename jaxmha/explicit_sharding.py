@@ -1,4 +1,4 @@
-"""Sharding that the types of arrays carry, on a mesh of explicit axes (`AxisType.Explicit`)."""
+"""Reads shardings from the types of arrays on a mesh of explicit axes (`AxisType.Explicit`)."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -18,7 +18,7 @@ class TypeSharding(NamedTuple):
     """Sharding read from the types of arrays on a mesh of explicit axes.
 
     Attributes:
-      axes: mesh axes of attention; those of B are of the first batch axis.
+      axes: mesh axes of attention; `axes.batch` shards the first batch axis.
       features: spec of `(*B, T, D)`.
       heads: spec of `(*B, T, N, H)`.
       scores: spec of `(*B, N, T, S)`, and of `(*B, N, T)`.
@@ -36,7 +36,7 @@ def sharding_of_features(x: Array, kernel: Array) -> TypeSharding | None:
     None: the mesh has no explicit axes.
 
     Raises:
-      ValueError: an axis of the mesh has two purposes.
+      ValueError: a mesh axis shards both the heads and another axis.
     """
     if not _is_explicit(x) or x.ndim < 2 or kernel.ndim != 3:
         return None  # wrong shapes are reported by the shape checks
@@ -81,8 +81,8 @@ def _sharding(x: Array, rows: Sequence[Names], heads: Names) -> TypeSharding:
 def by_types(
     specs: Callable[..., tuple[Axes, object] | None],
 ) -> Callable[[Callable[P, Out]], Callable[P, Out]]:
-    """Decorates a function of arrays: on explicit mesh axes, the compiler shards its body except
-    attention (`jax.sharding.auto_axes`).
+    """Decorator for a function of arrays: on explicit mesh axes, `jax.sharding.auto_axes` lets the
+    compiler shard the function, except for attention.
 
     Args:
       specs: computes, from the same arguments, the axes and the partition specs of the outputs;
@@ -112,7 +112,7 @@ def by_types(
 
 
 def spec_of(x: Array) -> tuple[Names, ...]:
-    """The explicit partition spec of an array, one entry per axis; None for axes without one."""
+    """The explicit partition spec of an array, one entry per axis; None: the axis is replicated."""
     spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
     return (*spec, *(None,) * (x.ndim - len(spec)))
 

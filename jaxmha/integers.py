@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxmha.arrays import Array, is_rounded
 
-# An integer or an array of integers; anything else is returned unchanged.
+# An integer or an array of integers; `near` and `narrow` return anything else unchanged.
 Bound = TypeVar("Bound")
 
-# Larger than any position; the sum of both still fits 32 bits.
+# Larger than any position; the sum of FAR and a position fits int32.
 FAR = 2**30
 _LIMITS = np.iinfo(np.int32)
 
@@ -27,7 +27,7 @@ def library(*arrays: object) -> ModuleType:
 
 
 def near(bound: Bound) -> Bound:
-    """Clips an offset or a length, or an array of them as int32, to +-FAR."""
+    """Clips an integer to +-FAR; an array of integers is also converted to int32."""
     clipped: Any = bound
     if isinstance(bound, int):
         clipped = max(-FAR, min(bound, FAR))
@@ -48,7 +48,7 @@ def narrow(bound: Bound) -> Bound:
     least, most = _limits(bound)
     low, high = max(_LIMITS.min, least), min(_LIMITS.max, most)
     if (low, high) != (least, most):
-        # Bounds in the dtype of the array: NumPy and JAX agree on no other form.
+        # NumPy and JAX give equal results only if the bounds have the dtype of the array.
         clipped = library(bound).clip(bound, *np.asarray([low, high], bound.dtype))
     found: Bound = clipped.astype(np.int32)
     return found
@@ -57,7 +57,7 @@ def narrow(bound: Bound) -> Bound:
 def comparable(
     query_ids: Array | None, key_value_ids: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """Converts both ids to one dtype that JAX has, preserving which ids are equal.
+    """Converts segment ids of queries and keys to one dtype that JAX has; equal ids stay equal.
 
     Ids that JAX would truncate are renumbered.
 
@@ -96,7 +96,7 @@ def _limits(x: Array | np.integer[Any]) -> tuple[int, int]:
 
 
 def _fitting(ids: Array) -> Array:
-    """Ids as int32 where they are known to fit."""
+    """Casts ids to int32 if all are known to fit, else returns them unchanged."""
     least, most = _limits(ids)
     if least >= _LIMITS.min and most <= _LIMITS.max:
         return ids.astype(np.int32)
@@ -111,7 +111,7 @@ def _known(x: Array) -> bool:
 
 
 def _renumbered(*pair: Array) -> tuple[Array, Array]:
-    """Ids by rank among all ids of both arrays; negative ids stay negative."""
+    """Replaces each id by its rank among the ids of both arrays; negative ids stay negative."""
     ids = [np.asarray(x) for x in pair]
     bits = np.concatenate([x.astype(np.uint64).reshape(-1) for x in ids])  # negatives wrap around
     below = np.concatenate([(x < 0).reshape(-1) for x in ids])

@@ -106,8 +106,8 @@ def prefill(
       params: of the layer; Dq = Dk = Dv.
       x: prompts, `(B, T, Dq)`; shorter prompts are padded on the right.
       cache: its previous contents are discarded.
-      semantics: as in `multi_head_attention`; dropout does not act.
-      mask: in addition to the causal one; `Mask.lengths(key_value=lengths)` gives the lengths of
+      semantics: as in `multi_head_attention`; its dropout has no effect.
+      mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
         the prompts.
       rotate: `rotate(heads, positions)` of projected queries and keys, for `rope`. It is a static
         argument: give the same function in every call, or a `functools.partial` of the same
@@ -213,8 +213,8 @@ def decode_step(
       params: of the layer; Dq = Dk = Dv.
       x: new tokens, `(B, T, Dq)`; T is 1 in plain decoding.
       cache: updated in place if donated (`jax.jit(..., donate_argnums=...)`).
-      semantics: as in `multi_head_attention`; dropout does not act.
-      mask: in addition to the causal one: `Mask.window(left, ...)`, with which a cache of left + T
+      semantics: as in `multi_head_attention`; its dropout has no effect.
+      mask: combined with the causal mask: `Mask.window(left, ...)`, with which a cache of left + T
         slots wraps around (ring buffer); `Mask.padding(key_value=...)`, `(B, S)`, the valid slots
         (for prompts padded on the left); a Boolean array over slots, broadcastable to
         `(B, N, T, S)`.
@@ -278,7 +278,7 @@ def _decode_step(
     cache = _write(cache._replace(lengths=lengths), key, value, jnp.full(B, T, np.int32))
     mask = checks.flatten_mask(mask, (B,), sizes)
     out = attend_cache(params, query, cache, positions, mask, semantics, block)
-    # Positions are counted up to FAR, in a ring buffer too.
+    # A ring buffer never fills, but positions are limited to FAR.
     out = nan_where((lengths + T > (FAR if rings else S)).reshape(B, 1, 1, 1), out)
     return _combine(params, out, semantics), cache
 
@@ -287,7 +287,7 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 
 
 def _checked(params: MHAParams, x: Array, cache: KVCache, semantics: Semantics) -> KVCache:
-    """Checks the arguments; returns the cache, NumPy lengths narrowed to int32 before jit would
+    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
     truncate them."""
     checks.require_type(MHAParams, params=params)
     checks.require_type(KVCache, cache=cache)
@@ -306,7 +306,7 @@ def _checked(params: MHAParams, x: Array, cache: KVCache, semantics: Semantics) 
 
 
 def _counts(lengths: ArrayT) -> ArrayT:
-    """Clips lengths of any integer dtype to int32 of at least 0, with room for a sum with T."""
+    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
     return near(lengths).clip(0)  # type: ignore[return-value]
 
 
@@ -337,7 +337,7 @@ def _heads(
     positions: jax.Array,
     rotate: Rotate | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Projected heads of checked inputs, rotated."""
+    """Projects inputs to heads, and rotates queries and keys if `rotate` is given."""
     dtype = compute_dtype(params, x=x)
     query, key, value = project_checked(params, x, None, None, semantics, dtype)
     if rotate is not None:
@@ -358,14 +358,14 @@ def _write(
     """Writes the first `counts` of T new tokens `B T K H`, `B T K h` into the cache at its
     lengths."""
     S, T = cache.key.shape[2], key.shape[1]
-    if T > S:  # the last S tokens only: earlier ones would be overwritten
+    if T > S:  # only the last S tokens: earlier ones would be overwritten
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:
         rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (key.shape[0], T))
     starts = jnp.asarray(cache.lengths)
     if S == 0:
         return cache
-    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: dropped
+    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: not written
 
     def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
         chosen = jnp.swapaxes(new[row], 0, 1).astype(old.dtype)  # K T H

@@ -13,7 +13,7 @@ LARGEST_CAP: dict[str, float] = {"float32": 1e30, "float64": 1e290}
 
 
 def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
-    """Checks that logits of heads of `dtype` can hold the numbers of `semantics`.
+    """Checks that scale and soft cap are in the range of the logits of heads of `dtype`.
 
     Raises:
       ValueError: a number is too large for that dtype.

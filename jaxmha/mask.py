@@ -1,4 +1,4 @@
-"""`Mask`: the pairs of query and key that may attend, kept as structured conditions."""
+"""`Mask`: the pairs of query and key that may attend, stored as structured conditions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -44,7 +44,7 @@ class Mask:
     """Pairs (query i, key j) that may attend: a record of conditions, all of which must hold.
 
     Build masks with the constructors below and join them with `&`, also with a Boolean array.
-    Conditions are kept, not materialised, so that an implementation can skip work; `to_array`
+    Conditions are not materialised, so that an implementation can skip work; `to_array`
     materialises them, and `print` shows them as a picture.
 
     >>> mask = Mask.causal() & Mask.lengths(key_value=np.array([3, 1]))
@@ -80,14 +80,14 @@ class Mask:
 
     @classmethod
     def causal(cls, offset: int | np.integer[Any] | Integer[Array, "*B"] = 0) -> "Mask":
-        """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has one per batch row."""
+        """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has `(B,)` offsets."""
         if isinstance(offset, bool) or not isinstance(offset, int):
             _are_integers("an integer or an integer array", offset=offset)
         return cls(causal_offset=offset)
 
     @classmethod
     def window(cls, left: int | None, right: int | None) -> "Mask":
-        """`i - left <= j <= i + right`; None: no bound on that side."""
+        """`i - left <= j <= i + right`; None: no such bound."""
         sides = _side(left, (left, right)), _side(right, (left, right))
         return cls(window_size=sides)
 
@@ -251,7 +251,7 @@ class Mask:
         return mask
 
 
-_FIELDS = tuple(field.name for field in fields(Mask))  # the static ones first
+_FIELDS = tuple(field.name for field in fields(Mask))  # fields that may be static come first
 
 
 def _are_integers(kind: str, *, optional: bool = False, **arguments: object) -> None:
@@ -318,7 +318,7 @@ def _both(a: Array, b: Array) -> Array:
     return both
 
 
-# The intersection of two conditions of one kind.
+# By field: the function that intersects two conditions of that field.
 _INTERSECTION: dict[str, Any] = {
     "causal_offset": _smaller,
     "window_size": _narrower,

@@ -1,4 +1,4 @@
-"""Arguments that restrict attention, as a `Mask`."""
+"""Converts arguments that restrict attention to a `Mask`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jaxmha.mask import Mask
 
 
 def as_mask(mask: Array | Mask | None) -> Mask:
-    """A mask argument (array, `Mask` or None) as a Mask."""
+    """Converts a mask argument (array, `Mask` or None) to a `Mask`."""
     if mask is None:
         return Mask()
     return mask if isinstance(mask, Mask) else Mask.dense(mask)
@@ -43,7 +43,7 @@ def mask_of_keywords(
     )
 
 
-# The keyword of each field, for error messages.
+# The keyword argument that sets each field of a mask, for error messages.
 KEYWORDS = {
     "query_lengths": "query_seq_lengths",
     "key_value_lengths": "key_value_seq_lengths",

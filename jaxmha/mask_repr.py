@@ -29,8 +29,8 @@ def describe(mask: "Mask") -> str:
 
 
 def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
-    """A picture of a mask: rows are queries, columns keys; batch rows and heads that differ have a
-    panel each.
+    """A picture of a mask: rows are queries, columns keys. If the mask has axes of batch or heads,
+    each pair of a batch row and a head has a panel.
 
     T and S default to the sizes in the arrays of the mask, or to 8.
 
@@ -43,7 +43,7 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
     """
     title = describe(mask)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
-        return title  # its values are not known
+        return title  # a traced mask has no values yet
     T = _length(mask, "query", -2) if T is None else T
     S = _length(mask, "key_value", -1) if S is None else S
     corner = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
@@ -59,7 +59,7 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
 
 
 def _corner(mask: "Mask") -> "Mask":
-    """The mask of the shown positions alone, so that a long mask is never materialised."""
+    """The mask of the positions to show, so that a long mask is never materialised."""
     shown = {}
     for name in _POSITIONS:
         if getattr(mask, name) is not None:

@@ -38,7 +38,7 @@ def matmul(
     *lead, m, k = a.shape
     n = b.shape[-1]
     sizes = (*lead, m, k, n)
-    known = all(isinstance(size, int) for size in sizes)  # not so in shape-polymorphic export
+    known = all(isinstance(size, int) for size in sizes)  # False in shape-polymorphic export
     if not known or k <= TERMS or math.prod(sizes) > SMALL:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
     if dtype is not None:  # backends may lack batched products of half precision
@@ -66,8 +66,9 @@ def operand_dtype(
 ) -> np.dtype[np.floating] | None:
     """The matmul operand dtype of heads of `dtype`; None: the accumulation dtype.
 
-    bfloat16 is multiplied directly, except on CPUs, which would cast it to float32 repeatedly, and
-    if a precision is set. float16 is not: its range is too small for gradients of logits.
+    bfloat16 operands stay bfloat16, except if a precision is set, and except on CPUs, which would
+    cast them to float32 repeatedly. float16 operands are cast: their range is too small for
+    gradients of logits.
 
     >>> with jax.default_matmul_precision(None):
     ...     [operand_dtype(jnp.bfloat16, None, platform) for platform in ("cuda", "cpu")]

@@ -26,9 +26,9 @@ class MHAParams(NamedTuple):
       value: kernel `Dv K h`, bias `K h`.
       out: kernel `N h Do`, bias `Do`; None: the heads are concatenated.
       bias_k: `K H`, a learned extra key position; comes with `bias_v` `K h`.
-      bias_v: see `bias_k`.
+      bias_v: `K h`, the value of the extra position of `bias_k`.
       query_norm: `H`, scale of the normalisation of projected queries (`Semantics.qk_norm`).
-      key_norm: `H`, the same for keys.
+      key_norm: `H`, scale of the normalisation of projected keys.
 
     >>> import numpy as np
     >>> kernel = np.zeros((5, 2, 3), np.float32)
@@ -64,7 +64,7 @@ CANONICAL: dict[str, str] = {
 
 
 def leaves(params: MHAParams) -> dict[str, Array]:
-    """The arrays that are not None, by name (`query.kernel`), in the order of `CANONICAL`."""
+    """The leaves that are not None, by name (`query.kernel`), in the order of `CANONICAL`."""
     found: dict[str, Array] = {}
     for name in CANONICAL:
         head, _, tail = name.partition(".")
@@ -77,7 +77,7 @@ def leaves(params: MHAParams) -> dict[str, Array]:
 
 
 def from_leaves(arrays: dict[str, Array]) -> MHAParams:
-    """The inverse of `leaves`. Raises KeyError where a kernel of query, key or value is absent."""
+    """Builds parameters from the arrays by name; KeyError without kernels of query, key, value."""
 
     def projection(name: str) -> Projection:
         return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))

@@ -24,7 +24,7 @@ Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def distinct(query: X, key: X, value: X) -> tuple[X, X | None, X | None]:
-    """The inputs, with None for an input identical to the previous one: jit would see copies."""
+    """Replaces an input that is the previous one by None: jit would treat it as another array."""
     return query, None if key is query else key, None if value is key else value
 
 
@@ -188,7 +188,7 @@ def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics) -> jax.A
 def combine_checked(
     params: MHAParams, heads: jax.Array, semantics: Semantics, dtype: np.dtype[np.floating]
 ) -> jax.Array:
-    """`combine` on checked heads."""
+    """Combines heads whose shape and dtype are already checked."""
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)

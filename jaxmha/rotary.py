@@ -107,13 +107,13 @@ def _rotated(x: Array, positions: Array, frequency: jax.Array, interleaved: bool
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
-# `rotate(heads, positions)`.
+# Rotates heads by their positions: `rotate(heads, positions) -> heads`.
 Rotate: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """A `functools.partial` that compares by its parts, for use as a static argument."""
+    """A `functools.partial` that compares by function and arguments, as jit requires."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -125,7 +125,7 @@ class _Rotation:
 
 
 def static_rotation(rotate: Rotate | None) -> Rotate | None:
-    """`rotate` as a static argument of jit."""
+    """Makes `rotate` a static argument of jit: equal partials become equal `_Rotation`s."""
     if type(rotate) is not partial:
         return rotate
     found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))

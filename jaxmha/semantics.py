@@ -23,7 +23,7 @@ class Path(NamedTuple):
     Attributes:
       fully_masked: output of a fully masked row.
       softmax: dtype of the softmax: `input`, `float32`, or None: at least float32.
-      weights: the kind of weights that it returns; None: none.
+      weights: the kind of weights that the code path returns; None: it returns none.
       dropout_broadcast: axes of BNTS that share a draw.
     """
 
@@ -67,7 +67,7 @@ class Semantics:
       precision: of matmuls, as in `jax.lax.dot_general`; None: `jax_default_matmul_precision` if
         that is set, else `highest`: float32 is float32 on every platform, and bfloat16 operands are
         multiplied directly, with float32 accumulation, on devices that support it.
-      dropout_rate: probability that a weight is dropped; acts only where a key is given.
+      dropout_rate: probability that a weight is dropped; has no effect without a dropout key.
       dropout_broadcast: axes of BNTS that share a draw; flax shares over `("B", "N")`.
       add_zero_attn: adds a position whose key and value are zero.
       qk_norm: normalisation of projected queries and keys over H, scaled by
@@ -139,8 +139,8 @@ class Semantics:
         Args:
           path: `weights`: `need_weights=True`, the default in training; `sdpa`:
             `need_weights=False`; `native`: either in eval, where torch takes its fast path.
-          dtype: of the inputs; the softmax is in it, except for `sdpa`, so that half precision
-            overflows as in torch. Other roundings of torch are not copied.
+          dtype: dtype of the inputs, and of the softmax except for `sdpa`, so that half precision
+            overflows as in torch. Other roundings of torch are not reproduced.
           fields: further fields, such as `dropout_rate` and `add_zero_attn`.
 
         torch returns the weights after dropout: give `return_weights="after_dropout"`.
@@ -213,7 +213,7 @@ class Semantics:
     def jax(cls, **fields: Any) -> "Semantics":
         """`jax.nn.dot_product_attention`: softmax in float32, also for float64.
 
-        A row that a bias of -inf masks fully is NaN in `jax.nn`; here it is the mean, like others.
+        A row that a bias of -inf masks fully is NaN in `jax.nn`; here it is the mean of the values.
 
         >>> Semantics.jax().fully_masked
         'mean'
@@ -260,7 +260,7 @@ def _axes(names: object) -> tuple[str, ...]:
 
 
 def _precision(value: object) -> object:
-    """Normalises a precision to JAX's name, or one name per operand; algorithms are kept."""
+    """Converts a precision to JAX's name, or a name per operand; leaves algorithms unchanged."""
     presets = jax.lax.DotAlgorithmPreset
     if value is None or isinstance(value, jax.lax.DotAlgorithm | presets):
         return value

@@ -55,7 +55,8 @@ class Axes:
         return _devices(self.mesh, names)
 
 
-# A user context is part of JAX's cache keys: other axes compile another program.
+# The axes of `use`. User contexts are part of JAX's cache keys, so that other axes have their own
+# program.
 AXES: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
@@ -151,11 +152,11 @@ def specs(
     Args:
       params: arrays, or anything with shapes; leading axes (stacked layers) are replicated.
       data, fsdp, tensor: names of mesh axes, as in `use`.
-      mesh: gives the sizes; default that of `use` or `jax.set_mesh`. Without any mesh, every size
-        above 1 is assumed to be divisible.
+      mesh: mesh that gives the axis sizes; default that of `use` or `jax.set_mesh`. Without a
+        mesh, every size above 1 is assumed to be divisible.
 
     Raises:
-      ValueError: `tensor` does not divide N, or as `use` does.
+      ValueError: `tensor` does not divide N, or `use` rejects the mesh axes.
 
     >>> from jaxmha import init_params
     >>> params = init_params(jax.random.key(0), num_heads=4, num_kv_heads=1, features=8)
@@ -169,7 +170,7 @@ def specs(
     mesh = mesh or _mesh()
     heads, features = names_of(tensor), names_of(fsdp)
     used = {*names_of(data), *features, *heads}
-    # Rejects axes that `use` rejects.
+    # Only for the errors of `use`; the context is not entered.
     use(mesh or AbstractMesh((1,) * len(used), tuple(used)), data=data, fsdp=fsdp, tensor=tensor)
 
     def divides(names: tuple[str, ...], size: int) -> bool:
@@ -192,7 +193,7 @@ def specs(
             axes.append(names if sharded else None)
         return spec(*axes)
 
-    # Leaves of the pytree come in the same order.
+    # The leaves of the pytree have the order of `leaves(params)`.
     found: MHAParams = jax.tree.unflatten(jax.tree.structure(params), map(spec_of_leaf, shapes))
     return found
 
@@ -243,7 +244,7 @@ def zigzag(x: Array, devices: int, axis: int = 1) -> Array:
 
 
 def unzigzag(x: Array, devices: int, axis: int = 1) -> Array:
-    """The inverse of `zigzag`.
+    """Restores the natural order of positions that `zigzag` reordered.
 
     >>> unzigzag(zigzag(np.arange(8), 2, axis=0), 2, axis=0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -252,7 +253,7 @@ def unzigzag(x: Array, devices: int, axis: int = 1) -> Array:
 
 
 def zigzag_order(size: int, devices: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """True positions in zig-zag order."""
+    """The true position at each index of the zig-zag order."""
     if size % (2 * devices):
         raise ValueError(
             f"zig-zag order over {devices} devices needs a multiple of {2 * devices} positions, "
@@ -268,7 +269,7 @@ def in_order(x: None, axis: int) -> None: ...
 @overload
 def in_order(x: Array, axis: int) -> jax.Array: ...
 def in_order(x: Array | None, axis: int) -> jax.Array | None:
-    """Reorders an axis of true positions to the order of the features (zig-zag if in use)."""
+    """Reorders an axis of true positions to zig-zag order if the features are in that order."""
     axes = current()
     if x is None or axes is None or not axes.zigzag or x.shape[axis] == 1:
         return x  # type: ignore[return-value]  # NumPy stays NumPy

@@ -12,7 +12,7 @@ from jaxmha.mask import Mask
 
 
 def split(scale: float | Array | None) -> tuple[float | None, jax.Array | None]:
-    """Splits a scale into the static one, a number or None, and the traced one, or None.
+    """Splits a scale into (static, traced): a JAX array gives (1.0, array), else traced is None.
 
     Raises:
       ValueError: the array has a shape other than ().
@@ -41,7 +41,7 @@ def scaled(
     """Heads `B T N H`, `B S K H` and `B S K h` in the accumulation dtype, with scaled queries.
 
     Half precision would round the product, and with it the gradient of the scale. Fully masked
-    queries are zeroed: the gradient of the scale sums over all queries, and they may hold NaN.
+    queries are zeroed: they may hold NaN, and the gradient of the scale sums over all queries.
     """
     accumulate = accumulation_dtype(heads[0].dtype)
     query, key, value = (x.astype(accumulate) for x in heads)

@@ -405,7 +405,7 @@ MUTANTS: dict[str, Callable[..., Any]] = {
 def test_mutants_fail(mutant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = types.ModuleType("wrong")
     wrong.__dict__.update(
-        supports=reference.unsupported_reason, attend=MUTANTS[mutant](reference.attend)
+        unsupported_reason=reference.unsupported_reason, attend=MUTANTS[mutant](reference.attend)
     )
     monkeypatch.setitem(IMPLEMENTATIONS, mutant, wrong)
     with pytest.raises(AssertionError):
@@ -424,7 +424,7 @@ def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) 
         return Result(out, weights, jax.nn.logsumexp(logits, -1))
 
     wrong = types.ModuleType("wrong")
-    wrong.__dict__.update(supports=reference.unsupported_reason, attend=naive)
+    wrong.__dict__.update(unsupported_reason=reference.unsupported_reason, attend=naive)
     monkeypatch.setitem(IMPLEMENTATIONS, "naive", wrong)
     with pytest.raises(AssertionError):
         conformance.poisoned_padding(replace(POISONED[3], G=1), "naive", "float32")

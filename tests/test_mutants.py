@@ -77,7 +77,7 @@ def killed_by(
     def attend(request: Request) -> Result:
         return reference.attend(mutate(request))
 
-    mutant = SimpleNamespace(supports=reference.unsupported_reason, attend=attend)
+    mutant = SimpleNamespace(unsupported_reason=reference.unsupported_reason, attend=attend)
     # Under its own name: compiled programs are kept by name.
     monkeypatch.setitem(implementations.IMPLEMENTATIONS, name, mutant)
     failed = set()

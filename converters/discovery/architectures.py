@@ -232,7 +232,7 @@ FUNCTIONS = {
         """,
     }.items()
 }
-# Types that add nothing around their projections, or have no attention.
+# Model types that add nothing around their projections, or have no attention.
 _PLAIN = """
     aimv2 aimv2_text_model aimv2_vision_model albert align align_text_model align_vision_model
     altclip altclip_text_model altclip_vision_model audio-spectrogram-transformer
@@ -289,7 +289,7 @@ KNOWN = PLAIN.union(*PARTS.values(), *FUNCTIONS.values())
 
 
 def parts(model_type: str) -> list[str]:
-    """The parts of a model type, except those in `functions`.
+    """The parts (`PARTS`) that a model type adds around its projections.
 
     >>> parts("bloom"), parts("bert"), "bert" in KNOWN
     (['alibi'], [], True)
@@ -298,7 +298,7 @@ def parts(model_type: str) -> list[str]:
 
 
 def functions(model_type: str) -> list[str]:
-    """The parts that change the function of the projections in a model type.
+    """The parts (`FUNCTIONS`) that give a model type another attention function.
 
     >>> functions("dia")
     ['scale']

@@ -19,7 +19,7 @@ def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in file.info.items()}
 
 
-# Layouts that alike models fill with different functions -> what the configuration must tell.
+# Layouts with which models compute different functions -> message if no configuration decides.
 ASKS = {
     "llama-norm": "no tensor tells how q_norm and k_norm normalise (over each head or all, with an "
     "offset of 1, before or after the rotation): put the model's config.json next to the file. Where "
@@ -36,19 +36,19 @@ class Block(NamedTuple):
     keys: dict[str, str]  # key of the layout -> name in the file
     unknown: tuple[str, ...] = ()  # names under the prefix that the layout does not know
     family_match: tuple[Family, str] | None = (
-        None  # the family with such blocks there, and its pattern
+        None  # the matching model family, and its prefix pattern
     )
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
-    configured: bool = False  # `behaviours` put semantics of the configuration into the layout
+    configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
 
     @property
     def family(self) -> tuple[str, str] | None:
-        """Name and prefix pattern of the model family that has such blocks at this prefix."""
+        """Name and prefix pattern of the model family that the block belongs to; None if unknown."""
         return (self.family_match[0].name, self.family_match[1]) if self.family_match else None
 
     @property
     def refused(self) -> str:
-        """Why this layout misreads the family's blocks; "" if it reads them correctly."""
+        """Reason why the block must not be read without a configuration; "" if it may be read."""
         if self.configured:
             return ""
         if self.layout.name in ASKS:
@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
     @property
     def why(self) -> str:
-        """The reason for this layout: its keys, and its prefix if a family has such blocks."""
+        """Reason for choosing this layout: the keys found, and the prefix if it matches a family."""
         family_match = f"and the prefix of {': '.join(self.family)}" if self.family else "alone"
         other = f"; they fit {', '.join(self.also)} as well" if self.also else ""
         return f"{len(self.keys)} keys {family_match}{other}"
@@ -74,7 +74,11 @@ class Block(NamedTuple):
     def read(
         self, tensors: Mapping[str, Any], num_heads: int | None = None
     ) -> tuple[MHAParams, Semantics]:
-        """Imports the block. Raises ValueError as `import_params` and `refuse` do."""
+        """Imports the block's arrays as parameters and semantics.
+
+        Raises:
+          ValueError: the block is refused (see `refuse`), or a shape does not fit the layout.
+        """
         self.refuse()
         state = {self.layout.path(self.prefix, key): tensors[n] for key, n in self.keys.items()}
         return transform.import_params(
@@ -82,8 +86,7 @@ class Block(NamedTuple):
         )
 
     def refuse(self) -> None:
-        """Raises ValueError for unknown keys, and for families whose configuration decides the
-        function of the block."""
+        """Raises ValueError if the block has unknown keys or a reason in `refused`."""
         if self.refused:
             raise ValueError(self.refused)
         if self.unknown:
@@ -94,12 +97,12 @@ class Block(NamedTuple):
 
 
 def named(name: str) -> Layout:
-    """The layout of this name. Raises ValueError that lists the known names."""
+    """The layout of this name; an unknown name raises a ValueError that lists the known names."""
     return choose(LAYOUTS, [], name)
 
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
-    """Every attention block, sorted by name.
+    """Every attention block, sorted by prefix.
 
     Raises:
       ValueError: two layouts fit the same prefix.
@@ -129,9 +132,12 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
 
 
 def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
-    """Chooses one block among those at a prefix: the one of a family, or else the first.
+    """Chooses among the candidate blocks at one prefix: that of a known family, or else the first.
 
-    A complete block precedes an incomplete one, and a block with more keys one with fewer.
+    Complete blocks are preferred to incomplete ones, and blocks with more keys to those with fewer.
+
+    Raises:
+      ValueError: two layouts use different arrays, and no family decides.
     """
     candidates = [block for block in candidates if block.whole] or candidates
     even = [b for b in candidates if _is_packed(b) and _is_even(b, shapes)]
@@ -158,17 +164,17 @@ def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) ->
 
 
 def _is_packed(block: Block) -> bool:
-    """True if query, key and value are packed with one head count."""
+    """True if the layout packs query, key and value with the same number of heads."""
     return any(len(entry.leaves) > 1 and not uneven.letter(entry) for entry in block.layout.entries)
 
 
 def _is_uneven(block: Block) -> bool:
-    """True if query, key and value are packed with a head count for query alone."""
+    """True if the layout packs query, key and value, and allows fewer key and value heads."""
     return any(map(uneven.letter, block.layout.entries))
 
 
 def _is_even(block: Block, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """True if packed arrays have three times the rows of the queries that the output layer has."""
+    """True if the packed kernel is three times as wide as all heads in the output kernel."""
     widths = set()
     for entry in block.layout.entries:
         if entry.key not in block.keys or entry.leaves[0].endswith("bias"):
@@ -195,13 +201,13 @@ _ASSIGNS = r"(^|[./])downsample[./]assign$"
 def damaged_at(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> dict[str, str]:
-    """As `damaged`, by prefix."""
+    """Maps prefixes that have most arrays of a layout but form no readable block to the reason."""
     whole = {block.prefix for block in found}
     taken = {name for block in found for name in block.keys.values()}
     ends = _ends(name for name in shapes if name not in taken)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
-        # Their names are common in layers other than attention.
+        # Layers other than attention often have the names of hand-written and uneven layouts.
         if candidate in by_hand.BY_HAND or any(map(uneven.letter, candidate.entries)):
             continue
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
@@ -220,9 +226,9 @@ def damaged_at(
             missing = [e.key for e in required if e not in present]
             roles = {leaf.partition(".")[0] for e in present for leaf in e.leaves}
             if not roles & {"value", "out"}:
-                continue  # queries and keys alone: scores, and no attention
+                continue  # only queries and keys: the layer computes scores, not attention
             if missing and _has_more(candidate, prefix, present, shapes):
-                continue  # another layer, of which nothing is missing
+                continue  # a complete layer of another kind
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
@@ -233,14 +239,14 @@ def damaged_at(
 def _has_more(
     candidate: Layout, prefix: str, entries: Sequence[Entry], shapes: Mapping[str, Sequence[int]]
 ) -> bool:
-    """True if matrices under a prefix belong neither to the layout nor to norms next to it."""
+    """True if a prefix has matrices that neither the layout nor its known other layers explain."""
     keys = {entry.key: candidate.path(prefix, entry.key) for entry in entries}
     unknown = _unknown(candidate, prefix, keys, shapes)
     return any(len(shapes[name]) >= 2 for name in unknown)
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Describes the first array that does not fit the arrays before it, with both shapes."""
+    """Describes the first array whose shape contradicts an earlier array of the layout."""
     sizes: dict[str, tuple[int, str]] = {}
     for entry in candidate.entries:
         if (shape := shapes.get(candidate.path(prefix, entry.key))) is None:
@@ -272,10 +278,10 @@ def natural(name: str) -> list[tuple[int, str]]:
 def _unknown(
     layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[str, ...]:
-    """Names under a prefix that neither belong to the layout nor are known next to attention."""
+    """Tensors under a prefix that are neither in the layout nor known to accompany attention."""
     if not prefix:
         return ()
-    # Keys next to attention in one model stay next to it when the layout changes.
+    # A conversion copies `other_keys` unchanged, so the block may have those of any layout.
     known_keys = {key for other in LAYOUTS for key in other.other_keys}
     norms = {module for key in known_keys if (module := key.removesuffix(".weight")) != key}
     start = prefix + layout.separator
@@ -292,14 +298,21 @@ def _unknown(
     )
 
 
-_OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}  # in every framework
+_OF_NORMS = {
+    "weight",
+    "bias",
+    "scale",
+    "gamma",
+    "beta",
+    "offset",
+}  # arrays of a norm in any framework
 
 
 Ends = Mapping[tuple[str, str], Sequence[str]]
 
 
 def _ends(names: Iterable[str]) -> Ends:
-    """Maps (separator, end of a name) to the starts of names; whole names have no separator."""
+    """Maps (separator, rest of a name) to the prefixes before it; ("", name) has the prefix ""."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
         found.setdefault(("", name), []).append("")
@@ -315,7 +328,7 @@ def _prefixes(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
 
 
 def _variants(candidate: Layout) -> list[Layout]:
-    """The layout, and its variant with dots: trees are also saved with dots as separators."""
+    """The layout, and its variant with dots, since parameter trees are also saved with dots."""
     if candidate.separator == ".":
         return [candidate]
     dotted = tuple(e._replace(key=e.key.replace("/", ".")) for e in candidate.entries)
@@ -339,7 +352,7 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if any(sizes.get(letter, n) != n for letter, n in own.items()):
             return False
         sizes |= own
-    # Another packing may have the same names.
+    # Even packings share these names, so the output width is checked too for uneven packings.
     checked = ("K", "h", "Do") if any(map(uneven.letter, candidate.entries)) else ("K", "h")
     return all(
         sizes[letter] == sizes[tied]

@@ -1,6 +1,6 @@
-"""Semantics of the blocks of a checkpoint: what config.json and metadata tell, and no tensor.
+"""Reads the semantics of attention blocks that config.json or metadata holds, but no tensor.
 
-A block that is configured has a layout with these semantics, so that every conversion carries them.
+`configured` puts them into the layout of each block, so that every conversion carries them over.
 """
 
 import json
@@ -16,8 +16,8 @@ from jaxmha.converters.discovery import described, hf_config
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.layout.base import Layout
 
-# Key of safetensors metadata: the semantics of a block of layout jaxmha, and the layout that it was
-# read from. `.PREFIX` follows.
+# Key of safetensors metadata, followed by `.PREFIX`: the semantics of a block of layout jaxmha, and
+# the layout from which the block was converted.
 METADATA = "jaxmha.semantics"
 _LIMITS = Limits(memory=1 << 20)
 _FROM = "from"
@@ -42,8 +42,8 @@ def _normalised(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "rms", "qk_norm_epsilon": float(own["rms_norm_eps"])}
 
 
-# Model types -> what their configuration tells of every block. Each is compared with the model's own
-# output by the tests of the zoo.
+# Model types, and the function that reads the semantics of their blocks from a configuration. The
+# zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
     (
         "granite granitemoe granitemoeshared granite_docling_text hyperclovax",
@@ -70,9 +70,9 @@ def reader_of(model_type: str) -> _Reader | None:
 
 
 def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
-    """The blocks with the semantics that metadata or the configuration next to a file tell.
+    """The blocks, with the semantics that the metadata or the config.json of a checkpoint gives.
 
-    `file` is an open checkpoint; a state in memory has no configuration.
+    `file`: an open checkpoint, or a state in memory, which has metadata but no config.json.
     """
     if not isinstance(getattr(file, "path", None), Path):
         return [_of_metadata(block, file.metadata) for block in blocks]
@@ -87,9 +87,10 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
 
 
 def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[str, Any], str]]:
-    """Every block, the part of the configuration that is its own, and the model type there.
+    """Yields every block, its part of the configuration, and the model type of that part.
 
-    The model type is "" where no reader knows the configuration, or it has no part for the block.
+    The model type is "" if `READERS` has no model type of the configuration, or if the
+    configuration has no part for the block.
     """
     content = hf_config.readable(file.path)
     readable = any(
@@ -120,7 +121,7 @@ def _with(block: Block, values: Values) -> Block:
 
 
 def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The part of a configuration at the end of keys, and the model type that holds there."""
+    """The part of a configuration under the nested keys `way`, and the innermost model type."""
     model_type = content.get("model_type", "") if isinstance(content, dict) else ""
     for key in way:
         content = content.get(key) if isinstance(content, dict) else None
@@ -146,7 +147,7 @@ def _with_all(block: Block, values: Values) -> Block:
 
 
 def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
-    """Semantics of blocks as metadata, by the prefix that each has in the destination."""
+    """Metadata for the semantics of blocks, each given with its prefix in the destination."""
     found = {}
     for prefix, block in blocks:
         semantics = block.layout.semantics
@@ -158,7 +159,10 @@ def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
 
 
 def carried(blocks: Sequence[Block]) -> set[str]:
-    """The parts (`signs.PARTS`) that the semantics of every block has."""
+    """The parts (`signs.PARTS`) that the semantics of every block expresses.
+
+    Empty if a block is not configured.
+    """
     parts = {"scale": "scale", "logits_soft_cap": "soft_cap", "qk_norm": "qk_norm"}
     if not blocks or not all(block.configured for block in blocks):
         return set()
@@ -170,7 +174,10 @@ def carried(blocks: Sequence[Block]) -> set[str]:
 
 
 def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
-    """The layout of the destination for a block; with its semantics if it came from this layout."""
+    """The destination layout of a block.
+
+    It has the block's semantics if it is jaxmha, or the layout that the block was converted from.
+    """
     text = metadata.get(f"{METADATA}.{block.prefix}", "")
     if block.layout.name == "jaxmha" and text and json.loads(text).get(_FROM) == to.name:
         return replace(to, semantics=block.layout.semantics)
@@ -178,7 +185,7 @@ def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
 
 
 def refuse_unread(file: Any, blocks: Sequence[Block]) -> None:
-    """As `hf_config.refuse_behaviour`, unless the rules read the settings for their blocks."""
+    """Raises ValueError for settings of attention in config.json that `READERS` do not read."""
     content = hf_config.readable(file.path)
     settings = [
         part(content, way[:-1])[1]

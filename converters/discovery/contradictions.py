@@ -18,7 +18,7 @@ from jaxmha.converters.layout import transform
 from jaxmha.dims import parse
 
 Shapes = Mapping[str, Sequence[int]]
-# Keys that hold the size, and patterns of keys that hold it for some part of the model.
+# Keys that hold a size of the model, and patterns of keys that hold it for a part of the model.
 _WIDTH = ["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim", "n_embed"]
 _WIDE = r"hidden|embed|embd|d_model|dim|width|channels|project|proj_size|inner|d_latents|input"
 _HEAD = [
@@ -44,7 +44,7 @@ _LAYER_LIKE = r"layer|depth|block|stage"
 _STACK = r"(.*?\b(?:layers?|h|blocks?)\.)"
 _INNER = ["intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"]
 _INNER_LIKE = r"intermediate|inner|d_ff|ffn|mlp|ff_dim|expert|hidden|ffw"
-# Layers whose output is as wide as the inner layer of a feed-forward network.
+# Names of the first layer of a feed-forward network, whose output has the inner width.
 _FIRST = (
     r"(^|\.)(intermediate\.dense|mlp\.(fc1|gate_proj|up_proj|c_fc|dense_h_to_4h)|fc1|linear1|"
     r"DenseReluDense\.(wi|wi_0))$"
@@ -57,7 +57,7 @@ _VOCABULARY = (
 def find(
     content: Json, configured: Configured | None, blocks: Sequence[Block], shapes: Shapes
 ) -> list[str]:
-    """Contradictions between a configuration and tensors, in words; the first of every kind.
+    """Describes the first contradiction of each kind between a configuration and tensors.
 
     `configured` holds the head counts of the configuration.
     """
@@ -95,7 +95,7 @@ def _of_block(
     except ValueError:
         return  # no head count fits; the conversion reports it
     keys = sizes.get("K", sizes.get("N"))
-    # The input and output widths of a first layer may differ.
+    # The first layer of a model may differ in input and output width, so either may match.
     for kind, letter, found, exact, like in (
         ("width", "features", [sizes.get("Dq"), sizes.get("Do")], _WIDTH, _WIDE),
         ("head_dim", "features in a head", [sizes.get("H")], _HEAD, _HEAD_LIKE),
@@ -103,15 +103,15 @@ def _of_block(
     ):
         stated = _size_in(own, exact)
         if kind == "width" and count and count.stages:
-            continue  # each stage is as wide as the one before it, times a number
+            continue  # the stages have different widths, and the key holds only one
         if kind == "kv" and own.get("multi_query") is True and found[0] == 1:
-            continue  # Falcon names the heads of its other packing
+            continue  # Falcon ignores its num_kv_heads if multi_query is set
         if stated and found[0] is not None and not _sizes(content, like).intersection(found):
             yield kind, f"{stated[0]} is {stated[1]}, and {where} has {found[0]} {letter}"
 
 
 def _query_rows(block: Block, arrays: Shapes) -> int | None:
-    """The width of the query over all heads; None if heads have an axis of their own."""
+    """The query features of all heads, N * H; None if the heads have an axis of their own."""
     for entry in block.layout.entries:
         if "query.kernel" in entry.leaves and entry.key in arrays:
             groups, shape = parse(entry.axes), arrays[entry.key]
@@ -141,7 +141,7 @@ def _layers(
 
 
 def _other_layers(content: Mapping[str, Json], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Reports a configured vocabulary size or feed-forward width that no such layer has."""
+    """Reports a configured vocabulary size or feed-forward width that no layer in the file has."""
     vocabulary, inner = _sizes(content, r"vocab"), _sizes(content, _INNER_LIKE)
     widths = {content[key] for key in _WIDTH if type(content.get(key)) is int}
     books = _sizes(content, r"codebook")
@@ -171,7 +171,7 @@ def _other_layers(content: Mapping[str, Json], shapes: Shapes) -> Iterator[tuple
 def _model_type(
     content: Mapping[str, Json], blocks: Sequence[Block], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """Reports a model type whose models have no layers of the names in the file."""
+    """Reports a model type whose models have other tensor names than the file."""
     model_type = content.get("model_type")
     theirs = {
         family
@@ -179,7 +179,7 @@ def _model_type(
         if isinstance(model_type, str) and model_type in types.split()
     }
     here = {block.family[0] for block in blocks if block.family}
-    # Versions of transformers name one type differently, in memory and on disk.
+    # Versions of transformers name the layers of one model differently, in memory and on disk.
     if not theirs or not here or {_plain(x) for x in here} & {_plain(x) for x in theirs}:
         return
     prefixes = [split(name)[0] for name in shapes]
@@ -216,7 +216,7 @@ def _size_in(content: Mapping[str, Json], keys: Sequence[str]) -> tuple[str, int
 
 
 def _is_size(value: Json) -> TypeGuard[int]:
-    """True for an integer; a Boolean is none."""
+    """True for an integer that is not a Boolean."""
     return type(value) is int
 
 

@@ -1,7 +1,7 @@
 """Names of the layers other than attention, for each family of models.
 
-Kinds are those of `layer_layouts`; `{i}` stands for a number, a space separates alternatives, and
-any path may precede them. Names missing here are judged by their shapes (see `other_layers`).
+Kinds are those of `layer_layouts`. A pattern matches the end of a name: `{i}` stands for a number,
+and spaces separate alternatives. `other_layers` decides the kind of all other names.
 """
 
 import re
@@ -141,7 +141,7 @@ KEYMAPS: tuple[KeyMap, ...] = (
 
 
 def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
-    """The kind that a family has at a prefix, and the pattern; None if no family has one there.
+    """The kind of the layer at a prefix, and the pattern that matches; None if no pattern matches.
 
     >>> kind_at("transformer.h.3.mlp.c_fc", ["GPT-2"])
     ('conv1d', 'GPT-2: h.{i}.mlp.c_fc')
@@ -157,7 +157,7 @@ def kind_at(prefix: str, families: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _in_layer(path: str) -> bool:
-    """True if a path is inside a layer or embeddings; the last norm of a family is outside."""
+    """True if a path is inside a layer or embeddings, and therefore not the final norm."""
     return re.search(r"(^|\.)(\d+|embeddings|attn_\d+)\.", path.replace("/", ".")) is not None
 
 

@@ -29,7 +29,7 @@ CONFIG_KEYS = {
     "memory_attention_num_attention_heads": ("memory_attention",),
 }
 _SHOWN = 8  # values listed in a message
-# Names of nested sub-configurations besides `*_config`.
+# Keys of nested configurations that do not end in `_config`.
 _PARTS = ("encoder", "decoder")
 # Part of a configuration -> the names of that part in tensor names.
 _CALLED = {
@@ -78,7 +78,7 @@ class Configured(NamedTuple):
     families: tuple[str, ...] = ()
 
     def _at(self, count: Count, prefix: str) -> Count | str:
-        """The count of the stage that a prefix is in; the first number in a path names the stage."""
+        """The count for a prefix; with several stages, its first number is the index of the stage."""
         if not count.stages:
             return count
         numbers = [int(part) for part in re.split("[./]", prefix) if part.isdigit()]
@@ -102,7 +102,7 @@ class Configured(NamedTuple):
         return self.several or not whole
 
     def of(self, prefix: str) -> tuple[int | None, str]:
-        """The count of a block and its source; or None and the reason.
+        """The head count of the block at a prefix, and its source; or None and the reason.
 
         Among several counts, the outermost part named in the prefix decides. The last component is
         the name of the block itself and is ignored: a block `encoder_attn` is part of the decoder.
@@ -111,7 +111,7 @@ class Configured(NamedTuple):
         return (None, count) if isinstance(count, str) else count[:2]
 
     def count_of(self, prefix: str) -> Count | str:
-        """As `of`, but returns the whole `Count`, or only the reason."""
+        """The `Count` for the block at a prefix, or the reason why no count applies."""
         if self.wrong:
             return self.wrong
         path = re.split("[./]", prefix)[:-1]
@@ -209,7 +209,7 @@ def by_default(block: Block, given: int | None, configured: Configured | None = 
 
 
 def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
-    """Head counts by prefix as metadata.
+    """Metadata for head counts, given by prefix.
 
     If these are all blocks of the file (`whole`) and they agree, one entry holds the count for the
     file; otherwise each block has an entry.
@@ -225,7 +225,7 @@ def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
 
 
 def in_config(path: Path) -> Configured | None:
-    """The head counts in the config.json next to a checkpoint; None if there is no file or key."""
+    """The head counts in the config.json next to a checkpoint; None if it is absent or has none."""
     config = path.parent / CONFIG
     try:
         content = hf_config.read(path)
@@ -248,7 +248,7 @@ def in_config(path: Path) -> Configured | None:
 
 
 def _positive(value: Json) -> tuple[int, ...]:
-    """A head count, or one for every stage; empty if a number is none."""
+    """One head count, or one for every stage; empty if a value is not a valid head count."""
     values = value if isinstance(value, list) else [value]
     counts = [n for n in values if type(n) is int and 0 < n <= Limits.dimension]
     return tuple(counts) if len(counts) == len(values) else ()
@@ -263,7 +263,7 @@ def _count(way: Sequence[str], heads: tuple[int, ...]) -> Count:
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
-    """The head count, if a shape of the layout holds it."""
+    """The head count from the shapes of a block; None if no shape holds it."""
     sizes: dict[str, int] = {}
     for entry in block.layout.entries:
         if entry.key in block.keys and ("N",) in parse(entry.axes):
@@ -274,7 +274,7 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
 
 
 def _part(key: str) -> str:
-    """The part of a model that the key of a nested configuration names."""
+    """The part of a model that a nested configuration describes, from its key."""
     return key.removesuffix("_config").removesuffix("_cfg")
 
 

@@ -20,7 +20,7 @@ CONFIG = "config.json"
 _LIMITS = Limits(memory=8 << 20)  # about 30,000 entries; searching them takes 0.1 s
 _MOST_FOUND = 1000
 
-# Settings that change attention, and the value of each that changes nothing.
+# Settings that change attention, and the value of each that leaves attention unchanged.
 BEHAVIOUR: dict[str, Any] = {
     "attention_multiplier": None,
     "query_pre_attn_scalar": None,
@@ -173,7 +173,7 @@ def _is_positive(value: Json) -> TypeGuard[float]:
 
 
 def offset_norms(path: Path) -> dict[str, str]:
-    """Kinds of norms that no other framework's norm computes, with the reason: kind -> reason."""
+    """Kinds of norms that the norm layers of other frameworks do not compute: kind -> reason."""
     reason = "model_type {} of config.json: its norms multiply by 1 + weight, and others by weight"
     kinds: dict[str, str] = {}
     for _, value in search(readable(path), ["model_type"]):
@@ -192,10 +192,11 @@ def offset_norms(path: Path) -> dict[str, str]:
 
 
 def unbiased_norms(path: Path) -> str:
-    """The kind of the norms without a bias, if the config.json next to a checkpoint determines it.
+    """The kind of norms without a bias, if the config.json next to a checkpoint determines it.
 
-    Returns "asked" for a model's configuration that has no epsilon of any norm: Moonshine has
-    LayerNorms under the names of Llama's RMSNorms. Returns "" if nothing is known.
+    Returns "asked" if the configuration has a model_type but no epsilon: the user must name the
+    kind, since Moonshine, for example, names its LayerNorms as Llama names its RMSNorms. Returns
+    "" if the configuration is absent or ambiguous.
     """
     content = readable(path)
     keys = {way[-1] for way, value in search(content, EPSILONS) if value is not None}
@@ -206,7 +207,10 @@ def unbiased_norms(path: Path) -> str:
 
 
 def readable(path: Path) -> Json:
-    """As `read`, but empty if the file is unreadable; `head_count.in_config` reports that."""
+    """The content of the config.json next to a checkpoint; empty if it is absent or unreadable.
+
+    `head_count.in_config` reports an unreadable file.
+    """
     try:
         return read(path)
     except (ValueError, RecursionError):

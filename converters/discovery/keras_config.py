@@ -36,7 +36,7 @@ def layers(content: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]
 
 
 def epsilons(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
-    """Group of a layer in the file -> epsilon of the layer."""
+    """The epsilon of every layer that has one, by the group of the layer in the file."""
     known = layers(content)
     settings = {group: known[name][1] for group, name in _once(names) if name in known}
     return {
@@ -49,7 +49,7 @@ def epsilons(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 def contradictions(
     content: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[str]:
-    """Describes settings that differ from the sizes of the arrays."""
+    """Describes layer settings that differ from the sizes of the arrays in the file."""
     known = layers(content)
     for group, name in _once(names):
         kind, settings = known.get(name, ("", {}))

@@ -21,5 +21,5 @@ def from_metadata(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def of(names: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Group and name of every layer by prefix; in a file of Keras the prefixes are the groups."""
+    """Group and name of every layer by prefix, from a Keras file (`names`) or else from metadata."""
     return {group: (group, name) for group, name in names.items()} or from_metadata(metadata)

@@ -32,7 +32,7 @@ class Convention:
     """The layouts of other layers in one framework.
 
     Attributes:
-      name: as attention layouts of the same files have it in `Layout.convention`.
+      name: the value of `Layout.convention` for attention layouts in the same files.
       kinds: kind -> arrays; `INSTEAD` gives the replacement for a missing kind.
       epsilon: value that the framework's own norms add to the variance by default.
       group: only for .weights.h5 files: kind -> the name that Keras gives the layer's group.
@@ -45,7 +45,8 @@ class Convention:
     group: Mapping[str, str] = field(default_factory=dict)
 
 
-# GPT-2's Conv1D is a linear layer with a kernel of axes `Di Do`.
+# Kind -> its replacement in a convention that lacks it. GPT-2's Conv1D is a linear layer with a
+# kernel of axes `Di Do`.
 INSTEAD = {"conv1d": "linear", "rmsnorm": "norm"}
 
 
@@ -167,7 +168,7 @@ def tells_norms(convention: Convention) -> bool:
 
 
 def named(name: str) -> Convention:
-    """The convention of this name. Raises ValueError that lists the known names."""
+    """The convention of this name; an unknown name raises a ValueError that lists the known ones."""
     for convention in CONVENTIONS:
         if convention.name == name:
             return convention
@@ -176,7 +177,7 @@ def named(name: str) -> Convention:
 
 
 def unpack(entry: Entry, array: NDArray) -> NDArray:
-    """The leaf in an array, as a view.
+    """The canonical leaf that an array holds, as a view.
 
     >>> import numpy as np
     >>> unpack(TORCH.kinds["linear"][0], np.zeros((3, 5))).shape
@@ -187,11 +188,11 @@ def unpack(entry: Entry, array: NDArray) -> NDArray:
 
 
 def pack(entry: Entry, leaf: NDArray) -> NDArray:
-    """The inverse of `unpack`."""
+    """The array of an entry, from its canonical leaf, as a view."""
     array: NDArray = rearrange(leaf, f"{CANONICAL[entry.leaves[0]]} -> {entry.axes}")
     return array
 
 
 def shape(entry: Entry, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array, from the size of every letter."""
+    """The shape of the array of an entry, from the size of every axis letter."""
     return tuple(sizes[group[0]] for group in parse(entry.axes))

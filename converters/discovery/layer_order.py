@@ -10,7 +10,7 @@ def of_source(names: Iterable[str]) -> Callable[[str], Key]:
     """A key function that sorts prefixes in the order of the file.
 
     Names under one parent sort by first appearance. Numbers sort as numbers, because the header of
-    a file may be alphabetical.
+    a file may list names alphabetically.
 
     >>> key = of_source(["l.10.self.w", "l.10.cross.w", "l.2.self.w", "l.2.cross.w"])
     >>> sorted(["l.10.self", "l.10.cross", "l.2.cross", "l.2.self"], key=key)

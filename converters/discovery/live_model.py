@@ -1,4 +1,4 @@
-"""Collects the tensors of a live model under the names by which its framework saves them."""
+"""Collects the tensors of a model in memory, under the names by which its framework saves them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,7 @@ HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "num_attention_hea
 
 
 class LiveModel(NamedTuple):
-    """The tensors and layers of a live model.
+    """The tensors and layers of a model in memory.
 
     Attributes:
       state: name -> tensor of the framework, not copied.
@@ -145,9 +145,10 @@ def head_count(whole: LiveModel, prefix: str) -> int | None:
 
 
 def by_hand(read: Callable[[], LiveModel], state: str) -> str:
-    """Advice how to import the weights of a hand-written class; "" if its names are unknown.
+    """Advice on importing the weights of a hand-written class; "" if no layout has its names.
 
-    `read` collects its tensors; `state` is the Python expression for its flat dict of arrays.
+    `read` collects the tensors of the model; `state` is the Python expression, shown to the user,
+    for its flat dict of arrays.
     """
     from jaxmha.converters.discovery.attention_blocks import find
     from jaxmha.converters.layout import linear

@@ -1,7 +1,7 @@
 """Prefixes of the attention blocks of each family of models.
 
-If two layouts have the same keys, the prefix of a block decides between them. `{i}` stands for a
-number, a space separates alternatives, and any path may precede them.
+If two layouts have the same keys, the prefix of a block decides between them. A pattern matches the
+end of a prefix: `{i}` stands for a number, and spaces separate alternatives.
 """
 
 import re
@@ -14,8 +14,9 @@ Shapes = Mapping[str, Sequence[int]]
 class Family(NamedTuple):
     """Models whose blocks have the same prefix and layout.
 
-    `recognises` distinguishes them from other families at the same prefix, by prefix and all shapes.
-    `refused` is the reason why the layout misreads their blocks, and what to do instead.
+    `recognises` distinguishes the family from others with the same prefix; its arguments are the
+    prefix and the shapes of all tensors. `refused` is the reason why the layout misreads the
+    family's blocks, with the remedy; "" if it reads them correctly.
     """
 
     name: str
@@ -26,7 +27,7 @@ class Family(NamedTuple):
 
 
 def _normalised_twice(prefix: str, shapes: Shapes) -> bool:
-    """True if each sublayer has a norm before and after it: Gemma 2; Llama has one before."""
+    """True if sublayers have a norm before and after, as in Gemma 2; Llama has only the first."""
     return f"{prefix.rpartition('.')[0]}.pre_feedforward_layernorm.weight" in shapes
 
 
@@ -79,7 +80,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def stands(names: Collection[str], prefix: str) -> bool:
-    """True if one of these families has blocks at such a prefix, in any layout.
+    """True if one of the named families has blocks at this prefix, in any layout.
 
     >>> stands(["GPT-2"], "transformer.h.3.attn"), stands(["BERT"], "layers.0.self_attn")
     (True, False)
@@ -94,7 +95,7 @@ def stands(names: Collection[str], prefix: str) -> bool:
 
 
 def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None:
-    """The family of a layout whose pattern matches the end of a prefix, and that pattern.
+    """The first family of a layout that matches a prefix, and the pattern; None if none matches.
 
     >>> family, pattern = match("gpt2", "transformer.h.11.attn", {})
     >>> family.name, pattern

@@ -26,7 +26,7 @@ def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
 
 
 class Epsilons(NamedTuple):
-    """Epsilons of norms from files: by key of a configuration, or by prefix of a layer."""
+    """Epsilons of norms: by key from config.json, or by layer prefix from a .keras archive."""
 
     by_key: Mapping[str, Sequence[float]] = MappingProxyType({})
     by_prefix: Mapping[str, float] = MappingProxyType({})
@@ -38,7 +38,7 @@ def epsilons(
     found: Sequence[Block],
     read: Epsilons,
 ) -> Iterator[str]:
-    """Notes on the epsilon of norms, if it is unknown or differs from the target's default."""
+    """Yields notes on norms whose epsilon is unknown or differs from the target's default."""
     if convention is None:
         return
     families = {block.family[0] for block in found if block.family}
@@ -79,7 +79,10 @@ def epsilons(
 
 
 def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Notes which source layer is first in each group; pairs of source and .weights.h5 group."""
+    """Yields a note on the order of the layers of one class in a .weights.h5 file.
+
+    `layers`: pairs of a source layer and its group in the file.
+    """
     groups: dict[str, list[str]] = {}
     for source, target in sorted(layers, key=lambda layer: natural(layer[1])):
         group = re.sub(r"_\d+$", "", target.rpartition("/")[2])
@@ -96,7 +99,10 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def of_groups(targets: Sequence[str]) -> str:
-    """Notes which models load a .weights.h5 file whose groups come only from the source's names."""
+    """A note on which models can load a .weights.h5 file.
+
+    `targets`: groups of the file, if they come only from the names in the source.
+    """
     like = "name a file that it saved (--like model.weights.h5)"
     shown = listed(targets, 3)
     if not all(targets):
@@ -116,7 +122,7 @@ def of_groups(targets: Sequence[str]) -> str:
 
 
 def known_by_name(layers: Sequence[Module]) -> Iterator[str]:
-    """Notes layers whose kind only the name determines."""
+    """Yields a note on layers whose kind only the name determines."""
     if shown := [f"{x.prefix} ({x.kind})" for x in layers if x.confidence == "by name"]:
         yield (
             f"kinds known only by name: {listed(shown)}; if one is wrong, write a plan and name its "
@@ -125,7 +131,7 @@ def known_by_name(layers: Sequence[Module]) -> Iterator[str]:
 
 
 def of_features(layers: Sequence[Module]) -> Iterator[str]:
-    """Notes norms that only their shapes mark as norms over features."""
+    """Yields a note on norms that are read as LayerNorm only because of their keys and shapes."""
     if shown := [x.prefix for x in layers if x.why == OF_GROUPS]:
         yield (
             f"{len(shown)} x norm read as LayerNorm, whose tensors GroupNorm and InstanceNorm have as "
@@ -137,7 +143,7 @@ def of_features(layers: Sequence[Module]) -> Iterator[str]:
 def not_back(
     layers: Sequence[Module], becomes: Iterable[str], mistakable: Sequence[str], to: str
 ) -> Iterator[str]:
-    """Notes layers and names that a conversion back would change."""
+    """Yields notes on layers and names that a conversion back would change."""
     shown = [
         x.prefix for x, kind in zip(layers, becomes, strict=True) if kind != x.kind == "conv1d"
     ]
@@ -154,13 +160,16 @@ def not_back(
 
 
 def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str]:
-    """Notes norms that are copied unchanged: `why` covers every tensor, `unlike` only norms."""
+    """Yields notes on the tensors of norms that are copied unchanged.
+
+    `why`: the reason for every tensor that is copied. `unlike`: the reasons that concern norms.
+    """
     counts = Counter(reason for reason in why.values() if reason in set(unlike))
     for reason, count in counts.items():
         yield f"{count} x a tensor of a norm, carried over as it is: {reason}"
 
 
 def renamed(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Notes layers whose path changes to the name that the user gave them."""
+    """Yields a note on layers whose path is replaced by the name that the user gave them."""
     if shown := [f"{source} -> {target}" for source, target in layers]:
         yield f"named as their user called them: {listed(shown)}"

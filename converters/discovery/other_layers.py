@@ -1,7 +1,7 @@
 """Finds layers other than attention in a flat dict of tensors: kind, prefix, and the reason.
 
 The key map of a family decides first; then keys and shapes, if they allow only one kind; then the
-name. A tensor that none of these decides is not understood; its kind is never guessed.
+name. If none of these decides, the tensor has no kind and is copied unchanged.
 """
 
 import re
@@ -47,7 +47,7 @@ UNSURE = (
 )
 
 
-# Alternatives that the tensors of a norm with a bias leave, unless the name excludes them.
+# Reason for reading a norm with a bias as LayerNorm if its name does not exclude other norms.
 OF_GROUPS = "its keys and shapes (GroupNorm and InstanceNorm have the same)"
 _OF_FEATURES = r"layer_?norm|(^|_)ln(_|\d|$)"
 
@@ -58,11 +58,11 @@ class Module(NamedTuple):
     Attributes:
       kind, convention: as in `layer_layouts`.
       keys: key of the convention -> name in the file.
-      sizes: the size of every letter of the axes.
+      sizes: the size of every axis letter.
       confidence: "certain": a known family has the layer there; "likely": keys and shapes allow one
         kind in the framework of the nearby attention; "by name": only the name decides;
         "ambiguous": a norm without a bias, which may be either of two kinds (`UNSURE`).
-      why: the reason in words.
+      why: the reason for the kind, shown to the user.
     """
 
     prefix: str
@@ -86,7 +86,7 @@ def find(
     unlike: Mapping[str, str] = MappingProxyType({}),
     unbiased: str = "",
 ) -> tuple[list[Module], dict[str, str]]:
-    """Every other layer, and the remaining tensors: name -> why it is not understood.
+    """Every layer other than attention, and the remaining tensors: name -> why its kind is unknown.
 
     `info` gives shape and dtype of every tensor; tensors of `blocks` are left out. `unlike` maps
     kinds that compute another function in this model to the reason (`hf_config.offset_norms`).
@@ -131,7 +131,7 @@ def find(
 
 
 def _parallel(prefixes: Iterable[str]) -> bool:
-    """True if layers have Llama's first norm but not its second: Cohere, with LayerNorms."""
+    """True if a layer lacks the second of Llama's two norms, as in Cohere, which has LayerNorms."""
     present = set(prefixes)
     first = {p for p in present if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
     return any(
@@ -143,7 +143,7 @@ _FOREIGN = "its separator is not that of the attention blocks in the same file"
 
 
 def _computes(module: Module) -> str:
-    """The kind; a norm without a bias may be of two kinds, and counts as rmsnorm."""
+    """The kind of a module; a norm without a bias, which could be an rmsnorm, counts as one."""
     biased = "norm.bias" in module.entries
     return "rmsnorm" if module.kind == "norm" and not biased else module.kind
 
@@ -201,7 +201,10 @@ def _decide(
     own: Sequence[Convention],
     unbiased: str,
 ) -> Module | str:
-    """The module, or why there is none. `own`: conventions that shapes are checked against."""
+    """The layer at a prefix, or the reason why its kind is unknown.
+
+    `own`: the conventions of the attention blocks in the file; only these are decided by shapes.
+    """
     candidates: dict[str, Module] = {}
     for convention in dict.fromkeys([*own, *CONVENTIONS]):
         for kind, entries in convention.kinds.items():
@@ -253,10 +256,10 @@ def _by_shape(
             return "a single number, which is no norm's"
         if re.search(_OTHER_NORMS, _called(prefix).lower()) or re.search(_OF_CHANNELS, prefix):
             return "a norm of groups or an activation by its name; else name the kind in a plan"
-    if kinds == {"norm", "rmsnorm"}:  # both have the same array
+    if kinds == {"norm", "rmsnorm"}:  # without a bias, both have the same array
         return _unbiased(prefix, candidates, unbiased)
     if kinds == {"linear", "conv1d"} and "GPT-2" not in families:
-        # A square kernel: only GPT-2 and related models have Conv1D.
+        # A square kernel fits both kinds, but only GPT-2 and related models have Conv1D.
         return candidates["linear"]._replace(
             confidence="likely",
             why="its keys and shapes (only GPT-2 has Conv1D, and no block is of GPT-2)",
@@ -271,7 +274,7 @@ def _by_shape(
         if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
             sizes = candidates[kind].sizes
             if kind == "embedding" and sizes["V"] == sizes["D"]:
-                break  # a kernel would be transposed unnoticed
+                break  # if it were a square kernel, nothing would show the missing transposition
             why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
             return candidates[kind]._replace(confidence="by name", why=why)
     return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
@@ -331,7 +334,7 @@ def _unbiased(prefix: str, candidates: Mapping[str, Module], unbiased: str) -> M
 
 
 def _convolution(module: Module) -> Module | str:
-    """The module if it is an ordinary convolution, or the reason why that is unknown.
+    """The module if it is an ordinary convolution, or the reason why its type is unknown.
 
     Only a bias whose size differs from the input features shows which axis is the output.
     """

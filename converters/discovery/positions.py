@@ -1,6 +1,6 @@
-"""Positions that a model adds in its attention, from its config.json and its tensors.
+"""Reads rotary, ALiBi and relative positions of attention blocks from config.json and tensors.
 
-`positions_of` returns, for every block, the parameters with which jaxmha computes them.
+`positions_of` returns, for every block, the parameters with which jaxmha computes its positions.
 """
 
 import math
@@ -28,7 +28,7 @@ from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
-# Model types whose rotary positions turn pairs of neighbouring features.
+# Model types whose rotary positions rotate pairs of neighbouring features.
 INTERLEAVED = frozenset(
     [
         "codegen",
@@ -52,7 +52,7 @@ INTERLEAVED = frozenset(
         "roformer",
     ]
 )
-# Model types whose rotary positions do not count tokens: rows and columns, or time.
+# Model types whose rotary positions are rows and columns, or times, instead of token indices.
 PLANES = frozenset(
     [
         "dinov3_vit",
@@ -71,10 +71,10 @@ PLANES = frozenset(
 )
 # Model types whose layers of full attention have no rotary positions.
 LOCAL = frozenset(["afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "kolibri1"])
-# Model types of the table of rotary positions whose blocks have none of their own.
+# Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
 _NOWHERE = ("nemotron_h",)
 _ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
-# Key of a configuration -> the number of rotated features, or their share in a head.
+# Keys of a configuration that hold the number of rotated features, or their share of a head.
 _DIMS = ("rotary_dim",)
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 
@@ -95,7 +95,7 @@ class Rotary(NamedTuple):
     def __call__(
         self, x: Float[Array, "*B T N H"], positions: Int[Array, "*#B T"]
     ) -> Float[Array, "*B T N H"]:
-        """Projected queries or keys with their positions.
+        """Rotates projected queries or keys by their positions.
 
         >>> Rotary((1.0, 0.1))(np.ones((1, 3, 2, 4), np.float32), np.arange(3)).shape
         (1, 3, 2, 4)
@@ -118,7 +118,7 @@ class Alibi(NamedTuple):
     rates: tuple[float, ...]
 
     def bias(self, T: int, S: int) -> NDArray:
-        """The bias, `N T S`; the last query stands at the last key."""
+        """The bias, `N T S`; the last query has the position of the last key."""
         distance = np.arange(T)[:, None] + S - T - np.arange(S)
         found: NDArray = -np.asarray(self.rates)[:, None, None] * distance
         return found
@@ -127,8 +127,8 @@ class Alibi(NamedTuple):
 class Buckets(NamedTuple):
     """A learned bias for every bucket of distances, added to the logits (T5).
 
-    `table` is `buckets N`. Distances are exact up to half of the buckets, and logarithmic up to
-    `most`.
+    `table` is `buckets N`. In each direction, half of the buckets hold one distance each, and the
+    others logarithmic ranges up to `most`. `both`: keys after the query have their own buckets.
     """
 
     table: NDArray
@@ -136,7 +136,7 @@ class Buckets(NamedTuple):
     most: int = 128
 
     def bias(self, T: int, S: int) -> NDArray:
-        """The bias, `N T S`; the last query stands at the last key."""
+        """The bias, `N T S`; the last query has the position of the last key."""
         distance = np.arange(T)[:, None] + S - T - np.arange(S)
         count = len(self.table) // (2 if self.both else 1)
         bucket = np.where(distance < 0, count, 0) if self.both else 0
@@ -151,8 +151,8 @@ class Buckets(NamedTuple):
 class Positions(NamedTuple):
     """The positions of one block.
 
-    `scheme`: "none" in the block; "rotary", with `rotary`; "alibi" and "relative", with `added`;
-    "unknown", with the reason in `why`.
+    `scheme`: "none"; "rotary", with its parameters in `rotary`; "alibi" or "relative", with the
+    bias in `added`; "unknown". `why`: the reason for "none" or "unknown".
     """
 
     scheme: str
@@ -164,7 +164,7 @@ class Positions(NamedTuple):
 def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
     """The positions of every attention block of a checkpoint, by prefix.
 
-    `source`: a file, next to which lies the model's config.json.
+    `source`: a checkpoint file; its folder must also hold the model's config.json.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -239,7 +239,7 @@ def _rotary(
 
 
 def _rope(own: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
-    """The rope parameters of a layer, in the form of any version of transformers."""
+    """The rope parameters of a layer, from a configuration of any version of transformers."""
     found = own.get("rope_parameters") or own.get("rope_scaling") or {}
     kinds = own.get("layer_types")
     if isinstance(kinds, list) and layer is not None and layer < len(kinds):
@@ -256,7 +256,7 @@ def _rope(own: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
 
 
 def _without(own: Mapping[str, Any], layer: int | None, model_type: str) -> bool:
-    """True if this layer has no rotary positions."""
+    """True if the configuration excludes this layer from rotary positions."""
     kinds = own.get("layer_types")
     if (
         model_type in LOCAL
@@ -290,7 +290,7 @@ _T5 = "relative_attention_bias.weight"
 
 
 def _relative(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Positions:
-    """T5's buckets; the first layer of a stack holds the table of all its layers."""
+    """The buckets of a T5 block; the first layer of a stack holds the table for the whole stack."""
     if block.layout.name != "t5":
         raise ValueError("its relative positions have no form here")
     if block.prefix.endswith("EncDecAttention"):
@@ -312,7 +312,10 @@ def _tables(names: Mapping[str, Any], stack: str) -> Iterator[str]:
 def turned(
     positions: Positions, query: Array, key: Array
 ) -> tuple[jax.Array | Array, jax.Array | Array]:
-    """Projected queries `*B T N H` and keys `*B S K H` with rotary positions 0, 1, 2, ..."""
+    """Rotates projected queries `*B T N H` and keys `*B S K H` by the positions 0, 1, 2, ...
+
+    Returns them unchanged if the block has no rotary positions.
+    """
     if positions.rotary is None:
         return query, key
     T, S = query.shape[-3], key.shape[-3]

@@ -14,7 +14,7 @@ from jaxmha.converters.layout.arrays import NDArray
 
 
 class Frequencies(NamedTuple):
-    """`values`: angle per position of every pair; `factor`: multiplies cosine and sine."""
+    """`values`: angle per position of every feature pair; `factor` multiplies cosine and sine."""
 
     values: tuple[float, ...]
     factor: float = 1.0
@@ -89,7 +89,7 @@ def _longrope(
 
 
 _Kind = Callable[[NDArray, Mapping[str, Any], int, float], tuple[NDArray, float]]
-# `dynamic` is `default` up to the length that the model was trained for.
+# Up to the length that the model was trained for, `dynamic` equals `default`.
 _KINDS: dict[str, _Kind] = {
     "default": _default,
     "dynamic": _default,

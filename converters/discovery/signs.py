@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-# Part -> a description of the computation, and what to do instead of converting it.
+# Part -> a description of its computation, and the remedy, since no conversion carries it over.
 PARTS = {
     "rotary": (
         "rotary positions (queries and keys are turned by angles)",
@@ -93,7 +93,7 @@ SIGNS = (
     Sign("multiplier", r"attention_(in|out)_multiplier", (1,)),
     Sign("clip", r"clip_qkv"),
 )  # fmt: skip
-# Keys whose value names kinds of layers or of positions, and word patterns in it -> part.
+# Key pattern -> pairs of a part and the pattern in the value of the key that implies this part.
 VALUE_SIGNS = {
     r"layer_types|\w*attention_types?|attention_layers|attn_layers|attn_type|layer_block_types?": (
         ("window", r"sliding|local|chunk|window|swa"),
@@ -129,7 +129,7 @@ ELSEWHERE = (
 OF_TRANSFORMERS = {"architectures", "transformers_version", "torch_dtype", "dtype"}
 NOT_OF_MODELS = {"id2label", "label2id", "quantization_config", "task_specific_params"}
 
-# Names of tensors outside the blocks -> part.
+# Part, and the pattern of the names of tensors outside the blocks that reveals it.
 TENSORS = (
     ("rotary", r"^(?!.*sinusoid).*inv_freq$|rotary|(^|[._])rope|freqs_cis|(sin|cos)_cached"),
     ("alibi", r"alibi|(^|\.)slopes$"),
@@ -152,7 +152,7 @@ TENSORS = (
     ("gate", r"att\w*[./](.*[._])?(g_proj|gate\w*|gru_rel_pos\w*)([./]|$)|attn_gate$"),
 )
 
-# Tensor names that occur in only one family of models, and the model type of that family.
+# Model type, and the pattern of tensor names that occur only in the family of this type.
 OF_TYPE = (
     ("gptj", r"(^|[./])h[./]\d+[./]mlp[./]fc_in[./]"),
     ("pegasus_x", r"(^|[./])embed_global[./]|global_self_attn_layer_norm"),

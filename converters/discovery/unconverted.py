@@ -18,7 +18,11 @@ from jaxmha.converters.discovery.notes import listed
 
 
 class Evidence(NamedTuple):
-    """Evidence from keys: part -> texts that show it; absent parts; unknown keys."""
+    """Evidence from keys of config.json.
+
+    `present`: part -> keys and values that imply it. `off`: parts that a key switches off.
+    `unknown`: keys that could imply a part not in the table.
+    """
 
     present: dict[str, list[str]]
     off: set[str]
@@ -31,18 +35,19 @@ def notes(
     layouts: Collection[str],
     carried: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """The parts around the blocks of a checkpoint that are not converted, in words.
+    """Notes on the parts around the blocks of a checkpoint that are not converted.
 
     `names` are all tensors outside the blocks, `layouts` the layouts of the blocks; `path` is the
-    file, and its folder may hold a config.json. `carried`: parts that every block's semantics has.
+    file, and its folder may hold a config.json. `carried`: parts that the semantics of all blocks
+    express.
     """
     return tuple(printable(note) for note in _notes(path, names, layouts, carried))
 
 
 def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
-    """Raises ValueError if a model computes another function of its projections than its layouts.
+    """Raises ValueError if a model's attention is another function than that of its layouts.
 
-    Arguments as in `notes`.
+    `path`: the checkpoint. `names`: all tensors outside the blocks. `layouts`: those of the blocks.
     """
     content = _content(path)
     evidence = _evidence(content)
@@ -115,7 +120,7 @@ def _notes(
 def _content(path: Path) -> Json:
     try:
         return hf_config.read(path)
-    except (ValueError, RecursionError):  # `described` reports it
+    except (ValueError, RecursionError):  # `described.of` reports the unreadable file
         return None
 
 
@@ -219,7 +224,10 @@ def _empty(value: Json) -> bool:
 def _by_type(
     content: Json, evidence: Evidence, has: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
-    """The parts of the model types in a configuration, without those that its keys switch off."""
+    """The parts of the model types in a configuration, without those that its keys switch off.
+
+    `has` returns the parts of a model type.
+    """
     parts: dict[str, list[str]] = {}
     for model_type in dict.fromkeys(_types(content)):
         for part in has(model_type):
@@ -231,8 +239,8 @@ def _by_type(
 def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
     """The parts of the model types that tensor names reveal.
 
-    A name reveals a type by the prefix that transformers gives it, or if only that type has the
-    name.
+    A name reveals a model type if its first component is that type, or if only that type has such a
+    name. `has` returns the parts of a model type.
     """
     parts: dict[str, list[str]] = {}
     first_names: dict[str, str] = {}
@@ -249,7 +257,7 @@ def _by_names(names: Iterable[str], has: Callable[[str], Iterable[str]]) -> dict
 
 
 def _by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
-    """The parts that tensors outside the blocks reveal, with the first name and their number."""
+    """The parts that tensors outside the blocks reveal, each with a text naming the tensors."""
     counts: dict[str, list[str]] = {}
     for name in names:
         for part, pattern in signs.TENSORS:

@@ -1,7 +1,7 @@
 """Finds tensors that look like attention by their names and form no block of a known layout.
 
-They are carried over as they are, and named: as linear layers they would change their names and
-axes, and a reader could take them for another layout.
+A conversion copies these tensors unchanged and reports them: converted as linear layers, they would
+get other names and axes, and could be mistaken for a known layout.
 """
 
 import re
@@ -18,7 +18,7 @@ _AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|em
 _AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
 _AFTER += r"a_proj_with_mqa|with_mqa))*\d*"
 _LONGEST = 40  # letters of a component; no real one has more, and a long one takes time to match
-# Role -> how a component of a name ends that holds its projection.
+# Role -> the pattern of the component of a tensor name that denotes its projection.
 ROLES = {
     role: re.compile(f"{_BEFORE}{name}{_AFTER}", re.IGNORECASE)
     for role, name in {
@@ -32,7 +32,8 @@ ROLES = {
         "query key": r"(?:qk|query_key)",
     }.items()
 }
-# Roles that together are attention; a packed `in_proj` alone is not.
+# Sets of roles that can form attention; `_is_attention` also checks where they occur, since a
+# packed `in_proj` alone may belong to Mamba.
 _TOGETHER = (
     {"query", "key", "value"},
     {"query", "key value"},
@@ -48,7 +49,7 @@ _MAMBA = re.compile(r"A_log|conv1d|dt_bias|x_proj|dt_proj")
 def find(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], damaged: Collection[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Prefixes of attention of no known layout, and their tensors.
+    """Prefixes that look like attention of an unknown layout, and the tensors under each.
 
     `found`: the blocks of known layouts; `damaged`: prefixes that are refused.
 
@@ -103,7 +104,7 @@ def _within(prefix: str, damaged: Collection[str]) -> bool:
 
 
 def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """A note on every kind of place with attention of no known layout."""
+    """Yields a note on attention of an unknown layout, one for all layers of a stack."""
     kinds: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for prefix, names in unknown.items():
         ends = tuple(name[len(prefix) + 1 if prefix else 0 :] for name in names)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 SWAP = str.maketrans("./", "/.")
-# Keras numbers layers in a container by class, and keeps their names as attributes.
+# Path of a layer in a container, where Keras replaces the name by the class and a number.
 _NUMBERED = re.compile(r"(?:.*/)?layers/[^/]+")
 
 
@@ -23,7 +23,9 @@ def of_layer(prefix: str, names: Mapping[str, str]) -> str:
 
 
 def dotted(prefix: str, separator: str, names: Mapping[str, str]) -> str:
-    """The path with dots; dots and slashes are exchanged, so that the reverse gives the path back.
+    """The path with dots as separators, and with the user's name where a layer has one.
+
+    Dots and slashes are exchanged, so that exchanging them again restores the path.
 
     >>> dotted("a/b.c", "/", {}), dotted("a.b", ".", {})
     ('a.b/c', 'a.b')
@@ -36,7 +38,9 @@ def dotted(prefix: str, separator: str, names: Mapping[str, str]) -> str:
 
 
 def target_by_name(prefix: str, separator: str, wanted: str, names: Mapping[str, str]) -> str:
-    """The prefix with the other separator; both are exchanged, so that the reverse is exact.
+    """The prefix with `wanted` as separator, and with the user's name where a layer has one.
+
+    Dots and slashes are exchanged, so that exchanging them again restores the prefix.
 
     >>> target_by_name("a.b", ".", "/", {})
     'a/b'
@@ -46,13 +50,15 @@ def target_by_name(prefix: str, separator: str, wanted: str, names: Mapping[str,
 
 
 def _named(prefix: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The user's name for the start of a path, and the rest; ("", "") if there is none."""
+    """The user's name for the start of a path, and the rest; ("", "") if the user gave no name."""
     parts = prefix.split("/")
     for i in range(len(parts), 0, -1):
         start = "/".join(parts[:i])
         if start in names and _NUMBERED.fullmatch(start):
             name, group = names[start], re.sub(r"_\d+$", "", parts[i - 1])
-            if re.fullmatch(rf"{re.escape(group)}(_\d+)?", name):  # Keras' own counter
+            if re.fullmatch(
+                rf"{re.escape(group)}(_\d+)?", name
+            ):  # Keras chose this name, not the user
                 return "", ""
             once = list(names.values()).count(name) == 1
             return (name, "/".join(parts[i:])) if once else ("", "")

@@ -66,8 +66,8 @@ _EXPORT = """A flat dict of NumPy arrays in one of the layouts {names}.
 def make_api(layouts: Sequence[Layout]) -> tuple[Import, Export]:
     """`import_params` and `export_params` for these layouts.
 
-    If the caller names no layout, import takes the first whose keys are all present, and export the
-    first that can hold the parameters.
+    If the caller names no layout, import uses the first whose required keys are all present, and
+    export the first that can hold the parameters.
     """
     names = ", ".join(layout.name for layout in layouts)
 

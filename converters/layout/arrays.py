@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     class Tensor(Protocol):
-        """An array of a framework that this module need not know."""
+        """An array of any framework."""
 
         @property
         def shape(self) -> Any: ...
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     AnyArray: TypeAlias = Tensor | ArrayLike
 else:
-    AnyArray = object  # `to_numpy` accepts or refuses it
+    AnyArray = object  # at run time `to_numpy` checks the type
 
 
 def to_numpy(array: AnyArray) -> NDArray:

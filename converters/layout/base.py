@@ -17,8 +17,9 @@ from jaxmha.params import CANONICAL
 class Entry(NamedTuple):
     """One array of a layout: `axes` in the letters of the dimension key.
 
-    If an array holds several leaves, they are packed along the axis named `qkv` (or `kv`). Entries
-    of one `group` are all present or all absent; an entry without a group is required.
+    If an array holds several leaves, they are packed along the axis `qkv` or `kv`, or along an axis
+    of `uneven`. Entries of one `group` are all present or all absent; an entry without a group is
+    required.
     """
 
     key: str
@@ -32,7 +33,7 @@ class Layout:
     """The parameter layout of one framework's layer.
 
     Attributes:
-      name: the user's name for it (`--to torch`).
+      name: the name on the command line (`--to torch`).
       entries: one for each array.
       ties: sizes that the layer fixes: letter -> another letter or a product, and the reason.
       apart: sizes that must not all be equal, since another layout holds that case.
@@ -65,11 +66,11 @@ class Layout:
         return any(("N",) in parse(entry.axes) for entry in self.entries)
 
     def path(self, prefix: str, key: str) -> str:
-        """A key under a prefix; the prefix may end in the separator."""
+        """The path of a key under a prefix; the prefix may end in the separator."""
         return f"{prefix.removesuffix(self.separator)}{self.separator}{key}" if prefix else key
 
     def key(self, prefix: str, path: str) -> str | None:
-        """The inverse of `path`; None if the path is not under the prefix."""
+        """The key of a path under a prefix; None if the path is not under the prefix."""
         start = self.path(prefix, "")
         return path.removeprefix(start) if path.startswith(start) else None
 
@@ -80,8 +81,8 @@ class Layout:
 
 
 _SHOWN = 4  # closest layouts described in a message
-# Common words -> layouts that the user may have meant.
 _NAMED = 8  # names listed in an error message
+# Common names of frameworks and models -> the layout that the user probably meant.
 _MEANT = {
     **dict.fromkeys(("jax", "nnx", "linen", "flax-linen", "flax-nnx", "jaxmha"), "flax"),
     **dict.fromkeys(("pytorch", "pt", "torch.nn", "nn.multiheadattention"), "torch"),
@@ -108,7 +109,7 @@ def guess(name: str, known: Sequence[str]) -> str:
 
 
 def known(names: Sequence[str]) -> str:
-    """The first names, and how to list all of them.
+    """A text with the first names, and with the command that lists all of them if there are more.
 
     >>> known(["torch", "flax"])
     'known are torch, flax'

@@ -23,7 +23,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "packed": ("Wqkv", "Wo"),  # ModernBERT
     "packed-proj": ("qkv_proj", "proj"),
 }
-# Style -> separator, key of a kernel, key of a bias, whether kernels are (out, in), the convention
+# Style -> separator, key of a kernel, key of a bias, True if kernels are (out, in), the convention
 # of other layers, and the class.
 _STYLES = {
     "linear": (".", "weight", "bias", True, "torch", "torch.nn.Linear"),
@@ -47,7 +47,10 @@ _PACKED = {
 
 
 def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
-    """A layout of four layers of these names, or of two, the first packing query, key, value."""
+    """A layout of linear layers with these names.
+
+    Four names are query, key, value and output; of two, the first packs query, key and value.
+    """
     separator, kernel, bias, turned, convention, about = _STYLES[style]
     if len(names) == 2:
         packed, out = names
@@ -96,9 +99,9 @@ BY_HAND = tuple(
         ("qkv-out", ("qkv", "out_proj")),
         ("qkv-projection", ("qkv", "projection")),  # BLIP
     )
-    if (style, suffix) != ("linear", "qkv")  # that one is timm's layout
+    if (style, suffix) != ("linear", "qkv")  # the layout timm has these names
 ) + tuple(_by_hand("linear", names, suffix) for suffix, names in PUBLISHED.items())
-# Name of a layout -> the same layers in a .weights.h5 file.
+# Name of a layout -> the layout of the same layers in a .weights.h5 file.
 IN_FILE = {
     layout.name.removesuffix("-file"): layout
     for layout in (DENSE_FILE, *BY_HAND)

@@ -27,7 +27,7 @@ LINEN = Layout(
 )
 LAYOUTS = (LINEN,)
 
-# linen and nnx share one parameter tree; these sizes are fixed by only one of the two classes.
+# linen and nnx share one parameter tree, but each class requires other sizes to be equal.
 LINEN_TIES = {"K": ("N", "linen has as many key/value heads as query heads (nnx has fewer)")}
 NNX_TIES = {
     "Dk": ("Dv", "nnx has one width for key and value inputs, in_kv_features (linen has two)")

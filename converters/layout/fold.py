@@ -30,7 +30,7 @@ def factor(semantics: Semantics, target: Layout, H: int) -> float:
 
 
 def _power(found: float) -> float:
-    """The nearest power of two if the factor equals it up to the rounding of a square root."""
+    """The nearest power of two if the factor differs only by the rounding of a square root."""
     near = math.copysign(2.0 ** round(math.log2(abs(found))), found) if found else found
     return near if math.isclose(near, found, rel_tol=1e-12) else found
 
@@ -45,7 +45,7 @@ def is_exact(factor: float) -> bool:
 
 
 def which(present: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the leaves that folding multiplies."""
+    """Names of the leaves that `fold` multiplies: the query norm, or else query kernel and bias."""
     return frozenset(["query_norm"] if "query_norm" in present else ["query.kernel", "query.bias"])
 
 
@@ -73,7 +73,7 @@ def times(array: NDArray, factor: float, name: str) -> NDArray:
 def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAParams, Semantics]:
     """Returns parameters and semantics of the same function, with the scale of the target layout.
 
-    Raises ValueError as `times` does.
+    Raises ValueError if a multiplied leaf overflows or underflows its dtype.
     """
     by = factor(semantics, target, check(params, np.ndim(params.query.kernel) - 3)["H"])
     found = dict(leaves(params))

@@ -6,7 +6,7 @@ from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.params import CANONICAL
 
-# Leaf -> its group; "" for the leaves that are always there.
+# Leaf -> its group; "" for required leaves. Every other leaf is a group of its own.
 _TOGETHER = {
     **dict.fromkeys(("query.kernel", "key.kernel", "value.kernel"), ""),
     **dict.fromkeys(("bias_k", "bias_v"), "bias kv"),

@@ -1,4 +1,4 @@
-"""Parameter layouts of Keras MultiHeadAttention and GroupedQueryAttention, live and in files."""
+"""Parameter layouts of Keras MultiHeadAttention and GroupedQueryAttention, also in files."""
 
 from dataclasses import replace
 

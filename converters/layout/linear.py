@@ -60,8 +60,8 @@ _PACKED_TIES = {
     "Dv": ("Dq", "one input is projected to query, key and value"),
 }
 _ALL = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias", "value.bias")
-# Name -> keys of the packed and the output layer, the letter of all heads, and its models. The
-# output layer comes first: its rows and the head count give the head width.
+# Layout name -> packed layer, output layer, axis letter for all heads (see `uneven`), and models.
+# `_uneven` lists the output kernel first: its input width and the head count give the head width.
 _UNEVEN = {
     "phi3": ("qkv_proj", "o_proj", "M", "Phi-3: all queries, then all keys, then all values"),
     "falcon": ("query_key_value", "dense", "U", "Falcon: groups of queries, a key and a value"),

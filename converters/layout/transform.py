@@ -69,7 +69,7 @@ def import_params(
 
 
 def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
-    """The behaviour of a layer of this layout with these leaves."""
+    """The semantics of a layer of this layout; `qk_norm` is None if it has no query norm."""
     return layout.semantics if "query_norm" in found else replace(layout.semantics, qk_norm=None)
 
 
@@ -107,7 +107,7 @@ def bind_shapes(
     num_heads: int | None = None,
     prefix: str = "",
 ) -> dict[str, int]:
-    """The size of every letter, from the shapes by key; leading axes must agree across keys.
+    """The size of every axis letter, from the shapes by key; leading axes must be equal for all keys.
 
     Raises:
       ValueError: a shape does not fit, or the head count is required.
@@ -132,7 +132,7 @@ def bind_shapes(
 def unpack(
     layout: Layout, entry: Entry, array: NDArray, sizes: Mapping[str, int]
 ) -> dict[str, NDArray]:
-    """The leaves in one array of the layout; views where NumPy can make them."""
+    """Splits one array of the layout into its leaves, as views where NumPy can make them."""
     if uneven.letter(entry):
         return uneven.unpack(entry, array, sizes)
     axes, target = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])

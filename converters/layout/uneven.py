@@ -1,7 +1,7 @@
-"""Packed arrays, also those with fewer key and value heads than query heads.
+"""Packs and unpacks arrays with fewer key and value heads than query heads.
 
-The letters of their axes stand for all heads, N + 2 K of them: `M` in the order of the leaves (N of
-the query, K of the key, K of the value), `U` in K groups of N / K query heads, a key and a value.
+One axis letter stands for all N + 2 K heads. `M`: N query heads, then K key heads, then K value
+heads. `U`: K groups, each of N / K query heads, one key head and one value head.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ LETTERS = ("M", "U")
 
 
 def letter(entry: Entry) -> str:
-    """The letter of all heads in an entry; "" if it is packed evenly, or not at all."""
+    """The axis letter for all heads (`M` or `U`) in an entry; "" if it has neither."""
     return next((a for group in parse(entry.axes) for a in group if a in LETTERS), "")
 
 
 def completed(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes with K from the number of all heads, if an array has them all.
+    """The sizes, with K computed from N and the number of all heads if an array packs all heads.
 
     Raises ValueError if the number of all heads leaves no K heads of keys and of values.
 
@@ -43,12 +43,12 @@ def completed(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def letters(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The number of all heads, by letter."""
+    """The number of all heads, under each axis letter for it (`M` and `U`)."""
     return dict.fromkeys(LETTERS, sizes["N"] + 2 * sizes["K"])
 
 
 def unpack(entry: Entry, array: NDArray, sizes: Mapping[str, int]) -> dict[str, NDArray]:
-    """The leaves in one array, as views where NumPy can make them."""
+    """Splits one packed array into query, key and value, as views where NumPy can make them."""
     name, N, K = letter(entry), sizes["N"], sizes["K"]
     inputs = "" if len(parse(entry.axes)) == 1 else "Dq "
     heads = rearrange(array, f"... {entry.axes} -> ... {inputs}{name} H", **{name: N + 2 * K})
@@ -62,7 +62,7 @@ def unpack(entry: Entry, array: NDArray, sizes: Mapping[str, int]) -> dict[str, 
 
 
 def pack(entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
-    """One array from its leaves."""
+    """Packs query, key and value, which `leaf` returns by name, into one array."""
     name = letter(entry)
     query, key, value = (leaf(one) for one in entry.leaves)
     K = key.shape[-2]

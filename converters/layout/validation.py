@@ -28,7 +28,7 @@ def leaf_shapes(params: MHAParams) -> list[Named]:
 def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named]) -> None:
     """Raises ValueError for a size of 0, or for sizes that break a tie of the layout.
 
-    The message gives the reason of the tie, and the arrays that the sizes come from.
+    The message gives the reason for the tie, and the arrays that determine the sizes.
     """
     if empty := [letter for letter, size in sizes.items() if size == 0]:
         got = ", ".join(f"{name} of shape {shape}" for name, _, shape in named)
@@ -68,7 +68,10 @@ def refuse_heads(layout: Layout, num_heads: int | None) -> None:
 
 
 def refuse_leading(named: Sequence[Named], split: int) -> None:
-    """Raises ValueError if the last array has other leading axes (the first `split`)."""
+    """Raises ValueError if the leading axes of the last array differ from those of the first.
+
+    `split`: the number of leading axes of the last array.
+    """
     first, axes, shape = named[0]
     lead = shape[: max(len(shape) - len(parse(axes)), 0)]
     name, axes, shape = named[-1]
@@ -101,7 +104,7 @@ def several_dtypes(params: MHAParams) -> str:
 
 
 def one_dtype(params: MHAParams) -> None:
-    """Raises ValueError for several dtypes, because one live layer would round some leaves."""
+    """Raises ValueError for several dtypes, because a layer has one and would round some leaves."""
     if shown := several_dtypes(params):
         raise ValueError(f"a live layer holds arrays of one dtype: {shown}; cast them first")
 
@@ -114,7 +117,7 @@ _NO_OUTPUT = (
 
 
 def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
-    """Raises ValueError for leaves that the layout cannot hold, lacks, or requires together."""
+    """Raises ValueError if leaves do not fit the layout, are missing, or their group is incomplete."""
     known = {leaf for entry in layout.entries for leaf in entry.leaves}
     if extra := [leaf for leaf in present if leaf not in known]:
         raise ValueError(
@@ -137,14 +140,14 @@ def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
             )
 
 
-# Fields of Semantics that choose an evaluation and leave the function unchanged.
+# Fields of Semantics that the caller chooses for an evaluation, and that no layout has to hold.
 _EVALUATION = {"fully_masked", "softmax_dtype", "precision"}
 
 
 def refuse_semantics(
     layout: Layout, params: MHAParams, semantics: Semantics, sizes: Mapping[str, int]
 ) -> None:
-    """Raises ValueError for behaviour that the layer has no setting for."""
+    """Raises ValueError if the semantics differ from the layout's in a field that it cannot hold."""
     ignored = {*_EVALUATION, *layout.holds}
     if semantics.dropout_rate == 0:
         ignored |= {"dropout_broadcast"}

@@ -29,7 +29,7 @@ _AXES = {
 def read_all(
     arguments: Iterable[MaskArg], values: Mapping[str, Any], sizes: dict[str, int]
 ) -> Masks:
-    """Joins the given arguments: a pair must be allowed by every mask, and biases are added.
+    """Joins mask arguments: a pair is allowed if every mask allows it, and biases are added.
 
     `sizes` holds the known sizes; sizes that the arguments determine are added to it.
 
@@ -51,7 +51,7 @@ def read_all(
         field = "array" if part is None else argument.field
         array: Any = added if part is None else getattr(part, field)
         for letter, size in zip(FIELDS[field].split(), array.shape, strict=True):
-            if size != 1:  # `#B` of size 1 does not determine B
+            if size != 1:  # an axis of size 1 is broadcast and does not determine the size
                 sizes.setdefault(letter, size)
         mask = mask if part is None else mask & part
         if added is not None:
@@ -81,7 +81,9 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
     ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): crop or \
     pad the mask to the call, or export it for the sizes that it has
     """
-    given: Mask = as_mask(cast("Mask | NDArray | None", mask))  # `Mask.dense` refuses other types
+    given: Mask = as_mask(
+        cast("Mask | NDArray | None", mask)
+    )  # at run time `Mask.dense` refuses other types
     known = dict(sizes)
     if (given.query_segments is None) != (given.key_value_segments is None):
         raise ValueError(
@@ -110,7 +112,7 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
                 "mask to the call, or export it for the sizes that it has"
             ) from None
         for letter, size in zip(axes.replace("#", "").split(), array.shape, strict=True):
-            if size != 1:  # `#B` of size 1 does not determine B
+            if size != 1:  # an axis of size 1 is broadcast and does not determine the size
                 known.setdefault(letter, size)
         fields[name] = array
     return replace(given, **fields)
@@ -135,7 +137,8 @@ def only_mask(
     """Merges a mask and a bias that holds only 0 and -inf into one mask.
 
     Raises:
-      ValueError: the bias adds other values, which `where` cannot do; `instead` says what can.
+      ValueError: the bias adds other values. The message names the framework that cannot add them
+        (`where`) and the remedy (`instead`).
     """
     if bias is None:
         return mask
@@ -152,8 +155,8 @@ def without_query_lengths(mask: Mask, T: int, where: str) -> Mask:
     """The mask without its query lengths, if no query is beyond its length.
 
     Raises:
-      ValueError: a query is beyond its length: its output would be 0, and `where` has no argument
-        for that.
+      ValueError: a query is beyond its length: its output would be 0, and the framework (`where`)
+        has no argument for that.
     """
     if mask.query_lengths is not None and np.any(to_numpy(mask.query_lengths) < T):
         raise ValueError(
@@ -184,8 +187,8 @@ def refuse_emptied(mask: Mask | None, bias: NDArray | None, sizes: Mapping[str, 
     """Raises ValueError if a bias of -inf excludes every key that the mask allows in a row.
 
     Frameworks that fill masked logits with a finite constant return the mean of the masked values
-    for such a row, or NaN if the mask allows every key. If no array has the axis T, the check
-    covers all rows that causal offset and window can distinguish.
+    for such a row, or NaN if the mask allows every key. If `sizes` has no T, the check covers
+    every query position for which a causal mask and window can differ.
     """
     if bias is None or not np.isneginf(bias).any():
         return

@@ -53,7 +53,8 @@ def import_masks(
       is_causal: of nnx; query i attends keys j <= i.
       decode: must be False, because a cache has its own masks.
       num_heads: N, checked against the shapes if given.
-      query_length: T, checked likewise; if no array has the axis T, all possible rows count.
+      query_length: T, checked likewise; if no array has the axis T either, the check of the bias
+        covers every possible query position.
       emptied_by_bias: `"empty"`: a row whose keys are all excluded, by the mask or the bias, counts
         as an empty row; `"refused"` raises, since flax computes such a row differently.
 

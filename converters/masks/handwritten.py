@@ -18,7 +18,8 @@ from jaxmha.semantics import one_of
 
 Style = Literal["filled", "added"]
 
-# Axes after the insertion: the head axis is new (three axes given), or missing (two given).
+# How the layer reads two and three axes: it inserts one at position 1, which is T after two and N
+# after three.
 _AXES = ("#N #S", "#B #T #S")
 FILLED = MaskArg("mask", _AXES, other="nonzero", empty=(("", "mean"),))
 ADDED = MaskArg(
@@ -77,7 +78,9 @@ def export_masks(
     query_length: int,
     key_length: int,
 ) -> dict[str, Any]:
-    """Exports a mask as the `mask` of a hand-written layer, Boolean; for `added`, 1 blocks.
+    """Exports a mask as the argument `mask` of a hand-written layer.
+
+    The array is Boolean (True = attend) for style `filled`, and float32 (1 blocks) for `added`.
 
     Args:
       mask: a `Mask`, a Boolean array broadcastable to BNTS (True = attend), or None.

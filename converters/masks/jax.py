@@ -50,11 +50,12 @@ def import_masks(
       bias: added to the logits, broadcastable to `(B, N, T, S)` from the left; -inf excludes.
       mask: Boolean, also broadcastable from the left.
       is_causal: query i attends keys j <= i.
-      query_seq_lengths: `(B,)`; output rows beyond are 0.
+      query_seq_lengths: `(B,)`; output rows beyond the length are 0.
       key_value_seq_lengths: `(B,)`.
       local_window_size: w or (left, right), both inclusive.
       num_heads: N, checked against the shapes if given.
-      query_length: T, checked likewise; if no array has the axis T, all possible rows count.
+      query_length: T, checked likewise; if no array has the axis T either, the check of the bias
+        covers every possible query position.
       emptied_by_bias: `"empty"`: a row whose keys are all excluded, by masks or the bias, counts as
         an empty row; `"refused"` raises, since jax.nn computes such a row differently.
 
@@ -124,7 +125,7 @@ def export_masks(
         mask = replace(mask, causal_offset=None)
     if mask.window_size is not None:
         left, right = mask.window_size
-        # A bound that reaches every key is open.
+        # jax.nn has no unbounded window: T and S reach every key.
         arguments["local_window_size"] = (
             T if left is None else left,
             S if right is None else right,

@@ -7,9 +7,9 @@ scores are returned or the dropout rate is not 0.
 
 The fused path sets masked logits to -2.4e38. The path that returns scores sets them to -1e9 (-3e4
 in float16), and zeroes the masked weights after the softmax. This excludes the keys as long as
-other logits are above the constant; below it (-3e4 in float16) masked keys take the whole sum, and
-the row becomes 0. The presets of `Semantics` exclude masked keys instead, so weights still sum to 1
-there.
+other logits are above the constant. If all of them are below it, masked keys take the whole softmax
+sum, and the row becomes 0. The presets of `Semantics` exclude masked keys instead, so that the
+weights of such a row still sum to 1.
 """
 
 import inspect
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["mha", "gqa"]
 
-# Keras reads a mask with three axes as (B, T, S), flax as (N, T, S).
 _EMPTY = (("fused", "mean"), ("scores", "zero"))
+# Keras reads a mask with three axes as (B, T, S), flax as (N, T, S).
 ARGUMENTS = tuple(
     MaskArg(name, axes, field=field, other="nonzero", empty=_EMPTY)
     for name, axes, field in (
@@ -123,7 +123,7 @@ def import_masks(
 
 
 def _one_reading(mask: NDArray, kind: Kind) -> None:
-    """Raises ValueError if Keras fails on a lone mask, or reads it differently on its two paths."""
+    """Raises ValueError if Keras cannot use the only mask, or reads it differently by code path."""
     if mask.ndim == 1:
         raise ValueError(
             f"attention_mask: keras fails on axes (S) without another mask, got shape {mask.shape}: "
@@ -141,7 +141,7 @@ def _one_reading(mask: NDArray, kind: Kind) -> None:
 
 
 def _with_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None) -> MaskArg:
-    """Axes of a (B, S) mask next to a (B, N, T, S) mask: Keras aligns it to (N, T, S)."""
+    """The argument of a (B, S) mask, with the axes that Keras applies if another mask has four."""
     value = values[row.name]
     if value is None or len(to_numpy(value)) == 1:
         return row
@@ -211,11 +211,13 @@ def export_masks(
     rest = array_of(mask, T, S, apart)
     if rest is not None and rest.shape[1] > 1:
         joined = array_of(whole, T, S)
-        if joined is not None and joined.shape[1] == 1:  # equal heads once all masks are joined
+        if (
+            joined is not None and joined.shape[1] == 1
+        ):  # all heads are equal after joining the masks
             return {"attention_mask": write(_WRITTEN, joined, {})}
         if not per_head:
             raise ValueError(_PER_HEAD.format(rest.shape[1]))
-        rest = array_of(mask, T, S)  # Keras does not combine (B, S) masks with four axes
+        rest = array_of(mask, T, S)  # Keras misaligns (B, S) masks with a mask of four axes
     else:
         for name, (role, length) in roles.items():
             padding = padding_of(mask, role, length)
@@ -230,7 +232,7 @@ class Arrived(NamedTuple):
     """The masks that reach one call of one attention layer.
 
     Attributes:
-      layer: the name of the layer, "" for the layer itself.
+      layer: the name of the layer; "" if the caller passed the layer itself.
       arguments: the masks that reached it, as arguments of `import_masks`.
       lost: masks that did not reach it, although a tensor carries them according to the graph of a
         functional model or the inputs of a layer.
@@ -263,7 +265,7 @@ def attention_layers(model: "keras.Layer") -> Iterator[tuple[str, "keras.Layer"]
 def implicit_masks(
     model: "keras.Layer", *inputs: "keras.KerasTensor", **options: object
 ) -> list[Arrived]:
-    """Calls a live model or attention layer and records which masks reach each attention layer.
+    """Calls a model or attention layer, and records which masks reach each attention layer.
 
     Keras loses masks: MultiHeadAttention erases the masks of its input tensors, so a second layer
     on the same tensors runs unmasked (in a post-norm stack, every layer but the first). This
@@ -302,7 +304,7 @@ def _planned(layer: "keras.Layer") -> Iterator[tuple[str, ...]]:
 
 
 def _carried(call: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the masks that the tensors carry; a key adds none if it is missing or the value."""
+    """Names of the masks that the input tensors of a call carry; an omitted key carries none."""
     names = ["query", "value"] + ["key"] * (call.get("key") is not None)
     return tuple(
         f"{name}_mask" for name in names if getattr(call[name], "_keras_mask", None) is not None
@@ -312,7 +314,10 @@ def _carried(call: dict[str, Any]) -> tuple[str, ...]:
 def _recorded(
     layers: list[tuple[str, Any]], calls: list[tuple[Any, str, dict[str, Any]]]
 ) -> Iterator[None]:
-    """Records the mask arguments of every layer while the context is open."""
+    """Appends (layer, name, mask arguments) of every layer call to `calls`.
+
+    Methods of the layers are replaced while the context is open.
+    """
 
     def watch(name: str, layer: "keras.Layer") -> None:
         merge, compute = layer._compute_attention_mask, layer._compute_attention

@@ -1,4 +1,4 @@
-"""Lints the mask arguments of a call: explains each suspicious one in plain words, with a fix."""
+"""Finds suspicious mask arguments of a call, and explains each with a remedy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -162,7 +162,7 @@ def _row_to_head(
 def _whole(
     framework: str, arguments: dict[str, Any], sizes: Mapping[str, int], known: set[str]
 ) -> Iterator[Finding]:
-    """Findings about all arguments together: refused by `import_masks`, or fully masked rows."""
+    """Findings about all arguments together: `import_masks` refuses them, or rows are empty."""
     importer = _module(framework).import_masks
     taken = signature(importer).parameters
     named = {SIZES[letter]: n for letter, n in sizes.items() if framework != "sdpa"}
@@ -203,7 +203,7 @@ def _whole(
 def _lengths(
     letter: str, axis: int, mask: Mask | None, bias: NDArray | None, fields: Mapping[str, Any]
 ) -> Iterator[int]:
-    """The sizes of an axis in the arrays of a mask and a bias."""
+    """The sizes of one axis in the arrays of a mask and a bias, leaving out broadcast axes."""
     arrays = [bias, None if mask is None else mask.array]
     yield from (x.shape[axis] for x in arrays if x is not None and x.shape[axis] != 1)
     if fields.get(letter) is not None:

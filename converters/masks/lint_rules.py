@@ -12,8 +12,8 @@ from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.dims import parse
 
 FLOAT16_LOWEST = -65504.0
-# Additive values up to CONSTANT are meant to exclude. Values between CONSTANT and SWALLOWS are too
-# weak: logits of a fully masked row survive the sum, so that it attends as if unmasked.
+# Additive values of at most CONSTANT are meant to exclude a key. Those above SWALLOWS are too weak:
+# adding them does not round the logits away, so that a fully masked row attends as if unmasked.
 CONSTANT, SWALLOWS = -1e3, -1e8
 
 
@@ -32,7 +32,8 @@ class Finding(NamedTuple):
 class Given(NamedTuple):
     """A mask argument, the axes by which it is read, and the pairs that it allows.
 
-    `letters` are the axes of `keep`; `(B N)` is split in two if N is known.
+    `keep` is True where a pair is allowed, and `letters` are its axes; the axis `(B N)` is split in
+    two if N is known.
     """
 
     argument: MaskArg
@@ -46,7 +47,9 @@ class Given(NamedTuple):
 def given(
     argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: object
 ) -> Given | None:
-    """The argument read by its axes, or None if no axes fit: `import_masks` reports that itself.
+    """Reads a mask argument by its axes.
+
+    Returns None for lengths, and if no axes fit, which `import_masks` reports itself.
 
     >>> given(MaskArg("mask", ("T S",)), np.ones((2, 3), bool), {}, None).sizes
     {'T': 2, 'S': 3}
@@ -82,7 +85,7 @@ def blocked_by(added: NDArray) -> NDArray:
 
 
 def _constant(values: NDArray) -> float | None:
-    """The constant c, if the finite values are exactly 0 and a low constant c."""
+    """The constant c if the finite values are only 0 and c, and c is at most `CONSTANT`."""
     finite = values[np.isfinite(values)]
     lowest = float(finite.min(initial=0))
     two = bool(np.all((finite == 0) | (finite == lowest)))
@@ -106,7 +109,7 @@ def _flat(keep: NDArray, tail: int) -> NDArray:
 
 
 def _slices(given: Given) -> NDArray | None:
-    """Every (T, S) slice, if both axes are present and longer than 1."""
+    """All (T, S) slices; None unless both axes are present and longer than 1."""
     if given.letters[-2:] != ("T", "S") or min(given.keep.shape[-2:]) < 2:
         return None
     slices = _flat(given.keep, 2)
@@ -114,7 +117,7 @@ def _slices(given: Given) -> NDArray | None:
 
 
 def _rows(given: Given) -> NDArray | None:
-    """The padding of every batch row `(B, S)`, if the argument holds nothing else."""
+    """The padding `(B, S)` of all batch rows; None if the argument holds more than padding."""
     if given.letters[-1] != "S" or not given.keep.size:
         return None
     keep = given.keep
@@ -128,7 +131,7 @@ def _rows(given: Given) -> NDArray | None:
 
 
 def _one_block(rows: NDArray) -> bool:
-    """True if True is a prefix of every row or a suffix of every row, as tokens and padding."""
+    """True if the True entries are a prefix of every row, or a suffix of every row, as in padding."""
     steps = np.diff(rows.astype(int), axis=1)
     return bool((steps <= 0).all() or (steps >= 0).all())
 
@@ -139,7 +142,7 @@ def _products(slices: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def _paddings(slices: NDArray) -> NDArray | None:
-    """Padding `(B, S)` of a batch of `(T, S)` slices, if they differ only by it."""
+    """Padding `(B, S)` of a batch of `(T, S)` slices; None unless the slices differ only by it."""
     rows = np.asarray(slices.any(1))
     if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
         return None
@@ -168,7 +171,7 @@ def _is_inverted_causal(slices: NDArray) -> bool:
         shown = slices[:, ~past].all() and not past.all()
         if not shown or not (hidden == (past & outer)).all() or not _one_block(columns):
             continue
-        # At least three positions are needed to see a triangle; padding alone contains none.
+        # A cropped triangle needs at least three columns to be distinguished from padding.
         if (hidden == past).all():
             return True
         if ((~past & outer).any((1, 2)) & (columns.sum(1) > 2)).any():
@@ -277,7 +280,7 @@ def _head_order(given: Given) -> Finding | None:
     if (values == values[:, :1]).all() or not (other == other[:1]).all() or not of_batch:
         return None
     if B != N and (values == values[:1]).all():
-        return None  # a mask per head, equal for all batch rows
+        return None  # a correct mask per head, equal for all batch rows
     return Finding(
         "head order",
         given.argument.name,

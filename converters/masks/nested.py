@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # A nested tensor, or one array for each row.
 Rows: TypeAlias = AnyArray | Sequence[AnyArray]
 Axes: TypeAlias = Literal["B T D", "B T N H", "B N T H"]
-# Axes of each row of a nested tensor, and the same row with its length first.
+# Axes of a nested tensor -> axes of one of its rows, and of this row with the length first.
 ROWS = {"B T D": ("T D", "T D"), "B T N H": ("T N H", "T N H"), "B N T H": ("N T H", "T N H")}
 
 
@@ -39,11 +39,12 @@ def import_nested(
       query, key, value: nested tensors of either layout (strided, jagged), or sequences of
         arrays; key defaults to query, value to key.
       axes: `B T D` as `nn.MultiheadAttention` takes them, `B N T H` as SDPA does.
-      packed: True packs all sequences into one row with segments; False pads rows with zeros, with
-        lengths.
+      packed: True packs all sequences into one row, and the mask has segments; False pads each
+        sequence with zeros, and the mask has lengths.
 
-      For causal attention within each sequence add `Mask.causal()`; if packed, only if key has the
-      lengths of query. For nested tensors, torch's own layer ignores `is_causal` and refuses masks.
+      For causal attention within each sequence add `Mask.causal()`; with `packed=True` it requires
+      equal lengths of query and key. For nested tensors, torch's own layer ignores `is_causal` and
+      refuses masks.
 
     Returns:
       query, key, value as `(B, T, ...)` or packed `(1, T, ...)`, the head axis after the length;
@@ -127,7 +128,7 @@ def export_nested(
 
 
 def _rows(name: str, tensor: Rows, axes: Axes) -> list[NDArray]:
-    """The sequences, the head axis after the length; includes sequences of length 0."""
+    """The sequences as arrays with the length first; includes sequences of length 0."""
     theirs, ours = ROWS[axes]
     several: Any = tensor
     rows = [to_numpy(row) for row in (several.unbind() if hasattr(tensor, "unbind") else several)]

@@ -57,7 +57,7 @@ def read(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
     `sizes` holds the known sizes; sizes that the argument determines are added to it.
 
     Raises:
-      ValueError: its shape is not allowed. TypeError: its dtype is not allowed.
+      ValueError: the shape is not allowed. TypeError: the dtype is not allowed.
 
     >>> sizes = {"N": 3}
     >>> mask, bias = read(MaskArg("blocked", ("(B N) T S",), keep=False), np.eye(2)[:1] > 0, sizes)
@@ -85,10 +85,11 @@ def read(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
 
 
 def write(argument: MaskArg, array: NDArray, sizes: Mapping[str, int]) -> NDArray:
-    """Exports a canonical array, Boolean or additive, with the smallest axes that can hold it.
+    """Exports a canonical array, Boolean or additive, in the smallest allowed axes that can hold it.
 
     Raises:
-      ValueError: no axes of the argument can; the message names the axes along which it varies.
+      ValueError: no axes of the argument can hold the array; the message names the axes along which
+        it varies.
 
     >>> argument = MaskArg("blocked", ("T S", "(B N) T S"), keep=False)
     >>> write(argument, np.ones((1, 1, 1, 5), bool), {"B": 2, "N": 3, "T": 4, "S": 5}).shape
@@ -156,7 +157,7 @@ def _axes(argument: MaskArg, shape: tuple[int, ...], sizes: dict[str, int]) -> s
 
 
 def _arrow(array: NDArray, source: str, target: str, sizes: Mapping[str, int]) -> NDArray:
-    """Rearranges axes; a letter on only one side of the arrow is an axis of size 1."""
+    """Rearranges axes; a letter in only one of source and target is an axis of size 1."""
     left, right = source.replace("#", ""), target.replace("#", "")
     have, want = ({a for group in parse(axes) for a in group} for axes in (left, right))
     left, right = _keep(left, want), _keep(right, have)

@@ -112,7 +112,7 @@ def import_masks(
 
 
 def _joined(a: Masks, b: Masks) -> Masks:
-    """Both masks at once; biases are added."""
+    """Joins two pairs of mask and bias: both masks must allow a key, and biases are added."""
     masks = [mask for mask, _ in (a, b) if mask is not None]
     biases = [bias for _, bias in (a, b) if bias is not None]
     return (reduce(and_, masks) if masks else None), (reduce(_sum, biases) if biases else None)
@@ -140,7 +140,7 @@ def export_masks(
       bias: added to the logits; same shapes as the mask.
       num_heads, query_length, key_length: N, T, S.
       batch_size: B; None means that the inputs have no batch axis.
-      add_bias_kv, add_zero_attn: of the module; its extra positions follow the S given ones.
+      add_bias_kv, add_zero_attn: as in the module; its extra positions follow the S given keys.
 
     Raises:
       ValueError: torch cannot express the mask; the message says why, and names the closest option.
@@ -151,7 +151,9 @@ def export_masks(
     batch = () if batch_size is None else (batch_size,)
     sizes = {"B": math.prod(batch), "N": num_heads, "T": query_length, "S": key_length}
     T, S, extra = query_length, key_length, int(add_bias_kv) + int(add_zero_attn)
-    mask = as_mask(cast("Mask | NDArray | None", mask))  # `Mask.dense` refuses other types
+    mask = as_mask(
+        cast("Mask | NDArray | None", mask)
+    )  # at run time `Mask.dense` refuses other types
     if extra and _is_triangle(mask, T, S + extra):
         return {"attn_mask": ~np.tri(T, S, dtype=bool), "is_causal": True, "need_weights": False}
     if mask.array is not None:
@@ -187,7 +189,7 @@ def export_masks(
 
 
 def _with_bias(found: dict[str, NDArray], bias: NDArray) -> dict[str, NDArray]:
-    """The masks as floats, and the bias in the one that has its axes."""
+    """Converts the masks to floats, and adds the bias to the mask that has its axes."""
     found = {name: _additive(array, bias.dtype) for name, array in found.items()}
     of_keys = bias.shape[1:3] == (1, 1)
     name, bias = ("key_padding_mask", bias[:, 0, 0]) if of_keys else ("attn_mask", bias)
@@ -233,7 +235,7 @@ def path_of(
     need_weights: bool = True,
     why: bool = False,
 ) -> Path | tuple[Path, str]:
-    """The code path that a live `torch.nn.MultiheadAttention` takes with these tensors.
+    """The code path that a `torch.nn.MultiheadAttention` takes with these tensors.
 
     It depends on the mode (train or eval), on whether gradients are recorded, and on the arguments.
     `why=True` also returns the reason.
@@ -263,7 +265,7 @@ def _off_native(
     value: "torch.Tensor",
     masks: Sequence["torch.Tensor"],
 ) -> Iterator[str]:
-    """Reasons why a call does not take the fast path, those most useful to a reader first."""
+    """Yields reasons why a call does not take the fast path, the most useful first."""
     with needed("torch"):
         import torch
 
@@ -305,7 +307,7 @@ def static_heads(static: AnyArray, num_heads: int) -> NDArray:
 
 
 def _read(argument: MaskArg, value: AnyArray | None, sizes: dict[str, int]) -> Masks:
-    """As `read`, but floats that only exclude become a mask."""
+    """Imports one argument; floats of only 0 and -inf become a Boolean mask."""
     if value is None:
         return None, None
     mask, bias = read(argument, value, sizes)
@@ -326,7 +328,7 @@ def _as_causal(mask: Mask | None, T: int, S: int) -> Mask | None:
 
 
 def _is_triangle(mask: Mask, T: int, S: int) -> bool:
-    """True if the mask is only an array, and that is the top-left triangle over S positions."""
+    """True if the mask has only the field `array`, and this is the top-left triangle over S keys."""
     array = mask.array
     if array is None or not replace(mask, array=None).empty or array.shape[-2:] != (T, S):
         return False

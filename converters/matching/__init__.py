@@ -1,8 +1,8 @@
 """Matches the arrays of a source with those of a target model of the same architecture.
 
-Layers are compared by their shapes, up to the layouts of the frameworks, by the terms of their names
-and by the structure of both trees. A pair is taken only if every other pair of the same shapes is
-excluded; everything else becomes a question. `match` makes the plan, `loading` fills the target.
+Layers are compared by shape (in any framework's layout), by the terms in their names, and by the
+structure of both trees. Two layers are paired only if every other pair of the same shapes is
+excluded; all other layers become questions. `match` makes the plan, `loading` fills the target.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def match(source: Any, target: Any) -> Plan:
     """The plan that fills a target from a source, with a question for each undecided array.
 
     Args:
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a live model.
+      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model object.
       target: an nnx module (also of `nnx.eval_shape`), linen variables, an equinox module, a Keras
         or torch model, or any tree of arrays or `jax.ShapeDtypeStruct`.
 

@@ -1,4 +1,4 @@
-"""Rearrangements that carry a layer of the source into one of the target, from forms and shapes."""
+"""Finds the einops patterns that turn the arrays of a source layer into those of a target layer."""
 
 import itertools
 import math
@@ -12,7 +12,10 @@ _WINDOW = "yxz"
 
 
 class Arrow(NamedTuple):
-    """Source and target axes as einops writes them; `s`: packed parts, `l`, `m`: stacked layers."""
+    """Source and target axes in einops notation.
+
+    `s` is the axis of packed parts; `l` and `m` are axes of stacked layers.
+    """
 
     source: str
     target: str
@@ -26,8 +29,9 @@ class Fit:
     """How the arrays of a source template fit those of a target template.
 
     Attributes:
-      arrows: by slot. stacked: columns of the source's numbers that are axes of the target.
-      split: the column of the target's numbers that is an axis of the source; -1: none.
+      arrows: slot -> arrow.
+      stacked: indices of the source's "#" that are axes of the target's arrays.
+      split: index of the target's "#" that is an axis of the source's arrays; -1 for none.
     """
 
     arrows: dict[str, Arrow]
@@ -40,7 +44,7 @@ UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
 
 
 def fit(source: Template, target: Template) -> Fit | str | None:
-    """How the arrays fit; None if they do not, or why the orientation is not decided."""
+    """Returns the fit; None if the arrays do not fit; a text with the reason if it is ambiguous."""
     if source.first.slots.keys() != target.first.slots.keys():
         return None
     found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
@@ -53,7 +57,7 @@ def fit(source: Template, target: Template) -> Fit | str | None:
 
 
 def _splits(source: Template, target: Template) -> Iterator[int]:
-    """Columns of the target's numbers that may be an axis of the source."""
+    """Yields the indices of the target's "#" that may be an axis of the source's arrays."""
     if len(target.counts) != len(source.counts) + 1 or source.first.part or target.first.part:
         return
     if len(target.layers) == math.prod(target.counts):
@@ -63,7 +67,10 @@ def _splits(source: Template, target: Template) -> Iterator[int]:
 
 
 def _taken_apart(source: Template, target: Template, column: int) -> Fit | str | None:
-    """A source with stacked layers: the same arrows as from the target to it, the other way round."""
+    """Fits a source with stacked layers to a target with separate layers.
+
+    `column`: the index of the target's "#" that counts the stacked layers.
+    """
     kept = {r[:column] + r[column + 1 :]: x for r, x in target.layers.items() if r[column] == 0}
     one = replace(target, layers=kept)
     arrows = {}
@@ -86,7 +93,7 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
 
 
 def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
-    """Columns of the source's numbers that are axes in the target; the others are the target's."""
+    """Yields the indices of the source's "#" that may be axes of the target's arrays."""
     mine, theirs = source.counts, target.counts
     extra = len(mine) - len(theirs)
     full = len(source.layers) == math.prod(mine)
@@ -101,7 +108,7 @@ def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
 
 
 def _crossed(mine: Sequence[frozenset[str]], theirs: Sequence[frozenset[str]]) -> bool:
-    """True if lists of the same terms are in another order."""
+    """True if the same lists are nested in another order in source and target."""
     pairs = [(a, b) for a, x in enumerate(mine) for b, y in enumerate(theirs) if x & y]
     return any(a != b and (a, a) not in pairs and (b, b) not in pairs for a, b in pairs)
 
@@ -130,7 +137,7 @@ def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | 
 def _without(
     shape: tuple[int, ...], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Places of stacked axes, and the other axes; several stacked axes are the first ones."""
+    """Yields positions of the stacked axes, and the other axes; several stacked axes must lead."""
     if not sizes:
         yield (), shape
     elif len(sizes) == 1:
@@ -142,12 +149,12 @@ def _without(
 
 
 def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> Arrow:
-    """The arrow with stacked layers as axes; sources of a packed array are stacked before them."""
+    """Adds axes for stacked layers to an arrow, after the axis of separate sources to pack."""
     if not axes:
         return arrow
     letters = list("lm"[: len(axes)])
     before, after = _split(arrow.source), _split(arrow.target)
-    taken = source.part is not None and target.part is None  # one part is taken of the result
+    taken = source.part is not None and target.part is None  # the axis of parts leads the result
     for axis, letter in zip(axes, letters, strict=True):
         after.insert(axis + taken, letter)
     parts = before[:1] if source.part is None and before[:1] == ["s"] else []
@@ -155,7 +162,7 @@ def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> A
 
 
 def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
-    """The order of the axes of source and target, apart from their letters."""
+    """The order of the axes as numbers, so that arrows with different letters compare equal."""
     mine, theirs = (
         [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"] for axes in arrow
     )
@@ -163,7 +170,7 @@ def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
 
 
 def _split(axes: str) -> list[str]:
-    """The axes of one end of an arrow: `(s o) i` is two."""
+    """Splits one end of an arrow into axes; a group is one axis: `(s o) i` gives two."""
     found, inside = list[str](), ""
     for word in axes.split():
         inside = f"{inside} {word}".strip()
@@ -183,11 +190,11 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
 
 
 class Reading(NamedTuple):
-    """The axes of one array; of a packed one the axes of one part, and the place of the parts."""
+    """One way to read the axes of an array; for a packed array, the axes of one part."""
 
     axes: tuple[tuple[str, int], ...]
     place: int = -1  # axis that holds the parts; -1: not packed
-    own: bool = False  # the parts are an axis of their own
+    own: bool = False  # True: the parts have an axis of their own
 
 
 def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Reading]:
@@ -208,7 +215,7 @@ def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Readi
 
 
 def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
-    """The arrow with the parts of packed arrays as the letter s."""
+    """Adds the letter s for the packed parts to an arrow."""
     if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
         return arrow
     both = []
@@ -225,7 +232,7 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
 
 
 def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """The ways to read the axes of a main array: a letter and a size for each axis."""
+    """Yields the ways to read the axes of a main array: (letter, size) of each axis."""
     if len([n for n in shape if n != 1]) <= 1 and form not in ("oi", "io", "vd", "weight"):
         yield from _vector(shape)
         return
@@ -252,7 +259,7 @@ def _vector(shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
 
 
 def _match(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """The arrow between two readings; None if a letter has another size."""
+    """The arrow between two readings; None if the total size of a letter differs."""
     rows = {x for x, _ in (*a, *b) if x[0] in "rvd"}
     if rows:
         return _rows(a, b)
@@ -284,7 +291,7 @@ def _by_letter(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
 def _written(
     axes: Sequence[tuple[str, int]], sizes: dict[str, list[int]], names: dict[str, list[str]]
 ) -> str:
-    """The axes in einops' terms; axes of size one are `1`."""
+    """Writes axes in einops notation; axes of size one are `1`."""
     places = {letter: iter([n for n in names[letter] if n]) for letter in names}
     written = []
     for letter, size in axes:
@@ -299,7 +306,7 @@ def _written(
 
 
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """Axes in one order in source and target, axes of size one apart; a table is never a kernel."""
+    """The arrow between two tables, whose axes keep their order; None if one array is a kernel."""
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
             return None

@@ -13,12 +13,18 @@ from jaxmha.converters.matching.terms import APART, contradict
 _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
-Edge = tuple[int, int]  # numbers of a source template and of a target template
+Edge = tuple[int, int]  # index of a source template, index of a target template
 
 
 @dataclass
 class Decision:
-    """The decided pairs, target number -> source number with the reason, and the other targets."""
+    """The result of `decide`; source and target are indices of templates.
+
+    Attributes:
+      taken: target -> (source, reason, confidence).
+      open: undecided target -> (candidate sources, reason).
+      fits: (source, target) -> how the arrays fit.
+    """
 
     taken: dict[int, tuple[int, str, str]]
     open: dict[int, tuple[tuple[int, ...], str]]
@@ -26,7 +32,7 @@ class Decision:
 
 
 def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision:
-    """Takes a pair only if each alternative of the same shapes contradicts a name or the structure."""
+    """Pairs templates; a pair is decided only if names or structure exclude all alternatives."""
     fits: dict[Edge, Fit] = {}
     why: dict[int, tuple[list[int], str]] = {}
     for t, target in enumerate(targets):
@@ -53,7 +59,7 @@ def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision
 
 
 class _State:
-    """Pairs that are still possible."""
+    """The pairs of source and target templates that are still possible."""
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class _State:
         self.shapes = set(edges)  # pairs that shapes alone allow
 
     def irregular(self) -> None:
-        """Blocks whose numbers have gaps have no counterparts by number."""
+        """Removes pairs of blocks whose numbers have gaps: numbers do not pair such blocks."""
         self.edges = {
             (s, t)
             for s, t in self.edges
@@ -82,7 +88,7 @@ class _State:
         }
 
     def groups(self) -> list[tuple[set[int], set[int]]]:
-        """Connected sources and targets."""
+        """Returns the connected components of the possible pairs, as (sources, targets)."""
         adjacent: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
         for s, t in self.edges:
             adjacent["s", s].add(("t", t))
@@ -101,9 +107,9 @@ class _State:
         return found
 
     def by_words(self, sources: set[int], targets: set[int], strong: bool) -> None:
-        """A word that as many sources as targets of a group have divides the group.
+        """Splits a group by each term that equally many of its sources and targets have.
 
-        `strong`: only terms of which a layer has one of several.
+        `strong`: True uses only mutually exclusive terms, such as query and key (`APART`).
         """
         if len(sources) == len(targets) == 1:
             return
@@ -119,7 +125,7 @@ class _State:
         self._take(kept, sources, targets, _TERMS)
 
     def by_order(self, sources: set[int], targets: set[int]) -> None:
-        """Names that differ in one number, in source and target, are in the order of the numbers."""
+        """Pairs sources and targets by rank, if the names of each differ only in one number."""
         if len(sources) != len(targets) or len(sources) < 2:
             return
         mine = _ranked(sources, self.sources)
@@ -130,7 +136,7 @@ class _State:
         self._take(kept, sources, targets, _ORDER)
 
     def by_parents(self) -> None:
-        """Layers whose siblings are paired belong to the same pair of parents."""
+        """Removes pairs whose parents are already paired with other parents."""
         pairs = [(s, t) for s, t in self.edges if self._sole(s, t)]
         mine: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         theirs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
@@ -160,7 +166,7 @@ class _State:
         return {(s, t) for s, t in self.edges if s in sources and t in targets}
 
     def _take(self, kept: set[Edge], sources: set[int], targets: set[int], why: str) -> None:
-        """Keeps only these pairs of a group, unless a target would have none left."""
+        """Reduces a group to these pairs, unless a target would then have no source."""
         here = self._within(sources, targets)
         full = len(sources) >= len(targets)
         if (
@@ -175,12 +181,12 @@ class _State:
 
 
 def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
-    """True if each target can have a source of its own."""
+    """True if each target can have a different source; always True unless `full`."""
     return not full or _matching(edges, targets) is not None
 
 
 def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
-    """Target -> source with every target once; None if there is no such assignment."""
+    """Assigns a different source to every target; None if there is no such assignment."""
     from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
     if not edges:
@@ -199,7 +205,7 @@ def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
 
 
 def _ranked(numbers: set[int], templates: Sequence[Template]) -> list[int] | None:
-    """The templates in the order of the one number in which their names differ."""
+    """Sorts templates by the one number in which their names differ; None if there is none."""
     keys = {n: ordinal(templates[n]) for n in numbers}
     values = [key[1] for key in keys.values() if key]
     if len(values) != len(numbers) or len(set(values)) != len(values):
@@ -224,7 +230,7 @@ def _settled(
             taken |= {t: (s, *_reason(state, s, t)) for t, s in found.items()}
     everything = set(range(len(state.targets)))
     if _matching(state.edges, everything) is None:
-        # A target lacks its source: only names show that the others have theirs.
+        # Some target has no source, so shapes alone no longer prove the other pairs.
         taken = {t: x for t, x in taken.items() if _agree(state, x[0], t)}
     taken = {t: (s, reason, _NAMES[kind]) for t, (s, reason, kind) in taken.items()}
     opened = {}
@@ -238,7 +244,7 @@ _NAMES = {"shape": "certain", "name": "by name"}
 
 
 def _agree(state: _State, s: int, t: int) -> bool:
-    """True if the names have a word in common, or if the order or the layers next to them decide."""
+    """True if the names have a term in common, or if order or parents decided the pair."""
     common = state.sources[s].terms & state.targets[t].terms
     return bool(common) or state.reasons[t] in (_ORDER, _PARENTS)
 

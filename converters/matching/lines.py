@@ -13,12 +13,12 @@ from jaxmha.converters.matching.plan import Line, Plan, Question
 from jaxmha.converters.matching.templates import Layer, Template, is_buffer, templates, unrolled
 from jaxmha.converters.matching.trees import Array, Tree
 
-_MOST = 64  # repetitions that are taken apart where the other tree does not repeat
+_MOST = 64  # most repetitions to unroll into separate templates
 _LETTERS = "ijkl"
 
 
 def plan(source: Tree, target: Tree) -> Plan:
-    """The plan for two trees."""
+    """Makes the plan that fills the target tree from the source tree."""
     mine, theirs = roles.assigned(templates(source)), roles.assigned(templates(target))
     decision = decide(mine, theirs)
     if decision.open:
@@ -43,7 +43,10 @@ def plan(source: Tree, target: Tree) -> Plan:
 def _taken_apart(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> tuple[list[Template], list[Template]] | None:
-    """The templates, where undecided repeated ones with other counts are one for each repetition."""
+    """Unrolls unpaired repeated templates, if source and target nest repetitions differently.
+
+    Returns the templates of source and target; None if there is nothing to unroll.
+    """
     used = {s for s, _, _ in decision.taken.values()}
     loose = [s for s in range(len(mine)) if s not in used]
     alone = [t for t, (candidates, _) in decision.open.items() if not candidates]
@@ -73,7 +76,7 @@ class _Piece:
     target_part: tuple[int, int] | None
     reason: str
     confidence: str
-    names: tuple[tuple[str, ...], ...]  # source names of each target name
+    names: tuple[tuple[str, ...], ...]  # the source names for each target name
     targets: tuple[str, ...]
     take: str = ""
 
@@ -102,7 +105,7 @@ def _pieces(
 def _grouped(
     source: Template, target: Template, how: Fit
 ) -> tuple[list[list[tuple[int, ...]]], str, str]:
-    """The source ranks of each target, the letters of the source's columns, and the part to take."""
+    """Returns the source ranks for each target, the letters of the source's "#", and `take`."""
     if how.split >= 0:
         order = sorted(target.layers)
         ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]
@@ -119,7 +122,7 @@ def _grouped(
 
 
 def pattern(names: Mapping[tuple[int, ...], str], letters: str = _LETTERS) -> str:
-    """Names with a letter for each rank that their numbers follow; "" if they follow none.
+    """Replaces each number that follows a rank by a letter; "" if a number follows no rank.
 
     >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
     ('h.{i}.w', 'h.0.w', '')
@@ -148,7 +151,7 @@ def pattern(names: Mapping[tuple[int, ...], str], letters: str = _LETTERS) -> st
 
 
 def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """The names that a pattern stands for, in order, and the number of each letter.
+    """Maps each name that a pattern matches to the number of each letter, in numeric order.
 
     >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"])
     {'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}
@@ -197,7 +200,7 @@ def _lines(
 
 
 def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
-    """The line of one target array; one line for each repetition if no pattern gives the names."""
+    """Makes the line of one target array; or one line per repetition if no exact pattern exists."""
     first = several[0]
     whole = all(p.names == first.names for p in several)  # all parts of one packed array
     take = ""
@@ -222,7 +225,7 @@ def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
 
 
 def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
-    """True if the patterns stand for these names alone, in this order."""
+    """True if the patterns match exactly the names of these pieces, targets in this order."""
     first = pieces[0]
     if tuple(expand(first.target, target.arrays)) != first.targets:
         return False
@@ -232,7 +235,7 @@ def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
 
 
 def _used(lines: Sequence[Line], source: Tree) -> set[str]:
-    """Names of the source arrays that the lines use, where all parts of packed ones are taken."""
+    """Names of source arrays that the lines use; packed arrays only if all parts are taken."""
     used: set[str] = set()
     parts: dict[str, set[str]] = {}
     for line in lines:
@@ -266,7 +269,7 @@ def _questions(
 def _near(
     mine: Sequence[Template], target: Template, decision: Decision, reason: str
 ) -> tuple[list[int], str]:
-    """Sources that would fit without some of the target's arrays, or without some of their own."""
+    """Finds sources that fit if arrays of only one of the two, such as a bias, are ignored."""
     used = {s for s, _, _ in decision.taken.values()}
     near = []
     for s, source in enumerate(mine):
@@ -295,7 +298,7 @@ def _pattern_of(template: Template, slot: str) -> str:
 
 
 def _layer_name(template: Template) -> str:
-    """The name of a layer, as its framework writes it: the common start of the names of its arrays."""
+    """A layer's name in its framework: the common prefix of the names of its arrays."""
     names = [_pattern_of(template, slot) for slot in template.first.slots]
     if len(names) == 1:
         return names[0]
@@ -304,7 +307,7 @@ def _layer_name(template: Template) -> str:
 
 
 def _example(mine: Sequence[Template], near: Sequence[int], target: Template, slot: str) -> Line:
-    """The line to add for the first candidate, or zeros if no candidate has the array."""
+    """An example line, from the first candidate with the array, or zeros if no candidate has it."""
     name = _pattern_of(target, slot)
     source = next((mine[s] for s in near if slot in mine[s].first.slots), None)
     if source is None:
@@ -318,5 +321,5 @@ def _example(mine: Sequence[Template], near: Sequence[int], target: Template, sl
 
 
 def _merged(questions: Sequence[Question]) -> list[Question]:
-    """One question for the arrays of all layers that have the same candidates and reason."""
+    """Removes duplicate questions."""
     return list(dict.fromkeys(questions))

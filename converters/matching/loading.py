@@ -30,11 +30,12 @@ def filled(
     unused: str = "refuse",
     missing: str = "refuse",
 ) -> Iterator[tuple[str, NDArray]]:
-    """Name and value of every array of a model, in the dtype that it shall have.
+    """Yields name and value of every array to load into a model, in its final dtype.
 
     Args:
-      model, source: as in `match`. plan: None makes it.
-      dtype: of every floating array; None takes the model's, if that holds every value.
+      model, source: target and source, as in `match`. plan: None makes a plan with `match`.
+      dtype: dtype of every floating array; None keeps the model's dtypes, if they represent all
+        values of the source's dtypes.
       unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
       missing: "keep" leaves arrays of the model as they are if the plan has no line for them.
 
@@ -71,7 +72,7 @@ def prepared(
         jobs = dict(_jobs(own, mine, theirs))
         _refuse_rest(own, mine, theirs, jobs, unused, missing)
         arrays = theirs.arrays
-        del theirs  # it holds the values that are replaced
+        del theirs  # `theirs` references the values to be replaced: free their memory
         info = {}
         for name, (line, names) in jobs.items():
             _bound(line, [mine.arrays[n].shape for n in names], arrays[name])
@@ -98,7 +99,7 @@ def _refuse_questions(plan: Plan) -> None:
 
 
 def _jobs(plan: Plan, source: Tree, target: Tree) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
-    """Target name -> its line, and the names of its source arrays in the order of stacking."""
+    """Yields each target name with its line, and its source names in the order of stacking."""
     for line in plan.lines:
         targets = lines.expand(line.target, target.arrays)
         if not targets:
@@ -132,12 +133,12 @@ def _jobs(plan: Plan, source: Tree, target: Tree) -> Iterator[tuple[str, tuple[L
 
 
 def _real(name: str, source: Tree) -> str:
-    """The name under which a tied array is kept."""
+    """The name under which the source stores an array that has several names."""
     return source.aliases.get(name, name)
 
 
 def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """The rank of every number among the numbers of its letter."""
+    """Replaces every number of a letter by its rank among all numbers of that letter."""
     letters = {x for numbers in found.values() for x in numbers}
     order = {x: sorted({numbers[x] for numbers in found.values()}) for x in letters}
     return {
@@ -233,7 +234,7 @@ def _take(line: Line) -> tuple[int, int]:
 
 
 def _value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDArray:
-    """One array of the target, from the arrays that the line names."""
+    """Computes one array of the target from the source arrays of its line."""
     if line.fill:
         return np.zeros(target.shape, np.float32)
     arrays = [source.load(name) for name in names]
@@ -248,7 +249,7 @@ def _value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDA
 
 
 def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
-    """The dtype asked for, or the target's if it holds every value of the source's."""
+    """`dtype` for floating arrays; else the target's, if it holds all values of the source's."""
     floating = "float" in source and "float" in target.dtype
     wanted = dtype if dtype and floating else target.dtype
     kind = _named(wanted)
@@ -267,7 +268,7 @@ def _named(dtype: str) -> np.dtype[Any]:
 
 
 def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
-    """Updates an nnx module in place, each array on the devices of the one before it."""
+    """Updates an nnx module in place; each array gets the sharding of the one it replaces."""
     from flax import nnx
 
     variables = {"/".join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(nnx.state(model))}
@@ -279,7 +280,7 @@ def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
 
 
 def into_tree(tree: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
-    """A tree of the same structure with the new arrays."""
+    """Returns a tree of the same structure with the new arrays."""
     import jax
 
     leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -292,7 +293,7 @@ def into_tree(tree: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
 
 
 def _placed(value: NDArray, before: Any) -> Any:
-    """A JAX array with the sharding of the leaf that it replaces, if that has one."""
+    """Makes a JAX array with the sharding of the leaf that it replaces, if the leaf has one."""
     import jax
     import jax.numpy as jnp
 
@@ -316,7 +317,7 @@ def into_keras(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
 
 
 def into_torch(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
-    """Copies into the parameters and buffers of a torch module; other dtypes replace them."""
+    """Copies values into the parameters and buffers of a torch module; another dtype raises."""
     import torch
 
     state = model.state_dict()

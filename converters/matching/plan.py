@@ -13,13 +13,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Line:
-    """One target array, or one for each number that `{i}` and `{j}` stand for.
+    """The source of one target array, or of one array per value of `{i}` and `{j}` in a pattern.
 
     Attributes:
-      target: its name, or a pattern. sources: names or patterns, stacked if there are several.
-      arrow: einops axes. take: `0/3` takes the first of three packed parts.
-      fill: "zeros" instead of a source.
-      reason, confidence: why the line is there; "certain", "by name" or "given".
+      target: name of the target array, or a pattern. sources: names or patterns of the source
+        arrays, which are stacked if there are several.
+      arrow: einops pattern. take: `0/3` takes the first of three packed parts.
+      fill: "zeros" fills the target with zeros instead of a source.
+      reason: why this source was chosen. confidence: "certain" or "by name"; "" in an edited plan.
     """
 
     target: str
@@ -33,11 +34,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Question:
-    """A target that no evidence decides.
+    """A target layer whose source is undecided.
 
     Attributes:
       target: name or pattern of a layer. candidates: sources of the same shapes.
-      reason: why none is taken. line: the lines to add to the plan, with the first candidate.
+      reason: why no source was chosen. line: lines to add to the plan, with the first candidate.
       arrays: names or patterns of the layer's arrays.
     """
 
@@ -55,7 +56,7 @@ class Plan:
     Attributes:
       lines: one for each target array or repeated array.
       questions: targets that are not decided. A plan with questions loads nothing.
-      unused: source arrays that no line uses. ignored: buffers, which models compute.
+      unused: source arrays that no line uses. ignored: unused buffers, which models recompute.
     """
 
     lines: tuple[Line, ...]
@@ -78,7 +79,7 @@ class Plan:
 
     @staticmethod
     def from_toml(text: str) -> "Plan":
-        """The plan in a text. Raises ValueError if a key or type is not that of a plan.
+        """Parses a plan. Raises ValueError if a key or type does not belong to a plan.
 
         >>> plan = Plan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
         >>> Plan.from_toml(plan.to_toml()) == plan
@@ -93,7 +94,7 @@ class Plan:
         return Plan(tuple(_line(n, table) for n, table in enumerate(content.get("array", []), 1)))
 
     def with_lines(self, *lines: Line) -> "Plan":
-        """The plan with these lines in place of questions and of lines for the same targets."""
+        """Replaces questions and lines for the same targets by these lines; returns a new plan."""
         given = {line.target for line in lines}
         used = {name for line in lines for name in line.sources}
         return replace(
@@ -120,7 +121,7 @@ class Plan:
 
 
 def shown(line: Line) -> str:
-    """One line as a table of TOML."""
+    """Formats a line as a TOML table."""
     return "\n".join(_toml(line))
 
 

@@ -1,4 +1,4 @@
-"""Roles that the structure of a tree shows: attention's output, and the order of norms in a block."""
+"""Infers roles of layers from the structure of a tree: output projections, and norms of a block."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
 _SANDWICH = (
-    4  # norms of a block: with one before and one after each part, names mean their own part
+    4  # norms in a block: one before and one after attention and MLP, so no name is ambiguous
 )
 _OUT = {"o", "wo", "out", "output"}
 
 
 def assigned(templates: Sequence[Template]) -> list[Template]:
-    """The templates with the terms of their roles."""
+    """Returns the templates with the terms of their roles added."""
     named = _together([_of_projection(t) for t in templates])
     with_out = _outputs(named)
     return _places(with_out)
@@ -27,7 +27,7 @@ def _matrix(template: Template) -> bool:
 
 
 def _of_projection(template: Template) -> Template:
-    """Without terms that say something else in this place."""
+    """Corrects terms: up and down of an MLP, and in or out in names of query, key and value."""
     packed = template.terms.intersection(_QKV)
     if "mlp" in template.terms:
         named = {IN_MLP[w] for w in terms(template.path[-1]) if w in IN_MLP}
@@ -38,7 +38,7 @@ def _of_projection(template: Template) -> Template:
 
 
 def _together(templates: Sequence[Template]) -> list[Template]:
-    """Adds the terms of names that have a role only next to each other, such as w1, w2 and w3."""
+    """Adds the terms of names that have a role only together, such as w1, w2 and w3."""
     paths = {t.path for t in templates}
     made = []
     for template in templates:
@@ -51,7 +51,7 @@ def _together(templates: Sequence[Template]) -> list[Template]:
 
 
 def _outputs(templates: Sequence[Template]) -> list[Template]:
-    """The only other matrix of the smallest part of a tree with query, key and value is the output."""
+    """Marks output projections: by name, or as the only other matrix next to query, key, value."""
     below: dict[tuple[str, ...], list[Template]] = defaultdict(list)
     for template in templates:
         if _matrix(template) and "relative" not in template.terms:
@@ -77,7 +77,7 @@ def _outputs(templates: Sequence[Template]) -> list[Template]:
 
 
 def _places(templates: Sequence[Template]) -> list[Template]:
-    """Adds the place of each norm of a block: of attention, of cross-attention, or of the MLP."""
+    """Adds to each norm of a block its part: attention, cross-attention or the MLP."""
     groups: dict[tuple[object, ...], list[Template]] = defaultdict(list)
     for template in templates:
         if len([n for n in template.first.slots[MAIN].shape if n > 1]) <= 1 and template.counts:
@@ -97,7 +97,8 @@ def _places(templates: Sequence[Template]) -> list[Template]:
         if t.path in found:
             t = replace(t, terms=t.terms - _PLACES | {found[t.path]})
         elif not _matrix(t) and _vectors_at_parent(t, templates) < _SANDWICH:
-            # "post" is before the MLP in Llama, after attention in OLMo 2, after a block elsewhere.
+            # "post" is ambiguous: before the MLP in Llama, after attention in OLMo 2, after a
+            # block elsewhere.
             first = terms(t.path[-1])[:1]
             ambiguous = {"post", "pre"} | ({"in"} if first == ["input"] else set())
             if first == ["post"]:
@@ -108,7 +109,7 @@ def _places(templates: Sequence[Template]) -> list[Template]:
 
 
 def _vectors_at_parent(template: Template, templates: Sequence[Template]) -> int:
-    """The number of vectors under the same parent."""
+    """The number of layers under the same parent whose main array is a vector, such as norms."""
     return sum(t.path[:-1] == template.path[:-1] and not _matrix(t) for t in templates)
 
 
@@ -119,7 +120,7 @@ def _size(template: Template) -> int:
 def _ordered(
     several: Sequence[Template], order: Sequence[str], templates: Sequence[Template]
 ) -> Mapping[tuple[str, ...], str]:
-    """The place of each norm, by their numbers or by the terms before them; empty if in doubt."""
+    """Maps the path of each norm to its role, by numbers or terms in the names; {} if in doubt."""
     numbers = [ordinal(t) for t in several]
     if all(numbers) and len({n[0] for n in numbers if n}) == 1:
         ranked = sorted(several, key=lambda t: (ordinal(t) or ((), 0))[1])
@@ -140,7 +141,8 @@ def _place(template: Template, several: Sequence[Template], templates: Sequence[
     last = terms(template.path[-1])
     if last[:2] in (["post", "attn"], ["post", "attention"]):
         others = [terms(t.path[-1]) for t in several if t is not template]
-        # Llama's norm after attention is the one before the MLP; OLMo 2's is attention's own.
+        # Llama's post_attention_layernorm precedes the MLP; if there is another "post" norm, as in
+        # OLMo 2, it follows attention.
         after = any(o[:1] == ["post"] for o in others)
         return "attn" if after else "mlp"
     if "cross" in template.terms:
@@ -161,6 +163,6 @@ def _place(template: Template, several: Sequence[Template], templates: Sequence[
 
 
 def _within(other: Template, template: Template) -> bool:
-    """True if the other is below the parent of the template, and the parent is no whole block."""
+    """True if `other` is inside the parent of `template`, and that parent is not a whole block."""
     parent = template.path[:-1]
     return not parent[-1].endswith("#") and other.path[: len(parent)] == parent

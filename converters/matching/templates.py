@@ -1,4 +1,4 @@
-"""Layers of a tree, and repeated layers as one template each."""
+"""Groups the arrays of a tree into layers, and repeated layers into templates."""
 
 import itertools
 import re
@@ -22,22 +22,22 @@ _SLOTS = {
 _STEM = re.compile(
     r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
 )
-# Buffers that models compute again, and counters: they have no counterpart and are no weights.
+# Names of buffers that models recompute, and of counters: not weights, so never matched.
 BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
     r"relative_coords_table|causal_mask|original_inv_freq)$"
 )
-_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, of four axes
-SHARED = 0.6  # of the smaller block's layers are in the other block of a repeated list
+_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
+SHARED = 0.6  # blocks are repetitions if they share this fraction of the smaller block's layers
 
 
 class Layer(NamedTuple):
-    """One layer: path, arrays by slot, the form of its main array, and its part if it is packed."""
+    """One layer: path, slot -> array, axis order (form) of the main array, and the packed part."""
 
     path: tuple[str, ...]
     slots: Mapping[str, Array]
     form: str
-    part: tuple[int, int] | None = None  # which of how many packed layers
+    part: tuple[int, int] | None = None  # (index, count) of the layer in a packed array
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Template:
     """Layers that differ only in the numbers of repeated blocks.
 
     Attributes:
-      path: with "#" for each such number.
-      layers: by the ranks of these numbers.
-      terms: canonical terms of the path, and the roles that the structure shows.
+      path: the common path, with "#" for each number that differs.
+      layers: ranks of these numbers -> layer.
+      terms: canonical terms of the path, and of the roles that the structure shows.
       irregular: True if the numbers of the blocks have gaps.
     """
 
@@ -58,17 +58,17 @@ class Template:
 
     @property
     def first(self) -> Layer:
-        """The layer of the lowest numbers."""
+        """The layer with the lowest numbers."""
         return self.layers[min(self.layers)]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of values of each "#"."""
+        """The number of different values of each "#"."""
         return tuple(len(set(column)) for column in zip(*self.layers, strict=True))
 
     @property
     def ranks(self) -> frozenset[tuple[int, ...]]:
-        """The ranks of all its layers."""
+        """The ranks of all layers."""
         return frozenset(self.layers)
 
     @property
@@ -85,7 +85,7 @@ class Template:
 
 
 def is_buffer(array: Array) -> bool:
-    """True for buffers and counters, which are no weights.
+    """True for buffers and counters, which are not weights.
 
     >>> is_buffer(Array("bn.num_batches_tracked", ("bn", "num_batches_tracked"), (), "int64"))
     True
@@ -96,7 +96,7 @@ def is_buffer(array: Array) -> bool:
 
 
 def layers(tree: Tree) -> list[Layer]:
-    """The layers of a tree, packed projections apart."""
+    """Returns the layers of a tree; a packed projection gives one layer per part."""
     parents = {array.path[:-1] for array in tree.arrays.values()}
     inner = {path[:n] for path in parents for n in range(len(path))}
     groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
@@ -118,7 +118,7 @@ def layers(tree: Tree) -> list[Layer]:
     found = []
     forms = _forms(groups.values(), tree.kind)
     for path, slots in groups.items():
-        if MAIN not in slots:  # arrays named as a bias or a mean, of no layer
+        if MAIN not in slots:  # arrays with a name like bias or mean, but without a main array
             found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
             continue
         layer = Layer(path, slots, forms[slots[MAIN].name])
@@ -135,10 +135,10 @@ def layers(tree: Tree) -> list[Layer]:
 
 
 def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
-    """The form of every main array: of its class, of its key, or as sizes of biases show it.
+    """Maps each main array to its axis order: known from its class, its key, or the bias size.
 
-    Biases show the output axis of kernels that are not square. Other kernels under the same key are
-    of the same form if all of these agree.
+    The size of a bias shows the output axis of a kernel that is not square. Other kernels with the
+    same key get the same axis order if all these kernels agree.
     """
     groups = list(groups)
     by_stem: dict[str, set[str]] = defaultdict(set)
@@ -173,7 +173,7 @@ def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
             if kind == "file" and key == "weight" and not by_key:
                 form = "oi"
             if form == "oi" and BIAS not in slots and key == "weight" and kind in ("file", "tree"):
-                form = "weight"  # a table has the same key and no bias
+                form = "weight"  # without a bias it may also be an embedding table
             if form == "io" and BIAS not in slots and key == "weight" and not _agreed(own):
                 form = ""
         found[main.name] = form
@@ -190,7 +190,7 @@ def _stem(array: Array) -> str:
 
 
 def _last(array: Array) -> str:
-    """The last two parts without numbers, as a key of their own."""
+    """The last two parts of the path with "#" for numbers, as a key for similar arrays."""
     return "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:]) + "/"
 
 
@@ -218,7 +218,7 @@ def _template(
     own: tuple[str, ...],
     gaps: bool,
 ) -> Template:
-    """A template; a "#" with a single value becomes the number again."""
+    """Makes a template; a "#" with only one value is replaced by its number."""
     keep = [len(set(column)) > 1 for column in zip(*members, strict=True)]
     flags, path = iter(keep), []
     for part, mine in zip(marked, own, strict=True):
@@ -257,7 +257,7 @@ def _numbered(part: str) -> tuple[str, int] | None:
 
 
 def _paths(found: Sequence[Layer]) -> dict[tuple[str, ...], Layer]:
-    """Layers by path, where `block0_norm` among `block1_norm` counts as two parts."""
+    """Maps paths to layers; `block0_norm` counts as two parts if `block1_norm` also exists."""
     within: dict[tuple[tuple[str, ...], str], set[str]] = defaultdict(set)
     for layer in found:
         for n, part in enumerate(layer.path):
@@ -286,7 +286,7 @@ _Marks = dict[tuple[str, ...], tuple[str, int]]
 
 
 def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple[str, ...]]]:
-    """Path of a repeated block -> the part with "#", and its rank; and the paths in lists with gaps."""
+    """Finds repeated blocks: path -> (part with "#", rank); and the paths in lists with gaps."""
     below: dict[tuple[str, ...], set[str]] = defaultdict(set)
     content: dict[tuple[str, ...], set[object]] = defaultdict(set)
     for path, layer in found.items():
@@ -318,13 +318,13 @@ def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple
 
 
 def _alike(mine: Collection[object], theirs: Collection[object]) -> bool:
-    """True if most layers of the smaller block are in the other one as well."""
+    """True if enough layers of the smaller block are in the other block as well (`SHARED`)."""
     common = sum(layer in mine for layer in theirs)
     return common >= SHARED * min(len(mine), len(theirs))
 
 
 def unrolled(template: Template) -> list[Template]:
-    """The template without its last "#": one for each value of it."""
+    """Splits a template by the values of its last "#"."""
     place = max(n for n, part in enumerate(template.path) if "#" in part)
     made = []
     for value in sorted({ranks[-1] for ranks in template.layers}):
@@ -339,7 +339,7 @@ def unrolled(template: Template) -> list[Template]:
 
 
 def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
-    """A path without its last number or word of order, and that number.
+    """A path without its last number or ordinal such as "second", and that number; or None.
 
     >>> ordinal(Template(("a", "fc2"), {}))
     (('a', 'fc'), 2)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-# Canonical word -> synonyms, each a whole word of a name.
+# Canonical term -> its synonyms.
 _SYNONYMS = {
     "query": "q query queries wq",
     "key": "k key keys wk",
@@ -37,7 +37,7 @@ _SYNONYMS = {
     "depthwise": "depthwise dw dwconv depth",
 }
 CANONICAL = {word: name for name, terms in _SYNONYMS.items() for word in terms.split()}
-# Terms that say nothing about which of several layers is meant.
+# Terms that do not distinguish one layer from another.
 _NOISE = frozenset(
     [
         "layer",
@@ -82,9 +82,9 @@ _NOISE = frozenset(
         "sub",
     ]
 )
-# Terms of lists of the same things.
+# Name of a list of repeated blocks -> one common name.
 LISTS = dict.fromkeys(("layer", "block", "h", "stack", "stage", "depth"), "layer")
-# Terms whose order is known: positions of layers that are applied one after the other.
+# Terms that give the position of a layer in a sequence -> that position.
 ORDER = {
     "in": 1,
     "out": 2,
@@ -97,7 +97,7 @@ ORDER = {
     "before": 1,
     "after": 2,
 }
-# Last word or terms of a packed layer -> the projections in it, in order.
+# Name of a packed layer -> the projections in it, in order.
 PACKED = {
     **dict.fromkeys(
         ("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"),
@@ -106,7 +106,7 @@ PACKED = {
     **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
     **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
 }
-# Alternatives of one question: names with different terms here never name the same layer.
+# Mutually exclusive terms: layers with different terms of one group never match.
 APART = (
     ("query", "key", "value", "out"),
     ("encoder", "decoder"),
@@ -119,9 +119,10 @@ APART = (
     ("norm", "embed"),
     ("mean", "logvar", "sigma"),
 )
-# In an MLP the first and second matrix; in a U-Net the second and first half.
+# Terms for the first and second matrix of an MLP; elsewhere, as in a U-Net, they differ in
+# meaning.
 IN_MLP = {"up": "in", "down": "out"}
-# Names that have a role only together: the names there -> the terms of each.
+# Sibling names that have a role only if all of them exist -> the terms of each.
 TOGETHER = {
     ("w1", "w2", "w3"): ({"gate"}, {"out"}, {"in"}),
     ("wi_0", "wi_1", "wo"): ({"gate"}, {"in"}, {"out"}),
@@ -144,7 +145,7 @@ _PHRASES = (
 
 
 def terms(part: str) -> list[str]:
-    """The terms of one part of a path, with numbers apart, in lower case.
+    """Splits one part of a path into lower-case terms; numbers are separate terms.
 
     >>> terms("encoder_attn"), terms("LayerNorm"), terms("fc1")
     (['cross', 'attn'], ['layer', 'norm'], ['fc', '1'])
@@ -157,7 +158,7 @@ def terms(part: str) -> list[str]:
 
 
 def meaning(path: Sequence[str]) -> frozenset[str]:
-    """The canonical terms of a path; numbers and terms that distinguish nothing are left out."""
+    """The canonical terms of a path, without numbers and terms that do not distinguish layers."""
     found: set[str] = set()
     for part in path:
         for word in terms(part):
@@ -170,7 +171,7 @@ def meaning(path: Sequence[str]) -> frozenset[str]:
 
 
 def contradict(a: frozenset[str], b: frozenset[str]) -> tuple[str, str] | None:
-    """Two terms, one of each tree, of which a layer has only one, or None."""
+    """Two mutually exclusive terms, one from each layer; None if no terms exclude each other."""
     for group in APART:
         mine, theirs = a.intersection(group), b.intersection(group)
         if mine and theirs and not mine & theirs:

@@ -1,4 +1,4 @@
-"""Reads a source or a target as named arrays with shapes, and the class of the layer of each."""
+"""Reads a source or a target as named arrays with shapes, and the axis order of each array."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +13,9 @@ from jaxmha import checkpoint
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
-# Class of a layer -> axes of its main array: o output, i input (convolutions have a window as
-# well), v rows and d features of a table; "no": a layer that no other framework holds so.
+# Class of a layer -> axes of its main array: o output, i input (convolutions also have window
+# axes), v rows and d features of a table; "no": a layer that other frameworks store differently,
+# which is never matched.
 _FORMS = {
     "torch": {
         "Linear": "oi", "NonDynamicallyQuantizableLinear": "oi", "MultiheadAttention": "oi",
@@ -30,11 +31,11 @@ _FORMS = {
         "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
     },
 }  # fmt: skip
-_NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # collections of linen
+_NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collections without weights
 
 
 class Array(NamedTuple):
-    """One array: its name in its framework, its path, and the form that its layer's class fixes."""
+    """One array: its name in the framework, its path, and the axis order from its layer's class."""
 
     name: str
     path: tuple[str, ...]
@@ -49,8 +50,8 @@ class Tree:
 
     Attributes:
       kind: "torch", "nnx", "linen", "equinox", "keras", "file" or "tree".
-      load: one array by name; the target's own values are never read.
-      aliases: name -> the name of the same memory that is kept.
+      load: reads one array by name; it is never called for a target.
+      aliases: second name of a shared array -> the name under which `arrays` has it.
     """
 
     kind: str
@@ -61,10 +62,10 @@ class Tree:
 
 
 def read(model: Any) -> Tree:
-    """The arrays of a file, a folder of `save_pretrained`, a state dict, a tree or a live model.
+    """Lists the arrays of a file, a folder of `save_pretrained`, a state dict, tree or model.
 
     Raises:
-      TypeError: nothing in it is an array.
+      TypeError: `model` contains no array.
       CheckpointError: the file cannot be read.
     """
     if isinstance(model, str | Path):
@@ -80,7 +81,7 @@ def read(model: Any) -> Tree:
     if isinstance(model, Mapping) and "params" in model:
         return _tree(model, "linen")
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
-        return _tree(model, "file")  # a state dict, as files hold it
+        return _tree(model, "file")  # a torch state dict
     return _tree(model, "equinox" if _of(model, "equinox") else "tree")
 
 
@@ -99,7 +100,7 @@ def _file(path: Path) -> Tree:
 
 
 def split(name: str) -> tuple[str, ...]:
-    """The parts of a name; haiku's `~` is no part.
+    """Splits a name at "." and "/"; Haiku's `~` is dropped.
 
     >>> split("a.0.weight"), split("net/~/linear/w")
     (('a', '0', 'weight'), ('net', 'linear', 'w'))
@@ -126,7 +127,7 @@ def _torch(module: Any) -> Tree:
 
 
 def _form(layer: Any, package: str) -> str:
-    """The form of the first class of the framework among the bases of a layer."""
+    """The axis order for the class of a layer, or for its first known base class."""
     for base in type(layer).__mro__:
         if base.__module__.split(".")[0] == package and base.__name__ in _FORMS[package]:
             return _FORMS[package][base.__name__]
@@ -165,9 +166,9 @@ def _keras(model: Any) -> Tree:
 
 
 def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Path, layer and variable of every weight of a Keras model, seeds left out.
+    """Yields path, layer and variable of every weight of a Keras model, except random seeds.
 
-    Attributes give the path; layers of a functional model have their own names there.
+    The path consists of attribute names; in a functional model, of the names of the layers.
     """
     from jaxmha.converters.discovery.user_names import dotted
 
@@ -198,7 +199,7 @@ def _tree(tree: Any, kind: str) -> Tree:
         name = "/".join(keys)
         if kind == "linen" and parts[0] in _NO_WEIGHTS:
             continue
-        if kind == "linen" and len(parts) > 1:  # the collection is no part of the layer's path
+        if kind == "linen" and len(parts) > 1:  # drops the linen collection
             parts = parts[1:]
         arrays[name] = Array(name, parts, tuple(leaf.shape), str(np.dtype(leaf.dtype)), form)
         values[name] = leaf

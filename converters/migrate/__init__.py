@@ -5,7 +5,7 @@ from jaxmha.converters.migrate.inspection import FileInfo, inspect
 from jaxmha.converters.migrate.pipeline import convert, convert_state, plan
 from jaxmha.converters.migrate.plans import Plan, Step
 
-Move = Step  # the former name, kept for existing imports
+Move = Step  # former name of `Step`, for existing imports
 
 __all__ = [
     "Conversion",

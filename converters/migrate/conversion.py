@@ -21,7 +21,7 @@ class Conversion:
       files: the files written. digests: tensor name -> digest of the data read back.
       losses: tensor name -> effect of the cast to `dtype`, for every tensor that it changed.
       heads: (source prefix, head count, where it is from) of every block.
-      unchecked: facts that no comparison of the two files can show, in words.
+      unchecked: descriptions of facts that no comparison of the two files can show.
       notes: remarks on single blocks and on norms. plan: the plan that was carried out.
     """
 
@@ -53,7 +53,7 @@ def of(
     written: checkpoint.Written,
     given: bool,
 ) -> Conversion:
-    """The result of carrying out a plan; `given` is True if the caller passed the plan."""
+    """Builds the result of carrying out a plan; `given` is True if the caller passed the plan."""
     kinds: dict[bool, list[Step]] = {True: [], False: []}
     for step in plan.steps:
         if step.kind != "other":

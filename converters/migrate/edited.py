@@ -1,4 +1,4 @@
-"""Completes a plan after its user edited it."""
+"""Completes a plan that the user edited."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,10 @@ from jaxmha.converters.migrate.plans import Plan, Step
 
 
 def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
-    """Fills in every module to which the user gave only a kind, as if it had been discovered.
+    """Fills in every module for which the user gave only a kind, as the planner would.
 
-    A carried-over tensor that the user makes a linear layer or an embedding gets the convention of
-    its file, loses the key at the end of `from` and `to`, and takes the other tensors of the layer
-    along.
+    If the user turns a tensor of kind "other" into a layer, the module gets the convention of the
+    file, loses the key at the end of `from` and `to`, and takes in the layer's other tensors.
     """
     kinds = {kind for convention in CONVENTIONS for kind in convention.kinds}
     plan = replace(plan, steps=tuple(_reread(m, to, plan.steps) for m in plan.steps))
@@ -53,7 +52,7 @@ def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
 
 
 def _reread(step: Step, to: Layout, steps: Sequence[Step]) -> Step:
-    """Drops the old target kind of a layer whose kind the user changed."""
+    """Resets the target kind of a layer whose kind the user changed."""
     convention = layer_layouts.convention_of(to.name)
     if step.kind in ("attention", "other") or not step.becomes or convention is None:
         return step
@@ -66,7 +65,7 @@ def _reread(step: Step, to: Layout, steps: Sequence[Step]) -> Step:
 
 
 def _numbered(kind: str, convention: Convention, steps: Sequence[Step]) -> str:
-    """The next free group of a kind in a .weights.h5 file; "" for other conventions."""
+    """The next free Keras group for a kind in a .weights.h5 file; "" for other conventions."""
     group = convention.group.get(
         layer_layouts.INSTEAD.get(kind, kind) if kind == "conv1d" else kind
     )
@@ -78,7 +77,7 @@ def _numbered(kind: str, convention: Convention, steps: Sequence[Step]) -> str:
 
 
 def in_file(plan: Plan) -> Plan:
-    """A plan for a .weights.h5 file, with Keras groups numbered in the order of the plan."""
+    """Adapts a plan to a .weights.h5 destination: numbers Keras groups in the order of the plan."""
     if plan.to not in keras.IN_FILE:
         return plan
     layout, attention = keras.IN_FILE[plan.to]
@@ -107,7 +106,7 @@ def _of(layout: str) -> Convention | None:
 def _whole(
     step: Step, steps: Sequence[Step], own: Sequence[Convention], info: Mapping[str, Any]
 ) -> Step:
-    """The layer of the wanted kind that a module forms with other tensors of the same prefix."""
+    """Extends a module with other tensors of its prefix to a layer of the kind in the plan."""
     prefix = other_layers.split(step.tensors[0])[0]
     same_prefix = [
         name

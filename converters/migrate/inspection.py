@@ -27,15 +27,16 @@ class BlockInfo:
     """One attention block of a file.
 
     Attributes:
-      prefix: prefix of its names; `name` is the user's name for it, if the format keeps one.
-      layout: name of its layout.
-      num_heads: None if unknown; `num_heads_from` names its source.
-      shapes: key -> shape, for keys that were found. dtype: of the query kernel.
+      prefix: prefix of the tensor names; `name` is the user's name for the block, if the format
+        stores one.
+      layout: name of the layout.
+      num_heads: head count, None if unknown; `num_heads_from` names its source.
+      shapes: key -> shape, for keys that were found. dtype: dtype of the query kernel.
       family, pattern: models that have such blocks at such a prefix; None if only the keys decide.
       also_fits: other layouts with the same keys, if no family decides.
       confidence: "certain": a known family has such blocks there, and tensors or a configuration
         that names the family give the head count; "likely": only one layout has these keys;
-        "ambiguous": several have. why: the reason in words.
+        "ambiguous": several layouts have them. why: the reason for the confidence.
     """
 
     prefix: str
@@ -56,7 +57,7 @@ class BlockInfo:
 class LayerInfo:
     """One layer other than attention: linear, norm, embedding etc. (`layer_layouts`).
 
-    The attributes have the meaning of those of `other_layers.Module`.
+    `other_layers.Module` explains the attributes.
     """
 
     kind: str
@@ -182,7 +183,7 @@ def _heads(
     given: int | None,
     configured: head_count.Configured | None,
 ) -> tuple[int | None, str]:
-    """The head count of a block and its source; or None and the problem, if it does not fit."""
+    """The head count of a block and its source; or None and an error text, if it does not fit."""
     try:
         count, where = head_count.find(block, all_shapes, given, file.metadata, configured)
     except head_count.UnusableConfigError as error:

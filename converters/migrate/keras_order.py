@@ -1,4 +1,4 @@
-"""Assigns a group of a .weights.h5 file to each layer: kept from the source, or from a template.
+"""Assigns a group of a .weights.h5 file to each layer: from the source, or from a template file.
 
 Keras pairs groups with layers of the same class by the number at the end of the group, in the order
 in which the model creates its layers. Names in other formats do not give that order.
@@ -27,7 +27,7 @@ NOT_KNOWN = (
 
 
 def kept(file: Tensors, steps: Iterable[Step]) -> Groups:
-    """Group and name by source prefix, from a .weights.h5 source or from metadata.
+    """Maps source prefixes to (group, name), known from a .weights.h5 source or from metadata.
 
     Empty unless the groups of all layers are known.
     """
@@ -46,13 +46,13 @@ def kept(file: Tensors, steps: Iterable[Step]) -> Groups:
 
 
 def to_metadata(groups: Groups, steps: Iterable[Step]) -> dict[str, str]:
-    """The groups by destination prefix, as metadata."""
+    """Formats the groups, by destination prefix, as metadata."""
     matching = {step.target: groups[step.source] for step in steps if step.source in groups}
     return {keras_groups.METADATA: json.dumps(matching, separators=(",", ":"))} if matching else {}
 
 
 def placed(steps: Sequence[Step], groups: Groups) -> tuple[Step, ...]:
-    """The planned layers of a .weights.h5 file, each with its own group as the target."""
+    """Returns the planned layers of a .weights.h5 file with their groups as targets."""
     return tuple(
         replace(step, target=groups[step.source][0], name=groups[step.source][1])
         if step.source in groups
@@ -62,10 +62,9 @@ def placed(steps: Sequence[Step], groups: Groups) -> tuple[Step, ...]:
 
 
 def like(steps: Sequence[Step], source: Tensors, template: Tensors) -> tuple[Step, ...]:
-    """The planned layers with the groups of a template, matched by the names or paths of the
-    layers.
+    """Returns the planned layers with the groups of a template, matched by name or path.
 
-    Keras' own counters are not names: they continue from model to model.
+    The numbers that Keras appends to names are ignored: they continue from model to model.
 
     Raises:
       ValueError: a layer has no counterpart; the message lists the names in both files.
@@ -83,7 +82,7 @@ def like(steps: Sequence[Step], source: Tensors, template: Tensors) -> tuple[Ste
             left[step.source] = called
     taken = {group for group, _ in found.values()}
     free = [group for several in groups.values() for group in several if group not in taken]
-    if len(left) == len(free) == 1:  # one of each left: no name is needed
+    if len(left) == len(free) == 1:  # a single layer and a single group remain
         found |= {source: (free[0], template.names.get(free[0], "")) for source in left}
     elif left:
         called = next(iter(left.values()))
@@ -97,12 +96,12 @@ def like(steps: Sequence[Step], source: Tensors, template: Tensors) -> tuple[Ste
 
 
 def _called(group: str, names: Mapping[str, str]) -> str:
-    """The user's name of a layer, or its path, with dots as in other file formats."""
+    """The name that the user gave to a layer, or its path; with dots, as in other file formats."""
     return dotted(group, "/", names).replace("/", ".")
 
 
 def _layers(template: Tensors) -> Iterator[str]:
-    """The groups of layers that hold arrays; an attention block counts as one layer."""
+    """Yields the groups of layers that hold arrays; an attention block counts as one layer."""
     found = attention_blocks.find({name: tuple(one.shape) for name, one in template.info.items()})
     taken = {name for block in found for name in block.keys.values()}
     yield from (block.prefix for block in found)
@@ -111,7 +110,7 @@ def _layers(template: Tensors) -> Iterator[str]:
 
 
 def refuse_unlike(made: Mapping[str, Any], template: Tensors) -> None:
-    """Raises ValueError if the file has other arrays or shapes than the template."""
+    """Raises ValueError if the destination has other arrays or shapes than the template."""
     ours = {name: tuple(one.info.shape) for name, one in made.items()}
     theirs = {name: tuple(one.shape) for name, one in template.info.items()}
     for name in {**theirs, **ours}:

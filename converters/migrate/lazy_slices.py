@@ -12,11 +12,11 @@ from jaxmha.checkpoint import MalformedFile
 from jaxmha.converters.layout.arrays import NDArray
 
 SPAN = 16 << 20  # bytes of a mapped file in memory at once
-HELD = 64 << 20  # bytes kept of tensors that cannot be read in parts; a single one may be larger
+HELD = 64 << 20  # most bytes cached of tensors that cannot be read in parts, unless one is larger
 
 
 class _Stand(NamedTuple):
-    """Reserved addresses in place of a tensor; their memory is never read."""
+    """A reserved address range in place of a tensor; its memory is never accessed."""
 
     name: str
     start: int
@@ -25,11 +25,11 @@ class _Stand(NamedTuple):
 
 
 class Slices:
-    """Views of tensors to index and transpose; only `read` accesses the data.
+    """Views of tensors for indexing and transposing; only `read` accesses the data.
 
     Attributes:
-      views: name -> array. A mapped file gives views of the file. Otherwise a view has addresses
-        but no data; the addresses of a slice tell which part of the tensor it covers.
+      views: name -> array. For a mapped file, a view of the file. Otherwise a view of reserved
+        addresses without data; the addresses of a slice show which part of the tensor it covers.
     """
 
     def __init__(self, file: checkpoint.Checkpoint, names: list[str]) -> None:
@@ -70,14 +70,14 @@ class Slices:
         return next((x for x in self._stands if x.start <= at < x.stop), None)
 
     def read(self, part: NDArray) -> NDArray:
-        """A fresh array with the data that a view of `views` covers."""
-        if not isinstance(part, np.ndarray):  # a copy of unread addresses
+        """Reads the data that a part of one of the `views` covers, as a new array."""
+        if not isinstance(part, np.ndarray):  # a scalar: a copy of memory without data
             raise TypeError(f"expected a view of an array, got {type(part).__name__}")
         stand = self._stand_of(part)
         if stand is not None:
             return _cut(self._part, stand, part)
         out = np.empty(part.shape, part.dtype)
-        bits = f"u{part.itemsize}"  # NumPy cannot copy strided arrays of all dtypes
+        bits = f"u{part.itemsize}"  # integer views: NumPy cannot copy strided arrays of all dtypes
         _copy(*(x.view(bits) if x.itemsize in (1, 2, 4, 8) else x for x in (out, part)))
         if out.dtype == np.bool_ and out.view(np.uint8).max(initial=0) > 1:
             problem = "a Boolean tensor holds bytes other than 0 and 1"
@@ -92,7 +92,7 @@ def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
     whole = [math.prod(stand.shape[k + 1 :]) * part.itemsize for k in range(len(stand.shape))]
     first = np.unravel_index((_address(part) - stand.start) // part.itemsize, stand.shape)
     counts = [1] * len(stand.shape)
-    along: list[tuple[int, int]] = []  # axis of the tensor, and the step along it
+    along: list[tuple[int, int]] = []  # for each axis of the view: axis of the tensor, step
     for size, stride in zip(part.shape, part.strides, strict=True):
         if size == 1:
             along.append((0, 0))
@@ -101,7 +101,7 @@ def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
         along.append((axis, stride // whole[axis]))
         counts[axis] += (size - 1) * (stride // whole[axis])
     stop = [int(a) + n for a, n in zip(first, counts, strict=True)]
-    if any(n > size for n, size in zip(stop, stand.shape, strict=True)):  # crosses the end of a row
+    if any(n > size for n, size in zip(stop, stand.shape, strict=True)):  # spans rows
         box = read(stand.name, ()).reshape(-1)[(_address(part) - stand.start) // part.itemsize :]
         strides = list(part.strides)
     else:

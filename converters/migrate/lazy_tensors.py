@@ -46,7 +46,7 @@ class Made(NamedTuple):
 
     Attributes:
       info: shape and dtype. load: computes the tensor.
-      sources: names of the source tensors. arrow: the einops arrow, in the dimension key.
+      sources: names of the source tensors. arrow: the einops pattern, in jaxmha's axis letters.
     """
 
     info: TensorInfo
@@ -56,16 +56,16 @@ class Made(NamedTuple):
 
 
 def lazy(made: Mapping[str, Made]) -> Lazy:
-    """The tensors as `checkpoint.write` needs them: sizes in advance, data one by one."""
+    """Wraps the tensors for `checkpoint.write`: sizes in advance, data one tensor at a time."""
     return Lazy({name: one.info for name, one in made.items()}, lambda name: made[name].load())
 
 
 class Parts:
     """Arrays of a source, and the leaves of packed arrays as views.
 
-    Callers request the leaves of a packed array one by one, with other arrays in between. The array
-    is kept until its last leaf is taken, as long as all kept arrays fit the size of the largest
-    array plus `_BESIDE` bytes.
+    Callers request the leaves of a packed array one by one, with other arrays in between. A packed
+    array is cached until its last leaf is requested, while all cached arrays fit into the size of
+    the largest array plus `_EXTRA_ROOM` bytes.
     """
 
     def __init__(self, file: Tensors) -> None:
@@ -74,7 +74,7 @@ class Parts:
         self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
 
     def __getitem__(self, name: str) -> NDArray:
-        """A whole array; to make room for it, the kept arrays unused for longest are dropped."""
+        """Reads a whole array; to make room for it, the least recently used arrays are dropped."""
         wanted = self._file.info[name].nbytes
         while self._kept and wanted + self._held() > self._room:
             self._kept.popitem(last=False)
@@ -101,7 +101,7 @@ class Parts:
 def meta(
     block: Block, info: Mapping[str, Any], num_heads: int | None
 ) -> tuple[MHAParams, Semantics, dict[str, int]]:
-    """The result of `block.read` with placeholder arrays that take no memory, and the sizes.
+    """Returns what `block.read` returns, with placeholder arrays without memory; and the sizes.
 
     Raises ValueError as `block.read` does.
     """
@@ -133,10 +133,10 @@ def attention(
     num_heads: int | None,
     fold_scale: bool = False,
 ) -> tuple[dict[str, Made], MHAParams, str]:
-    """The lazy tensors of a block in another layout, its leaves as placeholders, and a note on
-    folding.
+    """Converts a block to another layout, as lazy tensors.
 
-    The note says how the scale was folded into the query.
+    Returns the lazy tensors, the block's leaves as placeholders, and a note on how the scale was
+    folded into the query ("" if it was not).
 
     Raises ValueError if the block cannot be read, or if the layout cannot hold it.
     """
@@ -184,7 +184,7 @@ def attention(
 
 
 def _letters(params: MHAParams) -> dict[str, int]:
-    """The size of every letter of the canonical leaves."""
+    """The size of every axis letter of the canonical leaves."""
     found: dict[str, int] = {}
     for name, array in leaves(params).items():
         letters = CANONICAL[name].split()
@@ -195,7 +195,7 @@ def _letters(params: MHAParams) -> dict[str, int]:
 def other_layer(
     module: Module, info: Mapping[str, Any], file: Arrays, to: Convention, kind: str, prefix: str
 ) -> dict[str, Made]:
-    """The lazy tensors of a layer other than attention, by another convention."""
+    """The lazy tensors of a layer other than attention, in the convention `to`."""
     made = {}
     present = module.entries
     for entry in to.kinds[kind]:

@@ -31,8 +31,8 @@ def convert(
 ) -> dict[int, int]:
     """Runs `count` processes of `jaxmha convert --part` and waits for all of them.
 
-    Returns the index and exit code of each process that failed. A conversion of the whole
-    afterwards keeps the finished shards, writes the rest, or reports the problem.
+    Returns the index and exit code of each process that failed. A conversion without --part
+    afterwards keeps the finished shards, writes the others, or reports the problem.
     """
     # -P: do not import modules from the working directory, which may belong to someone else.
     command = [sys.executable, "-P", "-m", "jaxmha.converters", "convert"]

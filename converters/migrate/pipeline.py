@@ -40,7 +40,8 @@ from jaxmha.converters.migrate.resolved import Resolved, resolve
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
-# Prefixes of metadata keys that are rewritten for the destination, or apply only to the source.
+# Metadata keys with these prefixes need no note if they are lost: they are rewritten for the
+# destination, or apply only to the source.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
 _UNBOUND = "the plan has no digest: it may have been made for another source"
 DIGEST = "sha256"  # binds plans to sources; independent of whether xxhash is installed
@@ -60,7 +61,7 @@ def plan(
 ) -> tuple[Plan, Resolved]:
     """Plans what `convert` would do to every tensor of a checkpoint; the plan holds its digest.
 
-    `in_file`: True for a .weights.h5 destination. Other arguments and errors as for `convert`.
+    `in_file`: True for a .weights.h5 destination. `convert` explains other arguments and errors.
     """
     with checkpoint.open(source) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
@@ -115,9 +116,9 @@ def _make(
 
 
 def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
-    """The parts around the blocks of a plan that are not converted, in words.
+    """Describes the parts around the blocks of a plan that are not converted.
 
-    Raises ValueError if a part makes the blocks another function of their projections.
+    Raises ValueError if such a part changes what the blocks compute from their projections.
     """
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     taken = _taken(plan)
@@ -147,7 +148,7 @@ def convert(
     digest: str | None = "fast",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes a checkpoint with attention in another layout, and other layers by its conventions.
+    """Converts a checkpoint: attention to another layout, other layers to its framework.
 
     A tensor that is not understood is carried over under its name, or refused; nothing is dropped.
     Tensors are read and written one by one, so memory holds the largest tensor and a few blocks.
@@ -250,8 +251,8 @@ def _resolved(
 ) -> Resolved:
     """Checks a plan against its source, and adds or drops the notes on Keras groups.
 
-    `given`: the caller passed the plan. `like`: a template gave the groups. `kept`: they are the
-    source's own.
+    `given`: the caller passed the plan. `like`: a template gave the groups. `kept`: the source gave
+    the groups.
     """
     with naming(file.path):
         found = resolve(plan, file)
@@ -285,7 +286,7 @@ def _metadata(
 
 
 def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
-    """Describes facts of the source for which a format without metadata has no place."""
+    """Describes facts of the source that a format without metadata cannot hold."""
     if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
         yield f"metadata not carried over, for which the format has no place: {listed(own)}"
     if not target.stores_num_heads:
@@ -307,8 +308,8 @@ def convert_state(
 ) -> dict[str, NDArray]:
     """Converts a flat dict of arrays as `convert` converts a file; for models in memory.
 
-    Raises ValueError as `convert` does, and TypeError if `state` is not a dict, such as a live
-    module.
+    Raises ValueError as `convert` does, and TypeError if `state` is not a dict, such as a module
+    object.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
@@ -334,7 +335,7 @@ def convert_state(
 
 
 class _Memory(dict[str, NDArray]):
-    """A state in memory with the attributes of `Tensors`."""
+    """A state dict in memory with the attributes of `Tensors`."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__({name: to_numpy(array) for name, array in state.items()})

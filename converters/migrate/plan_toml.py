@@ -54,7 +54,7 @@ _KEYS = {
     "tensors": list,
 }
 _LARGEST = 64 << 20
-_MOST_DOTS = 8  # per line, outside of strings: TOML's parser takes quadratic time in them
+_MOST_DOTS = 8  # maximum per line outside strings: the TOML parser takes quadratic time in dots
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _FIELDS = {"from": "source", "to": "target", "as": "becomes"}
 
@@ -133,7 +133,7 @@ def loads(text: str) -> Plan:
 
 
 def _settings(head: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan from its table [plan], checked."""
+    """Checks the table [plan], and returns its values as fields of a plan."""
     found = head.get("version")
     _demand(
         type(found) is int and found == VERSION,
@@ -220,5 +220,5 @@ def read(path: str | os.PathLike[str]) -> Plan:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
+    """Quotes a text as a TOML basic string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Plans of conversions: data that says what happens to every tensor; `resolved` checks them."""
+"""Conversion plans: data that states the destination of every tensor. `resolved` checks them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,14 +38,14 @@ class Step:
 
     Attributes:
       kind: "attention", a kind of `layer_layouts`, or "other": copied unchanged.
-      layout: of attention, or the convention of another layer; "" for kind "other".
-      source, target: prefixes; for kind "other" the full names.
-      tensors: names of all source tensors that belong to it.
+      layout: layout of attention, or convention of another layer; "" for kind "other".
+      source, target: prefixes in source and destination; for kind "other" the full names.
+      tensors: names of all source tensors that belong to the layer.
       becomes: the kind in the target.
-      num_heads: of attention; `heads_from` names its source. name: the layer's name in a
-        .weights.h5 file.
-      confidence, why: certainty of the reading, and the reason; like `heads_from` only in memory,
-        not in plan files.
+      num_heads: head count of attention; `heads_from` names its source. name: name of the layer in
+        a .weights.h5 file.
+      confidence, why: certainty of the kind and layout, and the reason. Plan files do not store
+        these two and `heads_from`.
     """
 
     kind: str
@@ -101,9 +101,9 @@ def make(
 ) -> Plan:
     """Makes the plan for a source, with all blocks and layers found in it.
 
-    The configuration gives `configured`, `epsilon`, `unlike` and `unbiased` (`head_count`,
-    `hf_config`). `draft`: the plan will be edited, so `num_heads` applies only to blocks whose head
-    count nothing else gives.
+    The model's configuration gives `configured`, `epsilon`, `unlike` and `unbiased` (see
+    `described`). `draft`: the plan may be edited, so `num_heads` applies only to blocks whose head
+    count is otherwise unknown.
 
     Raises:
       ValueError: a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
@@ -128,7 +128,7 @@ def make(
         raise ValueError(
             f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
         )
-    if in_file(to):  # Keras numbers the groups
+    if in_file(to):  # numbers Keras groups in the order of the source
         position = layer_order.of_source(file.info)
         found = sorted(found, key=lambda block: position(block.prefix))
         layers = sorted(layers, key=lambda layer: position(layer.prefix))
@@ -192,9 +192,10 @@ def _layers(
     apart: Mapping[str, Sequence[str]],
     all_kinds: bool,
 ) -> tuple[list[Module], dict[str, str]]:
-    """The other layers to convert; and the reason for each tensor that is not understood.
+    """Returns the other layers to convert, and why other tensors are not understood.
 
-    `apart`: attention of no known layout, which is left as it is; `all_kinds`: False leaves every layer but attention as it is.
+    `apart`: attention of no known layout, which is copied unchanged. `all_kinds`: False copies
+    every layer except attention unchanged.
     """
     convention = layer_layouts.convention_of(to.name)
     layers, why = other_layers.find(file.info, found, unlike, unbiased)
@@ -207,7 +208,7 @@ def _layers(
         layers = [layer for layer in layers if layer.confidence != "ambiguous"]
     if not all_kinds or convention is None:
         return [], why
-    if not in_file(to):  # groups of a .weights.h5 file have no such names
+    if not in_file(to):  # such groups have no names that look like attention
         steps = [_other_layer(x, to, convention, file.names, Counter()) for x in layers]
         targets = [(step.target, step.becomes) for step in steps]
         alike = read_back.like_attention(layers, targets, convention, file)
@@ -219,7 +220,7 @@ def _layers(
 def _other_layers(
     layers: Sequence[Module], to: Layout, convention: Convention | None, names: Mapping[str, str]
 ) -> list[Step]:
-    """The plan of every other layer; Keras numbers the groups of each class."""
+    """Plans every other layer; Keras groups are numbered by class."""
     numbers: Counter[str] = Counter()
     if convention is None:
         return []
@@ -234,7 +235,7 @@ def _attention(
     count: tuple[int | None, str],
     configured: head_count.Configured | None,
 ) -> Step:
-    """The plan of the i-th block; `count` is its head count, and the source of the count."""
+    """Plans the i-th block; `count` is its head count, and the source of the count."""
     separator = block.layout.separator
     if group := in_file(to):
         target = f"layers/{group}{f'_{i}' * (i > 0)}"
@@ -258,7 +259,7 @@ def _attention(
 
 
 def _renamed(planned: Sequence[Step], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Source and target path of every layer whose name changes."""
+    """Yields source and target path of every layer whose name changes."""
     for step in planned:
         if user_names.of_layer(step.source, names) != step.source:
             yield step.source, step.target
@@ -267,7 +268,7 @@ def _renamed(planned: Sequence[Step], names: Mapping[str, str]) -> Iterator[tupl
 def confidence(
     block: Block, heads_from: str = "", configured: head_count.Configured | None = None
 ) -> str:
-    """How certain a block's reading is: its prefix decides, only its keys do, or neither.
+    """How certain the layout of a block is: its prefix decides, only its keys do, or neither.
 
     A head count from a configuration is certain only if the configuration names the block's family.
 
@@ -313,14 +314,15 @@ def _other_layer(
 
 
 def kind_in_target(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
-    """The kind in the target: the one its family has at that prefix, or the usual one."""
+    """The kind in the target: the one that its model family has at the prefix, or the usual one."""
     leaves = set(layer.entries)
     target_families = {
         family.name for family in model_families.FAMILIES if family.layout == to.name
     }
     named = family_keymaps.kind_at(prefix, target_families)
     wanted = [named[0]] if named else []
-    # A conv1d of a known family or of a plan becomes a Linear, unless the target is gpt2 as well.
+    # A conv1d of a known family or plan becomes a linear layer, unless gpt2 is the target: only
+    # GPT-2 uses Conv1D.
     own = layer.why.startswith(("the prefix of", "named"))
     if layer.kind != "conv1d" or to.name == "gpt2" or not own:
         wanted.append(layer.kind)
@@ -332,5 +334,5 @@ def kind_in_target(layer: Module, to: Layout, convention: Convention, prefix: st
 
 
 def in_file(to: Layout) -> str:
-    """The group that holds the layout in a .weights.h5 file; "" for other layouts."""
+    """The Keras group of a .weights.h5 layout; "" for other layouts."""
     return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")

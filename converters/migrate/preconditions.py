@@ -33,7 +33,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def refuse_second_checkpoint(source: Path, destination: Path) -> None:
-    """Raises ValueError if the source is a folder that would then hold two checkpoints."""
+    """Raises ValueError if the source folder would then hold two checkpoints."""
     inside = destination.absolute().parent.resolve() == source.resolve()
     if inside and destination.name.endswith(shards_read.SUFFIX):
         raise ValueError(
@@ -111,7 +111,7 @@ def target_layout(named: Layout, in_file: bool) -> Layout:
 def taken_from(
     plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
 ) -> Plan:
-    """The plan with its groups taken from another .weights.h5 file (`like`)."""
+    """Returns the plan with the groups of another .weights.h5 file (`like`)."""
     if not in_file:
         raise ValueError("like= (--like) is for a destination named .weights.h5")
     with checkpoint.open(like) as template:

@@ -1,4 +1,4 @@
-"""Checks that a destination would be read back as the same layers, before it is written."""
+"""Checks, before a destination is written, that it would be read back as the same layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,10 +26,10 @@ def like_attention(
     convention: Convention,
     file: Tensors,
 ) -> dict[str, str]:
-    """Tensors of other layers that would look like attention in a convention, with the reason.
+    """Finds tensors of other layers that a reader of the destination would error for attention.
 
-    They are projections of attention in a form that no layout describes. `targets` are the target
-    prefix and kind of every layer.
+    Such tensors are attention projections in a form that no layout describes. `targets` are the
+    target prefix and kind of every layer. Returns tensor -> reason.
     """
     target_blocks, owner = {}, {}
     for layer, (target, kind) in zip(layers, targets, strict=True):
@@ -54,7 +54,7 @@ def like_attention(
 def mistakable(
     info: Mapping[str, Any], names: Iterable[str], found: Sequence[Block], to: Layout
 ) -> list[str]:
-    """Names outside any layer that a reader of the target layout would take for a layer.
+    """Names of carried-over tensors that a reader of the target would error for a layer.
 
     >>> import numpy as np
     >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], attention_blocks.named("keras"))
@@ -92,9 +92,9 @@ def refuse(
 ) -> None:
     """Raises ValueError if a destination could not be read back as the same layers.
 
-    `prefixes` are the prefixes of its blocks; `configured` those of them that need the configuration of
-    their model, which their source had. `source` are the shapes of the source: damage that it
-    already has is not reported.
+    `prefixes` are the prefixes of its blocks. `configured` are the prefixes of blocks that need the
+    model's configuration, which the source had. `source` are the shapes of the source: blocks that
+    are already damaged in it are not reported.
     """
     shapes = {name: one.info.shape for name, one in made.items()}
     target_blocks = attention_blocks.find(shapes, [target])

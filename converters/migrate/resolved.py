@@ -28,9 +28,9 @@ from jaxmha.converters.migrate.plans import Plan, Step, in_file, kind_in_target
 class Resolved(NamedTuple):
     """A checked plan with every lazy tensor of the destination.
 
-    `made` maps names to tensors, `by_step` steps of the plan to their tensors. `blocks` are the blocks
-    of the source. `counts` are head counts and `names` names of Keras layers, both by destination
-    prefix.
+    `made` maps names to tensors; `by_step` lists each step of the plan with its tensors; `blocks`
+    maps steps to blocks of the source. `counts` are head counts and `names` names of Keras layers,
+    both by destination prefix.
     """
 
     made: dict[str, Made]
@@ -97,7 +97,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
 
 
 def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
-    """A note if blocks of equal shapes have different head counts."""
+    """Yields a note if blocks of equal shapes have different head counts."""
     alike: dict[Any, dict[str, int]] = {}
     for step, block in found.blocks.items():
         shapes = tuple(tuple(file.info[name].shape) for name in block.keys.values())
@@ -110,7 +110,7 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
 
 
 def _blocks(plan: Plan, file: Tensors) -> dict[tuple[str, str, frozenset[str]], Block]:
-    """Every block of the layouts in a plan, by layout, prefix and tensors."""
+    """Finds every block of the layouts in a plan: (layout, prefix, tensors) -> block."""
     shapes = {name: tuple(one.shape) for name, one in file.info.items()}
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     return {
@@ -132,7 +132,7 @@ def _attention(
     fold_scale: bool,
     cast: bool,
 ) -> dict[str, Made]:
-    """The tensors of an attention block; adds its head count and notes to `found`."""
+    """Returns the tensors of an attention block, and adds its head count and notes to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {step.layout} under that prefix")
     to = behaviours.target(to, block, file.metadata)
@@ -178,7 +178,7 @@ def _other_layer(
 
 
 def module_of(step: Step, info: Mapping[str, Any]) -> Module:
-    """The `Module` of a planned layer, from the shapes of the source."""
+    """Returns the `Module` of a planned layer, from the shapes in the source."""
     convention = layer_layouts.named(step.layout)
     keys = {}
     for name in step.tensors:

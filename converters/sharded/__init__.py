@@ -1,4 +1,4 @@
-"""Loads and saves checkpoints larger than one machine."""
+"""Loads and saves checkpoints that are larger than the memory of one machine."""
 
 from jaxmha.converters.sharded.distributed import load_sharded, save_sharded
 

@@ -1,4 +1,4 @@
-"""Checkpoints larger than one machine: each process reads and writes the parts of its devices."""
+"""Checkpoints larger than one machine's memory: each process handles the parts of its devices."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.extras import needed
 
-# Partition specs, or a function that makes them from the arrays.
+# Partition specs, or a function that returns them for given arrays.
 Specs = Callable[[Any], Any] | MHAParams | Mapping[str, Any]
 PIECE = 32 << 20  # bytes transferred to a device at once
 SHOWN = 8  # names listed in a message
@@ -56,8 +56,8 @@ def load_sharded(
 ) -> dict[str, jax.Array] | tuple[MHAParams, Semantics]:
     """Loads a checkpoint directly as arrays sharded over a mesh.
 
-    Each process reads the parts of its own devices, each part once. Layouts are converted by views
-    of the file, which read nothing. Exceptions: tensors of compressed .npz files and of big-endian
+    Each process reads only the parts for its own devices, each part once, because layouts are
+    converted by views of the file. Exceptions: tensors of compressed .npz files and of big-endian
     files are read whole, and orbax folders and chunked HDF5 in whole chunks. Digests cover whole
     tensors and are not checked.
 
@@ -227,13 +227,13 @@ def _sharding_of(name: str, view: NDArray, mesh: Mesh, spec: object) -> NamedSha
 
 
 def _sharded(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Array:
-    """The sharded array of a view; each part is read once, however many devices hold it."""
+    """Makes the sharded array of a view; each part is read once, however many devices hold it."""
     read: dict[tuple[Any, ...], jax.Array] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(view.shape).items():
         box = tuple((axis.start, axis.stop) for axis in index or ())
         if box not in read:
-            part: Any = (*(index or ()), ...)  # the ellipsis makes it a view for scalars as well
+            part: Any = (*(index or ()), ...)  # with the ellipsis, scalars give a view as well
             read[box] = _on(device, view[part], slices)
         arrays.append(jax.device_put(read[box], device))
     make: Any = jax.make_array_from_single_device_arrays
@@ -242,7 +242,7 @@ def _sharded(view: NDArray, sharding: NamedSharding, slices: Slices) -> jax.Arra
 
 
 def _on(device: jax.Device, view: NDArray, slices: Slices) -> jax.Array:
-    """Puts a part on a device; a large part in pieces, without a second whole copy."""
+    """Puts a part on a device; a large part in pieces, to avoid a second copy in memory."""
     if view.nbytes <= PIECE or not slices.is_mapped(view):
         alone: jax.Array = jax.device_put(slices.read(view), device)
         return alone

@@ -1,6 +1,6 @@
-"""Compares two sources: weights bit by bit, and outputs against float64.
+"""Compares two attention sources: weights bit by bit, and outputs with a float64 reference.
 
-A source is a path, a flat dict of arrays, parameters, or a live layer or model.
+A source is a checkpoint path, a flat dict of arrays, `MHAParams`, or a layer or model object.
 """
 
 from jaxmha.converters.verify.comparison import (

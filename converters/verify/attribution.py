@@ -1,11 +1,11 @@
 """Attributes the difference between the outputs of two attention layers to differing factors.
 
-Factors are: weights, heads, scale, masks, values for masked pairs and fully masked rows, the dtype
-of the softmax. A mixture takes some factors from b and the others from a; its output is computed in
-float64. Changing one factor from a to b changes the output by an amount that depends on the factors
-changed before, so the amounts are averaged over all orders (Shapley values; Shapley 1953, "A value
-for n-person games"). For layers with their own forward, the order of floating-point operations
-explains what no factor does.
+Possible factors: weights, heads, scale, masks, the values for masked pairs and fully masked rows,
+and the softmax dtype. A mixed layer takes some factors from b and the others from a; its output is
+computed in float64. Changing one factor from a to b changes the output by an amount that depends on
+the factors changed before, so the amounts are averaged over all orders (Shapley values; Shapley
+1953, "A value for n-person games"). If a layer has its own forward, the remainder is reported as
+rounding, as a narrower compute dtype, or as unexplained.
 """
 
 import math
@@ -33,9 +33,10 @@ from jaxmha.converters.verify.weights import stored_differently
 
 __all__ = ["Attribution", "Part", "attribute", "between", "percent"]
 
-# Most factors: n factors need 2 ** n mixtures. If there are more, all weights become one factor.
+# Maximum number of factors, because n factors need 2 ** n outputs. If there are more, all weight
+# factors are merged into one.
 MOST = 8
-# A factor that changes the output by less than this fraction has no effect: float64 rounding.
+# A factor whose RMS effect is below this fraction of the output's RMS counts as float64 rounding.
 NOTHING = 1e-13
 # Errors up to ROUNDING times the expected rounding error count as rounding.
 ROUNDING = 32.0
@@ -55,16 +56,17 @@ def attribute(
     """Attributes the difference between two layers' outputs to differing factors.
 
     Args:
-      a, b: a live layer of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
+      a, b: a layer object of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
         or `MHAParams` (alone or with `Semantics`), each with one attention block; or a `Layer`.
       inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, all finite: in this order, as a mapping
         of these names (key defaults to query, value to key), or one array for all three; None draws
         random inputs.
-      mask: for both: a `Mask` or a Boolean array broadcastable to `B N T S`, True = attend.
-      masks_a, masks_b: instead of `mask`: for a live layer the mask arguments of its framework,
-        `{"key_padding_mask": blocked}`, `{"attention_mask": valid}`; for others
-        `{"mask": ..., "bias": ...}`.
-      num_heads: for sources without the head count.
+      mask: the mask of both layers: a `Mask`, or a Boolean array broadcastable to `B N T S`,
+        True = attend.
+      masks_a, masks_b: separate masks instead of `mask`. For a layer object: the mask arguments of
+        its framework, such as `{"key_padding_mask": blocked}` or `{"attention_mask": valid}`; for
+        other sources: `{"mask": ..., "bias": ...}`.
+      num_heads: head count of sources that do not store it.
       seed: seed of random inputs.
 
     Raises:
@@ -113,7 +115,7 @@ Operand = ComparedBlock | Layer
 def _read(
     a: AnySource, b: AnySource, num_heads: int | None
 ) -> tuple[tuple[Operand, Operand], tuple[str, ...]]:
-    """The only block of each source; and tensors outside the blocks that differ, in words."""
+    """Returns the only block of each source, and describes other tensors that differ."""
     if isinstance(a, Layer) and isinstance(b, Layer):
         return (a, b), ()
     if isinstance(a, Layer):
@@ -130,7 +132,7 @@ def _read(
 
 
 def _guessed(found: Attribution, blocks: Sequence[Operand], seed: int) -> Attribution:
-    """Adds to the sentence of an unexplained part the known error that fits a live layer, if any.
+    """Appends to an unexplained part the known error that fits a layer object's output, if any.
 
     Known errors are those of `forward_check.explain_forward`, such as an inverted mask.
     """
@@ -181,8 +183,8 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
     nothing = NOTHING * scale
     undone = _rms((ends[1] - ends[0])[compared]) <= nothing
     parts, idle = [], []
-    # Subtract the parts from the difference, not from the errors against both exact outputs: parts
-    # then sum to the total to the last bit, however small it is.
+    # Each part is subtracted from the difference itself: the parts then sum to the total exactly.
+    # A difference of both layers' errors would lose a small total to rounding.
     left = difference[compared]
     for factor, vector, count in zip(found, vectors, not_finite, strict=True):
         part = _part(factor, vector[compared], difference[compared], total, count)
@@ -214,10 +216,10 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
 def _remainder(
     layers: Sequence[Layer], exact: Sequence[NDArray], outputs: Sequence[NDArray], inputs: Inputs
 ) -> tuple[Factor, float]:
-    """The part that no factor explains, and how many more elements of b than of a it turns NaN."""
+    """Returns the remainder, and how many more elements are wrongly non-finite in b than in a."""
     if all(layer.output is None for layer in layers):
         return Factor("rounding", "less than the rounding of float64", ()), 0.0
-    # Elements whose exact output is not finite show nothing about the layer.
+    # Where the exact output is not finite, the factors already account for NaN or infinity.
     bad = [
         float((np.isfinite(right) & ~np.isfinite(out)).sum())
         for right, out in zip(exact, outputs, strict=True)
@@ -228,7 +230,10 @@ def _remainder(
 def _shapley(
     x: factors.Values, y: factors.Values, found: Sequence[Factor], inputs: Inputs
 ) -> tuple[list[NDArray], list[float], tuple[NDArray, NDArray]]:
-    """The vector and the count of non-finite elements of each factor, and both exact outputs."""
+    """Returns each factor's mean change of the output and of the number of non-finite elements.
+
+    The means are over all orders of changing the factors. Also returns both exact outputs.
+    """
     n = len(found)
     vectors: list[Any] = [0.0] * n
     counts = [0.0] * n
@@ -246,8 +251,8 @@ def _shapley(
             inside = chosen >> i & 1
             before = size - inside  # number of factors changed before this one
             weight = math.factorial(before) * math.factorial(n - before - 1) / math.factorial(n)
-            # The weights sum to 0, so a's output can be subtracted first: this keeps small
-            # differences.
+            # For each factor the Shapley weights sum to 0, so subtracting a's output has no effect
+            # on the sum but preserves the precision of small differences.
             vectors[i] = vectors[i] + (weight if inside else -weight) * (out - first)
             counts[i] += (weight if inside else -weight) * broken
     return vectors, counts, (first, last)
@@ -265,13 +270,14 @@ def _part(
 def _rest(
     layers: Sequence[Layer], exact: Sequence[NDArray], outputs: Sequence[NDArray], inputs: Inputs
 ) -> Factor:
-    """The remainder: rounding, if each layer is as near its exact output as its dtype allows."""
+    """Classifies the remainder as unexplained, a narrower compute dtype, or rounding."""
     wrong = []
     for which, layer, right, out in zip("ab", layers, exact, outputs, strict=True):
         if layer.output is None:
             continue
         finite = np.isfinite(right) & np.isfinite(out)
-        # A framework may turn NaN weights into finite outputs, but not the reverse.
+        # A non-finite output is wrong if the exact output is finite. A finite output is wrong for
+        # a non-finite exact output only if the parameters are finite: frameworks may suppress NaN.
         odd = (np.isfinite(out) != np.isfinite(right)) & (
             np.isfinite(right) | (not comparison.not_finite(layer.params))
         )
@@ -298,12 +304,12 @@ def _rest(
 
 
 def _cost(layer: Layer, inputs: Inputs) -> float:
-    """The error of rounding every stage to the dtype of the weights, in rounding floors."""
+    """Returns the RMS error from rounding every stage to the weights' dtype, in rounding floors."""
     return forward_check.cost(layer.params, layer.semantics, inputs, None)
 
 
 def _weights_at_once(found: list[Factor]) -> list[Factor]:
-    """Merges the factors of weights into one, so that few enough factors remain."""
+    """Merges all weight factors into one, to limit the number of mixed layers."""
     weights = [f for f in found if any("kernel" in v or v.endswith(".bias") for v in f.values)]
     values = tuple(dict.fromkeys(v for f in weights for v in f.values))
     one = Factor("weights", "; ".join(f.sentence for f in weights), values)

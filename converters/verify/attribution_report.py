@@ -9,12 +9,14 @@ class Part:
     """The contribution of one factor.
 
     Attributes:
-      name: of the factor, such as `mask polarity`; `rounding` or `unexplained` for the remainder.
-      sentence: the difference in words.
+      name: name of the factor, such as `mask polarity`; the remainder is named `rounding`,
+        `compute dtype` or `unexplained`.
+      sentence: description of the difference.
       share: signed fraction of the difference; the shares sum to 1.
       size: `share` times the total, in units of the output; the sizes sum to the total.
-      rms: RMS change of the output by this factor alone; above `size` if other factors undo it.
-      not_finite: number of output elements that it turns to NaN or infinity, minus those it cures.
+      rms: RMS of the factor's contribution; larger than `size` if other factors partly cancel it.
+      not_finite: number of output elements that the factor turns to NaN or infinity, minus the
+        number that it makes finite.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The sentence, and the source in which the factor causes NaN."""
+        """The description, with the number of NaN elements that the factor causes in a or b."""
         if not self.not_finite:
             return self.sentence
         comparand = "b" if self.not_finite > 0 else "a"
@@ -47,17 +49,18 @@ class Attribution:
 
     Attributes:
       a, b: names of the layers.
-      total: RMS of `b - a` over the elements that are finite in every mixture; NaN if there are
-        none.
+      total: RMS of `b - a` over the elements that are finite in both outputs and in every mixture
+        of the two layers; NaN if there are no such elements.
       relative: `total` over the RMS of the larger output.
       floor: RMS error of rounding a's output to its dtype.
-      compared: number of those elements; `not_finite` of each part counts the others.
+      compared: number of elements in `total`; `Part.not_finite` counts the others.
       elements: number of elements of the output.
       parts: contributions of the factors, the largest first.
       idle: factors that differ but have no effect on these inputs, alone or together.
-      outside: from `attribute`: tensors outside the block that differ or were not compared, in
-        words.
-      idle_weights: for sources without a live layer: weights that differ without effect, in words.
+      outside: descriptions of tensors outside the block that differ or were not compared; only from
+        `attribute`.
+      idle_weights: descriptions of weights that differ without effect on the output; only if both
+        sources are files, arrays or parameters.
     """
 
     a: str
@@ -84,7 +87,7 @@ class Attribution:
 
     @property
     def headline(self) -> str:
-        """The total difference in words, and the elements that it leaves out."""
+        """One line of text: the total difference, and the number of elements left out of it."""
         where = "in one of the two, or in a mixture of them"
         if not self.compared:
             return f"nothing can be compared: every element is NaN or infinite {where}"

@@ -1,4 +1,4 @@
-"""One attention layer as it was called: weights, behaviour, mask and output."""
+"""Records one call of an attention layer: weights, behaviour, mask and output."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ from jaxmha.mask_arguments import as_mask
 from jaxmha.params import check
 
 Inputs = tuple[NDArray, NDArray, NDArray]
-# Code path of the framework, meaning of the masks, output.
+# (code path of the framework, (mask, bias), output)
 Called = tuple[str, Masks, Any]
-# A bias that holds only 0 and one number below this is a mask that adds that number.
+# A bias with only zeros and one number below this value is treated as a mask that adds the number.
 BLOCKS = -100.0
 
 
@@ -30,9 +30,10 @@ class Blocked(NamedTuple):
     """How the layer excludes a masked pair.
 
     Attributes:
-      constant: the logit of a masked pair; -inf excludes it exactly.
-      added: True adds the constant to the logit. A fully masked row then depends on the sums: -1e9
-        erases small logits in float32, and keeps nearly all of them in float64.
+      constant: number for the logit of a masked pair; -inf excludes the pair exactly.
+      added: True adds the constant to the logit, False replaces the logit. If it is added, the
+        softmax of a fully masked row depends on the rounding of these sums: -1e9 erases small
+        logits in float32, and keeps most of their digits in float64.
     """
 
     constant: float = -np.inf
@@ -46,17 +47,17 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer, the masks of one call, and its output if it has its own forward.
+    """An attention layer, the masks of one call, and the output if the layer has its own forward.
 
     Attributes:
       params, semantics: weights and behaviour. `semantics.fully_masked` is the output for a fully
-        masked row, unless a constant is added. A `softmax_dtype` narrower than the weights or than
-        float32 is reproduced.
+        masked row, unless a constant is added. A `softmax_dtype` narrower than float32 (than
+        float64 for float64 weights) is simulated.
       mask: a `Mask`, a Boolean array broadcastable to `B N T S` (True = attend), or None.
       bias: added to the logits. A bias of only 0 and one number below -100 is a mask with that
         constant.
       blocked: how masked pairs are excluded.
-      output: `B T Do`, the layer's own output; None means the exact output for its parameters.
+      output: `B T Do`, the layer's own output; None uses the float64 output of the parameters.
       name: name of the layer in messages.
 
     >>> import jax, jaxmha
@@ -99,8 +100,9 @@ class Layer:
 
 
 def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
-    """Query, key and value as arrays, checked against a layer; a single array is used for all
-    three.
+    """Returns query, key and value as arrays; a single array is used for all three.
+
+    Shapes are checked against `params`.
 
     Raises:
       ValueError: there are not three arrays, or one has other axes, no rows, or non-finite
@@ -140,13 +142,13 @@ def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
 def of_block(
     block: ComparedBlock, inputs: Inputs, mask: Any = None, name: str = "", bias: Any = None
 ) -> Layer:
-    """A block of a file, a state or a model, applied to inputs and a canonical mask.
+    """Applies a block of a file, state dict or model to inputs and a mask in jaxmha's form.
 
-    A live layer runs its own forward in inference mode; its code path determines the output of
-    fully masked rows. Parameters have no forward and are computed exactly.
+    A layer object runs its own forward in inference mode; its code path determines the output of
+    fully masked rows. Parameters alone have no forward: the `Layer` then has no output.
 
     Raises:
-      ValueError: a bias was given for a live layer.
+      ValueError: a bias was given for a layer object.
     """
     named = name or block.name or block.layout
     layer = Layer(block.params, block.semantics, mask, bias, name=named)
@@ -157,16 +159,16 @@ def of_block(
     (B, T), S = inputs[0].shape[:2], inputs[1].shape[1]
     sizes = {"B": B, "N": check(block.params)["N"], "T": T, "S": S}
     array = None if mask is None else array_of(checked(as_mask(mask), sizes), T, S)
-    if array is not None:  # torch takes padding `(B, 1, 1, S)` as another argument
+    if array is not None:  # with full B and S, torch takes (B, 1, 1, S) as key_padding_mask
         array = np.ascontiguousarray(np.broadcast_to(array, (B, *array.shape[1:3], S)))
     output = to_numpy(block.forward(*_own_dtype(block, inputs), array))
-    widths = check(block.params)  # Keras returns scores if its fused path cannot run
+    widths = check(block.params)  # Keras computes explicit scores if h != H
     path = _path(block, scores=widths["h"] != widths["H"])
     return _as(block, path, mask, None, output, named)
 
 
 def _own_dtype(block: ComparedBlock, inputs: Inputs) -> Inputs:
-    """Casts inputs to the dtype of torch's weights, which torch requires; one array stays one."""
+    """Casts inputs to the weights' dtype if torch requires it; shared arrays stay shared."""
     if block.kind != "torch":
         return inputs
     dtype = np.asarray(block.params.query.kernel).dtype
@@ -181,7 +183,7 @@ def significand(dtype: DTypeLike) -> int:
 
 
 def _path(block: ComparedBlock, *, scores: bool = False) -> str:
-    """The code path of a live layer in inference, as named by the presets of `Semantics`."""
+    """The code path of a layer object in inference, as the presets of `Semantics` name it."""
     dropout = block.semantics.dropout_rate > 0
     if block.kind == "torch":
         return "sdpa"
@@ -200,7 +202,7 @@ _PRESETS: dict[str, Any] = {
 
 
 def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
-    """The layer with the behaviour of one code path of its framework."""
+    """Returns a `Layer` with the semantics of one code path of the block's framework."""
     dtype = np.asarray(block.params.query.kernel).dtype
     if block.kind not in _PRESETS:  # a framework whose layers have no preset
         return Layer(block.params, block.semantics, mask, bias, Blocked(), output, name)
@@ -217,13 +219,14 @@ def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, 
 
 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:
-    """A live layer of torch, Keras or flax, called with mask arguments of its own framework.
+    """Calls a layer object of torch, Keras or flax with mask arguments of its own framework.
 
-    If the inputs are one array, they stay one: torch in eval mode then takes another path.
+    If query, key and value are the same array, they are passed as one tensor, because torch in eval
+    mode then takes another code path.
 
     Raises:
-      TypeError: not such a layer. ValueError: the arguments do not fit, or jaxmha cannot express
-        their meaning.
+      TypeError: `module` is not such a layer.
+      ValueError: the arguments do not fit, or jaxmha cannot express their meaning.
     """
     found = comparands.read(module).blocks
     if len(found) != 1 or not found[0].is_live or found[0].kind not in _CALLS:
@@ -306,7 +309,7 @@ def _flax_call(
     return _path(block), meaning, out
 
 
-# Framework of a live layer -> its call with the framework's own mask arguments.
+# Framework -> function that calls a layer object with the framework's own mask arguments.
 _CALLS: dict[str, Callable[[Any, ComparedBlock, Inputs, dict[str, Any]], Called]] = {
     "torch": _torch_call,
     "keras": _keras_call,

@@ -1,4 +1,4 @@
-"""Reads the sources of a comparison: files, states, parameters and live models."""
+"""Reads the sources of a comparison: files, state dicts, parameters and model objects."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +27,8 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
 
-# A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live layer or model of a
-# framework, or a linen pair `(module, variables)`; `read` refuses other objects.
+# A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or model object
+# of torch, Keras or flax, or a linen pair `(module, variables)`; `read` refuses other objects.
 AnySource: TypeAlias = object
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
@@ -37,13 +37,13 @@ class ComparedBlock(NamedTuple):
     """One attention block of a source.
 
     Attributes:
-      name: prefix in the file, path in the model; "" for a single layer.
-      layout: the layout's name, or the class of a live layer.
-      params, semantics: as imported.
-      forward: computes the block: by the live layer itself, or by jaxmha from the parameters.
-      live: True if a live layer computes it.
-      kind: framework of a live layer: "torch", "keras", "linen" or "nnx", also for subclasses.
-      path: prefix or path of the block if `name` is a name that the user gave.
+      name: prefix in the file or path in the model; "" for a single layer.
+      layout: name of the layout, or the class of a layer object.
+      params, semantics: weights and behaviour as imported.
+      forward: function that computes the output: by the layer object itself, or by jaxmha.
+      is_live: True if a layer object computes the output.
+      kind: framework of a layer object: "torch", "keras", "linen" or "nnx", also for subclasses.
+      path: prefix or path of the block if `name` was chosen by the user.
     """
 
     name: str
@@ -57,9 +57,9 @@ class ComparedBlock(NamedTuple):
 
 
 class Comparand(NamedTuple):
-    """One source of a comparison: its attention blocks, and the location of all its tensors.
+    """One source of a comparison: its attention blocks, and access to all its tensors.
 
-    `notes`: parts that were not read or not run, in words.
+    `notes` describes parts that were not read or not run.
     """
 
     blocks: list[ComparedBlock]
@@ -67,13 +67,15 @@ class Comparand(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-# Package of a live layer -> the face of its framework.
+# Package name -> the converter module for that framework.
 FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
 
 
 def read(given: AnySource, num_heads: int | None = None) -> Comparand:
-    """Every attention block of a path, a flat dict of arrays, `MHAParams` (alone or with
-    `Semantics`), a live layer or model, or a linen pair `(module, variables)`.
+    """Reads every attention block of a source.
+
+    The source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or
+    model object, or a linen pair `(module, variables)`.
 
     Raises:
       TypeError: the source is none of these.
@@ -105,7 +107,7 @@ def _read_state(
     num_heads: int | None = None,
     file: checkpoint.Checkpoint | None = None,
 ) -> Comparand:
-    """The blocks of a flat dict of arrays; stacked layers become one block each, `block[i]`.
+    """Reads the blocks of a flat dict of arrays; each stacked layer becomes a block `name[i]`.
 
     A config.json next to the file may hold the head count.
     """
@@ -145,7 +147,7 @@ def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def layers(
     name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
 ) -> Iterator[ComparedBlock]:
-    """The block; or, if it has leading axes, each layer in it."""
+    """Yields the block; or one block per stacked layer, if its parameters have leading axes."""
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]
     check(params, len(lead))
@@ -159,7 +161,7 @@ def layers(
 
 
 def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> ComparedBlock:
-    """A block that runs jaxmha on the parameters of a single layer."""
+    """Makes a block whose forward runs jaxmha on the parameters of a single layer."""
 
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
@@ -167,7 +169,7 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
         (B, T), S = query.shape[:2], key.shape[1]
         full = np.ones((B, 1, T, S), bool) if mask is None else mask
         full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
-        with exact_dtypes(query.dtype):  # masks of one shape: compiled once
+        with exact_dtypes(query.dtype):  # `full` has one shape for all masks: JAX compiles once
             out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
             return to_numpy(out)
 
@@ -178,7 +180,7 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
 def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
     """Enables x64 for float64, and full float32 precision of matrix products on every device.
 
-    It also allows promotion of dtypes and ranks, which live layers rely on and a test may forbid.
+    It also allows promotion of dtypes and ranks: layer objects rely on it, and tests may forbid it.
     """
     with (
         jax.enable_x64(dtype == np.float64),
@@ -190,7 +192,7 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
 
 
 def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
-    """The attention layers of a live model, also hand-written ones, and its other tensors."""
+    """Reads the attention layers (also hand-written ones) and other tensors of a model object."""
     module = given[0] if isinstance(given, tuple) and given else given
     packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
     package = next((p for p in packages if p in FRAMEWORKS), None)
@@ -218,7 +220,7 @@ def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
 def _by_hand(
     state: Mapping[str, Any], whole: live_model.LiveModel, num_heads: int | None
 ) -> tuple[list[ComparedBlock], list[Block], tuple[str, ...]]:
-    """Attention of hand-written classes, only by weights: their call signature is unknown."""
+    """Reads only the weights of hand-written attention: its call signature is unknown."""
     all_shapes = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
     written: list[ComparedBlock] = []
     notes = []
@@ -246,7 +248,7 @@ def _by_hand(
 
 def _live_block(name: str, layer: object, package: str) -> ComparedBlock:
     framework = FRAMEWORKS[package]
-    # A comparison also covers layers with another forward, which `from_module` refuses.
+    # `weights_of` also accepts layers with a modified forward, which `from_module` refuses.
     read = getattr(framework, "weights_of", framework.from_module)
     params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
     if (lead := np.shape(params.query.kernel)[:-3]) != ():

@@ -29,7 +29,7 @@ from jaxmha.converters.verify.other_tensors import Left
 from jaxmha.converters.verify.weights import Difference, differences_of
 from jaxmha.params import check, leaves
 
-# Ratio up to which two errors count as alike, exported for readers of reports.
+# Two errors count as similar up to this ratio; exported for readers of reports.
 RATIO = forward_check.RATIO
 
 
@@ -38,15 +38,16 @@ class BlockReport:
     """The comparison of one pair of blocks.
 
     Attributes:
-      a, b: names of the block in each source ("" for a single layer), with `layouts`.
+      a, b: name of the block in each source ("" for a single layer); `layouts` holds their layouts.
       num_heads: head count N.
-      differences: of weights; empty if identical (0 ULP).
+      differences: weight leaves that differ; empty if all bits are identical.
       behaviour: fields of `Semantics` that differ.
       errors: mask -> RMS error of each source's forward against the float64 oracle on its own
-        weights, in units of the rounding floor of the output.
-      departs: the first stage at which the two differ, or None.
-      explanation: the single known error that turns one into the other, if there is one.
-      same: weights (except biases of zeros) and behaviour are identical, and both errors are alike.
+        weights, in rounding floors (`oracle.rounding_floor`) of the output.
+      departs: the first stage of the computation that differs, or why no output can be compared;
+        None if nothing differs.
+      explanation: the single known error that turns one block into the other, if there is one.
+      same: weights (except biases of zeros) and behaviour are identical, and both errors similar.
     """
 
     a: str
@@ -87,11 +88,11 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two sources; true exactly if they are the same.
+    """The comparison of two sources; `bool(report)` is True if they are the same.
 
     Attributes:
       blocks: pairs of attention blocks. only_a, only_b: names of blocks without a counterpart.
-      outside: tensors outside attention that differ: name in the first source -> how.
+      outside: tensors outside attention that differ: name in the first source -> the difference.
       not_compared: tensors that have no counterpart, or are not numeric.
     """
 
@@ -118,7 +119,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The result in words: "the same", "different", or how much was not compared."""
+        """The result as text: "the same", "different", or the number of tensors not compared."""
         return verdict(self.same, self.different, len(self.not_compared))
 
     def __str__(self) -> str:
@@ -140,14 +141,15 @@ class Report:
 def compare(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: int = 0) -> Report:
     """Compares every tensor of two sources: attention blocks, and all tensors outside them.
 
-    A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a live
-    torch, keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired by
+    A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a torch,
+    keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired by
     name, or by order if names differ and the numbers of blocks agree; other layers are paired by
     name. Tensors of only one source are in `not_compared`, and make the report falsy.
 
     Args:
       a, b: the sources.
-      num_heads: for sources without the head count; a count known from one source serves the other.
+      num_heads: head count of sources that do not store it; by default, the count of one source is
+        also used for the other.
       seed: seed of the random inputs for the forward comparison.
 
     Raises:
@@ -167,7 +169,7 @@ def compare(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: i
 
 
 def verdict(same: bool, different: bool, left: int) -> str:
-    """The result of a comparison, in words.
+    """Describes the result of a comparison; `left` is the number of tensors not compared.
 
     >>> verdict(False, False, 2)
     'not fully compared: 2 tensors were not compared, and nothing else differs'
@@ -197,7 +199,7 @@ def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockRe
     behaviour = tuple(_behaviour(a, b))
     errors: dict[str, tuple[float, float]] = {}
     if comparable := _sizes(a) == _sizes(b):
-        with np.errstate(invalid="ignore"):  # NaN is reported in words; inf - inf is NaN
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN; `departs` reports it
             errors = forward_check.errors(a, b, seed)
     counted = [difference for difference in differences if not difference.harmless]
     alike = forward_check.alike(a, b, seed, errors) if errors and not counted else True
@@ -249,7 +251,7 @@ def _scale(block: ComparedBlock) -> float:
 
 
 def _other_scale(a: ComparedBlock, b: ComparedBlock, departs: str | None) -> str | None:
-    """Describes a scale of 1 / sqrt(H) that one block lacks, or folds into its query weights."""
+    """Explains a differing scale: 1 / sqrt(H) is missing in one block, or folded into its query."""
     low, high = sorted((_scale(a), _scale(b)))
     if departs is not None and departs.endswith(_UNSEEN):
         folded = not math.isclose(low, high, rel_tol=1e-12)
@@ -259,9 +261,9 @@ def _other_scale(a: ComparedBlock, b: ComparedBlock, departs: str | None) -> str
 
 
 def first_departure(a: ComparedBlock, b: ComparedBlock, seed: int) -> str | None:
-    """The first stage at which the float64 oracle on the weights of the two blocks differs.
+    """The first stage at which the float64 computations of the two blocks differ.
 
-    None: no stage differs by more than float64 rounding.
+    Returns None if no stage differs by more than float64 rounding.
     """
     inputs, mask = forward_check.inputs(a, seed), forward_check.masks()["padding"]
     stages = [oracle.run(block.params, block.semantics, *inputs, mask=mask) for block in (a, b)]
@@ -288,7 +290,7 @@ def _sizes(block: ComparedBlock) -> dict[str, int]:
 def read_both(
     a: AnySource, b: AnySource, num_heads: int | None
 ) -> tuple[comparands.Comparand, comparands.Comparand]:
-    """Reads both sources; a head count known from only one of them serves the other."""
+    """Reads both sources; if only one stores the head count, it is used for the other as well."""
     return keras_pairs.by_group(*_read_both(a, b, num_heads))
 
 
@@ -324,7 +326,10 @@ def pair(
 ) -> tuple[
     list[tuple[ComparedBlock, ComparedBlock]], tuple[str, ...], tuple[str, ...], tuple[str, ...]
 ]:
-    """Pairs blocks by name or path, whatever the separator; or by order, if the numbers agree."""
+    """Pairs blocks by name or path, with "/" equal to "."; or by order, if both have equally many.
+
+    Returns the pairs, the names of blocks only in a, those only in b, and notes.
+    """
     sets = [_by(x, "name") for x in (a, b)], [_by(x, "path") for x in (a, b)]
     by_name = next((x for x in sets if _pairs(x, (a, b))), sets[0])
     common = [name for name in by_name[0] if name in by_name[1]]
@@ -348,6 +353,6 @@ def _by(blocks: Sequence[ComparedBlock], what: str) -> dict[str, ComparedBlock]:
 def _pairs(
     found: Sequence[Mapping[str, ComparedBlock]], both: Sequence[Sequence[ComparedBlock]]
 ) -> bool:
-    """True if names are unique within each source, and at least one is in both."""
+    """True if names are unique within each source, and at least one name is in both."""
     unique = all(len(names) == len(blocks) for names, blocks in zip(found, both, strict=True))
     return unique and bool(found[0].keys() & found[1].keys())

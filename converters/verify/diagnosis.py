@@ -1,8 +1,8 @@
-"""Diagnoses known conversion errors that every shape check lets through.
+"""Diagnoses known conversion errors that no shape check detects.
 
-Square matrices fit whichever way they are read, so a wrong conversion loads without an error. Each
-known error is a rewriting of the correct leaves. If it turns the weights of one source into those
-of the other, bit by bit, it is the explanation.
+A square matrix has the same shape when it is transposed or split wrongly, so a wrong conversion
+loads without an error. Each known error is a function that rewrites the correct leaves. If it turns
+the weights of one source into those of the other, bit by bit, it is the explanation.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,10 @@ Leaves = Mapping[str, NDArray]
 
 
 class LeafDiagnosis(NamedTuple):
-    """A conversion error within single leaves, and its remedy; `explains` compares two leaves."""
+    """A conversion error within single leaves, and its remedy.
+
+    `explains(name, x, y)` is True if the error turns one of the two arrays into the other.
+    """
 
     name: str
     remedy: str
@@ -27,7 +30,10 @@ class LeafDiagnosis(NamedTuple):
 
 
 class SwapDiagnosis(NamedTuple):
-    """A conversion error that moves values between leaves; `rewrite` yields possible results."""
+    """A conversion error that mixes several leaves, and its remedy.
+
+    `rewrite` yields the leaves that the error may produce from correct ones.
+    """
 
     name: str
     remedy: str
@@ -60,7 +66,7 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
 
 
 class Explained(NamedTuple):
-    """Leaves that one conversion error explains, and its remedy; None if none explains them."""
+    """Leaves that one conversion error explains; `remedy` is None if no known error does."""
 
     name: str
     remedy: str | None
@@ -68,8 +74,9 @@ class Explained(NamedTuple):
 
 
 def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
-    """Groups all leaves that differ by the error that explains them; several errors may occur at
-    once.
+    """Groups all differing leaves by the error that explains them.
+
+    Several errors may occur at once.
 
     Unexplained leaves are grouped by role, with all biases together.
 
@@ -102,14 +109,14 @@ def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
 
 
 def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
-    """True if the leaf is a bias of zeros in both, or zeros in one and absent in the other."""
+    """True if the leaf is a bias that is absent or all zeros in each of the two sources."""
     return name.endswith(".bias") and all(
         operand is None or not operand.any() for operand in (x, y)
     )
 
 
 def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
-    """Both as they are, then each rounded to the dtype of the other, if the other has only one."""
+    """Yields both unchanged; then with one of them rounded to the dtype of the other, if unique."""
     yield x, y
     kinds = [{leaf.dtype for leaf in operand.values()} for operand in (x, y)]
     if kinds[0] != kinds[1]:
@@ -125,7 +132,7 @@ def _rounded(operand: Leaves, dtype: np.dtype[Any]) -> Leaves:
 
 
 def _leaves_hit(known: LeafDiagnosis, x: Leaves, y: Leaves) -> list[str]:
-    """The leaves that differ, if the error explains every one of them; otherwise empty."""
+    """Returns the names of all differing leaves if the error explains every one, else []."""
     hit = [n for n in {**x, **y} if n not in x or n not in y or not _same(x[n], y[n])]
     absent = np.zeros(0)
     explained = (known.explains(n, x.get(n, absent), y.get(n, absent)) for n in hit)
@@ -135,7 +142,7 @@ def _leaves_hit(known: LeafDiagnosis, x: Leaves, y: Leaves) -> list[str]:
 def _rewriting(
     rewrite: Callable[[str, NDArray], Iterator[NDArray]],
 ) -> Callable[[str, NDArray, NDArray], bool]:
-    """A test that the rewriting turns one leaf of a pair into the other."""
+    """Makes a test of whether `rewrite` turns one leaf of a pair into the other."""
 
     def explains(name: str, x: NDArray, y: NDArray) -> bool:
         return any(
@@ -157,7 +164,7 @@ def _same(x: NDArray, y: NDArray) -> bool:
 
 
 def _heads_last(name: str, array: NDArray) -> NDArray | None:
-    """A leaf as (rest, heads, head size); None if it has no heads."""
+    """Transposes a leaf to (other axes, heads, head size); None if it has no head axis."""
     if name == "out.bias" or name not in _ROLES:
         return None
     if name == "out.kernel":
@@ -242,7 +249,7 @@ def _packing(wrote: str, read: str) -> Callable[[Leaves], Iterator[dict[str, NDA
 
 
 def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]:
-    """The kernels or biases of query, key and value, packed in one order and read in another."""
+    """Packs kernels or biases of query, key and value by axes `wrote`; unpacks by `read`."""
     names = [f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x]
     if len(names) < 3 or len({x[name].shape for name in names}) > 1:
         return {}
@@ -258,7 +265,10 @@ def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]
 
 
 def _split_as(x: Leaves, swapped: bool) -> Iterator[dict[str, NDArray]]:
-    """Other splits of the merged axes: into H heads if `swapped`, otherwise into any other number."""
+    """Yields all leaves with their head axes split into another number of heads.
+
+    The number is H if `swapped`, otherwise every other possible number.
+    """
     sizes: dict[str, int] = {}
     for name, array in x.items():
         sizes |= dict(zip(CANONICAL[name].split(), array.shape, strict=True))

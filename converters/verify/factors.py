@@ -1,7 +1,7 @@
 """Finds the factors in which two layers differ, and computes mixtures of both layers.
 
-A layer becomes a flat dict of values, and a factor is a set of names in it. Taking these values
-from b and the others from a gives the layer in which only that factor is changed.
+A layer is represented as a flat dict of values, and a factor is a set of names in that dict. The
+values with these names from b and all others from a give a with only that factor changed.
 """
 
 import math
@@ -22,7 +22,7 @@ from jaxmha.params import CANONICAL, check, from_leaves, leaves
 
 Values = dict[str, Any]
 
-# Parts of a mask that are compared separately -> the fields of `Mask` in each part.
+# Part of a mask, compared separately -> the fields of `Mask` in that part.
 MASKS = {
     "mask.causal": ("causal_offset",),
     "mask.window": ("window_size",),
@@ -39,7 +39,7 @@ _MERGED = {
 
 
 class Factor(NamedTuple):
-    """One difference: its name, a sentence, and the names of the values that hold it."""
+    """A difference of two layers: its name, a description, and the names in `Values` to swap."""
 
     name: str
     sentence: str
@@ -47,7 +47,7 @@ class Factor(NamedTuple):
 
 
 def values_of(layer: Layer, inputs: Inputs) -> Values:
-    """Everything that determines the layer's output, by name; weights in float64, heads merged."""
+    """Returns every value that determines the output; weights are float64 with merged head axes."""
     sizes = check(layer.params)
     query, key, _ = inputs
     T, S = query.shape[1], key.shape[1]
@@ -79,14 +79,14 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
 
 
 def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Factor]]:
-    """The values of both layers, and every factor in which they differ.
+    """Returns the values of both layers, and every factor in which they differ.
 
     Raises:
       ValueError: the widths of inputs or outputs differ, so that no factor can be swapped.
     """
     check_widths(a.params, b.params)
     sizes = check(a.params), check(b.params)
-    if sizes[0]["K"] != sizes[1]["K"]:  # repeating heads gives an equal function without groups
+    if sizes[0]["K"] != sizes[1]["K"]:  # repeated key/value heads give the same output
         a, b = (replace(x, params=_ungrouped(x.params)) for x in (a, b))
     x, y = values_of(a, inputs), values_of(b, inputs)
     found = [*_weights(a, b, x, y), *_masks(x, y), *_behaviour(a, b, x, y)]
@@ -108,7 +108,7 @@ def check_widths(a: MHAParams, b: MHAParams) -> None:
 
 
 def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
-    """The output `B T Do` of a layer with these values, in float64 except for declared dtypes."""
+    """Computes the output `B T Do` in float64, except for stages that `values` rounds."""
     N, K = values["heads"]
     arrays: dict[str, Any] = {}
     for name in CANONICAL:
@@ -133,7 +133,7 @@ def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
 
 
 def _softmax(logits: NDArray, allowed: NDArray, values: Mapping[str, Any]) -> NDArray:
-    """Probabilities, with the masking constants and rounding that the values declare."""
+    """Computes probabilities with the mask constants and the softmax rounding in `values`."""
     narrow, sum_dtype, bias = values["softmax"], values["sum"], values["bias"]
     logits = _rounded(logits, narrow)
     if bias is not None:
@@ -199,7 +199,7 @@ def _ungrouped(params: MHAParams) -> MHAParams:
 
 
 def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
-    """Factors of heads and weights; a single factor if sizes forbid swapping them one by one."""
+    """Finds factors of heads and weights; a single factor if the leaves differ in shape."""
     names = [n for n in CANONICAL if n in x or n in y]
     shapes = [{n: v[n].shape for n in names if n in v} for v in (x, y)]
     common = [n for n in names if n in x and n in y and "norm" not in n]
@@ -231,7 +231,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     if rounded:
         kinds = f"{a.dtype} in a, {b.dtype} in b"
         found.append(Factor("rounded weights", f"the same weights, {kinds}", tuple(rounded)))
-    # A conversion error may show only when heads are split as in the layer where it was made.
+    # Some conversion errors are recognisable with only one of the two head counts: try both.
     readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
     for part in min(readings, key=lambda parts: sum(part.remedy is None for part in parts)):
         of = ", ".join(part.leaves)
@@ -241,7 +241,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
 
 
 def _is_rounding(one: NDArray, other: NDArray, a: np.dtype[Any], b: np.dtype[Any]) -> bool:
-    """True if one array equals the other rounded to its dtype."""
+    """True if the arrays differ, and one equals the other rounded to the dtype of its own layer."""
     if not _differs(one, other):
         return False
     return np.array_equal(_rounded(one, b), other) or np.array_equal(one, _rounded(other, a))
@@ -255,7 +255,10 @@ def _explained(
 
 
 def _masks(x: Values, y: Values) -> list[Factor]:
-    """Mask factors: part by part if both layers have the part, the others joined into one array."""
+    """Finds mask factors part by part.
+
+    If each layer has a part that the other lacks, these parts are first merged into one array.
+    """
     apart = [[n for n in MASKS if v[n] is not None and w[n] is None] for v, w in ((x, y), (y, x))]
     if all(apart):
         for v, names in zip((x, y), apart, strict=True):

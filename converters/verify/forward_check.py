@@ -1,8 +1,8 @@
 """Checks that a layer computes the output that its weights imply, against the float64 oracle.
 
-In half precision the error exceeds the rounding of the output, because a layer stores every
-intermediate in its dtype. The oracle with rounded stages measures this cost, and errors of that
-size are accepted.
+Errors are in rounding floors: multiples of the RMS error of rounding the exact output once. In half
+precision the error is larger, because a layer stores every intermediate in its dtype. The oracle
+with rounded stages measures this cost, and errors of that size are accepted.
 """
 
 import math
@@ -19,25 +19,27 @@ from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.converters.verify.oracle import Stages
 from jaxmha.params import check, leaves
 
-# Sizes of the inputs of the forward comparison: different primes, with ragged lengths of S.
+# Sizes of the test inputs. Distinct primes reveal exchanged axes; LENGTHS are the numbers of valid
+# keys per batch row.
 B, T, S = 5, 19, 23
 LENGTHS = (23, 17, 11, 5, 1)
-# Two errors below SMALL rounding floors count as alike, whatever their ratio.
+# Two errors below SMALL rounding floors count as similar, whatever their ratio.
 SMALL = 4.0
 RATIO = 2.0
-# Errors that sum to this many floors are not rounding: the layers compute different functions.
+# Errors that sum to this many rounding floors mean that the layers compute different functions.
 OTHER = 1e5
-# Errors up to COSTS times the cost of rounded stages count as rounding: in rows where two logits
-# nearly tie the result can go either way, so correct layers reach 4 times the cost.
+# Errors up to COSTS times the cost of rounded stages count as rounding: if the two largest logits
+# of a row are nearly equal, rounding decides between them, so correct layers reach 4 times the
+# cost.
 COSTS = 6.0
 # A known error explains an output if its prediction is at least CLOSER times closer to the output
-# than the output that the weights imply, and within CLOSE times the RMS of the prediction.
+# than the exact output is, and within CLOSE times the RMS of the prediction.
 CLOSER = 10.0
 CLOSE = 0.1
 
 
 def errors(a: ComparedBlock, b: ComparedBlock, seed: int) -> dict[str, tuple[float, float]]:
-    """Mask -> RMS errors of both blocks, in rounding floors of the output."""
+    """Returns the RMS errors of both blocks for each mask, in rounding floors of the output."""
     return {name: (error(a, seed, mask), error(b, seed, mask)) for name, mask in masks().items()}
 
 
@@ -64,7 +66,7 @@ def _alike(a: float, b: float, cost: float, half: bool) -> bool:
 
 
 def error(block: ComparedBlock, seed: int, mask: NDArray | None) -> float:
-    """RMS error of a block against the oracle on its weights, in rounding floors of the output."""
+    """Returns the RMS error of a block against the oracle on its weights, in rounding floors."""
     given = inputs(block, seed)
     exact = oracle.run(block.params, block.semantics, *given, mask=mask).output
     out = np.asarray(block.forward(*given, mask), np.float64)
@@ -77,9 +79,9 @@ def cost(
     given: tuple[NDArray, NDArray, NDArray],
     mask: NDArray | None,
 ) -> float:
-    """The error of the oracle with every stage rounded to the weights' dtype, in rounding floors.
+    """Returns the RMS error of the oracle with every stage rounded to the weights' dtype.
 
-    0 if the rounded stages overflow.
+    It is in rounding floors, and 0 if the rounded stages overflow.
     """
     exact = oracle.run(params, semantics, *given, mask=mask)
     dtype = np.asarray(params.query.kernel).dtype
@@ -91,7 +93,7 @@ def cost(
 def _stage_rounded(
     params: MHAParams, semantics: Semantics, exact: Stages, dtype: np.dtype[Any]
 ) -> NDArray:
-    """The output from the exact heads, with every later stage rounded to a dtype."""
+    """Computes the output from exact heads, rounding the heads and every later stage to `dtype`."""
 
     def rounded(x: NDArray) -> NDArray:
         return x.astype(dtype).astype(np.float64)
@@ -117,7 +119,7 @@ def _stage_rounded(
 
 
 def explain_forward(block: ComparedBlock, seed: int) -> str | None:
-    """The known error, if any, that explains the output of a live layer better than its weights do.
+    """The known error, if any, that predicts the output of a layer object better than its weights.
 
     Rows that an error masks fully are left out, because frameworks differ in their output for such
     rows.
@@ -138,7 +140,7 @@ def explain_forward(block: ComparedBlock, seed: int) -> str | None:
 def _readings(
     block: ComparedBlock, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
 ) -> Iterator[tuple[str, NDArray | None, NDArray]]:
-    """Yields every known error of a forward: its name, its mask, and the exact output with both."""
+    """Yields each known forward error: its name, its mask, and the float64 output with it."""
 
     def run(q: NDArray, k: NDArray, v: NDArray, mask: NDArray | None, **changed: Any) -> NDArray:
         semantics = replace(block.semantics, **changed)
@@ -158,7 +160,7 @@ MISSING_SCALE = "missing scale: logits are not divided by the square root of H"
 
 
 def masks() -> dict[str, NDArray | None]:
-    """The masks of the forward comparison, `(B, 1, T or 1, S)`."""
+    """Returns the test masks by name, each `(B, 1, T or 1, S)`."""
     padding = np.arange(S) < np.array(LENGTHS)[:, None]
     return {
         "no mask": None,
@@ -168,7 +170,7 @@ def masks() -> dict[str, NDArray | None]:
 
 
 def inputs(block: ComparedBlock, seed: int) -> tuple[NDArray, NDArray, NDArray]:
-    """Random query, key and value with the widths and dtype of the block."""
+    """Draws random query, key and value with the widths and dtype of the block."""
     rng, sizes = np.random.default_rng(seed), check(block.params)
     query, key, value = (
         rng.normal(size=(B, length, sizes[width])).astype(dtype_of(block))

@@ -1,4 +1,4 @@
-"""Compares outputs of blocks in files, a few heads at a time, since heads are independent."""
+"""Compares outputs of blocks in files, a few heads at a time, to limit memory."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.converters.verify.streaming import FileLayer, Views
 from jaxmha.params import CANONICAL, from_leaves
 
-MOST = 16 << 20  # bytes of parameters in memory at once; one head is always allowed
-Errors = dict[str, tuple[float, float]]  # by mask
+MOST = 16 << 20  # most bytes of parameters in memory at once, unless one head is larger
+Errors = dict[str, tuple[float, float]]  # mask -> (error of a, error of b)
 Index = tuple[int, ...]
 Box = dict[str, slice]  # letter of an axis -> slice of it
 
@@ -20,10 +20,10 @@ class Outputs(NamedTuple):
     """The result of running both blocks.
 
     Attributes:
-      differences: differences of behaviour and outputs, in words.
-      errors: mask -> RMS error of each block against float64 in rounding floors of the output; the
+      differences: descriptions of differing behaviour and outputs.
+      errors: mask -> RMS error of each block against float64, in rounding floors of the output; the
         largest over all groups of heads.
-      notes: parts that could not be run.
+      notes: descriptions of parts that could not be run.
     """
 
     differences: list[str]
@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 def compare(a: FileLayer, b: FileLayer, name: str) -> Outputs:
-    """Runs two blocks with the same leaves; of stacked blocks, every layer."""
+    """Compares the outputs of two blocks with identical leaves; stacked blocks layer by layer."""
     found = Outputs([], {}, [])
     x, y = Views(a), Views(b)
     lead = x.leaves["query.kernel"].shape[:-3]
@@ -50,7 +50,7 @@ def compare(a: FileLayer, b: FileLayer, name: str) -> Outputs:
 
 
 def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[str]]:
-    """Differences and errors of one layer, and the names of its non-finite leaves."""
+    """Returns differences and errors of one layer, and the names of its non-finite leaves."""
     differences: dict[str, None] = {}
     bad: dict[str, None] = {}
     errors: Errors = {}
@@ -69,7 +69,7 @@ def _layer(a: Views, b: Views, index: Index) -> tuple[list[str], Errors, list[st
 
 
 def group(views: Views, index: Index, box: Box) -> ComparedBlock:
-    """A block with some heads of one layer."""
+    """Reads the heads in `box` of one layer as a block."""
     arrays = {}
     for leaf in views.leaves:
         slices = (box.get(letter, slice(None)) for letter in CANONICAL[leaf].split())
@@ -78,7 +78,7 @@ def group(views: Views, index: Index, box: Box) -> ComparedBlock:
 
 
 def boxes(views: Views, index: Index) -> Iterator[Box]:
-    """Equal groups of the N query heads, with the key/value heads that they read."""
+    """Yields equal groups of the N query heads, with the key/value heads that they use."""
     N, K = (views.leaves[f"{role}.kernel"].shape[-2] for role in ("query", "key"))
     size = sum(view[index].nbytes for view in views.leaves.values())
     counts = (n for n in range(1, N + 1) if not N % n and (not K % n or not n % K))

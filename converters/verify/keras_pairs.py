@@ -1,7 +1,7 @@
-"""Pairs layers of two Keras sources by their groups, by which Keras loads weights, not by name.
+"""Pairs layers of two Keras sources by HDF5 group instead of by name, as Keras loads weights.
 
-Keras writes every layer into a group that is numbered by class, and loads by group. If two names
-exchanged their groups in a file, its weights load into each other's layers.
+In a .weights.h5 file every layer has a group that is numbered by class. If two layers exchange
+their groups, Keras loads the weights of each into the other, whatever their names are.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from jaxmha.converters.verify.other_tensors import Source
 
 
 def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
-    """Two sources whose layers are paired by group, if names would pair them otherwise.
+    """Renames the layers of both sources to their groups, if names would pair them differently.
 
-    A note of the first source reports this. Both are returned unchanged if neither is a Keras file,
-    or if their groups are unknown, differ, or agree with the names.
+    The first source then gets a note about it. Both are returned unchanged if neither is a Keras
+    file, or if their groups are unknown, differ, or agree with the names.
     """
     if not (a.source.names or b.source.names):
         return a, b
@@ -39,7 +39,10 @@ def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
 
 
 def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
-    """Groups of layers that hold arrays; layers inside an attention block belong to its group."""
+    """Maps the prefix of each layer with arrays to its (group, name).
+
+    Layers inside an attention block belong to the group of the block.
+    """
     groups: Mapping[str, tuple[str, str]] = source.groups
     own = {block.prefix for block in source.found}
     taken = {other_layers.split(name)[0] for name in source.taken}
@@ -50,7 +53,7 @@ def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:
 
 
 def _placed(comparand: Comparand, groups: Mapping[str, tuple[str, str]]) -> Comparand:
-    """The source with its layers named by their groups."""
+    """Returns the source with its layers named by their groups."""
     paths = {prefix: dotted(group, "/", {}) for prefix, (group, _) in groups.items()}
     blocks = [
         block._replace(name=groups[block.path][0], path=groups[block.path][0])

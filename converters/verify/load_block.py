@@ -22,11 +22,11 @@ class OneBlock(NamedTuple):
 
 
 def read(path: Path, name: str | None = None, num_heads: int | None = None) -> OneBlock:
-    """The block of this name or prefix, by default the first.
+    """Reads the block with this name or prefix; None reads the first block.
 
     Raises:
       CheckpointError: the file cannot be read.
-      ValueError: no block has this name (the message lists the names), or it cannot be read.
+      ValueError: no block has this name (the message lists the names), or the block cannot be read.
     """
     with checkpoint.open(path) as file:
         hf_config.refuse_behaviour(file.path)

@@ -1,4 +1,4 @@
-"""Multi-head attention in float64 NumPy, stage by stage: the reference for every error."""
+"""Multi-head attention in float64 NumPy, stage by stage: the reference for all errors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -99,7 +99,7 @@ def run(
 
 
 def rounding_floor(exact: NDArray, dtype: np.dtype) -> float:
-    """RMS error of rounding exact values to a dtype, uniformly distributed over half a spacing.
+    """RMS error of rounding exact values to a dtype, for errors uniform within half a spacing.
 
     >>> floor = rounding_floor(np.array([1.0, 1.5]), np.dtype(np.float32))
     >>> bool(np.isclose(floor, 2**-23 / 12**0.5))

@@ -21,7 +21,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import Entry
 from jaxmha.converters.verify.weights import rounding
 
-_ROWS = 4 << 20  # bytes of a tensor compared at once
+_ROWS = 4 << 20  # bytes of each tensor compared at once
 
 Load = Callable[[str], Any]
 
@@ -31,10 +31,10 @@ class Source(NamedTuple):
 
     Attributes:
       source: a path, or a flat dict of arrays.
-      info: name -> object with shape and dtype, including attention.
-      found: its attention blocks. taken: names of their tensors.
+      info: name -> object with shape and dtype, for all tensors including attention.
+      found: the attention blocks. taken: names of the tensors in these blocks.
       names: prefix -> name of a Keras layer. groups: prefix -> (group in a .weights.h5 file, name).
-      places: prefix -> path under which a layer is compared, if it is not its own.
+      paths: prefix -> path under which a layer is compared, if that is not its own path.
     """
 
     source: Any
@@ -62,10 +62,12 @@ class Left:
 
 
 class Outside(NamedTuple):
-    """Attributes:
-    differing: name in the first source -> how the tensor differs.
-    left: tensors that could not be compared.
-    notes: remarks on tensors that count as the same.
+    """The result of comparing all tensors outside attention.
+
+    Attributes:
+      differing: name in the first source -> description of the difference.
+      left: tensors that could not be compared.
+      notes: remarks on tensors that count as the same.
     """
 
     differing: dict[str, str]
@@ -77,18 +79,18 @@ NOTHING = Outside({}, (), ())
 
 
 class _Group(NamedTuple):
-    """The tensors of one layer: key -> name; and its `Module` if the layer is recognised."""
+    """The tensors of one layer: key -> name; and its `Module` if the kind of layer is known."""
 
     names: dict[str, str]
     module: Module | None
 
 
 class _Pair(NamedTuple):
-    """Two tensors that hold the same leaf, each with its layout entry if there is one."""
+    """The names of two tensors to compare, and their layout entries if both layers are known."""
 
     names: tuple[str, str]
     entries: tuple[Entry, Entry] | None
-    transposed: bool  # True if one may be the other's transpose
+    transposed: bool  # True if one tensor may be the transpose of the other
 
 
 def compare(a: Source, b: Source) -> Outside:
@@ -99,7 +101,7 @@ def compare(a: Source, b: Source) -> Outside:
     groups = _groups(a), _groups(b)
     conv1d = [any(block.layout.name == "gpt2" for block in source.found) for source in (a, b)]
     pairs: list[_Pair] = []
-    alone: list[dict[str, str]] = [{}, {}]  # name -> key
+    alone: list[dict[str, str]] = [{}, {}]  # tensors without a counterpart: name -> key
     harmless: list[tuple[int, str]] = []
     for path in (path for path in groups[0] if path in groups[1]):
         x, y = groups[0][path], groups[1][path]
@@ -177,7 +179,7 @@ def _compared(
 
 
 def _groups(source: Source) -> dict[str, _Group]:
-    """Path with dots -> the layer at that path."""
+    """Maps each path, with dots as separators, to the tensors of its layer."""
     info = {
         name: one
         for name, one in source.info.items()
@@ -195,7 +197,7 @@ def _groups(source: Source) -> dict[str, _Group]:
         if module is not None and name not in module.keys.values():
             module = None
         group = groups.setdefault(path, _Group({}, module))
-        if key in group.names:  # a/b.c and a.b.c
+        if key in group.names:  # such as a/b.c and a.b.c, which have one path
             groups[name] = _Group({key: name}, None)
         else:
             group.names[key] = name
@@ -203,10 +205,11 @@ def _groups(source: Source) -> dict[str, _Group]:
 
 
 def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Module] | None:
-    """Both layers read as one kind; None if only their keys can be compared."""
+    """Reads both layers as the same kind; None if only their keys can be compared."""
     if x.module and y.module and _alike(x.module, y.module):
         both = {x.module.kind, y.module.kind}
-        # One framework has either Linear or Conv1D at a path, so the other kind means a transpose.
+        # Two sources of one framework store a path the same way, so Linear in one and Conv1D in
+        # the other means a wrongly transposed kernel: compare the arrays as stored.
         of_gpt2 = [any(block.layout.name == "gpt2" for block in source.found) for source in (a, b)]
         alike = x.module.convention == y.module.convention and of_gpt2[0] == of_gpt2[1]
         if len(both) == 2 and "conv1d" in both and alike:
@@ -276,7 +279,7 @@ def _differing(x: NDArray, y: NDArray) -> int:
     if x.ndim and x.nbytes > _ROWS and len(x) > 1:
         step = max(1, _ROWS * len(x) // x.nbytes)
         return sum(_differing(x[i : i + step], y[i : i + step]) for i in range(0, len(x), step))
-    if x.itemsize in (1, 2, 4, 8):  # a bit view works for all strides
+    if x.itemsize in (1, 2, 4, 8):  # NumPy can view integers of these sizes for all strides
         bits = f"u{x.itemsize}"
         return int(np.count_nonzero(x.view(bits) != y.view(bits)))
     parts = (np.ascontiguousarray(z).reshape(-1, 1).view(np.uint64) for z in (x, y))

@@ -28,9 +28,9 @@ class StepReport:
     """The result for one planned layer.
 
     Attributes:
-      kind, source, target: as in `plans.Move`.
+      kind, source, target: kind, source prefix and target prefix of the `plans.Step`.
       tensors: name in the destination -> names in the source.
-      differences: what differs, in words; empty if every bit is the same.
+      differences: descriptions of the differences; empty if every bit is the same.
       errors: for attention, mask -> RMS error of the forward against float64, before and after, in
         rounding floors of the output.
     """
@@ -45,7 +45,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A conversion, checked by reading both files again; true exactly if nothing differs.
+    """A conversion, checked by reading both files again; `bool(report)` is `report.same`.
 
     `source` and `target` hold path, format, number of tensors and digest of the contents. `digests`
     holds the digest of every tensor of the target, `losses` the effect of a cast on each.
@@ -183,7 +183,7 @@ def _compare(
             head_count.find(target, own, count, new.whole.metadata)
         else:
             a, b = _other_layer(step, made, done, old, new)
-    except ValueError as error:  # error of the destination: the source resolved already
+    except ValueError as error:  # from the destination: `resolve` has already read the source
         streaming.differences(streaming.unread(old, step.tensors), streaming.unread(new, made))
         return Outputs([str(error)], {}, [])
     a = a._replace(dtype=done.dtype)
@@ -196,7 +196,7 @@ def _compare(
 def _other_layer(
     step: Step, made: tuple[str, ...], done: Plan, old: File, new: File
 ) -> tuple[FileLayer, FileLayer]:
-    """The two versions of a layer other than attention, each read by its own convention."""
+    """Reads a layer other than attention from both files, each by its own convention."""
     if step.kind == "other":
         return streaming.whole(old, step.tensors[0]), streaming.whole(new, made[0])
     convention = layer_layouts.convention_of(done.to)

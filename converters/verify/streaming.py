@@ -27,14 +27,14 @@ from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.converters.migrate.pipeline import DIGEST
 from jaxmha.params import leaves
 
-_AT_ONCE = 4 << 20  # bytes
+_AT_ONCE = 4 << 20  # bytes of a leaf compared at once
 
-# Maps a tensor to its leaves, as views where NumPy can make them.
+# Function that maps a tensor to its leaves, as views if NumPy can make them.
 Unpack = Callable[[NDArray], Mapping[str, NDArray]]
 
 
 class File(NamedTuple):
-    """A checkpoint, open for whole tensors and mapped for parts of them.
+    """A checkpoint, opened twice: to read whole tensors, and memory-mapped to read parts of them.
 
     Attributes:
       digests: name -> digest of each tensor read so far.
@@ -58,7 +58,7 @@ class FileLayer(NamedTuple):
     Attributes:
       tensors: name -> function that returns its leaves.
       dtype: dtype to which floating leaves are cast before the comparison.
-      semantics: of attention.
+      semantics: behaviour of an attention block.
       factors: leaf -> factor that multiplies it before the cast (`fold`).
     """
 
@@ -76,10 +76,10 @@ def attention(
     names: Iterable[str],
     scaled_for: Layout | None = None,
 ) -> tuple[FileLayer, int]:
-    """An attention block, and its head count.
+    """Returns an attention block as a `FileLayer`, and its head count.
 
-    Tensors in `names` outside the block have no leaves. `scaled_for`: the layout for whose logit
-    scale the queries of the block are multiplied.
+    Tensors in `names` outside the block have no leaves. If `scaled_for` is given, the queries are
+    multiplied to compensate for the logit scale of that layout.
     """
     params, semantics, sizes = lazy_tensors.meta(block, file.whole.info, num_heads)
     by = 1.0
@@ -103,7 +103,7 @@ def _unpack(
 
 
 def other_layer(file: File, module: Module) -> FileLayer:
-    """A layer other than attention."""
+    """Returns a layer other than attention as a `FileLayer`."""
     entries = module.entries.items()
     tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
     return FileLayer(file, dict[str, Unpack](tensors))
@@ -114,12 +114,12 @@ def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:
 
 
 def whole(file: File, name: str) -> FileLayer:
-    """A tensor that was copied unchanged."""
+    """Returns a tensor that was copied unchanged as a `FileLayer` with a single leaf."""
     return FileLayer(file, {name: lambda array: {"": array}})
 
 
 def unread(file: File, names: Iterable[str]) -> FileLayer:
-    """Tensors whose leaves are unknown."""
+    """Returns tensors whose leaves are unknown as a `FileLayer` without leaves."""
     return FileLayer(file, dict.fromkeys(names, _nothing))
 
 
@@ -141,7 +141,7 @@ class Views:
             self.leaves |= unpack(self._slices.views[name])
 
     def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
-        """Reads a part of a leaf and casts it."""
+        """Reads a part of a leaf, applies its factor, and casts it."""
         array = self._slices.read(self.leaves[leaf][(*index, ...)])
         return cast(fold.times(array, self.layer.factors.get(leaf, 1.0), leaf), self.layer.dtype)
 
@@ -153,7 +153,7 @@ class _Seen(NamedTuple):
 
 
 def differences(a: FileLayer, b: FileLayer) -> list[str]:
-    """Describes leaves that are not bit-identical. Records the digest of every tensor."""
+    """Describes leaves that are not bit-identical, and records the digest of every tensor."""
     ours, theirs = _seen(a), _seen(b)
     found = []
     for leaf in {**ours, **theirs}:
@@ -200,7 +200,7 @@ def _differing(a: Views, b: Views, leaf: str, index: tuple[int | slice, ...]) ->
 
 
 def digest(array: NDArray, dtype: str | None = None) -> str:
-    """`checkpoint.digest` of the array after a cast to another dtype."""
+    """Computes `checkpoint.digest` of the array after a cast to `dtype`."""
     state = hasher(DIGEST, "")
     for block in blocks_of(array):
         state.update(to_bytes(cast(block, dtype)).data)

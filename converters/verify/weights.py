@@ -14,9 +14,9 @@ SAME_VALUES = "the same values"
 
 @dataclass(frozen=True)
 class Difference:
-    """A differing leaf: absent in one block, or with its first differing element.
+    """A leaf that differs: it is absent in one block, or `index` is its first differing element.
 
-    `harmless`: a bias of zeros that the other block stores differently or not at all.
+    `harmless`: True for a bias of zeros that the other block stores differently or not at all.
     """
 
     leaf: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
-    """Every leaf that is not bit-identical."""
+    """Returns a `Difference` for every leaf that is not bit-identical."""
     found = []
     ours, theirs = (
         {name: to_numpy(leaf) for name, leaf in leaves(params).items()} for params in (a, b)
@@ -76,8 +76,8 @@ def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
 def stored_differently(a: MHAParams, b: MHAParams, output_differs: bool) -> tuple[str, ...]:
     """Describes the weights that differ in storage, except biases of zeros.
 
-    `output_differs`: True if the output differs. Then only a different dtype of equal values is reported,
-    because the factors already name the values that change the output.
+    If `output_differs`, only different dtypes of equal values are reported, because the factors
+    already name the values that change the output.
     """
     unequal = [one for one in differences_of(a, b) if not one.harmless]
     return tuple(
@@ -86,7 +86,7 @@ def stored_differently(a: MHAParams, b: MHAParams, output_differs: bool) -> tupl
 
 
 def rounding(x: NDArray, y: NDArray) -> str:
-    """How values in two dtypes are roundings of each other; empty if they are different values.
+    """Describes which array is the other one rounded to its dtype; "" if neither is.
 
     >>> rounding(np.ones(2, np.float32), np.ones(2)), rounding(np.ones(2, np.float32), np.ones(2) / 3)
     ('the same values', '')

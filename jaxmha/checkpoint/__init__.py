@@ -17,12 +17,12 @@ Example:
     [0.1 0.1 0.1 0.1]
 
 Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
-.weights.h5, .npz and orbax folders; reads .keras archives. Needs NumPy and ml_dtypes, h5py for
-Keras, tensorstore for orbax; never torch, keras, flax, or code from the file. A digest per tensor is
-kept and checked.
+.weights.h5, .npz and orbax folders; reads .keras archives. Requires NumPy and ml_dtypes; writing
+Keras files requires h5py, and orbax requires tensorstore. Never imports torch, keras or flax, and
+runs no code from the file. Writing stores a digest of each tensor; reading checks it.
 
-Linux is what the tests run on. Nothing else of POSIX is needed: on Windows, which has no file locks,
-the temporaries of a killed writer stay and are named, and an orbax folder is not replaced in place.
+The tests run on Linux, but no POSIX function is required. Windows has no file locks, so temporary
+files of a killed writer are reported instead of removed. Only Linux can replace an orbax folder.
 """
 
 from jaxmha.checkpoint.casting import Loss, cast

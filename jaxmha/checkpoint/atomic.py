@@ -1,6 +1,6 @@
-"""Replaces a file in one step: at every moment it is the old one or the complete new one.
+"""Replaces a file in one step: its path always holds the complete old or the complete new file.
 
-The new file is written next to its target as one of its `temporaries`.
+The new file is written under a temporary name next to its target; see `temporaries`.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ def replace(
     mode: int | None = None,
     size: int = 0,
 ) -> list[str]:
-    """Writes a file under another name, verifies it, and gives it the name of the target.
+    """Writes a temporary file, verifies it, and renames it to the target.
 
     Args:
-        target: the file to write. An existing file stays until the last step; its permissions are kept.
-        emit: writes the content.
-        verify: raises unless the file at the given path is right.
+        target: the file to write. The last step replaces an existing file, keeping its permissions.
+        emit: writes the content to the given file.
+        verify: raises unless the file at the given path has the right content.
         force: replace an existing file.
-        sources: files and folders that nothing may be put onto or into.
-        mode: permissions of a new file; None: as the umask says.
-        size: lower bound of the bytes that `emit` writes. If it is large, space on the disk is reserved
-            first, and the disk writes while `emit` computes.
+        sources: files and folders being read; the target may not be one of them or inside one.
+        mode: permissions of a new file; None: the umask decides.
+        size: lower bound of the bytes that `emit` writes. If it is large, disk space is reserved
+            first, and the data is flushed to the disk while `emit` runs.
 
     Returns:
-        one line for each file that looks like a temporary of the target and was not removed.
+        messages about files that look like temporary files of the target and were not removed.
 
     Raises:
         DestinationExists, WriteFailed, and the errors of emit and verify.
     """
     with typed(target):
         old = check_target(target, force, sources)
-        target = Path(os.path.realpath(target))  # a link typed by the user stays a link
+        target = Path(os.path.realpath(target))  # a link stays; the file it refers to is replaced
         notes: list[str] = []
         temporaries.clean(target, sources, notes)
         with temporary(target, mode if old is None else mode_of(old)) as (file, path):
@@ -69,7 +69,7 @@ def replace_by(
     sources: Sequence[Path] = (),
     mode: int | None = None,
 ) -> list[str]:
-    """`replace` with the given bytes."""
+    """Replaces the target with a file that has the given content; see `replace`."""
 
     def emit(file: BinaryIO) -> None:
         file.write(content)
@@ -79,7 +79,7 @@ def replace_by(
 
 @contextlib.contextmanager
 def typed(target: Path) -> Iterator[None]:
-    """Raises errors of the operating system as WriteFailed."""
+    """Converts an OSError in the block to WriteFailed."""
     try:
         yield
     except OSError as e:
@@ -89,7 +89,7 @@ def typed(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_back(target: Path, path: Path) -> Iterator[None]:
-    """Raises errors of reading back the temporary `path` as WriteFailed of its target."""
+    """Converts a CheckpointError while reading back `path` to WriteFailed of `target`."""
     try:
         yield
     except WriteFailed:
@@ -100,23 +100,23 @@ def reading_back(target: Path, path: Path) -> Iterator[None]:
 
 
 def unlike(target: Path, why: str = "", member: str | None = None) -> WriteFailed:
-    """The error to raise if a file does not hold the written bytes."""
+    """The error to raise if a file does not read back as it was written."""
     return WriteFailed(
         target, f"does not read back as it was written{why}", "check the disk", member
     )
 
 
 def mode_of(status: os.stat_result | None) -> int | None:
-    """The permissions of a file to replace; None if there is none."""
+    """The permission bits of a file to replace; None if `status` is None."""
     return None if status is None else stat.S_IMODE(status.st_mode)
 
 
 @contextlib.contextmanager
 def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO, Path]]:
-    """A new, locked file next to the target; it is removed afterwards unless it was committed."""
+    """Yields a new, locked file next to the target; removes it afterwards unless it was renamed."""
 
     def create(path: Path) -> int:
-        # Without a file to replace, the umask decides.
+        # The umask applies only if no mode is given; a given mode is set after creation.
         return system.create(path, 0o666 if mode is None else 0o600)
 
     fd, path = temporaries.create(target, create)
@@ -132,16 +132,16 @@ def temporary(target: Path, mode: int | None = None) -> Iterator[tuple[BinaryIO,
 
 
 def commit(file: BinaryIO, path: Path, target: Path, force: bool) -> None:
-    """Renames a durable temporary to its target, and makes the name durable."""
+    """Renames a temporary file that was synced to disk to its target, then syncs the folder."""
     release(file)
     put(path, target, force)
     system.sync_folder(target.parent)
 
 
 def release(file: BinaryIO) -> None:
-    """Closes a temporary before it is renamed where its lock would do nothing.
+    """Closes a temporary file before its rename on systems without file locks.
 
-    Windows renames no open file; elsewhere the file stays open, and so locked, to the end.
+    Windows cannot rename an open file. On other systems the file stays open and locked.
     """
     if not system.has_locks():
         file.close()
@@ -151,10 +151,11 @@ def release(file: BinaryIO) -> None:
 def temporary_folder(
     target: Path, parts: Callable[[Path], temporaries.IsPart], notes: list[str]
 ) -> Iterator[Path]:
-    """A new, locked folder next to the target.
+    """Yields a new, locked folder next to the target.
 
-    Afterwards the folder of this name is removed: the temporary, or the old target that it was
-    exchanged for. Files that are no `parts` of it stay, with a line in `notes`.
+    Afterwards the folder with the temporary name is removed: the new folder, or the old target if
+    the two were exchanged. Files that the predicate `parts(path)` rejects stay, and `notes` gets a
+    message.
     """
 
     def create(path: Path) -> int | None:
@@ -172,10 +173,10 @@ def temporary_folder(
 
 
 def settle_folder(path: Path) -> None:
-    """Applies `settle` to every file of a folder, and makes the names durable."""
+    """Calls `settle` for every file below a folder, and syncs all folders."""
     for folder, _, files in os.walk(path):
         for file in files:
-            # Windows makes only files durable that are open for writing.
+            # On Windows, os.fsync requires a file that is open for writing.
             with open(os.path.join(folder, file), "r+b") as content:
                 settle(content.fileno())
         system.sync_folder(Path(folder))
@@ -187,16 +188,19 @@ def commit_folder(
     old: os.stat_result | None,
     parts: Callable[[Path], temporaries.IsPart],
 ) -> None:
-    """Renames a durable folder to its target; exchanges the names if there is an old folder.
+    """Renames a folder that was synced to disk to its target, or exchanges it with the old target.
+
+    `old` is the status of the old target, or None. The exchange is undone if the old target holds
+    files that the predicate `parts(path)` rejects.
 
     Raises:
-        DestinationExists: another process was faster, or put a file of its own into the old folder,
-            or the system cannot exchange two folders in one step.
+        DestinationExists: another process created or replaced the target, the old target holds
+            other files, or the system cannot exchange two folders in one step.
     """
     if old is None:
         if not system.rename_new(path, target):
             try:
-                os.rename(path, target)  # fails on a file or a folder that is not empty
+                os.rename(path, target)  # fails if the target is a file or a nonempty folder
             except OSError as e:
                 if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
@@ -217,11 +221,11 @@ def commit_folder(
 
 
 def put(path: Path, target: Path, force: bool) -> None:
-    """Renames; without force, fails where another process was faster."""
+    """Renames `path` to `target`; without `force`, refuses to replace an existing target."""
     if not force:
         try:
             os.link(path, target)  # link fails if the target exists; rename would replace it
-            return  # `temporary` removes the other name
+            return  # `temporary` removes the name `path`
         except FileExistsError:
             raise DestinationExists(target, "is already there", "choose another name") from None
         except OSError:  # the file system has no hard links
@@ -235,7 +239,7 @@ def put(path: Path, target: Path, force: bool) -> None:
 
 
 def is_placed(path: Path, target: Path) -> bool:
-    """True if a temporary has become its target, also if the writer was interrupted in between."""
+    """True if `path` was renamed to `target`, or linked to it but not removed yet."""
     try:
         return os.path.samefile(path, target)
     except FileNotFoundError:
@@ -256,7 +260,9 @@ def check_target(
     """The status of the file or folder to replace; None if it does not exist.
 
     Raises:
-        DestinationExists, WriteFailed.
+        DestinationExists: the target exists and `force` is False, is not of the kind that `folder`
+            demands, or overlaps one of `sources`.
+        WriteFailed: the target is not a valid path.
     """
     try:
         place = Path(os.path.realpath(target))

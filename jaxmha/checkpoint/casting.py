@@ -17,8 +17,8 @@ class Loss(NamedTuple):
     """The loss of casting one tensor.
 
     Attributes:
-        before, after: the dtypes.
-        max_relative_error: of elements that stayed finite and nonzero; 0.0 if all are exact.
+        before, after: names of the dtypes before and after the cast.
+        max_relative_error: largest relative error of the elements that stayed finite and nonzero.
         overflowed: number of finite elements that became infinite or NaN, plus infinite or NaN
             elements that changed.
         underflowed: number of nonzero elements that became zero.
@@ -36,7 +36,7 @@ class Loss(NamedTuple):
         return not (self.max_relative_error or self.overflowed or self.underflowed)
 
     def __add__(self, other: object) -> "Loss":
-        """The loss of two parts of one tensor."""
+        """Combines the losses of two parts of one tensor."""
         if not isinstance(other, Loss):
             return NotImplemented
         return Loss(
@@ -59,10 +59,12 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def target(wanted: Wanted | Mapping[str, Wanted] | None, name: str, dtype: np.dtype) -> np.dtype:
-    """The dtype to write a tensor in. One dtype for all concerns floating-point tensors only.
+    """The dtype to write the tensor `name` of dtype `dtype` in.
+
+    `wanted` maps names to dtypes, or is one dtype, which applies to floating-point tensors only.
 
     Raises:
-        TypeError: the text names no dtype.
+        TypeError: `wanted` has an unknown dtype.
 
     Example:
         >>> target("bfloat16", "w", np.dtype("float32")), target("bfloat16", "n", np.dtype("int64"))
@@ -79,7 +81,7 @@ def _dtype(wanted: Wanted) -> np.dtype:
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
-    """An array in another dtype, rounded to nearest, and the loss.
+    """Casts an array to another dtype, rounding to nearest; returns the result and the loss.
 
     Example:
         >>> cast(np.array([1.0, 70000.0, 1e-9]), np.dtype("float16"))[1]
@@ -92,7 +94,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
         kept = (before == after) | (np.isnan(before) & np.isnan(after))
         overflowed = (finite & ~np.isfinite(after)) | (~finite & ~kept)
         underflowed = nonzero & (after == 0)
-        # Compare as integers: float comparison could hide the difference.
+        # `_exactly` chose a dtype wide enough that small differences do not round to 0.
         error = np.abs(after - before) / np.abs(before)
         error = error[finite & nonzero & ~overflowed & ~underflowed]
         worst = float(error.max()) if error.size else 0.0
@@ -102,7 +104,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
 
 
 def _exactly(array: np.ndarray) -> np.ndarray:
-    """The same numbers in a dtype that holds them and their differences."""
+    """Widens an array to compare values: complex128, longdouble (64-bit integers), else float64."""
     if array.dtype.kind == "c":
         return array.astype(np.complex128)
     wide = array.dtype.kind in "iu" and array.dtype.itemsize == 8

@@ -1,7 +1,7 @@
-"""Digests: one per tensor, and one over everything that a file declares.
+"""Digests: one per tensor, and one over the names, dtypes, shapes and digests of all tensors.
 
-A digest is text: the algorithm, a colon, hexadecimal digits. It is taken over the elements as
-little-endian bytes in C order, so that equal tensors have equal digests in every format.
+A digest is a string: the algorithm, a colon, hexadecimal digits. The algorithm hashes the elements
+as little-endian bytes in C order, so that equal tensors have equal digests in every format.
 """
 
 import hashlib
@@ -16,23 +16,24 @@ import numpy as np
 from jaxmha.checkpoint.errors import IntegrityError, MissingDependency, UnsupportedFormat
 from jaxmha.checkpoint.tensor import TensorInfo, blocks, to_bytes
 
-# xxh3 is as fast as memory; SHA-256 also withstands deliberate collisions.
+# Hexadecimal digits per algorithm. xxh3 is limited only by memory bandwidth; SHA-256 also resists
+# deliberate collisions.
 LENGTHS = {"xxh3_128": 32, "sha256": 64}
 ALGORITHMS = tuple(LENGTHS)
-KEY = "jaxmha.digests"  # metadata key of the digests by name
+KEY = "jaxmha.digests"  # metadata key of the JSON text with all digests
 _AGAIN = "copy the file again from where it was written"
 
 
 def usual() -> str:
-    """The default algorithm: the fastest one installed."""
+    """The default algorithm: xxh3_128 if xxhash is installed, else sha256."""
     return "xxh3_128" if importlib.util.find_spec("xxhash") else "sha256"
 
 
 def hasher(algorithm: str, path: str | os.PathLike[str]) -> Any:
-    """An object with `update` and `hexdigest`.
+    """A hash object of the algorithm, as in hashlib; `path` goes into error messages.
 
     Raises:
-        MissingDependency: xxhash is not installed.  UnsupportedFormat: no such algorithm.
+        MissingDependency: xxhash is not installed.  UnsupportedFormat: unknown algorithm.
     """
     if algorithm == "sha256":
         return hashlib.sha256()
@@ -52,7 +53,7 @@ def digest(array: np.ndarray, algorithm: str | None = None) -> str:
 
     Args:
         array: of any shape and any dtype of NumPy or ml_dtypes.
-        algorithm: "xxh3_128" or "sha256"; None: the former if xxhash is installed.
+        algorithm: "xxh3_128" or "sha256"; None: the result of `usual`.
 
     Raises:
         CheckpointError: MissingDependency, UnsupportedFormat.
@@ -75,7 +76,7 @@ def manifest(
     algorithm: str,
     path: str | os.PathLike[str],
 ) -> str:
-    """One digest over names, dtypes, shapes and digests of all tensors, and the kept texts."""
+    """One digest over the names, dtypes, shapes and digests of all tensors, and over `texts`."""
     tensors = [[n, str(i.dtype), list(i.shape), digests.get(n)] for n, i in sorted(info.items())]
     state = hasher(algorithm, path)
     state.update(json.dumps([tensors, sorted(texts)]).encode())
@@ -89,7 +90,7 @@ def check_manifest(
     texts: Iterable[tuple[str, str]],
     path: str | os.PathLike[str],
 ) -> None:
-    """Raises IntegrityError unless everything that a file declares equals what was written."""
+    """Raises IntegrityError unless `kept`, the stored manifest digest, matches the file."""
     for text in (kept, *digests.values()):
         check_form(text, path)
     algorithm = kept.partition(":")[0]
@@ -111,7 +112,7 @@ def is_digest(text: Any) -> bool:
 
 
 def check(array: np.ndarray, kept: str, path: str | os.PathLike[str], name: str) -> None:
-    """Raises IntegrityError unless an array has the digest that was kept for it."""
+    """Raises IntegrityError unless the digest of an array equals `kept`, the stored digest."""
     check_form(kept, path)
     state = hasher(kept.partition(":")[0], path)
     for block in blocks(array):
@@ -121,5 +122,5 @@ def check(array: np.ndarray, kept: str, path: str | os.PathLike[str], name: str)
 
 
 def blank(algorithm: str) -> str:
-    """A placeholder of the same length as a digest."""
+    """A placeholder of the same length as a digest of the algorithm."""
     return f"{algorithm}:{'0' * LENGTHS[algorithm]}"

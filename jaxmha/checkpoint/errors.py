@@ -23,7 +23,7 @@ class CheckpointError(ValueError):
     def __init__(
         self, path: str | os.PathLike[str], problem: str, remedy: str, member: str | None = None
     ) -> None:
-        # All four go to args, so that the error survives pickling between processes.
+        # Unpickling an exception calls its class with `args`, so `args` has all four arguments.
         super().__init__(path, problem, remedy, member)
         self.path, self.problem, self.remedy, self.member = path, problem, remedy, member
 
@@ -47,11 +47,11 @@ class MalformedFile(CheckpointError):
 
 
 class AmbiguousFile(CheckpointError):
-    """Readers may disagree about the content: duplicates, or a suffix of another format."""
+    """Readers may disagree about the content: duplicate entries, or a suffix of another format."""
 
 
 class ForbiddenContent(CheckpointError):
-    """Code, links, encryption or objects where only arrays belong."""
+    """The file contains code, links, encrypted data or objects, where only arrays are allowed."""
 
 
 class BudgetExceeded(CheckpointError):
@@ -75,7 +75,7 @@ class UnsupportedDtype(CheckpointError):
 
 
 class DestinationExists(CheckpointError):
-    """Writing would replace an existing file."""
+    """Writing would replace an existing file, or a file that is being read or written."""
 
 
 class WriteFailed(CheckpointError):
@@ -94,7 +94,7 @@ class UnknownTensor(CheckpointError, KeyError):
 def damage(
     path: str | os.PathLike[str], library: str, remedy: str, name: str | None = None
 ) -> Iterator[None]:
-    """Raises any exception of a library as MalformedFile.
+    """Converts any exception that a library raises in the block to MalformedFile.
 
     Example:
         >>> with damage("a.h5", "HDF5", "write it again"):  # doctest: +ELLIPSIS

@@ -16,7 +16,7 @@ from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.source import Source
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-_DEPTH = 6  # folders within folders
+_DEPTH = 6  # maximal nesting depth of folders
 _AGAIN = "copy the whole folder again"
 _State = tuple[int, int, int]  # inode, size and time of change of a file
 
@@ -39,7 +39,7 @@ class Folder:
         self._sorted = sorted(self._files)
 
     def _walk(self, part: str = "") -> dict[str, _State]:
-        """The state of every file, or of those below `part`, by the path inside this folder."""
+        """The states of all files, or of those in the folder `part`, by path inside this folder."""
         budget, found = Budget(self.path, 0, self._limits), dict[str, _State]()
         todo, seen = [(str(self.path / part), f"{part}/" if part else "", 1 if part else 0)], 0
         try:
@@ -70,7 +70,7 @@ class Folder:
         return iter(self._files)
 
     def read(self, file: str, most: int) -> bytes:
-        """Reads a whole small file of the folder.
+        """Reads a whole file of the folder, which may have at most `most` bytes.
 
         Raises:
             IncompleteCheckpoint, BudgetExceeded, UnreadableFile.
@@ -83,7 +83,7 @@ class Folder:
             source.close()
 
     def read_part(self, file: str, part: slice) -> bytes:
-        """Reads a part of a file, shortened to its length; a negative start counts from the end.
+        """Reads a slice of a file, clipped to its size; a negative start counts from the end.
 
         Raises:
             IncompleteCheckpoint, UnreadableFile.
@@ -101,10 +101,10 @@ class Folder:
         return Source(self.path / file)
 
     def check_unchanged(self, places: Iterable[str] = ("",)) -> None:
-        """Raises IntegrityError if a file came, went or changed in `places`: files and folders of
-        this folder, or all of it.
+        """Raises IntegrityError if a file in `places` was added, removed or changed.
 
-        Listing everything after each tensor would take time quadratic in the number of files.
+        `places` are files and folders inside this folder; "" is the whole folder. Listing the whole
+        folder after each tensor would take time quadratic in the number of files.
         """
         if not all(map(self._same, places)):
             problem = "the folder changed while it was being read"
@@ -115,13 +115,13 @@ class Folder:
             if place in self._files:
                 return _state(os.lstat(self.path / place)) == self._files[place]
             return self._walk(place) == self._below(place)
-        except OSError:  # it existed before
+        except OSError:  # the file existed when the folder was opened
             return False
-        except UnreadableFile:  # it was readable before
+        except UnreadableFile:  # the folder was readable when it was opened
             return False
 
     def _below(self, place: str) -> dict[str, _State]:
-        """The files below `place` as they were listed first."""
+        """The states of the files below `place` when the folder was opened."""
         if not place:
             return self._files
         start, end = (bisect.bisect_left(self._sorted, place + sign) for sign in "/0")

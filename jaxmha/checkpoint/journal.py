@@ -1,8 +1,8 @@
-"""The journal of a sharded write: a temporary of the index that lists its shards.
+"""The journal of a sharded write: a temporary file next to the index that lists the shards.
 
-The next run finds the shards of a killed run in it and continues with them. A journal ends with a
-digest of itself and of the name of its target, and lists only names that `shard_name` gives for this
-target; any other journal is ignored, and no name is used as a path.
+After a killed run, the next run finds its shards in the journal and continues with them. A journal
+ends with a digest of its content and of the name of its target, and lists only names that
+`shard_name` can return for this target. Other journals are ignored; no name is used as a path.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ _MARK = b"\njaxmha journal "
 
 
 class Journal(NamedTuple):
-    """The shards; and of finished parts, digest and loss by name of every tensor that was cast."""
+    """The shards; `losses` has the digest and loss of each cast tensor of finished parts."""
 
     shards: list[Path]
     losses: dict[str, list[Any]]
 
 
 class Unfit(Exception):  # noqa: N818
-    """A file has the ending of a journal, but is no journal of this target."""
+    """A file has the ending of a journal, but is not a valid journal of this target."""
 
 
 def shard_name(target: Path, ending: str, tag: str, number: int, count: int) -> Path:
-    """The name of a shard; numbers begin with 1."""
+    """The path of shard `number` of `count`, counted from 1."""
     return target.with_name(f"{stem(target, ending)}-{tag}-{number:05}-of-{count:05}{ending}")
 
 
@@ -44,7 +44,7 @@ def stem(target: Path, ending: str) -> str:
 
 
 def is_shard(target: Path, ending: str, name: str) -> bool:
-    """True if a name is one that `shard_name` gives."""
+    """True if `shard_name` can return a path with this name."""
     own = re.escape(stem(target, ending)) + r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}"
     return re.fullmatch(own + re.escape(ending), name) is not None
 
@@ -52,7 +52,7 @@ def is_shard(target: Path, ending: str, name: str) -> bool:
 def content(
     target: Path, shards: Iterable[Path], losses: Mapping[str, list[Any]] | None = None
 ) -> bytes:
-    """The bytes of a journal."""
+    """The bytes of a journal that lists these shards and losses."""
     body = json.dumps({"shards": [path.name for path in shards], "losses": losses or {}}).encode()
     return body + _seal(target, body)
 
@@ -63,7 +63,7 @@ def _seal(target: Path, body: bytes) -> bytes:
 
 
 def read(path: Path, target: Path, ending: str) -> Journal | None:
-    """Reads the journal in a temporary; None if it is no journal, or an unfinished one.
+    """Reads the journal in a temporary file; None if the file is not a finished journal.
 
     Raises:
         Unfit: its digest or its names are wrong.

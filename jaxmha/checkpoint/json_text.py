@@ -1,6 +1,6 @@
-"""Parses JSON from a file: counts its memory first, and refuses ambiguous texts.
+"""Parses JSON from a file; estimates its memory first, and refuses ambiguous texts.
 
-A text of `[],` needs 25 times its size once it is parsed. Counting its punctuation is fast.
+A text of repeated `[],` takes 25 times its size when parsed. Counting punctuation is fast.
 
 Format: https://www.rfc-editor.org/rfc/rfc8259
 """
@@ -16,10 +16,10 @@ import numpy as np
 from jaxmha.checkpoint.errors import AmbiguousFile, CheckpointError, MalformedFile
 from jaxmha.checkpoint.limits import Budget
 
-# Upper bounds of the bytes in CPython per punctuation mark: a list item with a small value, an entry
-# of a dict and of the table of keys, an empty container.
+# Upper bounds of memory in CPython per punctuation mark, in bytes: comma: a list item with a small
+# value; colon: an entry of a dict and of the table of keys; bracket: an empty container.
 _SIGNS = ((b",", 64), (b":", 160), (b"[", 72), (b"{", 72))
-# An open string matches to the end: otherwise every escaped quote would start another attempt.
+# An unclosed string matches to the end, or every escaped quote would start another attempt.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _WHOLE = re.compile(rb'(?:[^"]|"(?:[^"\\]|\\.)*+")*+', re.DOTALL)
 _PART = 1 << 18
@@ -29,7 +29,7 @@ class Compact(NamedTuple):
     """JSON objects of a known form that are stored in less memory than a dict.
 
     Attributes:
-      pattern: matches such an object with its key, in a text whose strings are empty.
+      pattern: matches such an object with its key, in a text whose strings were emptied.
       size: upper bound of the bytes that its compact form takes.
       made: converts an object to its compact form.
     """
@@ -40,14 +40,14 @@ class Compact(NamedTuple):
 
 
 def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: Any) -> Any:
-    """Parses a JSON text after charging the budget; `hooks` go to `json.loads`.
+    """Charges the memory of a JSON text to the budget, then parses it; `hooks` go to `json.loads`.
 
     The memory of `raw` is freed early if the caller keeps no reference to it.
 
     Raises:
-        BudgetExceeded; ValueError or RecursionError as `json.loads`.
+        BudgetExceeded, and the ValueError or RecursionError of `json.loads`.
     """
-    # The text and its strings; an escape may become a character of four bytes.
+    # Charge the text and its strings; an escape may become a character of four bytes.
     text_bytes = width(raw) * len(raw)
     budget.build(text_bytes + (4 * len(raw) if b"\\u" in raw else text_bytes), "its JSON")
     for part in _without_strings(raw):
@@ -62,7 +62,10 @@ def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: An
 
 
 def _without_strings(raw: bytes) -> Iterator[bytes]:
-    """Yields the text with its strings emptied, in parts: one `re.sub` over all would list all strings."""
+    """Yields parts of the text with all strings emptied.
+
+    One `re.sub` over the whole text would hold a list of all its pieces in memory.
+    """
     at, most = 0, _PART
     while at < len(raw):
         found = _WHOLE.match(raw, at, at + most)

@@ -1,4 +1,4 @@
-"""Limits of the memory and work that a file may cause; readers charge a budget before they allocate."""
+"""Limits on memory and work for reading a file; readers charge a budget before they allocate."""
 
 import math
 import os
@@ -15,26 +15,26 @@ _RENAME = "give the tensor a plain name"
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets for one file.
+    """Limits for reading one file.
 
     Example:
         >>> Limits(tensors=10).tensors
         10
     """
 
-    logical_bytes: int | None = None  # of all tensors together; None: max(4 x file, 1 GiB)
-    memory: int = 48 << 20  # of objects built from headers and pickles, beyond twice the file
-    header_bytes: int = 100_000_000  # safetensors header, zip directory
+    logical_bytes: int | None = None  # bytes of all tensors; None: max(4 * file size, 1 GiB)
+    memory: int = 48 << 20  # bytes of objects from headers and pickles, plus 2 * file size
+    header_bytes: int = 100_000_000  # bytes of a safetensors header or zip directory
     pickle_bytes: int = 64 << 20
-    opcodes: int = 500_000  # of a pickle; torch.save takes some 40 per tensor
+    opcodes: int = 500_000  # opcodes of a pickle; torch.save writes about 40 per tensor
     tensors: int = 10**6
     aliases: int = 1000  # names of one tensor of a torch file (tied weights)
     index_bytes: int = 64 << 20
-    document_bytes: int = 1 << 20  # a config.json, the document of one zarr array
-    files: int = 100_000  # in a folder, with the folders in it
-    shards: int = 500  # each is held open
+    document_bytes: int = 1 << 20  # bytes of a config.json or of the document of one zarr array
+    files: int = 100_000  # files and folders inside a folder
+    shards: int = 500  # shards, each of which stays open
     members: int = 10**6  # zip members, HDF5 links
-    depth: int = 64  # nested groups and containers
+    depth: int = 64  # nesting depth of groups and containers
     tuple_depth: int = 8
     name_bytes: int = 1024
     rank: int = 32
@@ -42,7 +42,7 @@ class Limits:
     steps: int = (
         2_000_000  # messages, nodes, entries of an HDF5 file; Keras takes some 25 per tensor
     )
-    chunk_bytes: int = 64 << 20  # one HDF5 chunk beyond the size of its dataset
+    chunk_bytes: int = 64 << 20  # bytes by which one chunk may exceed its tensor
 
 
 UNLIMITED = Limits(logical_bytes=2**63 - 1, memory=2**63 - 1)
@@ -50,7 +50,7 @@ _TENSOR = 512  # bytes of Python objects per tensor
 
 
 class Budget:
-    """Counts the memory and work that one file has caused so far."""
+    """Counts the memory and work that reading one file has taken so far."""
 
     def __init__(self, path: str | os.PathLike[str], file_bytes: int, limits: Limits) -> None:
         self.path = path
@@ -69,20 +69,17 @@ class Budget:
             )
 
     def build(self, amount: int, what: str, member: str | None = None) -> None:
-        """Charges memory, before it is taken, for objects built from the file.
+        """Charges the memory of objects built from the file before they are allocated.
 
         Raises:
-            BudgetExceeded: all charges of the file together are more than `Limits.memory` and twice
-                its size.
+            BudgetExceeded: all charges together exceed `Limits.memory` plus twice the file size.
         """
         self._built += amount
-        if (
-            self._built > self._most_built
-        ):  # check here, because the message takes longer than the sum
+        if self._built > self._most_built:  # check here, because building the message takes longer
             self.spend(f"the memory to build with {what}", self._built, self._most_built, member)
 
     def give_back(self, amount: int) -> None:
-        """Takes back the charge of objects that were freed."""
+        """Refunds the charge for objects that were freed."""
         self._built -= amount
 
     def grow(self, file_bytes: int) -> None:
@@ -90,7 +87,7 @@ class Budget:
         self._most_built += 2 * file_bytes
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorInfo:
-        """Registers a declared tensor.
+        """Checks a declared tensor against the limits, and adds it to `info`.
 
         Raises:
             BudgetExceeded, MalformedFile, PathEscape, AmbiguousFile.
@@ -106,7 +103,7 @@ class Budget:
                     self.path, f"the shape {shape} is negative", "write it again", name
                 )
             self.spend("a dimension", size, self.limits.dimension, name)
-        # Zero-size arrays must stay below NumPy's own limit on the product of the other axes.
+        # NumPy limits the product of the nonzero axes even for arrays without elements.
         strides_bytes = math.prod(size for size in shape if size) * dtype.itemsize
         self.spend("the byte size", strides_bytes, 2**63 - 1, name)
         info = TensorInfo(shape, dtype)
@@ -118,7 +115,7 @@ class Budget:
 
 
 def is_text(text: str) -> bool:
-    """True if a string can be written as UTF-8: without surrogates."""
+    """True if a string can be encoded as UTF-8, which excludes surrogates."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The data that formats and the rest exchange: contents of a file, a plan to write one."""
+"""The interface of the formats: the contents of a file that was read, and a plan to write one."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +22,11 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in total
 In = TypeVar("In")
 Out = TypeVar("Out")
 _LARGE = 4 << 20
-_WORKERS = 2  # a copy of a transposed array takes longer than writing it
+_WORKERS = 2  # threads; copying a transposed array takes longer than writing it
 
 
 def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-    """`map` that computes the next items in threads while one is used."""
+    """Like `map`, but computes the next items in threads while the caller uses one."""
     with ThreadPoolExecutor(_WORKERS) as workers:
         made: deque[Future[Out]] = deque()
         for item in items:
@@ -38,7 +38,7 @@ def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
 
 
 def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss | None]:
-    """The bytes of a part of a tensor in a dtype, and the loss of the cast."""
+    """Casts a part of a tensor; returns its bytes, and the loss or None if the dtype is equal."""
     block, loss = contiguous(part).reshape(-1), None
     if block.dtype.newbyteorder("=") != dtype:
         block, loss = cast(block, dtype)
@@ -67,13 +67,14 @@ class Contents:
     config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
     close: Callable[[], None] = _nothing
     files: tuple[Path, ...] = ()  # files read in addition to the opened one
-    # In a folder: name of a tensor -> the files and folders that hold it.
+    # Orbax folders only: name of a tensor -> the files and folders that hold it.
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # The bytes of one tensor, little-endian in C order, in pieces that are valid one at a time.
+    # Yields the bytes of one tensor, little-endian in C order; a piece is valid until the next.
     stream: Callable[[str], Iterator[memoryview]] | None = None
-    # A view of one tensor in a mapped file, unread and unchecked; None if its layout is not that of memory.
+    # A view of one tensor in a mapped file, not read or checked; None if its layout there differs
+    # from that in memory.
     view: Callable[[str], np.ndarray | None] | None = None
-    # A box of one tensor; reads little more than the box.
+    # Reads a box of one tensor, and little more than the box.
     part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
 
 
@@ -83,7 +84,7 @@ class Plan:
 
     path: Path
     info: Mapping[str, TensorInfo]
-    declared: Mapping[str, TensorInfo]  # as returned by `load`, before casting
+    declared: Mapping[str, TensorInfo]  # shapes and dtypes that `load` returns, before casting
     load: Callable[[str], np.ndarray]
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -93,11 +94,11 @@ class Plan:
     advance: Callable[[int], None] = lambda count: None
     digests: dict[str, str] = field(default_factory=dict)  # of the tensors written so far
     losses: dict[str, Loss] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # on files that were not removed
+    notes: list[str] = field(default_factory=list)  # messages about files that were not removed
 
     @property
     def texts(self) -> list[tuple[str, str]]:
-        """The texts kept with the tensors."""
+        """Metadata and layer names, which the manifest digest covers too."""
         return [*self.metadata.items(), *self.names.items()]
 
     def casts(self, name: str) -> bool:
@@ -105,7 +106,7 @@ class Plan:
         return self.declared[name].dtype != self.info[name].dtype
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """Yields the bytes of a tensor as a file has them; the digest is set after the last block."""
+        """Yields the bytes of a tensor, cast and in C order, and sets its digest at the end."""
         array, dtype = np.asarray(self.load(name)), self.info[name].dtype
         state = digests.hasher(self.algorithm, self.path)
         each = _ahead if array.nbytes > _LARGE else map
@@ -136,5 +137,5 @@ class Plan:
         return (block.data for block in self.blocks(name))
 
     def manifest(self) -> str:
-        """The digest over everything; all blocks must have been written."""
+        """The manifest digest; all blocks of all tensors must have been written."""
         return digests.manifest(self.info, self.digests, self.texts, self.algorithm, self.path)

@@ -36,8 +36,8 @@ class Lazy(Mapping[str, np.ndarray]):
 
     Args:
         info: shape and dtype that `load` will return, by name.
-        load: one tensor by name. A view, such as a transposed one, is written block by block and
-            needs no copy.
+        load: returns one tensor by name. A view, such as a transposed array, is written block by
+            block without a copy.
 
     Example:
         >>> from jaxmha.converters import checkpoint
@@ -69,7 +69,8 @@ class Checkpoint(Lazy):
     """The tensors of one checkpoint. Indexing reads one tensor into a fresh, writable array.
 
     Attributes:
-        path: the file or folder. files: that, and the shards of an index.
+        path: the file or folder.
+        files: `path`, and for an index also its shards.
         format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax" or "sharded".
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings of a safetensors file; empty elsewhere.
@@ -97,7 +98,7 @@ class Checkpoint(Lazy):
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """One tensor, checked against its digest if there is one.
+        """Reads one tensor, and checks it against its stored digest, if any.
 
         Raises:
             UnknownTensor (a KeyError), IntegrityError, MalformedFile, UnreadableFile.
@@ -112,7 +113,7 @@ class Checkpoint(Lazy):
                 self.path, "there is not enough memory for it", "use a larger machine", name
             ) from e
         finally:
-            # A change of the file is the likely cause of any other error, so it is reported first.
+            # Check even after an error: a changed file is its likely cause, and reported instead.
             self._check_unchanged(name)
         return array
 
@@ -133,10 +134,10 @@ class Checkpoint(Lazy):
             )
 
     def view(self, name: str) -> np.ndarray | None:
-        """A view of one tensor in a file opened with `mmap=True`, unread and unchecked.
+        """A view of one tensor in a file opened with `mmap=True`; its data is not read or checked.
 
-        None if its layout in the file is not that of memory (compressed, chunked, big-endian), or if
-        the file is not mapped.
+        None if the file is not mapped, the tensor is empty, or its layout in the file differs from
+        that in memory (compressed, chunked, big-endian).
         """
         self._check_asked(name)
         mapped = isinstance(self._source, Source) and self._source.mapped
@@ -152,11 +153,11 @@ class Checkpoint(Lazy):
     def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """A box of one tensor, not checked against its digest.
 
-        From orbax folders and HDF5 files only the chunks that the box touches are read; from other
+        From orbax folders and HDF5 files only the chunks that overlap the box are read; from other
         formats the whole tensor.
 
         Raises:
-            IndexError: more slices than axes, or a step other than 1; else as indexing by name does.
+            IndexError: more slices than axes, or a step other than 1. Also the errors of indexing.
         """
         self._check_asked(name)
         shape = self.info[name].shape
@@ -184,12 +185,12 @@ class Checkpoint(Lazy):
         Equal tensors give equal digests, for every format and order of names.
         """
         algorithm = algorithm or digests.usual()
-        digests.hasher(algorithm, self.path)  # raises here, with the path
+        digests.hasher(algorithm, self.path)  # raises here, with the path in the message
         done, total, each = 0, sum(info.nbytes for info in self.info.values()), {}
         for name, info in self.info.items():
             array = self[name]
             kept = self.digests.get(name, "") if self._verify else ""
-            known = kept.startswith(f"{algorithm}:")  # reading the tensor verified it
+            known = kept.startswith(f"{algorithm}:")  # if so, reading the tensor verified it
             each[name] = kept if known else digests.digest(array, algorithm)
             done += info.nbytes
             if progress:
@@ -248,11 +249,11 @@ def open(
     no link followed and no framework imported.
 
     Args:
-        path: a file; the index of a sharded checkpoint; the folder of either, such as
-            save_pretrained of Hugging Face writes; an orbax folder.
-        limits: budgets, for every file of the checkpoint.
+        path: a file, the index of a sharded checkpoint, a folder with either (as written by
+            save_pretrained of Hugging Face), or an orbax folder.
+        limits: limits on memory and work for each file of the checkpoint.
         mmap: return read-only views of the mapped file where its layout allows, without a copy. If
-            another process truncates the file meanwhile, the system kills this one.
+            another process truncates the file meanwhile, the system kills this process.
         verify: check tensors against the digests kept in the file, if any.
 
     Raises:

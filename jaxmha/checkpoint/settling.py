@@ -1,14 +1,14 @@
-"""Makes written files durable and drops their cached copy, so that reading back reads the disk.
+"""Syncs written files to disk and drops their cached pages, so that reading back reads the disk.
 
 An operating system keeps written bytes in memory and reads from there, so that a disk that stored
-other bytes would go unnoticed. So the bytes are made durable, and the system drops its copy before
-they are read back: all of a small file, of a larger one the ends and one MiB of sixteen. Reading all
-of a large file from the disk would add a third and more to the time of its conversion.
+other bytes would go unnoticed. Therefore files are synced, and the system drops cached pages before
+they are read back: all of a small file; both ends and one MiB in every 16 MiB of a large file.
+Reading all of a large file from the disk would make its conversion at least a third longer.
 
-This finds a disk that fails, but not every single bit that it stores wrong; the digests in the file
-find these whenever it is read. Dropping the copy is a request: file systems in memory ignore it, and
-every system does for pages that another process has mapped. A disk, or the host of a virtual machine,
-has a cache of its own, which no program can bypass.
+This detects a failing disk, but not every wrong bit; the digests in the file detect those whenever
+it is read. Dropping pages is a request: file systems in memory ignore it, and every system ignores
+it for pages that another process has mapped. A disk, or the host of a virtual machine, has its own
+cache, which no program can bypass.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _WHOLE, _SAMPLE, _STEP = 4 << 20, 1 << 20, 16 << 20
 
 
 def settle(fd: int) -> None:
-    """Makes a file durable, then drops the cached copy of the ranges to read from the disk."""
+    """Syncs a file to disk, then drops the cached pages of the ranges to read from the disk."""
     os.fsync(fd)
     size = os.fstat(fd).st_size
-    whole = [(0, 0)]  # to the end
+    whole = [(0, 0)]  # offset and size; size 0: to the end
     last = max(0, size - _SAMPLE) // _SAMPLE * _SAMPLE
     sample = [*((at, _SAMPLE) for at in range(0, size, _STEP)), (last, 0)]
     for at, count in whole if size <= _WHOLE else sample:

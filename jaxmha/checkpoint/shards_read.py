@@ -1,4 +1,4 @@
-"""Reads checkpoints in several files, with a JSON index that maps tensors to files.
+"""Reads checkpoints that consist of several files and a JSON index, which maps tensors to files.
 
 Format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
@@ -32,12 +32,12 @@ from jaxmha.checkpoint.tensor import TensorInfo
 SUFFIX, TOTAL = ".index.json", "total_size"
 READERS = {".safetensors": safetensors.read, ".bin": zip.read}
 _AGAIN = "copy or download the whole checkpoint again"
-_KEPT = 512  # bytes of memory for a tensor in its shard
+_KEPT = 512  # bytes of memory for a tensor in the tables of its shard
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 class Index(NamedTuple):
-    """An index file: tensor -> shard, and the bytes of all tensors if it says so."""
+    """An index file: tensor -> shard, the bytes of all tensors if given, and the metadata."""
 
     shards: dict[str, str]
     total: int | None
@@ -105,12 +105,12 @@ def _register(budget: Budget, index: Index, file: str, contents: Contents) -> No
 
 
 def _check_whole(path: Path, budget: Budget, index: Index) -> None:
-    """Raises IncompleteCheckpoint or MalformedFile unless the shards hold everything in the index."""
+    """Raises IncompleteCheckpoint or MalformedFile unless the shards hold all indexed tensors."""
     if missing := index.shards.keys() - budget.info.keys():
         file = index.shards[min(missing)]
         raise IncompleteCheckpoint(path, f"is not in {shown(file)}", _AGAIN, min(missing))
     total = sum(info.nbytes for info in budget.info.values())
-    # In .bin files, tied tensors may be counted once for each name, or once.
+    # For .bin files, some writers count tied tensors once per name, so their total is not checked.
     counted_once = suffix(path) == ".safetensors"
     if index.total is not None and counted_once and index.total != total:
         problem = f"total_size is {index.total}, the tensors have {total} bytes"
@@ -159,7 +159,7 @@ def suffix(path: Path) -> str:
     """The suffix of the shards of an index.
 
     Raises:
-        MalformedFile: the name of the index has no such suffix.
+        MalformedFile: the name of the index has no known suffix.
     """
     name = path.name.lower()
     for ending in READERS:
@@ -198,7 +198,7 @@ def parse(source: Source, limits: Limits) -> Index:
 
 
 def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
-    """Raises PathEscape unless a name is that of a plain file in the same folder."""
+    """Raises PathEscape unless `file` is a plain file name, without folders, on every system."""
     bad = (
         not file
         or any(c in '/\\:<>|"?*' or ord(c) < 32 for c in file)
@@ -216,10 +216,11 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
 
 
 def _open_shard(folder: Directory, file: str, index: Source) -> Source:
-    """A shard next to its index. No link out of the folder is followed.
+    """Opens a shard next to its index. Links are refused, except in the cache of Hugging Face.
 
     Raises:
-        IncompleteCheckpoint: it is not there.  PathEscape: it is a link.  UnreadableFile.
+        IncompleteCheckpoint: the shard is missing.  PathEscape: the shard is a link.
+        UnreadableFile: the shard cannot be opened.
     """
     name = file
     try:

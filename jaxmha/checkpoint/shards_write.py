@@ -1,7 +1,7 @@
-"""Writes a sharded checkpoint: shards under fresh names first, the index last.
+"""Writes a sharded checkpoint: first the shards under new names, then the index.
 
-Only the index makes shards a checkpoint, so that replacing it is the step from the old checkpoint to
-the new one. Until then a `journal` lists the shards.
+Replacing the index switches from the old checkpoint to the new one in one step. Until then a
+`journal` lists the new shards.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxmha.checkpoint.plan import Plan
 from jaxmha.checkpoint.settling import settle
 from jaxmha.checkpoint.source import Source
 
-_TAG = 12  # hexadecimal digits
+_TAG = 12  # hexadecimal digits of the tag in shard names
 WriteFile = Callable[..., None]
 
 
@@ -38,7 +38,7 @@ def write(
     resume: str | None,
     part: tuple[int, int] | None = None,
 ) -> tuple[list[Path], list[Path]]:
-    """Writes shards and index; returns the files in order, and those kept from an interrupted write.
+    """Writes shards and index; returns all files, and the shards kept from an interrupted write.
 
     With `part = (i, n)` it writes every n-th shard from the i-th on, and no index: other processes
     write the other parts, and a call without `part` then keeps all shards and writes the index.
@@ -86,7 +86,7 @@ def write(
                     temporaries.remove(target.parent, [shard.name for shard in mine], sources)
                 else:
                     atomic.release(list_of_own)
-                    os.replace(own, temporaries.fresh(target))  # the journal stays with the shards
+                    os.replace(own, temporaries.fresh(target))  # keep the journal: the shards stay
                 raise
     return [*shards, target], kept
 
@@ -101,7 +101,7 @@ def _put(
 ) -> None:
     """Replaces the index, then removes the shards that only the old index listed."""
     done_with = [shard for shard in _replaced(target, ending) if shard not in shards]
-    # If this run is killed while it removes them, the next run finds this journal.
+    # If this run is killed while it removes old shards, the next run finds them in this journal.
     with _journal(target, done_with):
         atomic.commit(*temporary, target, force)
         _remove(target, done_with, sources)
@@ -131,7 +131,7 @@ def _shards(
 
 
 def _split(plan: Plan, shard_size: int) -> list[list[str]]:
-    """The names of the tensors of each shard, in order; a larger tensor has a shard of its own."""
+    """The names of the tensors of each shard, in order; a tensor above `shard_size` has its own."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, info in plan.info.items():
@@ -156,7 +156,7 @@ def _replaced(target: Path, ending: str) -> list[Path]:
 
 
 def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
-    """The part of the names that differs between writes; with `resume`, a hash of what is written."""
+    """The tag in the names of the shards: random, or with `resume` a hash of the data to write."""
     if resume is None:
         return secrets.token_hex(_TAG // 2)
     settings = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
@@ -175,14 +175,14 @@ def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
 
 @contextlib.contextmanager
 def _journal(target: Path, shards: Sequence[Path]) -> Iterator[tuple[BinaryIO, Path]]:
-    """A journal of the shards, locked while this process writes them."""
+    """Yields a new journal of the shards, which is locked until the block ends."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, {})
         yield file, path
 
 
 def _leave(target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]) -> None:
-    """Leaves a journal of the finished shards, with the losses of casting, so that none is cast again."""
+    """Writes an unlocked journal of finished shards; its losses save casting the tensors again."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, losses)
         atomic.release(file)
@@ -199,7 +199,7 @@ def _fill(
 
 
 def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, tuple[str, Loss]]:
-    """Checks that no other process writes these shards; returns digest and loss by tensor from journals.
+    """Checks that no other process writes these shards; returns digests and losses from journals.
 
     Raises:
         DestinationExists: another process writes some of these shards, or another file has the name
@@ -210,7 +210,7 @@ def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, 
         if other != own and other in journals and set(journals[other].shards) & set(mine):
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
-    for shard in mine:  # the name has a hash of the content, so an existing file can be continued
+    for shard in mine:  # the name has a hash of the content: keep an existing file
         if os.path.lexists(shard):
             status = os.lstat(shard)
             if not stat.S_ISREG(status.st_mode) or not system.is_of_user(status):
@@ -240,7 +240,7 @@ def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> No
 def _noted(
     plan: Plan, names: Mapping[Path, list[str]], mine: Iterable[Path]
 ) -> dict[str, list[Any]]:
-    """Digest and loss of every tensor of these shards that was cast."""
+    """The digest and loss of every tensor of the shards `mine` that was cast, by name."""
     held = [name for shard in mine for name in names[shard] if name in plan.losses]
     return {name: [plan.digests[name], *plan.losses[name]] for name in held}
 
@@ -248,7 +248,7 @@ def _noted(
 def _clean(
     target: Path, ending: str, shards: set[Path], sources: Sequence[Path], notes: list[str]
 ) -> None:
-    """Removes the files that killed writes of this target left, except shards to continue with."""
+    """Removes the files that killed writes of this target left, except `shards`."""
 
     def before(path: Path) -> str | None:
         try:
@@ -293,7 +293,7 @@ def _unused(target: Path, shards: Iterable[Path]) -> list[Path]:
 
 
 def _tag_of(shard: Path) -> str:
-    """The ASCII end of the name of a shard, which is unique."""
+    """The ASCII end of the name of a shard, from the tag on, which identifies the shard."""
     found = re.search(r"-[0-9a-f]{12}-[0-9]{5}-of-[0-9]{5}\.\w+$", shard.name)
     assert found is not None, shard
     return found[0]
@@ -302,7 +302,7 @@ def _tag_of(shard: Path) -> str:
 def _is_complete(
     piece: Plan, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
 ) -> bool:
-    """True if a shard of an interrupted write is complete and valid; takes over its digests."""
+    """True if a shard of an interrupted write is valid; copies digests and losses to `piece`."""
     if not shard.exists():
         return False
     found: dict[str, str] = {}

@@ -18,7 +18,7 @@ _PIECE = 1 << 20
 
 
 class Source:
-    """An open file. Everything is read from the one descriptor that was checked at the start.
+    """An open file. All reads use the one descriptor that was checked when it was opened.
 
     Raises:
         UnreadableFile: missing, a directory, FIFO, socket or device, or no permission.
@@ -38,7 +38,7 @@ class Source:
             path: the file.
             mapped: map it into memory.
             within: an open folder and the name of the file in it, which may not be a link.
-            known_as: the path in messages, of a temporary that gets this name later.
+            known_as: the path for error messages, if the file is a temporary of that path.
         """
         opened = Path(path)
         self.path = known_as or opened
@@ -46,7 +46,7 @@ class Source:
         self.fd = -1
         self._map: NDArray[np.uint8] | None = None
         try:
-            # Devices act on being opened and FIFOs block, so look before opening.
+            # Opening a device can change its state, and a FIFO blocks, so check the type first.
             before = os.stat(opened) if within is None else within[0].stat(within[1])
             _refuse_special(self.path, before)
             if within is None:
@@ -80,7 +80,7 @@ class Source:
         return self.read_array(offset, count).tobytes()
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Reads exactly count bytes into a new array, or returns a view of the map; errors as `read`."""
+        """Returns `count` bytes as a new array or a view of the map; raises as `read` does."""
         self._check_range(offset, count)
         if self._map is not None:
             return self._map[offset : offset + count]
@@ -97,7 +97,7 @@ class Source:
             )
 
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
-        """Fills an array; raises as `read` does."""
+        """Fills `raw` with the bytes at an offset; raises the errors of `read`."""
         done, count = 0, raw.size
         while done < count:
             view = raw[done : done + _MOST_AT_ONCE].data
@@ -112,7 +112,7 @@ class Source:
             done += got
 
     def stream(self, offset: int, count: int) -> Iterator[memoryview]:
-        """Yields a range in pieces, each valid until the next; raises as `read` does."""
+        """Yields a range in pieces, each valid until the next; raises the errors of `read`."""
         buffer = np.empty(min(count, _PIECE), np.uint8)
         for at in range(0, count, _PIECE):
             piece = buffer[: min(_PIECE, count - at)]
@@ -131,14 +131,14 @@ class Source:
 
     def close(self) -> None:
         """Closes the descriptor; doing so twice is fine."""
-        self._map = None  # unmapped when the last view is freed
+        self._map = None  # the map is freed with the last view of it
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Section(Source):
-    """A range of an open file with the interface of a file; closing it does not close the file."""
+    """A byte range of another Source, with the same interface; closing it leaves that open."""
 
     def __init__(self, whole: Source, offset: int, size: int) -> None:
         self.whole, self.offset = whole, offset
@@ -146,12 +146,12 @@ class Section(Source):
         self.fd = whole.fd
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Reads exactly count bytes; raises as `read` does."""
+        """Returns `count` bytes as an array; raises the errors of `read`."""
         self._check_range(offset, count)
         return self.whole.read_array(self.offset + offset, count)
 
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
-        """Fills an array; raises as `read` does."""
+        """Fills `raw` with the bytes at an offset; raises the errors of `read`."""
         self.whole.read_into(raw, self.offset + offset)
 
     def check_unchanged(self) -> None:

@@ -1,7 +1,7 @@
-"""The calls that differ between operating systems, with what the others do instead.
+"""System calls that differ between operating systems, with fallbacks.
 
 Linux has all of them. macOS lacks `renameat2`, `fallocate` and `posix_fadvise`; Windows also lacks
-file locks, names relative to an open folder, and reads at a position.
+file locks, file names relative to an open folder, and reads at an offset.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ StrPath = str | os.PathLike[str]
 NO_LOCKS = "this system has no file locks, so its writer may still be running"
 _PIECE = 1 << 20
 _CWD, _NEW, _EXCHANGE = -100, 1, 2  # arguments of renameat2(2)
-_position = threading.Lock()  # descriptors share one position where reads have none of their own
+_position = threading.Lock()  # held for seek and read where no read at an offset exists
 
 
 def _flags(*names: str) -> int:
-    """The flags of `os.open` that this system has; Windows needs O_BINARY, or it changes bytes."""
+    """The flags of `os.open` that this system has; Windows alters bytes without O_BINARY."""
     flags = 0
     for name in ("O_BINARY", "O_CLOEXEC", *names):
         flags |= getattr(os, name, 0)
@@ -34,7 +34,7 @@ def _flags(*names: str) -> int:
 
 
 def has_locks() -> bool:
-    """True if `lock` shows other processes that a writer is running."""
+    """True if the system has file locks, which show other processes that a writer is running."""
     return fcntl is not None
 
 
@@ -49,7 +49,7 @@ def lock(fd: int) -> None:
 
 
 def create(path: StrPath, mode: int) -> int:
-    """A descriptor of a new file, to write and read.
+    """Creates a file; returns a descriptor to read and write it.
 
     Raises:
         FileExistsError.
@@ -58,17 +58,17 @@ def create(path: StrPath, mode: int) -> int:
 
 
 def open_plain(path: StrPath) -> int:
-    """A descriptor to read a file or folder that is not a link; it does not wait on a FIFO."""
+    """Opens a file or folder that is not a link for reading; does not block on a FIFO."""
     return os.open(path, _flags("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK"))
 
 
 def open_regular(path: StrPath) -> int:
-    """A descriptor to read a file. It does not wait on a FIFO, which the path may have become."""
+    """Opens a file for reading; does not block if the path has become a FIFO."""
     return os.open(path, _flags("O_RDONLY", "O_NOCTTY", "O_NONBLOCK"))
 
 
 def open_created(folder: Path) -> int | None:
-    """A descriptor of a folder that was just made; None where folders cannot be opened."""
+    """Opens a folder that was just created; None if the system cannot open folders."""
     if not hasattr(os, "O_DIRECTORY"):
         return None
     return os.open(folder, _flags("O_RDONLY", "O_DIRECTORY", "O_NOFOLLOW"))
@@ -88,7 +88,7 @@ def is_of_user(status: os.stat_result) -> bool:
 
 
 def read_at(fd: int, buffer: memoryview, offset: int) -> int:
-    """Reads into a buffer from a position of a file; returns the number of bytes, 0 at its end."""
+    """Reads from an offset of a file into a buffer; returns the number of bytes, 0 at the end."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
     with _position:
@@ -101,7 +101,7 @@ def read_at(fd: int, buffer: memoryview, offset: int) -> int:
 class Directory:
     """An open folder; its files are found by name even if its own path changes meanwhile.
 
-    Where names cannot be relative to an open folder, they are joined to its path.
+    On systems without names relative to an open folder, names are joined to its path.
     """
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
@@ -126,7 +126,7 @@ class Directory:
         return os.stat(self._entry(name), dir_fd=self._fd, follow_symlinks=False)
 
     def open_file(self, name: str) -> int:
-        """A descriptor to read an entry that is not a link."""
+        """Opens an entry that is not a link for reading; returns the descriptor."""
         flags = _flags("O_RDONLY", "O_NOCTTY", "O_NONBLOCK", "O_NOFOLLOW")
         return os.open(self._entry(name), flags, dir_fd=self._fd)
 
@@ -144,7 +144,7 @@ class Directory:
 
 
 def walk_up(path: Path) -> Iterator[tuple[str, list[str], Directory]]:
-    """Every folder below `path`, the deepest first, as (path, names in it, the open folder)."""
+    """Yields `path` and all folders below it, deepest first, as (path, names, open folder)."""
     if hasattr(os, "fwalk"):
         for folder, folders, files, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
             yield folder, [*folders, *files], Directory(Path(folder), fd)
@@ -159,7 +159,7 @@ def _renameat2(path: Path, target: Path, how: int) -> bool:
 
 
 def rename_new(path: Path, target: Path) -> bool:
-    """Renames onto nothing in one step; False if something is there, or the system cannot."""
+    """Renames in one step without replacing; False if the target exists or the system cannot."""
     return _renameat2(path, target, _NEW)
 
 
@@ -169,7 +169,7 @@ def exchange(path: Path, target: Path) -> bool:
 
 
 def _of_libc(name: str) -> Callable[..., int] | None:
-    """A function of the C library for which Python has no name; None where there is none."""
+    """A function of the C library that Python does not expose; None if the library lacks it."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
     except TypeError:  # Windows
@@ -179,9 +179,9 @@ def _of_libc(name: str) -> Callable[..., int] | None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Gives an empty file its size, so that a full disk is noticed before the work begins.
+    """Reserves disk space for an empty file, so that a full disk is noticed before the work begins.
 
-    Python's own call writes zeros where the file system cannot reserve space; this one leaves it.
+    If the file system cannot reserve space, os.posix_fallocate writes zeros; this does nothing.
 
     Raises:
         OSError: the disk, the quota or the limit of file sizes does not allow the size.
@@ -194,19 +194,19 @@ def reserve(fd: int, size: int) -> None:
 
 
 def flush_data(fd: int) -> None:
-    """Makes the content of a file durable, without its times."""
+    """Syncs the content of a file to disk, without its times."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def drop_cached(fd: int, offset: int, count: int) -> None:
-    """Requests to drop the cached copy of a range of a durable file; 0 bytes: up to its end."""
+    """Requests to drop the cached pages of a range of a synced file; `count` 0: up to its end."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable; Windows has no call for it."""
+    """Syncs the names in a folder to disk; does nothing on Windows, which has no call for it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     fd = os.open(folder, _flags("O_RDONLY", "O_DIRECTORY"))

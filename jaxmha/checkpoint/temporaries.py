@@ -1,11 +1,12 @@
 """Temporary files and folders next to their target: their names, locks and removal.
 
-A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight of a hash of them and of the name
-of the target, so that a file of another program has such a name by chance once in four billion. Its
-process locks a temporary until it ends: an unlocked one was left by a killed writer.
+A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight of a hash of these and of the
+name of the target. A file of another program has such a name by chance once in four billion. A
+writer locks its temporary until it ends, so an unlocked one was left by a killed writer.
 
-A temporary is removed only if it has such a name, is a plain file (or a folder, if the target is one)
-of this user, has no second name, is not being read and not locked. All others stay and are named.
+A temporary is removed only if it has such a name, is a plain file (a folder, if the target is one)
+of this user, has no second hard link, and is neither being read nor locked. Others stay; unlocked
+ones are reported.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ _MOST_NOTES = 10
 
 
 def fresh(target: Path) -> Path:
-    """A new name next to the target that `clean` recognises."""
+    """A new path next to the target, with a name that `clean` recognises."""
     start = secrets.token_hex(4)
     return target.with_name(f".{_stem(target)}.{start}{_proof(target, start)}.tmp")
 
@@ -53,13 +54,14 @@ def _is_proven(target: Path, name: str) -> bool:
 
 
 def create(target: Path, make: Callable[[Path], int | None]) -> tuple[int | None, Path]:
-    """A new temporary and the descriptor that locks it; None where folders have no descriptors.
+    """Creates and locks a temporary; returns the descriptor that holds the lock, and the path.
 
-    `clean` of another process may take it for a stale one until it is locked; then another is made.
+    The descriptor is None if the system cannot open folders. Until the temporary is locked, `clean`
+    in another process may remove it as stale; then this function creates another one.
 
     Args:
         target: the file or folder that the temporary will become.
-        make: makes and opens it.
+        make: creates and opens the file or folder at a path.
     """
     for _ in range(_ATTEMPTS):
         path = fresh(target)
@@ -67,7 +69,7 @@ def create(target: Path, make: Callable[[Path], int | None]) -> tuple[int | None
             fd = make(path)
         except FileExistsError:
             continue
-        except FileNotFoundError:  # a folder was removed before it was opened
+        except FileNotFoundError:  # another process removed the folder before it was opened
             if not target.parent.is_dir():
                 raise
             continue
@@ -90,7 +92,7 @@ def create(target: Path, make: Callable[[Path], int | None]) -> tuple[int | None
 
 
 def alive(target: Path) -> list[Path]:
-    """Temporaries of writers of the same target that are running; none without file locks."""
+    """The temporaries of running writers of the same target; none on systems without file locks."""
     found = []
     for path in named(target) if system.has_locks() else ():
         try:
@@ -104,7 +106,7 @@ def alive(target: Path) -> list[Path]:
 
 
 def named(target: Path) -> list[Path]:
-    """Files and folders whose names prove them to be temporaries of this target."""
+    """Files and folders whose names have the hash of a temporary of this target."""
     return [path for path in _alike(target) if _is_proven(target, path.name)]
 
 
@@ -125,9 +127,10 @@ def clean(
     Args:
         target: the file or folder that the temporaries were for.
         sources: files and folders being read, which stay.
-        notes: receives a line for each unlocked file that looks like a temporary and stays.
-        parts: for a folder as target: of a temporary folder, a predicate of the files to remove.
-        before: called with each while it is locked; it returns a reason to keep it, or None.
+        notes: receives messages about unlocked files that look like temporaries and stay.
+        parts: if the target is a folder: returns, for a temporary folder, a predicate of the paths
+            in it to remove.
+        before: called with each locked temporary; returns a reason to keep it, or None.
 
     Returns:
         the temporaries that were removed.
@@ -159,7 +162,7 @@ def clean(
 
 
 def _not_ours(target: Path, path: Path, read: frozenset[Identity], folder: bool) -> str | None:
-    """The reason why a file may not be removed; None if it is a temporary of this user."""
+    """The reason not to remove `path`; None if it is an unused temporary of this user."""
     status = os.stat(path, follow_symlinks=False)
     if not _is_proven(target, path.name):
         return "another program gave it its name"
@@ -193,7 +196,7 @@ def locked(path: Path) -> Iterator[os.stat_result]:
     """Locks a file or folder, and yields its status.
 
     Raises:
-        BlockingIOError: another process locked it.  OSError: it is missing, a link, or special.
+        BlockingIOError: another process locked it.  OSError: it is missing, a link or a device.
     """
     before = os.stat(path, follow_symlinks=False)  # opening a device can have side effects
     if not (stat.S_ISREG(before.st_mode) or stat.S_ISDIR(before.st_mode)):
@@ -207,7 +210,7 @@ def locked(path: Path) -> Iterator[os.stat_result]:
 
 
 def unlink(path: Path, status: os.stat_result) -> None:
-    """Removes a name if it still is that of the file with this status."""
+    """Removes `path` if it still refers to the file with this status."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(path, follow_symlinks=False), status):
             os.unlink(path)
@@ -227,7 +230,7 @@ def remove(folder: Path, names: Iterable[str], sources: Sequence[Path]) -> None:
 
 
 def others(path: Path, is_part: IsPart) -> list[str]:
-    """Paths in a folder that are no parts of it, with links and folders."""
+    """Relative paths in a folder that `is_part` rejects, and all links and special files."""
     found = []
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
@@ -240,7 +243,7 @@ def others(path: Path, is_part: IsPart) -> list[str]:
 
 
 def remove_folder(path: Path, is_part: IsPart) -> bool:
-    """Removes the parts of a folder, then the folder if it is empty; returns whether it was removed.
+    """Removes paths in a folder that `is_part` accepts, then the empty folder; True if it is gone.
 
     No link is followed. Files whose names begin with "_" are removed last: they describe the others.
     """

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and bytes of tensors, without their data."""
+"""Shapes and dtypes of tensors, and conversions between arrays and bytes."""
 
 import math
 import os
@@ -24,7 +24,7 @@ FLOAT8 = tuple(
         ml_dtypes.float8_e8m0fnu,
     )
 )
-# The dtypes that NumPy holds by itself and that file formats agree on.
+# Built-in dtypes of NumPy that have the same representation in all file formats.
 NUMPY = tuple(
     np.dtype(name)
     for name in [
@@ -47,7 +47,7 @@ NUMPY = tuple(
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as its file declares it."""
+    """The shape and dtype of a tensor, as its file declares them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -64,7 +64,7 @@ class TensorInfo(NamedTuple):
 
 
 def swapped(raw: NDArray[np.uint8], dtype: np.dtype, order: Literal["little", "big"]) -> None:
-    """Swaps elements of the given byte order to that of this machine, in place."""
+    """Converts elements from the given byte order to that of this machine, in place."""
     width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     if order != sys.byteorder and width > 1:
         raw.view(f"u{width}").byteswap(inplace=True)
@@ -77,7 +77,7 @@ def from_bytes(
     path: str | os.PathLike[str],
     name: str,
 ) -> np.ndarray:
-    """A flat array over raw bytes; writable bytes belong to it afterwards.
+    """A flat array over raw bytes; writable bytes are converted in place and shared with it.
 
     Raises:
         MalformedFile: a Boolean byte that is neither 0 nor 1.
@@ -95,7 +95,7 @@ def from_bytes(
 def over(
     source: Source, offset: int, shape: tuple[int, ...], dtype: np.dtype, *, fortran: bool = False
 ) -> np.ndarray:
-    """A view of elements in a mapped file, in the byte order of this machine."""
+    """A view of elements in a mapped file; they must have the byte order of this machine."""
     raw = source.read_array(offset, math.prod(shape) * dtype.itemsize)
     flat = raw.view(dtype)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
@@ -114,7 +114,7 @@ def to_bytes(array: np.ndarray) -> NDArray[np.uint8]:
 
 
 def blocks(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
-    """The elements in C order, in pieces of at most about `most` bytes, contiguous each.
+    """Yields the elements in C order, in contiguous pieces of about `most` bytes at most.
 
     Pieces of the default size stay in the cache between casting, digest and writing. An array that
     is not contiguous, such as a transposed one, is never copied as a whole.
@@ -123,7 +123,7 @@ def blocks(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
 
 
 def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
-    """The array divided into views, in C order; `blocks` copies them one by one."""
+    """Divides the array into views of about `most` bytes at most, in C order."""
     if array.nbytes <= most or not array.ndim:
         yield array
     elif array.flags.c_contiguous:
@@ -138,13 +138,13 @@ def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
             yield from parts(array[at : at + rows], most)
 
 
-_ROWS, _SLAB = 128, 3 << 17  # a slab of this many bytes stays in the cache
+_ROWS, _SLAB = 128, 3 << 17  # rows and bytes of a slab that stays in the cache
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
     """The array in C order: itself, or a copy; a large transposed array is copied slab by slab.
 
-    NumPy copies whole rows, which touches a page of the source for each element.
+    NumPy would copy row by row, which touches another page of the source for each element.
     """
     if array.flags.c_contiguous:
         return array
@@ -158,7 +158,7 @@ def contiguous(array: np.ndarray) -> np.ndarray:
 def _copy(out: np.ndarray, array: np.ndarray) -> None:
     out, array = _merged(out, array)
     transposed = array.ndim > 1 and abs(array.strides[-1]) > abs(array.strides[-2])
-    if not transposed or math.prod(array.shape[-2:]) <= _ROWS**2:  # a cache holds the latter
+    if not transposed or math.prod(array.shape[-2:]) <= _ROWS**2:  # small arrays fit in the cache
         np.copyto(out, array)
     elif array.ndim > 2:
         for i in range(len(array)):
@@ -181,7 +181,7 @@ def _copy(out: np.ndarray, array: np.ndarray) -> None:
 
 
 def _merged(out: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same elements with adjacent axes merged if both arrays are contiguous across them."""
+    """Views of both arrays, with adjacent axes merged where both are contiguous across them."""
     shape: list[int] = []
     strides: list[tuple[int, int]] = []
     for size, *steps in zip(array.shape, out.strides, array.strides, strict=True):

@@ -35,12 +35,12 @@ class Written:
 
     Attributes:
         path: the target.
-        files: every file of it; of a sharded checkpoint the index is the last.
+        files: all files of the checkpoint; the index of a sharded checkpoint is last.
         info: name -> TensorInfo, as written.
         digests: name -> digest, as written and read back.
         losses: name -> Loss, for every tensor whose dtype was changed.
         kept: complete files of an interrupted write that were kept.
-        notes: lines on files next to the target that look like temporaries of it and were not removed.
+        notes: messages about files that look like temporaries of the target and were not removed.
     """
 
     path: Path
@@ -70,8 +70,9 @@ def write(
 ) -> Written:
     """Writes tensors in the format that the suffix of the path names.
 
-    The target is, at every moment, the old file or the complete new one, which was read back and
-    compared. Memory: the largest tensor and some blocks of 1 MiB, if `tensors` is lazy (orbax: more).
+    At every moment, the target is the old file or the complete new one, which was read back and
+    compared. If `tensors` is lazy, memory holds the largest tensor and some blocks of 1 MiB (orbax:
+    more).
 
     Args:
         path: the target, in an existing folder. `NAME.safetensors.index.json` writes shards next to
@@ -81,19 +82,21 @@ def write(
         metadata: strings to keep with the tensors; .safetensors only.
         names: names of Keras layers by group path; .weights.h5 only.
         force: replace an existing target.
-        source: files that the tensors came from, never replaced; of a Checkpoint they are known.
-        dtype: cast floating-point tensors to it; or a dtype for each name, also an integer one.
+        source: files that the tensors came from, which are never replaced; the files of a
+            Checkpoint are added automatically.
+        dtype: dtype to cast floating-point tensors to; or a mapping from names of any tensors to
+            dtypes.
         overflow: for values beyond the range of their new dtype: "count" them in `Written.losses`,
             or "refuse" to write, with UnsupportedDtype.
         shard_size: bytes of tensors per shard of an index (default: 5 * 10**9).
-        resume: for an index: a text that is the same exactly when the tensors are, such as the
-            digest of the source and of the plan. It continues an interrupted write with the same
-            text: complete shards are checked and kept.
+        resume: for an index: a text that identifies the tensors, such as the digest of the source
+            and of the plan. The write continues an interrupted one with the same text: complete
+            shards are checked and kept.
         part: `(i, n)`, with `resume`: write every n-th shard from the i-th (from 0) on, and no index.
             Other processes write the other parts; a call without it then completes the whole.
         digest: "xxh3_128" or "sha256" per tensor, kept in the file and checked on reading; "fast":
             the former if xxhash is installed; None: no digest.
-        progress: called as progress(done, total) with bytes, written and read back again.
+        progress: called as progress(done, total) in bytes; `total` counts writing and reading back.
 
     Raises:
         CheckpointError: DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed,
@@ -228,7 +231,7 @@ def _refuse_other_files(path: Path) -> None:
 
 
 def compare(plan: Plan, written: reader.Checkpoint) -> None:
-    """Raises WriteFailed unless the digests of a file are those that the plan wrote."""
+    """Raises WriteFailed unless a written file has the tensors, texts and digests of the plan."""
     same = dict(written.info) == dict(plan.info) and (
         dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
     )
@@ -279,7 +282,7 @@ def _tensors(
     tensors: Mapping[str, np.ndarray],
     dtype: Wanted | Mapping[str, Wanted] | None,
 ) -> tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo], Callable[[str], np.ndarray]]:
-    """Checks names, shapes and dtypes before anything is written."""
+    """Checks names, shapes and dtypes; returns the info after and before casting, and a loader."""
     budget = Budget(target, 0, UNLIMITED)
     declared: dict[str, TensorInfo] = {}
     known = tensors.info if isinstance(tensors, reader.Lazy) else None

@@ -12,7 +12,7 @@ from jaxmha.cli import convert, describe, diff, explain, inspect, match, plan, p
 from jaxmha.cli.console import out
 from jaxmha.cli.options import suffixes
 
-# Each module has its `command` and its EXAMPLES; `--help` lists the commands in this order.
+# One module per command, with its `command` and EXAMPLES, in the order of `--help`.
 COMMANDS = {
     "inspect": inspect,
     "match": match,

@@ -33,7 +33,7 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def escape(text: str, keep: str = "") -> str:
-    """Escapes names from files, so that they control neither rich nor the terminal."""
+    """Escapes names from files, so that neither rich nor the terminal interprets them."""
     return markup.escape(printable(text, keep))
 
 

@@ -218,7 +218,7 @@ def _index_of_shards(destination: Path, size: int | None, processes: int) -> Pat
 def _run_parts(
     processes: int, source: Path, destination: Path, options: Mapping[str, Any], quiet: bool
 ) -> Mapping[int, int]:
-    """Runs several processes that write a part each; returns failed parts and their exit codes."""
+    """Runs processes that each write a part; returns the exit code of each part that failed."""
     if processes == 1:
         return {}
     if not quiet:

@@ -121,7 +121,7 @@ def command(
 
 
 class _Layer(NamedTuple):
-    """The layer to describe: the parameters of a block, or sizes to draw them by."""
+    """The layer to describe: the parameters of a block, or the sizes of a layer to make up."""
 
     name: str
     params: MHAParams | None
@@ -216,7 +216,7 @@ def _differences(flow: DataFlow) -> Table:
     for column in ("node", "framework", "what it does"):
         table.add_column(column, overflow="fold")
     for node in flow.nodes:
-        frameworks: dict[str, list[str]] = {}  # by what they do
+        frameworks: dict[str, list[str]] = {}  # difference -> frameworks
         for one in node.differences:
             frameworks.setdefault(one.what, []).append(one.framework)
         for i, (what, names) in enumerate(frameworks.items(), 1):

@@ -68,9 +68,9 @@ class Difference:
 
     Attributes:
         blocks: name -> attribution, for every block that both sources have.
-        only_a: blocks that only the first source has. only_b: the same for the second.
+        only_a, only_b: names of blocks that only the first, or only the second, source has.
         rest: comparison of the tensors outside attention.
-        notes: lines for the user.
+        notes: remarks that are printed for the user.
     """
 
     blocks: Mapping[str, Attribution]
@@ -91,7 +91,7 @@ class Difference:
         return not self.different and not self.rest.left
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
+        """Returns all fields as JSON-compatible data."""
         return {
             "same": self.same,
             "different": self.different,
@@ -174,7 +174,7 @@ def _attribute(
 def _rest(
     sources: tuple[Comparand, Comparand], block: str | None
 ) -> tuple[other_tensors.Outside, tuple[str, ...]]:
-    """The comparison of the tensors outside attention, unless a block is named; and notes."""
+    """Compares the tensors outside attention, unless a block is named; also returns notes."""
     if block is not None:
         note = f"--block names only {block or '(top)'}: nothing else was compared"
         return other_tensors.NOTHING, (note,)
@@ -259,7 +259,7 @@ def _behaving(layer: Layer, preset: str | None) -> Layer:
         raise ValueError(f"no path is called {preset!r}: there are {', '.join(sorted(PRESETS))}")
     framework, path = preset.split(":")
     preset_of = getattr(Semantics, framework)
-    # These two have one path and no dtype of their own.
+    # The presets of jax and torch_sdpa have one code path and take no dtype.
     like = preset_of() if framework in ("jax", "torch_sdpa") else preset_of(path, dtype=layer.dtype)
     fields = {"fully_masked": like.fully_masked, "softmax_dtype": like.softmax_dtype}
     return replace(layer, semantics=replace(layer.semantics, **fields))

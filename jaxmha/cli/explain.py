@@ -105,7 +105,7 @@ def _window(text: str) -> int | tuple[int, ...]:
 def _mask(
     shape: str | None, padding: tuple[int, int] | None
 ) -> jaxmha.Mask | jax.ShapeDtypeStruct | None:
-    """A dense mask, a padding mask of keys, or both."""
+    """Makes a dense mask, a padding mask of keys, or both, from shapes."""
     dense = None if shape is None else _array(*parse_integers(shape, "--mask"), dtype=jnp.bool_)
     if padding is None:
         return dense

@@ -1,4 +1,4 @@
-"""Options that several commands share, and parsers of their texts."""
+"""Options that several commands share, and parsers of their values."""
 
 import re
 from enum import Enum
@@ -23,13 +23,13 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 def option(
     names: str, about: str, *, min: int | None = None, show_default: bool = True
 ) -> OptionInfo:
-    """An option with its names, separated by spaces, and its help text."""
+    """Makes an option from its names, separated by spaces, and its help text."""
     made: OptionInfo = typer.Option(*names.split(), help=about, min=min, show_default=show_default)
     return made
 
 
 def suffixes(*, to_write: bool = False) -> str:
-    """The suffixes of all formats, or of those that are written, for help texts."""
+    """The suffixes of all formats, or only of formats that can be written, for help texts."""
     names = []
     for format in checkpoint.FORMATS:
         is_written = format.write is not None or format.folder or format.sharded
@@ -66,7 +66,7 @@ DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type
 
 
 def layout_name(value: str | None) -> str | None:
-    """Callback of options: checks the name of a layout, and suggests one if it is unknown."""
+    """Option callback: checks the name of a layout, and suggests one if the name is unknown."""
     names = [layout.name for layout in registry.LAYOUTS]
     if value is not None and value not in names:
         raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
@@ -74,7 +74,7 @@ def layout_name(value: str | None) -> str | None:
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """The dtype of --dtype.
+    """Parses the value of --dtype.
 
     Raises:
         ValueError: there is no such dtype.
@@ -86,7 +86,7 @@ def parse_dtype(name: str) -> np.dtype:
 
 
 def parse_integers(text: str, name: str) -> tuple[int, ...]:
-    """Integers joined by commas.
+    """Parses integers that are separated by commas.
 
     Raises:
         ValueError: the text has another form; the message names the option.
@@ -101,10 +101,10 @@ def parse_integers(text: str, name: str) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str) -> int:
-    """A size in bytes, such as 5GB.
+    """Parses a size in bytes, such as 5GB.
 
     Raises:
-        ValueError: the text is no size, or is zero.
+        ValueError: the text is not a size, or the size is zero.
 
     >>> parse_bytes("5GB"), parse_bytes("1.5 MiB"), parse_bytes("700")
     (5000000000, 1572864, 700)

@@ -64,7 +64,7 @@ FoldScale = Annotated[
 
 @dataclass(frozen=True)
 class Choices:
-    """The options that decide about every tensor, common to `plan` and `convert`."""
+    """The options that decide what happens to every tensor, common to `plan` and `convert`."""
 
     to: str | None
     from_: str | None
@@ -88,7 +88,7 @@ class Choices:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """The same as options of the command line."""
+        """These options as arguments of the command line."""
         return {
             "--to": self.to,
             "--from": self.from_,

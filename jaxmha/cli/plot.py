@@ -107,7 +107,7 @@ def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
 
 
 def _stored(path: Path, name: str | None) -> NDArray:
-    """The array of this name, or the only array that may hold weights."""
+    """The array with this name, or the only array whose shape may be that of weights."""
     with checkpoint.open(path) as file:
         fitting = [key for key, info in file.info.items() if len(info.shape) in (2, 3, 4)]
         if name is not None and name not in file:
@@ -124,7 +124,7 @@ def _stored(path: Path, name: str | None) -> NDArray:
 def _computed(
     path: Path, name: str | None, num_heads: int | None, inputs: Path, causal: bool
 ) -> tuple[str, NDArray]:
-    """The name of the block, and its weights for the inputs."""
+    """Computes the weights of a block for the inputs; also returns the name of the block."""
     with checkpoint.open(inputs) as file:
         unknown = [key for key in file if key not in INPUTS]
         if unknown or "query" not in file:

@@ -30,7 +30,7 @@ from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
 from jaxmha.rotary import Rotate
 
-# Cached keys `*B S K H`, values `*B S K h`, and an index.
+# Cached keys `*B S K H`, values `*B S K h`, and the index of the next free slot.
 Cache: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -47,8 +47,8 @@ def attend_cached(
     """Appends T tokens to flax's cache and attends to all tokens in it.
 
     `mask` and `bias` cover the S slots; a window counts tokens. Outputs are NaN if no slots are
-    left, since a compiled program cannot raise. `positions`: of the new tokens for `rotate`,
-    default their slots.
+    left, since a compiled program cannot raise. `positions`: positions of the new tokens for
+    `rotate`, default their slots.
 
     Returns:
       out `*B T Do`, weights, and the updated cache.
@@ -157,7 +157,7 @@ def _attend_cached(
     wide = widen(params, bias, mask, batch, sizes_of(query, keys), semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
     out, weights = attend_projected(params, query, *heads, wide, settings)
-    out = nan_where(index > S - T, out)  # index + T may overflow
+    out = nan_where(index > S - T, out)  # index + T > S may overflow
     dtype = compute_dtype(params, heads=out)
     out = combine_checked(params, out, semantics, dtype)
     return out, weights, (keys, values, index + T)

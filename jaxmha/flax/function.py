@@ -60,12 +60,12 @@ def attention_fn(
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: broadcastable to `(*B, N, T, S)`, nonzero entries attend; or a `jaxmha.Mask`.
       broadcast_dropout: batch rows and heads share a draw; takes precedence over `semantics`.
-      dropout_rng: a PRNG key; required if dropout acts.
-      dropout_rate: of the weights; acts unless `deterministic`.
+      dropout_rng: a PRNG key; required if there is dropout.
+      dropout_rate: probability that a weight is dropped, unless `deterministic`.
       deterministic: no dropout.
       dtype: of the computation; None: the promoted dtype.
       precision: of the matmuls.
-      module: sows the weights before dropout as `attention_weights`.
+      module: flax module that sows the weights before dropout as `attention_weights`.
       force_fp32_for_softmax: the softmax is in float32, also for float64, and so are weights and
         output for half precision.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: must

@@ -1,4 +1,4 @@
-"""Attention over heads, and of a layer that rotates queries and keys before attention."""
+"""Attention over heads, and a whole layer that can rotate queries and keys before attention."""
 
 import math
 from collections.abc import Sequence
@@ -166,7 +166,8 @@ def check_positions(
     *,
     features: int = 1,
 ) -> None:
-    """Checks positions against queries `*B T ...` and keys `*B S ...` with `features` more axes."""
+    """Checks positions against queries `*B T ...` and keys `*B S ...`; `features`: number of axes
+    after T or S."""
     if positions is None:
         return
     if rotate is None:
@@ -200,7 +201,7 @@ def rotated(
 
 
 def _positions(batch: Sequence[int], size: int) -> jax.Array:
-    """True positions 0, 1, ..., in zig-zag order if the features are."""
+    """Positions 0, 1, ..., in zig-zag order if the features are in that order."""
     positions = sharding.in_order(np.arange(size, dtype=np.int32).reshape(1, size), 1)
     return jnp.broadcast_to(positions[0], (*batch, size))
 

@@ -129,7 +129,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     implementation: Implementation = None
 
     def __post_init__(self) -> None:
-        self.implementation = hashable(self.implementation)  # for transformations
+        self.implementation = hashable(self.implementation)  # required by flax's transformations
         self.use_bias = as_tuple(self.use_bias)
         self.local_window_size = as_tuple(self.local_window_size)
         super().__post_init__()

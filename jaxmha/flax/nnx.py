@@ -302,7 +302,7 @@ class MultiHeadAttention(Attributes):
     ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
         """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
 
-        Dropout does not act, even if `deterministic` is False.
+        There is no dropout, even if `deterministic` is False.
 
         >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
         >>> out, cache = layer.prefill(x, KVCache.empty(layer.to_params()[0], 3, 8))

@@ -14,7 +14,7 @@ from jaxmha.semantics import Precision, Semantics
 
 
 class Attributes(nnx.Module):  # type: ignore[misc]
-    """Base class that reads these attributes from `semantics` and projections, and sets some."""
+    """Base class with attributes that read, and in part set, `semantics` and the projections."""
 
     semantics: Semantics
     deterministic: bool | None
@@ -79,8 +79,8 @@ class Attributes(nnx.Module):  # type: ignore[misc]
         Args:
           deterministic: no dropout.
           decode: appends to the cache.
-          batch_size: of the cache, one size or several.
-          max_length: of the cache, S.
+          batch_size: batch size of the cache, or the sizes of several batch axes.
+          max_length: S, number of slots of the cache.
         """
         if deterministic is not None:
             self.deterministic = deterministic

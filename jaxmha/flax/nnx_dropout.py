@@ -7,10 +7,10 @@ from jaxtyping import PRNGKeyArray
 def dropout_key(
     module: nnx.Module, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
 ) -> PRNGKeyArray | None:
-    """The next key of `rngs`, or of the module's own stream; None if dropout does not act.
+    """The next key of `rngs`, or of the module's own stream; None if there is no dropout.
 
     Raises:
-      ValueError: `deterministic` is given nowhere, or there is no stream.
+      ValueError: neither call nor module sets `deterministic`, or there is no stream.
       TypeError: `rngs` is not callable.
     """
     if not module.semantics.dropout_rate:

@@ -1,4 +1,4 @@
-"""Parameters of the nnx module. Flax's own layers hold them under its names, and are not called."""
+"""Parameters of the nnx module, in flax's own layers, which hold them but are never called."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ Settings = Mapping[str, Any]
 
 
 def with_given(settings: Settings, **others: object) -> dict[str, Any]:
-    """`settings`, with those of `others` that are given."""
+    """Adds to `settings` the entries of `others` that are truthy."""
     return {**settings, **{name: value for name, value in others.items() if value}}
 
 
@@ -34,8 +34,8 @@ def declare(
       heads: arguments of `nnx.LinearGeneral` for queries, keys and values.
       out: arguments for the output projection; None: there is none.
       norms: by name, arguments of `nnx.LayerNorm`.
-      use_bias: as in the module.
-      use_bias_kv: as in the module.
+      use_bias: as in `MultiHeadAttention`.
+      use_bias_kv: as in `MultiHeadAttention`.
     """
     N, K, H, h = (sizes[axis] for axis in ("N", "K", "H", "h"))
     ends = {

@@ -24,7 +24,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 def flat_init(init: Initializer, contracted: int) -> Initializer:
     """Draws a kernel, whose first `contracted` axes are inputs, as a matrix (as a vector if 0).
 
-    flax draws its kernels so; an initialiser that depends on fans uses those of the matrix.
+    flax draws its kernels in the same way; initialisers compute their fans from the matrix.
     """
 
     def draw(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> PyTree:

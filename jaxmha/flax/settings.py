@@ -61,7 +61,7 @@ def behaviour(
 
 
 def shared_axes(broadcast_dropout: bool | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes that share a dropout draw by flax's argument; `default` if that is None."""
+    """Axes that share a dropout draw: B and N or none, or `default` if the argument is None."""
     one_of("broadcast_dropout", broadcast_dropout, (None, True, False))
     if broadcast_dropout is None:
         return default

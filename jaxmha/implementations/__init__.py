@@ -46,12 +46,13 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "ring": ring,
     "allgather": all_gather,
 }
-# Aliases for the names of jax.nn, so that its calls work unchanged; "cudnn" needs none.
+# Implementation names of jax.nn, mapped to names in IMPLEMENTATIONS, so that calls of jax.nn work
+# unchanged; "cudnn" is the same in both.
 OF_JAX: dict[str, str] = {"xla": "reference"}
 # Context-parallel implementations; they come first where positions are sharded.
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
-# Implementations that are probed first, and the platform that JAX must lower them for; native
-# checks itself, and lowers to plain XLA elsewhere.
+# Implementations that are probed before their first use, and the platform of their kernels.
+# "native" is absent: it checks its library, and lowers to plain XLA on other platforms.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = False
@@ -77,10 +78,11 @@ class UnsupportedError(ValueError):
 
 
 class SupportQuery(tuple[str, ...]):
-    """Names of implementations that `attend` checks without running them; empty: the platform's.
+    """Implementation names for which `attend` reports support; empty: those of the platform.
 
-    `attend` sets `reasons` to every candidate and the reason why it cannot compute the request, or
-    None. Queries compare by identity, so that jit traces the call again for every query.
+    `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
+    the request (None: it can), and then runs `reference`. Queries compare by identity, so that jit
+    traces the call again for every query.
     """
 
     reasons: list[tuple[str, str | None]]
@@ -101,7 +103,7 @@ def candidates(
     implementation: str | Sequence[str] | None = None,
     request: Request | None = None,
 ) -> tuple[str, ...]:
-    """Names in order of preference: the given ones, else those of the platform.
+    """Names in order of preference: `implementation` if it is given, else those of the platform.
 
     Raises:
       ValueError: an unknown name.
@@ -122,7 +124,7 @@ def candidates(
 
 
 def unsupported(request: Request, name: str, *, traced: bool = True) -> str | None:
-    """The reason why an implementation cannot compute a request here and now; None: it can.
+    """The reason why an implementation cannot compute a request; None: it can.
 
     `traced`: also reject kernels that this machine cannot trace for the platform named by
     `lowering_for`.
@@ -144,7 +146,7 @@ def select(request: Request, implementation: str | Sequence[str] | None = None) 
     """The first implementation that supports the request.
 
     Raises:
-      ValueError: an unknown name, or none that supports the request, with every reason.
+      ValueError: a name is unknown, or no implementation supports the request (`UnsupportedError`).
     """
     reasons: dict[str, str] = {}
     for name in candidates(implementation, request):
@@ -177,7 +179,7 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def _run(request: Request, name: str, portable: str | None) -> Result:
-    """Runs a kernel on its platform, and the portable implementation elsewhere."""
+    """Runs the implementation `name`; a kernel is replaced by `portable` on other platforms."""
     if name not in KERNELS or portable is None:
         direct: Result = IMPLEMENTATIONS[name].attend(request)
         return direct
@@ -198,7 +200,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         found: Result = IMPLEMENTATIONS[name].attend(these)
         return found if request.return_lse else found._replace(lse=None)
 
-    def elsewhere(*arrays: Any) -> Result:  # on an unknown platform: as on a CPU
+    def elsewhere(*arrays: Any) -> Result:  # unknown platform: assumes a CPU
         with platforms.lowering_for("cpu"):
             return run(portable, *arrays)
 
@@ -212,7 +214,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Explains the TypeError of forward-mode differentiation through a custom gradient."""
+    """Adds a remedy to the TypeError of forward-mode differentiation through a `custom_vjp`."""
     try:
         yield
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The contract of every implementation: `Request` in, `Result` out."""
+"""`Request` and `Result`: the arguments and results of every implementation."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +15,9 @@ from jaxmha.semantics import ReturnWeights, Semantics
 
 
 class Part(NamedTuple):
-    """The position of a request within a larger one, so that dropout draws the same entries.
+    """The position of a request within a larger one, for dropout.
+
+    The keep-mask of an entry depends on its position in the larger request.
 
     Attributes:
       b, n: the first batch row and query head, static or traced.
@@ -33,13 +35,13 @@ class Request(NamedTuple):
 
     Attributes:
       query, key, value: of one floating dtype.
-      bias: -inf excludes.
-      mask: the allowed pairs, `simplified`; its arrays have a batch axis.
-      semantics: scale, soft cap, policy, dtypes, dropout.
+      bias: added to the logits; -inf excludes a pair.
+      mask: the allowed pairs, rewritten by `simplified`; its arrays have a batch axis.
+      semantics: scale, soft cap, policy of fully masked rows, dtypes and dropout.
       dropout_key: None: no dropout.
       return_weights: False, "before_dropout" or "after_dropout".
       return_lse: whether the caller reads lse.
-      part: position within a larger request; None: this is the whole.
+      part: position within a larger request; None: this request is the whole.
     """
 
     query: Float[jax.Array, "B T N H"]
@@ -91,8 +93,8 @@ def allowed_pairs(
 
 
 def simplified(mask: Mask) -> Mask:
-    """Rewrites a dense mask over keys alone, or queries alone, as padding: it needs O(S) memory,
-    and implementations can skip whole tiles.
+    """Rewrites a dense mask that depends only on keys, or only on queries, as padding, which needs
+    O(S) or O(T) memory and lets implementations skip whole tiles.
 
     >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
     (2, 7)

@@ -12,7 +12,7 @@ from jaxmha.implementations.base import Request, accumulation_dtype
 def apply(
     request: Request, out: Float[jax.Array, "B T N h"], masked: Bool[jax.Array, "B T N"]
 ) -> Float[jax.Array, "B T N h"]:
-    """Replaces the fully masked rows of `out` as the policy says.
+    """Replaces the fully masked rows of `out` according to `semantics.fully_masked`.
 
     Rows beyond a query length are 0 under every policy.
     """

@@ -47,8 +47,8 @@ class State(NamedTuple):
 class Softmax(NamedTuple):
     """Normalised output with row max and row sum; output and row sum are 0 on fully masked rows.
 
-    The backward pass reads row max and row sum separately: the lse is rounded to its own spacing,
-    which for large logits is much coarser than that of a weight.
+    The backward pass reads row max and row sum instead of the lse: the rounding error of a large
+    lse would be a relative error of the weights.
     """
 
     out: Float[jax.Array, "*b r h"]
@@ -101,7 +101,7 @@ def fold(
 
 def normalize(state: State, keep_rate: float | None = None) -> Softmax:
     """Divides the output by the row sum and, if there is dropout, by the rate of kept weights."""
-    # 1 on fully masked rows; elsewhere the largest logit alone contributes 1 to the row sum.
+    # The row sum is 0 in fully masked rows, else at least 1, the exponential of the row max.
     divisor = jnp.maximum(state.row_sum, 1.0)
     out = state.out / (divisor if keep_rate is None else divisor * keep_rate)
     return Softmax(out, state.row_max, state.row_sum)

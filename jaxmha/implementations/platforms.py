@@ -1,4 +1,4 @@
-"""The platform that a call is lowered for: JAX's default device, unless another is named."""
+"""The platform that a call is lowered for: JAX's default device or that of `lowering_for`."""
 
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ class Platform(NamedTuple):
       name: JAX's lowering platform: `cpu`, `cuda`, `rocm` or `tpu`.
       device: name of the device.
       capability: CUDA compute capability; None on other platforms.
-      present: whether JAX runs on it here, so that kernels can be probed.
+      present: whether JAX can run programs on it in this process, so that kernels can be probed.
     """
 
     name: str
@@ -26,8 +26,8 @@ def _cuda(device: str, major: int, minor: int) -> Platform:
     return Platform("cuda", device, (major, minor))
 
 
-# Devices that may be named without being present. Source of the capabilities: NVIDIA's list of CUDA
-# GPUs. `gpu` and `cuda` are taken to be of the Hopper generation.
+# Platforms and devices that `lowering_for` accepts. Source of the capabilities: NVIDIA's list of
+# CUDA GPUs. `gpu` and `cuda` are assumed to be Hopper.
 KNOWN: dict[str, Platform] = {
     "cpu": Platform("cpu", "cpu"),
     "tpu": Platform("tpu", "tpu"),
@@ -44,12 +44,13 @@ KNOWN: dict[str, Platform] = {
     "b200": _cuda("b200", 10, 0),
 }
 
-# A user context is part of JAX's cache keys: another platform compiles another program.
+# The platform of `lowering_for`. User contexts are part of JAX's cache keys, so that each platform
+# has its own program.
 _CHOSEN: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
 def named(name: str) -> Platform:
-    """A platform or device by name, in any case.
+    """Looks up a platform or device by its name in upper or lower case.
 
     Raises:
       ValueError: the name is unknown.
@@ -66,7 +67,7 @@ def named(name: str) -> Platform:
 def lowering_for(name: str) -> AbstractContextManager[None]:
     """Chooses implementations as on the named platform, independent of this machine.
 
-    For `jax.export` and `lower(lowering_platforms=...)`. Without it, programs lowered for a
+    Use it with `jax.export` and `lower(lowering_platforms=...)`. Without it, programs lowered for a
     platform other than JAX's default backend contain the portable implementation.
 
     >>> with lowering_for("h200"):
@@ -93,6 +94,6 @@ def _default() -> Platform:
     device = default or jax.local_devices(backend="gpu")[0]
     try:
         major, minor = map(int, device.compute_capability.split("."))
-    except (AttributeError, ValueError):  # gfx942 and the like
+    except (AttributeError, ValueError):  # a ROCm device such as gfx942
         return Platform("rocm", device.device_kind, present=True)
     return Platform("cuda", device.device_kind, (major, minor), present=True)

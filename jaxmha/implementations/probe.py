@@ -1,4 +1,4 @@
-"""Probes a kernel on this machine, once: compiles it, runs it and compares the results."""
+"""Probes a kernel once per process: compiles it, runs it and compares its results with NumPy's."""
 
 import warnings
 from collections.abc import Callable
@@ -45,7 +45,8 @@ def _failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: 
 
 
 def _agreed(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """All processes run the same program, so they must agree on the choice."""
+    """The reason why the probe fails in this or another process, or None: all processes must run
+    the same program, and therefore choose the same implementation."""
     found = _tried(attend, dtype, dense)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -72,7 +73,7 @@ def _tried(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str 
         expected = _expected(request, cotangent)
         for what, x, y in zip(("output", "query", "key", "value"), found, expected, strict=True):
             error = np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()
-            if not error <= ALLOWED:  # NaN as well
+            if not error <= ALLOWED:  # also true if error is NaN
                 gradient = "" if what == "output" else "the gradient of "
                 return f"{gradient}{what} is wrong by {error:.1e} of the largest value"
     except Exception as error:  # noqa: BLE001  drivers and compilers raise any
@@ -98,7 +99,7 @@ def _problem(dtype: str, dense: bool) -> tuple[Request, Float[jax.Array, "B T N 
 def _expected(
     request: Request, cotangent: Float[jax.Array, "B T N H"]
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], ...]:
-    """Output and gradients, written out in NumPy."""
+    """Output and gradients, computed in NumPy."""
     heads = (np.asarray(x, np.float32) for x in (*request[:3], cotangent))
     query, key, value, d_out = (np.moveaxis(x, 2, 1) for x in heads)
     scale = query.shape[3] ** -0.5

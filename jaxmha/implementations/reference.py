@@ -1,4 +1,4 @@
-"""Attention that materialises every score: the definition of correct.
+"""Attention that materialises every score; tests compare the other implementations with it.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; grouped queries:
 Ainslie et al., "GQA" (2023).
@@ -21,7 +21,7 @@ from jaxmha.semantics import FullyMasked, Precision
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """None: the reference supports everything."""
+    """Returns None: the reference supports every request."""
     return None
 
 
@@ -40,7 +40,7 @@ class Matmuls(NamedTuple):
 def _query_key(
     query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
 ) -> Float[jax.Array, "B N T S"]:
-    """The query heads of a group are rows of one matmul."""
+    """Multiplies queries and keys; the query heads of a group are rows of one matmul."""
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     rows = jnp.moveaxis(query.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, N // K * T, H)
     logits = matmul(rows, jnp.transpose(key, (0, 2, 3, 1)), precision=precision)
@@ -100,7 +100,7 @@ def attend(
 def _softmax(
     logits: Float[jax.Array, "B N T S"], accumulate: np.dtype[np.floating]
 ) -> tuple[Float[jax.Array, "B N T S"], Float[jax.Array, "B N T"], Bool[jax.Array, "B N T 1"]]:
-    """Weights and log-sum-exp, 0 and -inf on fully masked rows, and which rows are so."""
+    """Weights, log-sum-exp, and True for fully masked rows, whose weights are 0 and lse -inf."""
     # A fully masked row has row max -inf and row sum 0; both are replaced to avoid NaN.
     row_max = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     exps = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(logits.dtype))
@@ -138,6 +138,6 @@ def _zero_unattended(
     attended_keys = jnp.moveaxis(groups.any((2, 3)), 1, 2)[..., None]
     query = jnp.where(attended_rows, query, 0.0)
     key = jnp.where(attended_keys, key, 0.0)
-    if policy != "mean":  # the mean reads every value
+    if policy != "mean":  # the policy `mean` reads every value
         value = jnp.where(attended_keys, value, 0.0)
     return query, key, value

@@ -41,7 +41,7 @@ class Split(NamedTuple):
     N: int
 
     def spec(self, shape: tuple[int, ...], letters: str) -> PartitionSpec:
-        """The spec of an array with axes `letters`: b, n, k, `c` (positions); others replicated."""
+        """The spec of an array, by a letter per axis: b, n, k or c (positions); else replicated."""
         names = {"b": self.b, "n": self.n, "k": self.k}
         if self.axes.context is not None:
             names["c"] = (self.axes.context,)
@@ -78,7 +78,7 @@ class Split(NamedTuple):
     def run(
         self, function: Callable[..., Tree], in_specs: tuple[Any, ...], out_specs: Tree
     ) -> Callable[..., Tree]:
-        """`jax.shard_map` over the axes in use; specs are pytrees like arguments and result."""
+        """Wraps `function` by `jax.shard_map` over the axes in use."""
         used = {*self.b, *self.n}
         used |= {self.axes.context} if self.axes.context else set()
         mapped: Callable[..., Tree] = jax.shard_map(
@@ -107,8 +107,8 @@ def split(B: int, N: int, K: int) -> Split | None:
 def alike(arrays: Tree) -> Tree:
     """Casts all arrays to the union of their varying mesh axes.
 
-    Loop carries must vary over the same axes, and gradients of replicated inputs are then summed
-    over devices once, outside.
+    The arrays of a loop carry must vary over the same mesh axes. The cast precedes the loop, so
+    that gradients of replicated inputs are summed over devices only once.
     """
     leaves, tree = jax.tree.flatten(arrays)
     varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in leaves]
@@ -127,7 +127,7 @@ def project(
     inputs: Inputs,
     others: Others,
 ) -> list[jax.Array]:
-    """`run(projections, inputs, others)` on each device's own heads of query, key and value.
+    """Computes `run(projections, inputs, others)` for each device's own query and key/value heads.
 
     The gradient of an input is summed over its projections first, then over devices once.
     """
@@ -161,7 +161,7 @@ def project(
 
 
 def attend(request: Request, run: Callable[[Request], Result]) -> Result:
-    """`run` on each device's own part of the request."""
+    """Applies `run` to each device's own batch rows and heads of the request."""
     (B, T, N, _), K = request.query.shape, request.key.shape[2]
     if not all(isinstance(size, int) for size in (B, N, K)):
         return run(request)
@@ -169,7 +169,7 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     if found is None or not (found.b or found.n):
         return run(request)
     local_split = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
-    # Sharded axes by rank: lengths and offsets; padding and segments; the dense mask.
+    # Axes by rank: 1: lengths and offsets; 2: padding and segment ids; 4: the dense mask.
     letters = {1: "b", 2: "b?", 4: "bnts"}
     conditions, tree = jax.tree.flatten(request.mask)
     conditions = [jnp.asarray(x) for x in conditions]

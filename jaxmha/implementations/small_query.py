@@ -24,7 +24,7 @@ from jaxmha.semantics import Precision
 MOST_ROWS = 32
 LEAST_KEYS = 64
 
-# Rebuilds a request from its arrays; its static fields are kept.
+# Rebuilds a request from its arrays and the static fields that `attend` captured.
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Request]
 
 
@@ -69,7 +69,7 @@ def _jvp(
     rebuild: Rebuild, primals: tuple[list[Any]], tangents: tuple[list[Any]]
 ) -> tuple[Result, Result]:
     """Differentiates `reference` instead: gradients of the matmul over all heads would leak NaN
-    into other heads (0 * NaN), and per-head key gradients copy all keys anyway, at the same speed.
+    into other heads (0 * NaN), and the gradient of the keys per head is as fast in `reference`.
     """
     return jax.jvp(lambda arrays: reference.attend(rebuild(arrays)), primals, tangents)
 
@@ -86,7 +86,7 @@ def _masked(request: Request) -> Result:
 
     def weights_value(weights: jax.Array, value: jax.Array, precision: Precision) -> jax.Array:
         out = _weights_value(weights, value, precision)
-        finite.append(jnp.isfinite(out).all())  # XLA would make one sum per head
+        finite.append(jnp.isfinite(out).all())  # `isfinite(out.sum())` gives one sum per head
         return out
 
     matmuls = reference.Matmuls(query_key, weights_value)
@@ -98,8 +98,8 @@ def _masked(request: Request) -> Result:
 
 
 def _all_heads(request: Request) -> Result:
-    """One matmul for all heads; head by head if a non-finite key leaked into other heads, which
-    shows as a NaN in their lse (0 * inf)."""
+    """Computes one matmul for all heads. If a non-finite key leaked into other heads (0 * inf makes
+    their lse NaN), computes the logits head by head instead."""
     result = reference.attend(request, ALL_HEADS)
     if request.key.shape[2] == 1:
         return result
@@ -141,8 +141,8 @@ def _query_key(
 def _query_key_by_head(
     query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
 ) -> Float[jax.Array, "B N T S"]:
-    """One key head at a time: a program allocates memory for both branches, and a transposed copy
-    of all keys would be in it even where the other branch runs."""
+    """Multiplies one key head at a time: XLA allocates memory for both branches of `cond`, and a
+    transposed copy of all keys would take memory even if this branch does not run."""
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
 
     def head(k: jax.Array) -> jax.Array:
@@ -159,7 +159,7 @@ def _weights_value(
     (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
     out = matmul(weights.reshape(B, N * T, S), value.reshape(B, S, K * h), precision=precision)
     heads = out.reshape(B, N, T, K, h)
-    own = [heads[:, n, :, n // (N // K)] for n in range(N)]  # N times B T h
+    own = [heads[:, n, :, n // (N // K)] for n in range(N)]  # N arrays B T h
     return jnp.stack(own, 2)
 
 

@@ -35,9 +35,10 @@ class Framework(NamedTuple):
     """Tables of the converters for one framework.
 
     Attributes:
-      layouts: of its layers, the usual one first; empty for a function of projected heads.
-      masks: the arguments that exclude pairs.
-      paths: its code paths, as a key of `jaxmha.semantics.PATHS`.
+      layouts: layouts of the framework's layers, the usual one first; empty for a function of
+        projected heads.
+      masks: the mask arguments that exclude query-key pairs.
+      paths: key of `jaxmha.semantics.PATHS` for the framework's code paths.
     """
 
     layouts: tuple[Layout, ...]
@@ -63,7 +64,7 @@ FRAMEWORKS: dict[str, Framework] = {
     "jax": Framework((), jax_masks.ARGUMENTS[1:2], "jax"),
 }
 _NONE = dict.fromkeys(FRAMEWORKS, "has no such option")
-_SCORES = "with dropout or scores"  # Keras' other path
+_SCORES = "with dropout or scores"  # Keras' path without fused attention
 
 # Node -> framework -> difference. keras is Keras on JAX, tensorflow is Keras on TensorFlow.
 FACTS: dict[str, dict[str, str]] = {
@@ -198,7 +199,7 @@ def _polarity(argument: MaskArg) -> str:
 
 
 def _softmax(framework: str) -> list[str]:
-    """Softmax dtype and output for fully masked rows, by code path."""
+    """Describes softmax dtype and output for fully masked rows, for each code path."""
     known = PATHS[FRAMEWORKS[framework].paths]
     shown = _PATHS["keras" if framework == "tensorflow" else framework]
     dtypes = {"input": "in the input dtype", "float32": "in float32 always", None: ""}

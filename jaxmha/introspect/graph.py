@@ -25,19 +25,19 @@ class Node:
     """One step of attention, as if it were a separate program.
 
     Attributes:
-      name: name of its result.
+      name: name of the result.
       kind: `input`; `product` of matrices; `elementwise`; `softmax`; `joined` (concatenated).
-      formula: in the names of other nodes and of parameters.
-      axes: of the result, in the letters of the dimension key; `S+1` has an extra position.
-      shape: of the result.
-      dtype: of the result.
+      formula: formula of the result, in the names of other nodes and of parameters.
+      axes: axes of the result, in jaxmha's axis letters; `S+1` has an extra key position.
+      shape: shape of the result.
+      dtype: dtype of the result.
       inputs: the nodes that it reads.
       parameters: the parameter arrays that it reads, as the framework stores them.
       cost: number of operations, as a formula. An addition, multiplication, division, comparison or
         exponential counts 1; selecting and copying count 0.
       flops: value of `cost`.
-      bytes_read: of inputs and parameters, each once.
-      bytes_written: of the result.
+      bytes_read: bytes of inputs and parameters, each read once.
+      bytes_written: bytes of the result.
       differences: how frameworks differ at this node.
     """
 
@@ -71,12 +71,12 @@ class DataFlow:
     """The result of `describe`: `print` shows a table, a notebook a drawing.
 
     Attributes:
-      sizes: letter of the dimension key -> size.
-      dtype: of heads and output.
+      sizes: axis letter -> size.
+      dtype: dtype of heads and output.
       framework: the framework whose arrays and differences are listed; None lists jaxmha's arrays,
         and the differences of all frameworks.
       refused: the reason why no layer of the framework has this configuration, or None.
-      nodes: in the order of computation.
+      nodes: all nodes in the order of computation.
       pairs: number of query-key pairs that causality allows, per head and batch row; None means
         all.
     """
@@ -106,7 +106,7 @@ class DataFlow:
 
     @property
     def bytes_fused(self) -> int:
-        """Bytes if all arrays with both axes T and S stay on the chip.
+        """Bytes read and written if no array with both axes T and S leaves the chip.
 
         This is the traffic of fused attention: it reads heads (and a mask), and writes the context.
         """

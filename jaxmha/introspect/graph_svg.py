@@ -14,7 +14,7 @@ WIDTH, HEIGHT, GAP, ROW, EDGE = (
     26.0,
     122.0,
     14.0,
-)  # pixels: box, between boxes, from row to row
+)  # pixels: size of a box, gap between boxes, distance of rows, margin
 COLOURS = {  # tab10: distinct for colour-blind readers, on light and dark
     "input": "#7f7f7f",
     "product": "#1f77b4",
@@ -48,7 +48,7 @@ def places(flow: "DataFlow") -> dict[str, Place]:
     """The position of every box.
 
     A node is below all nodes that it reads. Nodes of only query, key or value stay in their column;
-    nodes of query-key pairs are in the first.
+    nodes of query-key pairs are in the first column.
     """
     grid: dict[str, tuple[int, int]] = {}
     for node in flow.nodes:
@@ -179,7 +179,7 @@ def _hover(node: "Node") -> str:
 
 
 def _edge(start: Place, end: Place, sideways: bool) -> str:
-    """An edge: straight down within a column, or down to the gap between rows and then across."""
+    """Draws an edge: straight down in a column, else down to the gap between rows and across."""
     if sideways:
         y = start.y + HEIGHT / 2
         path = f"M{start.x:g} {y:g}H{end.x + WIDTH:g}"
@@ -205,7 +205,7 @@ def _text(
     end: bool = False,
     limit: float | None = None,
 ) -> str:
-    """One line of text; text wider than the limit is compressed, never cut."""
+    """Draws one line of text; text wider than `limit` is compressed, never truncated."""
     wide = limit is not None and 0.56 * size * len(text) > limit
     more = f' textLength="{limit:g}" lengthAdjust="spacingAndGlyphs"' if wide else ""
     more += ' font-weight="bold"' * bold + ' text-anchor="end"' * end

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-Labels = tuple[Sequence[str] | None, Sequence[str] | None]  # of queries and keys
+Labels = tuple[Sequence[str] | None, Sequence[str] | None]  # labels of queries, labels of keys
 COLOURS = "cividis"  # perceptually uniform, also for colour-blind readers
 FONT = 8.0  # points: the smallest font size
-LINE = FONT * 1.25 / 72  # inches that a label takes across its text
-SMALLEST, LARGEST = 1.3, 5.0  # inches: side of a map
+LINE = FONT * 1.25 / 72  # inches per label, across the direction of its text
+SMALLEST, LARGEST = 1.3, 5.0  # inches: bounds of the longer edge of a map
 SHOWN = 24  # characters of a token shown
 
 
@@ -43,13 +43,13 @@ def plot_attention(
     Args:
       weights: `(N, T, S)`; `(T, S)`, one head or a mean over heads; or `(B, N, T, S)` with `batch`.
         NaN (a fully masked row, under some policies) is hatched.
-        tokens: T labels of the queries; default their numbers.
-        key_tokens: S labels of the keys; default `tokens` if T equals S.
-        heads: indices of the heads to draw, in this order; default all.
-        batch: index of the batch row.
-        titles: one for each head drawn; default its number.
-        title: of the whole figure.
-        columns: number of maps in a row; default as square as possible.
+      tokens: T labels of the queries; default their numbers.
+      key_tokens: S labels of the keys; default `tokens` if T equals S.
+      heads: indices of the heads to draw, in this order; default all.
+      batch: index of the batch row.
+      titles: one title for each head drawn; default its number.
+      title: title of the whole figure.
+      columns: number of maps in a row; by default, the figure is about square.
 
     Returns:
       A `matplotlib.figure.Figure` with one axes per head and one for the colour scale, which is

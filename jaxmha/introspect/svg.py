@@ -6,7 +6,7 @@ import re
 STYLE = (
     "<style>:root{color:#1f2328}@media (prefers-color-scheme:dark){:root{color:#d1d7e0}}</style>"
 )
-INK = "#010203"  # replaced below; no drawing uses this colour otherwise
+INK = "#010203"  # `adaptive` replaces this colour, which drawings use for nothing else
 
 
 def adaptive(svg: str) -> str:

@@ -91,7 +91,7 @@ class Wrapped(nnx.Module):  # type: ignore[misc]
 def test_what_acts_in_calls_of_a_submodule_is_refused(name: str, setting: str, value: Any) -> None:
     module = layer(normalize_qk=True)
     setattr(getattr(module, name), setting, value)
-    with pytest.raises(ValueError, match=f"{name}.{setting} has changed"):
+    with pytest.raises(ValueError, match=f"{name}.{setting} was changed"):
         module(jnp.ones((2, 5, FEATURES)))
 
 

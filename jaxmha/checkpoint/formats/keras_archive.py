@@ -1,6 +1,6 @@
 """The .keras archives of Keras 3: a zip of two JSON files and the weights.
 
-The weights are read, and config.json as data: no class that it names is imported.
+Reads the weights, and config.json as data; imports no class that config.json names.
 
 Format: https://keras.io/api/models/model_saving_apis/model_saving_and_loading/
 """
@@ -22,12 +22,12 @@ from jaxmha.checkpoint.source import Section, Source
 WEIGHTS, CONFIG, ABOUT = "model.weights.h5", "config.json", "metadata.json"
 _ASSETS = "assets/"
 _BLOCK = 1 << 20
-_MOST_JSON = 16 << 20  # when inflated
+_MOST_JSON = 16 << 20  # bytes of an inflated JSON member
 _AGAIN = "save it again with model.save"
 
 
 def read(source: Source, limits: Limits) -> Contents:
-    """Reads the weights inside the archive as `hdf5.read` reads a file of them.
+    """Checks the archive and reads the weights file inside it with `keras_h5.read`.
 
     Raises:
         IncompleteCheckpoint, MalformedFile, UnsupportedFormat, IntegrityError, and the errors of

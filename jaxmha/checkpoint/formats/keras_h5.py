@@ -1,7 +1,7 @@
 """The .weights.h5 format of Keras 3: HDF5 groups with datasets named by position.
 
-Only hard links to plain numeric datasets are read, by the reader of this package, which opens no
-other file. The HDF5 library only writes: its reader can run without end, opens external files that a
+The HDF5 reader of this package reads only hard links to numeric datasets, and opens no other file.
+The HDF5 library is used for writing only: its reader can loop forever, opens external files that a
 dataset names, and trusts declared sizes.
 
 Format: https://keras.io/api/models/model_saving_apis/weights_saving_and_loading/
@@ -49,7 +49,7 @@ from jaxmha.checkpoint.tensor import BFLOAT16, NUMPY
 MAGIC = hdf5_file.MAGIC
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
-_DIGEST = "jaxmha.digest"  # attribute of a dataset; at the root, of all datasets together
+_DIGEST = "jaxmha.digest"  # attribute: digest of a dataset; at the root, the manifest digest
 _LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
 
@@ -82,7 +82,7 @@ def read(source: Source, limits: Limits) -> Contents:
 
 
 def check(plan: Plan) -> None:
-    """Raises if the format cannot hold a name or dtype, or if the names are no positions.
+    """Raises if the format cannot hold a name or dtype, or variables are not numbered from 0.
 
     Raises:
         MissingDependency, UnsupportedDtype, PathEscape, AmbiguousFile, IncompleteCheckpoint,
@@ -122,22 +122,22 @@ def _check_parts(plan: Plan, name: str) -> None:
 
 
 def _enter(groups: dict[str, set[str]], name: str) -> None:
-    """Registers a dataset or group in all groups above it."""
+    """Adds every component of a name to the children of its parent group in `groups`."""
     while "/" in name:
         name, _, child = name.rpartition("/")
         groups.setdefault(name, set()).add(child)
 
 
 def _misnumbered(children: Iterable[str]) -> list[int]:
-    """The groups whose variables are not numbered from 0."""
+    """The numbers of the variables if they do not run from 0 without gaps; else an empty list."""
     positions = sorted(int(name) for name in children if name.isdecimal() and len(name) < 8)
     return [] if positions == list(range(len(positions))) else positions
 
 
 def write(file: BinaryIO, plan: Plan) -> None:
-    """Writes datasets at their names and the `name` attributes of the `vars` groups."""
+    """Writes each tensor as a dataset, and layer names as attributes of the `vars` groups."""
     h5py = _h5py(plan.path)
-    file.truncate(0)  # HDF5 would read reserved space as an existing file
+    file.truncate(0)  # HDF5 would parse the reserved space as an existing file
     with h5py.File(file, "w") as target:
         for name, info in plan.info.items():
             kind = np.dtype("V2") if info.dtype == BFLOAT16 else info.dtype
@@ -145,12 +145,12 @@ def write(file: BinaryIO, plan: Plan) -> None:
             early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             dataset = target.create_dataset(name, info.shape, kind, dcpl=early)
-            # The offset of the data is known, so that blocks are written there without a copy in HDF5.
+            # Early allocation fixes the offset of the data: write it without a copy in HDF5.
             at = dataset.id.get_offset()
             if at is not None:
                 file.seek(at)
                 file.writelines(plan.pieces(name))
-            else:  # a scalar or an empty array has no offset in advance
+            else:  # HDF5 gives no offset for a scalar or an empty array
                 for block in plan.blocks(name):
                     if info.nbytes:
                         dataset[()] = block.view(kind)[0]
@@ -166,7 +166,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
 
 
 class _Walk:
-    """One pass over all links, from the root."""
+    """One traversal of all links, starting at the root group."""
 
     def __init__(self, file: File) -> None:
         self.file, self.limits, self.path = file, file.limits, file.source.path
@@ -180,7 +180,7 @@ class _Walk:
         self.links = 0
 
     def all(self) -> str | None:
-        """Walks the file; returns the digest over everything, if it has one."""
+        """Walks the file; returns its manifest digest, or None."""
         file = self.file
         with file.damage("/"):
             if file.extension != UNDEFINED:
@@ -223,7 +223,7 @@ class _Walk:
                 self.item(target, child, depth)
 
     def name(self, raw: bytes) -> str:
-        """The name of a link, which may not be a path."""
+        """Decodes the name of a link; refuses a name that is a path."""
         try:
             name = raw.decode()
         except UnicodeDecodeError:
@@ -253,7 +253,7 @@ class _Walk:
             self.digests[path] = kept
 
     def variables(self, attributes: Attributes, path: str, children: list[str]) -> None:
-        """Positions must run from 0, and the user's name of the layer is an attribute."""
+        """Checks that the variables of a group are numbered from 0; reads the layer name."""
         if positions := _misnumbered(children):
             problem = f"the variables are numbered {positions[:9]}"
             self.file.fail(IncompleteCheckpoint, problem)
@@ -265,7 +265,7 @@ class _Walk:
     def dataset(
         self, header: Header, attributes: Attributes, path: str
     ) -> tuple[Dataset, str | None]:
-        """A dataset, whose type, size and storage are checked, and its digest."""
+        """Checks type, size and storage of a dataset; returns it and its digest, or None."""
         file = self.file
         kind = datatype(file, header.one[DATATYPE])
         if kind.opaque and attributes.text("dtype") != "bfloat16":

@@ -25,7 +25,7 @@ from jaxmha.checkpoint.tensor import NUMPY, from_bytes, over
 
 MAGIC = b"\x93NUMPY"
 DTYPES = frozenset(NUMPY)
-_MOST_HEADER = 10_000  # the limit of NumPy
+_MOST_HEADER = 10_000  # bytes of a header; NumPy has the same limit
 # The header is a Python literal of a fixed form, so a regular expression reads it.
 _ITEM = re.compile(
     r"""\s*(?P<q>['"])(?P<key>descr|fortran_order|shape)(?P=q)\s*:\s*"""
@@ -68,7 +68,7 @@ def read(source: Source, limits: Limits) -> Contents:
         member, start, fortran, dtype = where[name]
         info = budget.info[name]
         raw = zip_directory.read_member(source, member)[start:]
-        if start % 16:  # unusual, and not aligned for every dtype
+        if start % 16:  # an unusual offset, at which the data may be misaligned
             raw = raw.copy()
         order: Literal["little", "big"] = "big" if dtype.str[0] == ">" else "little"
         flat = from_bytes(raw, info.dtype, order, source.path, name)
@@ -107,7 +107,7 @@ def check(plan: Plan) -> None:
 
 
 def write(file: BinaryIO, plan: Plan) -> None:
-    """Writes stored members with a fixed date, so that equal tensors give equal files."""
+    """Writes uncompressed members with a fixed date, so that equal tensors give equal files."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, info in plan.info.items():
             descr = info.dtype.newbyteorder("<").str
@@ -121,7 +121,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
 def _header(
     source: Source, member: zip_directory.Member
 ) -> tuple[int, tuple[int, ...], np.dtype, bool]:
-    """Offset of the data, shape, stored dtype, and whether it is in Fortran order."""
+    """Parses an array header: data offset, shape, stored dtype, and True for Fortran order."""
     path, name = source.path, member.name
     raw = zip_directory.read_prefix(source, member, _MOST_HEADER + 12)
     if not raw.startswith(MAGIC) or len(raw) < 12:
@@ -139,7 +139,7 @@ def _header(
         raise MalformedFile(path, "the .npy header is not UTF-8", _AGAIN, name) from None
     if re.search(r"""descr['"]\s*:\s*\[""", text):
         raise UnsupportedDtype(path, "a structured dtype", "store each field alone", name)
-    # Strip the padding first: the expression would try every space as the start of an item.
+    # Strip the padding first: the regular expression would try to match an item at every space.
     inside = text[1:-1].strip()
     items = list(_ITEM.finditer(inside)) if text[:1] + text[-1:] == "{}" else []
     header = {item["key"]: item["value"] for item in items}

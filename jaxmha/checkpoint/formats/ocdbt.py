@@ -1,8 +1,8 @@
-"""Lists the keys of the databases of tensorstore (OCDBT) within limits.
+"""Lists the keys of a tensorstore database (OCDBT) within limits.
 
-A few nodes with common children can hold billions of keys, a node can inflate to any size, and two of
-its bytes to a key of 64 kB. So each node is read once: first its frame and the lengths of its keys
-are checked, then tensorstore decodes it.
+A few nodes that share children can yield billions of keys, a node can inflate to any size, and two
+bytes in it can encode a key of 64 kB. Therefore each node is read once, and tensorstore decodes it
+only after its frame and the lengths of its keys were checked.
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
@@ -18,9 +18,9 @@ from jaxmha.checkpoint.limits import Budget
 
 MANIFEST = "manifest.ocdbt"
 _MOST_MANIFEST = 1 << 20
-_MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
-_BLOCK = 128 << 10  # largest inflated size of a block of zstd
-_REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3  # kinds of blocks; 0 is stored
+_MAGIC = b"\x28\xb5\x2f\xfd"  # magic number of zstd
+_BLOCK = 128 << 10  # largest inflated size of a zstd block
+_REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3  # types of zstd blocks; 0 is an uncompressed block
 _DAMAGED = "a node of the database is damaged"
 _PLACE = re.compile(r"(?:btreenode|value):(.*):(.+):(\d+):(\d+)")  # folder, file, offset, length
 _AGAIN = "save it again with orbax"
@@ -29,7 +29,7 @@ _AGAIN = "save it again with orbax"
 def keys(
     folder: Folder, tensorstore: Any, store: dict[str, Any], budget: Budget
 ) -> dict[str, tuple[str, ...]]:
-    """The keys of the last version of a database, and the files that each is read from.
+    """Maps each key of the latest version of a database to the files that hold its value and nodes.
 
     Raises:
         MalformedFile, IncompleteCheckpoint, UnsupportedFormat, BudgetExceeded.
@@ -65,7 +65,7 @@ def keys(
                     own = files if value in files else (*files, value)
                 held[node.prefix + entry["key"]] = own
         found = tensorstore.KvStore.open(store).result().list().result()
-    # A key that was not found above may be in any file.
+    # The value of a key that the loop above did not find may be in any file.
     return {key.decode("utf-8", "backslashreplace"): held.get(key, ("",)) for key in found}
 
 
@@ -101,10 +101,10 @@ def _check_manifest(folder: Folder, tensorstore: Any, budget: Budget) -> None:
 
 
 def _check_node(folder: Folder, tensorstore: Any, node: _Node, budget: Budget) -> tuple[str, int]:
-    """The file of a node and its number of keys.
+    """Checks a node before tensorstore decodes it; returns its file and its number of keys.
 
-    Raises an error unless it is a frame within a file of the folder that, with its keys, inflates to
-    no more than the limits."""
+    Raises unless the node is a frame in a file of the folder, and inflates within the limits.
+    """
     file, part = _place(folder, "node", node.location)
     raw = folder.read_part(file, part)
     _check_frame(folder, file, raw, budget)
@@ -116,7 +116,7 @@ def _check_node(folder: Folder, tensorstore: Any, node: _Node, budget: Budget) -
 
 def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
     """Charges an upper bound of the inflated size of a frame; tensorstore checks the rest."""
-    size = len(raw) if raw[12:14] == b"\0\0" else None  # a version, and no compression or zstd
+    size = len(raw) if raw[12:14] == b"\0\0" else None  # version 0, then compression: none or zstd
     size = _inflated(raw) if raw[12:14] == b"\0\1" else size
     if size is None:
         raise MalformedFile(folder.path, _DAMAGED, _AGAIN, file)
@@ -124,7 +124,7 @@ def _check_frame(folder: Folder, file: str, raw: bytes, budget: Budget) -> None:
 
 
 def _inflated(raw: bytes) -> int | None:
-    """Upper bound of the inflated size of a frame of zstd, from its blocks; None if it is damaged."""
+    """Upper bound of the inflated size of a zstd frame, from its blocks; None if it is damaged."""
     if raw[14:18] != _MAGIC or len(raw) < 24:
         return None
     descriptor = raw[18]
@@ -138,5 +138,5 @@ def _inflated(raw: bytes) -> int | None:
             return None
         total += _BLOCK if kind == _COMPRESSED else length
         at += 3 + (1 if kind == _REPEATED else length)
-    # At most a checksum of zstd and that of the frame follow.
+    # After the last block come the optional checksum of zstd and that of the OCDBT frame.
     return total if last and at + 4 <= len(raw) <= at + 8 else None

@@ -1,7 +1,7 @@
 """Sums the lengths of the keys and paths of one OCDBT node before tensorstore allocates them.
 
-Each key is stored as the length that it shares with the one before and its own rest, so that two bytes
-can encode a key of 64 kB. Only the lengths are read here; they precede all text.
+Each key is stored as a suffix and the length of the prefix that it shares with the previous key, so
+that two bytes can encode a key of 64 kB. Only the lengths are read here; they precede all text.
 
 Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
@@ -16,11 +16,11 @@ import numpy as np
 
 from jaxmha.checkpoint.limits import Budget
 
-_HEAD = 14  # magic, length, version, compression
-_CONFIG = 16  # of a manifest: a UUID, then numbers
-_MOST_BYTES = 3  # of a stored length; keys have less than 2**16 bytes
+_HEAD = 14  # bytes of magic, length, version and compression
+_CONFIG = 16  # bytes of the UUID at the start of a manifest
+_MOST_BYTES = 3  # bytes of a stored length; keys have less than 2**16 bytes
 _ZSTD = 93  # the compression method number of zstd in zip files
-# Bytes of memory for the path of a file and for an entry of a node, their text not counted.
+# Bytes of memory for a file path and for an entry of a node, without their text.
 _PATH, _ENTRY = 100, 600
 # Copies of a key in memory: one in tensorstore, one in the result of `ocdbt.dump`, and two in the
 # dicts of keys.
@@ -28,11 +28,11 @@ _COPIES = 4
 
 
 class Damaged(Exception):  # noqa: N818
-    """A node ends before its lengths do, or one is too large."""
+    """A node ends before its lengths do, or a length is too large."""
 
 
 class _Lengths:
-    """The start of a node, inflated as far as its lengths need."""
+    """Reads lengths from the start of a node; inflates no more of it than needed."""
 
     def __init__(self, first: Callable[[int], bytes], at: int) -> None:
         self._first, self.at = first, at
@@ -57,7 +57,7 @@ class _Lengths:
                 raise Damaged
 
     def total(self, count: int) -> int:
-        """The sum of some lengths."""
+        """Reads `count` lengths and returns their sum."""
         if count <= 0:
             return 0
         need = count
@@ -82,7 +82,7 @@ class _Lengths:
 
 
 def check_manifest(tensorstore: Any, raw: bytes, budget: Budget) -> None:
-    """Charges the paths of a manifest.
+    """Charges the memory of the file paths in a manifest to the budget.
 
     Raises:
         BudgetExceeded, Damaged.
@@ -90,20 +90,22 @@ def check_manifest(tensorstore: Any, raw: bytes, budget: Budget) -> None:
     lengths = _Lengths(_start(tensorstore, raw), _CONFIG)
     in_parts = lengths.number()
     lengths.number(), lengths.number(), lengths.bytes(1)  # sizes of values and nodes, arity
-    if lengths.number():  # the compression, and its level
+    if lengths.number():  # compressed: skip the compression level
         lengths.bytes(4)
     if not in_parts:
         _paths(lengths, budget)
 
 
 def keys(tensorstore: Any, raw: bytes, shared: int, budget: Budget) -> int:
-    """The number of keys of a node. Charges keys and paths; each key has `shared` more bytes.
+    """Charges the memory of the keys and paths of a node; returns the number of keys.
+
+    `shared` is the length of the common prefix of the keys, which the node does not store.
 
     Raises:
         BudgetExceeded, Damaged.
     """
     lengths = _Lengths(_start(tensorstore, raw), 0)
-    lengths.bytes(1)  # the height of the node
+    lengths.bytes(1)  # skip the height of the node
     _paths(lengths, budget)
     count = lengths.number()
     budget.spend("the number of chunks", count, budget.limits.members)
@@ -118,17 +120,17 @@ def _paths(lengths: _Lengths, budget: Budget) -> None:
     budget.spend("the number of files", count, budget.limits.files)
     total = lengths.total(count - 1)
     text = lengths.total(count)
-    lengths.total(count)  # the lengths of their folders
+    lengths.total(count)  # skip the lengths of the folders in the paths
     budget.build(_PATH * count + _COPIES * (total + text), "its database")
     lengths.bytes(text)
 
 
 def _start(tensorstore: Any, raw: bytes) -> Callable[[int], bytes]:
-    """The first bytes of the content of a frame; inflates no more than needed."""
+    """Returns a function of `count`: the first `count` bytes of the content of a frame."""
     inside = raw[_HEAD:-4]
     if raw[_HEAD - 1] == 0:
         return lambda count: inside[:count]
-    # Only this driver of tensorstore inflates the beginning of a stream of unknown length.
+    # Of the drivers of tensorstore, only zip can inflate just the start of a zstd stream.
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("node", inside)

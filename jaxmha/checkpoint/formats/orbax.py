@@ -1,7 +1,7 @@
 """Folders that orbax writes: a JSON tree of names, and arrays in the zarr format of tensorstore.
 
-This module checks everything that they declare; tensorstore reads the chunks and their checksums. It
-writes the same files array by array, while orbax needs all arrays in memory together.
+This module checks all declarations in a folder; tensorstore reads the chunks and verifies their
+checksums. Writing handles one array at a time, while orbax needs all arrays in memory at once.
 
 Format: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
 """
@@ -50,7 +50,7 @@ _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List"
 
 
 def places(folder: Folder, limits: Limits) -> dict[str, str]:
-    """Storage key -> name of every array in the tree; raises as `read` does."""
+    """Maps the storage key of every array in the tree to its name; raises the errors of `read`."""
     return _leaves(folder.path, _document(folder, Budget(folder.path, folder.size, limits)), limits)
 
 
@@ -60,7 +60,7 @@ def _document(folder: Folder, budget: Budget) -> dict[str, Any]:
 
 
 def read(folder: Folder, limits: Limits) -> Contents:
-    """Checks the tree and what every array declares.
+    """Checks the tree and the declaration of every array.
 
     Raises:
         MissingDependency, MalformedFile, AmbiguousFile, ForbiddenContent, IncompleteCheckpoint,
@@ -89,7 +89,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
 
 
 def write(path: Path, plan: Plan) -> None:
-    """Writes into an empty folder; holds one tensor and some chunks in memory.
+    """Writes a checkpoint into the empty folder `path`; holds one tensor and some chunks in memory.
 
     Raises:
         WriteFailed.
@@ -163,7 +163,7 @@ def _tree(names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
 
 
 def _gathered(blocks: Iterator[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Regroups blocks of bytes to pieces of one size; the last may be smaller."""
+    """Regroups bytes into pieces of `size` bytes in one reused buffer; the last may be smaller."""
     piece, used = np.empty(size, np.uint8), 0
     for block in blocks:
         while block.size:
@@ -182,7 +182,7 @@ def _names(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def check(plan: Plan) -> None:
-    """Raises unless names form a tree, keys are distinct and no paths, and dtypes are known.
+    """Raises unless names form a tree with distinct storage keys, and orbax has the dtypes.
 
     Raises:
         MissingDependency, PathEscape, AmbiguousFile, UnsupportedDtype, UnsupportedFormat.
@@ -209,7 +209,7 @@ def check(plan: Plan) -> None:
 
 
 def _leaves(path: Path, tree: dict[str, Any], limits: Limits) -> dict[str, str]:
-    """Storage key -> name of every array in the tree."""
+    """Maps the storage key of every array in the tree to its name."""
     entries = tree.get("tree_metadata")
     if not isinstance(entries, dict) or type(tree.get("use_zarr3", False)) is not bool:
         raise MalformedFile(path, "tree_metadata is not a JSON object", AGAIN, TREE)

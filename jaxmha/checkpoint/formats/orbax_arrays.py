@@ -1,4 +1,4 @@
-"""The arrays in an orbax folder: what is stored under which key, and reading it by tensorstore."""
+"""The arrays in an orbax folder: checks of their stored chunks, and reading with tensorstore."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +16,13 @@ from jaxmha.checkpoint.limits import Budget
 from jaxmha.checkpoint.tensor import TensorInfo, to_bytes
 
 AGAIN = "save it again with orbax"
-_CHUNK = 8 << 20  # bytes of a chunk written, and of one read; tensorstore holds some at a time
-_LARGE, _PARTS = 4 << 20, 8  # tensors of more bytes are divided, so that devices read their parts
-_NODES = 8 << 20  # bytes of the nodes of a database that are kept
+_CHUNK = 8 << 20  # most bytes per written chunk and per read; tensorstore buffers several
+_LARGE, _PARTS = 4 << 20, 8  # larger tensors are split, so that each device can read its part
+_NODES = 8 << 20  # bytes of database nodes to cache
 
 
 def tensorstore_for(path: Path) -> ModuleType:
-    """The module tensorstore.
+    """Imports tensorstore; `path` goes into the error message.
 
     Raises:
         MissingDependency.
@@ -36,7 +36,7 @@ def tensorstore_for(path: Path) -> ModuleType:
 
 
 def chunk_shape(info: TensorInfo) -> list[int]:
-    """The shape of the chunks to write: an eighth of the first two axes of a large tensor."""
+    """The chunk shape to write; for a large tensor, an eighth of each of the first two axes."""
     shape, row = info.shape, max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
     first = [-(-n // _PARTS) for n in shape[:2]] if info.nbytes >= _LARGE else list(shape[:2])
     chunk = [max(1, n) for n in (*first, *shape[2:])]
@@ -44,7 +44,7 @@ def chunk_shape(info: TensorInfo) -> list[int]:
 
 
 class Zarr(NamedTuple):
-    """A version of zarr: the name of an array's document, the driver of tensorstore, the parser."""
+    """A version of zarr: file name of the metadata of an array, tensorstore driver, and parser."""
 
     document: str
     driver: str
@@ -73,7 +73,7 @@ class KeyStore:
             self._store = tensorstore.KvStore.open(store).result()
 
     def document(self, key: str, name: str) -> dict[str, Any]:
-        """A JSON document."""
+        """Reads and parses the JSON document under a key; `name` goes into error messages."""
         most = self._budget.limits.document_bytes
         # Read one byte more than allowed to notice larger documents. A database returns whole values.
         raw = self._read(key, slice(0, most + 1) if self._store is None else None, name)
@@ -83,10 +83,10 @@ class KeyStore:
     def check_chunks(
         self, key: str, document: str, name: str, array: zarr.Array
     ) -> tuple[str, ...]:
-        """The files and folders of the folder that hold an array.
+        """Checks that every chunk of an array is stored; returns the files and folders with it.
 
-        Raises IncompleteCheckpoint unless every chunk is stored: others would read as zeros. orbax
-        and this module store chunks of zeros too.
+        Raises IncompleteCheckpoint for a missing chunk, which tensorstore would read as zeros.
+        orbax and this module store chunks of zeros too.
         """
         path, wanted = self._folder.path, math.prod(array.grid)
         problem = f"has not all of its {wanted:,} chunks"
@@ -130,7 +130,7 @@ def register(
         raise IncompleteCheckpoint(path, "is in the tree, not stored", AGAIN, name)
     array = layout.read(path, name, inside.document(f"{key}/{layout.document}", name))
     info = budget.tensor(name, array.info.shape, array.info.dtype)
-    # tensorstore ends the process if it cannot get the memory for one chunk.
+    # tensorstore aborts the process if it cannot allocate one chunk.
     size = math.prod(array.chunk) * info.dtype.itemsize
     budget.spend("the chunk size", size, info.nbytes + limits.chunk_bytes, name)
     return inside.check_chunks(key, layout.document, name, array)
@@ -165,7 +165,7 @@ class Arrays:
         self._nodes = tensorstore.Context({"cache_pool": {"total_bytes_limit": _NODES}})
 
     def _open(self, name: str) -> Any:
-        inside = self._store.get("path", "")  # a database has no path of its own
+        inside = self._store.get("path", "")  # a database store has no path
         store = {**self._store, "path": f"{inside}{self._keys[name]}/"}
         spec = {"driver": self._layout.driver, "kvstore": store}
         array = self._library.open(spec, open=True, read=True, context=self._nodes).result()
@@ -175,14 +175,14 @@ class Arrays:
         return array
 
     def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """A box of one array."""
+        """Reads a box of one array."""
         with damage(self._path, "tensorstore", AGAIN, name):
             array = self._open(name)
             view = array[box]
             if not view.rank:
                 return np.asarray(view.read().result()).reshape(())
             found = np.empty(view.shape, self._info[name].dtype)
-            # tensorstore holds every chunk of one read in its stored form.
+            # tensorstore buffers all compressed chunks of a read, so read few chunks at once.
             row = max(1, math.prod(view.shape[1:]) * found.itemsize)
             chunk = array.chunk_layout.read_chunk.shape[0]
             step = max(1, _CHUNK // row // chunk) * chunk
@@ -193,7 +193,7 @@ class Arrays:
         return found
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """The bytes of one array in pieces of whole rows."""
+        """Yields the bytes of one array in pieces of whole rows."""
         info = self._info[name]
         if not info.shape:
             yield to_bytes(self.part(name, ())).data

@@ -1,4 +1,4 @@
-"""Recognises the files that orbax writes; only these are removed with a replaced checkpoint."""
+"""Recognises the files that orbax writes; replacing a checkpoint removes no other files."""
 
 import contextlib
 import re
@@ -10,23 +10,23 @@ from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import orbax
 from jaxmha.checkpoint.limits import UNLIMITED
 
-_LOCK = r"(\.__lock)?"  # tensorstore was writing the file
+_LOCK = r"(\.__lock)?"  # suffix of a file that tensorstore was writing
 _STORE = rf"manifest\.ocdbt{_LOCK}|d|d/[0-9a-f]{{32}}{_LOCK}"
 _FILES = (orbax.TREE, orbax.MARK, orbax.SIDECAR, "_CHECKPOINT_METADATA", "_sharding")
 _OWN = re.compile(
     rf"{'|'.join(map(re.escape, _FILES))}|array_metadatas(/process_[0-9]+)?"
     rf"|{_STORE}|ocdbt\.process_[0-9]+(/({_STORE}))?"
 )
-# A folder of zarr 2 or 3 chunks, if the tree has an array of its name.
+# Paths inside the folder of an array of the tree: zarr 2 or 3 metadata and chunks.
 _ARRAY = re.compile(
     rf"(\.zarray|\.zattrs|zarr\.json|[0-9]+([./][0-9]+)*|c(/[0-9]+)*){_LOCK}", re.ASCII
 )
 
 
 def of(path: Path) -> Callable[[str], bool]:
-    """A predicate of paths inside a folder: True for files and folders that orbax writes."""
+    """A predicate of paths inside the folder `path`: True for files and folders of orbax."""
     arrays: dict[str, str] = {}
-    with contextlib.suppress(CheckpointError):  # without a tree, no array is known
+    with contextlib.suppress(CheckpointError):  # without a readable tree, no array is known
         arrays = orbax.places(Folder(path, UNLIMITED), UNLIMITED)
 
     def is_part(inside: str) -> bool:

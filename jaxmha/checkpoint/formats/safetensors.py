@@ -1,4 +1,4 @@
-"""The .safetensors format: a length, a JSON header, one buffer.
+"""The .safetensors format: the length of the header, a JSON header, one data buffer.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -96,18 +96,18 @@ class _Entry(NamedTuple):
     end: int
 
 
-# A name and its entry without their text: a string, and two lists of a few numbers.
+# A name and its entry after their strings were emptied: a string, and two lists of a few numbers.
 _CODE, _LIST = rb'"":\s?""', rb'"":\s?\[[0-9, ]{0,90}\]'
 _ORDERS = itertools.permutations((_CODE, _LIST, _LIST))
 _FORM = re.compile(
     rb'"":\s?\{(?:' + b"|".join({rb",\s?".join(order) for order in _ORDERS}) + rb")\},?\s?"
 )
-_FORM_BYTES = 448  # bytes of a name, its position in the header, and the entry
-_SHOWN = 100  # entries of another form; the first of them is named
+_FORM_BYTES = 448  # bytes of memory for a name, its dict slot and its entry
+_SHOWN = 100  # most malformed entries to collect; the error is about the first
 
 
 def _compact(source: Source) -> json_text.Compact:
-    """Parses entries to tuples: dicts of many small tensors take three times the memory."""
+    """Parses header entries to tuples; dicts of many small tensors take three times the memory."""
     others = 0
 
     def made(items: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ def _naturals(numbers: Any) -> bool:
 
 
 def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget) -> dict[str, int]:
-    """The offset of each tensor; consumes the header and registers its tensors.
+    """The file offset of each tensor; empties `header` and registers its tensors in the budget.
 
     Raises:
         MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype.
@@ -150,7 +150,7 @@ def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget)
             raise MalformedFile(source.path, f"{sizes}{info.nbytes}", _AGAIN, name)
         offsets[name] = start + entry.begin
     position = start
-    # Empty tensors start at the same offset as the next one.
+    # An empty tensor starts at the same offset as the next tensor, so sort it first.
     for name in sorted(offsets, key=lambda name: (offsets[name], budget.info[name].nbytes)):
         if offsets[name] != position:
             what = "overlaps the tensor before it" if offsets[name] < position else "leaves a hole"
@@ -193,7 +193,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
         file.writelines(plan.pieces(name))
     if plan.keep_digests:
         file.seek(0)
-        file.write(_header(plan, names))  # the same length as before, now with digests
+        file.write(_header(plan, names))  # the header again, with digests and the same length
 
 
 def _header(plan: Plan, names: list[str]) -> bytes:
@@ -220,7 +220,7 @@ def _header(plan: Plan, names: list[str]) -> bytes:
 
 
 def _digests(source: Source, metadata: dict[str, str], budget: Budget) -> dict[str, str]:
-    """Takes the digests out of the metadata and checks what they say about the header."""
+    """Removes the digests from the metadata, checks them against the header, and returns them."""
     try:
         kept = json_text.parse(metadata.pop(digests.KEY).encode(), budget, _AGAIN, digests.KEY)
         every, tensors = kept["all"], kept["tensors"]

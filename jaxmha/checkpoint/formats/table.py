@@ -41,7 +41,7 @@ class Format:
 
 
 def _check_shards(plan: Plan) -> None:
-    """Raises the errors of the format of the shards, and for metadata that it cannot hold."""
+    """Raises if the format of the shards cannot hold the tensors or the metadata of a plan."""
     ending = shards_read.suffix(plan.path)
     if plan.metadata and not BY_SUFFIX[ending].holds_metadata:
         problem = f"{ending} has no place for metadata"
@@ -91,7 +91,7 @@ _BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
 SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
-# Other common formats, and the code that converts each to a supported one.
+# Unsupported folders: a file that identifies each, its description, and the remedy.
 _DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
         "saved_model.pb",
@@ -143,13 +143,13 @@ def suffixes() -> tuple[str, ...]:
 
 
 def by_suffix(path: Path) -> Format | None:
-    """The format of the suffix of a file name; None if it has no known suffix."""
+    """The format with the suffix of a file name; None if the suffix is unknown."""
     name = path.name.lower()
     return next((f for f in FORMATS if name.endswith(f.suffixes)), None)
 
 
 def for_writing(path: Path) -> Format:
-    """The format to write; raises UnsupportedFormat."""
+    """The format with the suffix of a path; raises UnsupportedFormat if it cannot be written."""
     found = by_suffix(path)
     if found is None:
         known = ", ".join(suffix for one in FORMATS if _is_written(one) for suffix in one.suffixes)
@@ -169,13 +169,14 @@ def is_folder(path: Path) -> bool:
 
     Raises:
         UnsupportedFormat: a folder that another framework wrote; the message has the remedy.
+        IncompleteCheckpoint: an orbax folder without its tree of names.
     """
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return False
         inside = set(os.listdir(path))
     except (OSError, ValueError):
-        return False  # opening it raises the precise error
+        return False  # opening the path later raises the precise error
     if orbax.TREE in inside:
         return True
     if orbax.MANIFEST in inside:
@@ -187,30 +188,30 @@ def is_folder(path: Path) -> bool:
     return False
 
 
-# The files that Hugging Face's save_pretrained writes, in the order in which its loader looks.
+# The files that Hugging Face's save_pretrained writes, in the order in which its loader tries them.
 _USUAL = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# Training state in such a folder, in formats of torch: no model.
+# Training state in such a folder: files in torch formats that are not models.
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
 _LISTED = 10
 
 
 def file_in(path: Path) -> Path:
-    """The checkpoint in a folder; a path that is no folder itself.
+    """The checkpoint file in a folder; a path that is not a folder is returned unchanged.
 
-    The index of shards, or the usual name of Hugging Face, goes before other names, and
-    safetensors before torch; else the folder holds one checkpoint.
+    An index of shards or a usual Hugging Face name takes precedence over other names, and
+    safetensors over torch. Otherwise the folder must hold exactly one checkpoint.
 
     Raises:
-        AmbiguousFile: several, with their names.
-        IncompleteCheckpoint: none; the message lists the files.
+        AmbiguousFile: several checkpoints; the message lists them.
+        IncompleteCheckpoint: no checkpoint; the message lists the files.
     """
     try:
         names = sorted(os.listdir(path)) if os.path.isdir(path) else None
     except OSError:
-        names = None  # opening it raises the precise error
+        names = None  # opening the path later raises the precise error
     if names is None:
         return path
     indexes = [[n for n in names if n.lower().endswith(suffix)] for suffix in SHARDED.suffixes]
@@ -251,7 +252,7 @@ def _holds_one(path: Path) -> bool:
 
 
 def recognise(source: Source, limits: Limits) -> Format:
-    """The format by content, which must agree with the suffix.
+    """Determines the format from the content, which must agree with a known suffix.
 
     Raises:
         UnsupportedFormat, MalformedFile, AmbiguousFile.
@@ -276,7 +277,7 @@ def _by_content(source: Source, limits: Limits) -> Format:
         return _BY_NAME["keras_h5"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return _zip_format(source, limits)
-    # First, because the length of a safetensors header can begin with the bytes of any magic.
+    # Before the magic numbers, since the length of a safetensors header can equal any of them.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= source.size - 8:
         return _BY_NAME["safetensors"]
     for at, magic, what, remedy in _MAGIC:

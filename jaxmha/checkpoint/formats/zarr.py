@@ -29,7 +29,7 @@ def written(dtype: np.dtype) -> str:
 
 
 class Shard(NamedTuple):
-    """The inner chunks of each chunk: their shape, and the position of their index."""
+    """Sharding of each chunk: inner chunk shape, position of the index, and its checksum flag."""
 
     chunk: tuple[int, ...]
     at_end: bool
@@ -37,8 +37,10 @@ class Shard(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array as its document declares it. The key of a chunk is `first`, then its numbers, joined
-    by `separator`."""
+    """An array as its document declares it.
+
+    The key of a chunk is `first` and then its grid position, joined by `separator`.
+    """
 
     info: TensorInfo
     chunk: tuple[int, ...]
@@ -52,19 +54,19 @@ class Array(NamedTuple):
         return tuple(-(-n // c) for n, c in zip(self.info.shape, self.chunk, strict=True))
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Key and numbers of every chunk."""
+        """Yields the key and grid position of every chunk."""
         for numbers in itertools.product(*map(range, self.grid)):
             key = self.separator.join([*self.first, *map(str, numbers)])
-            yield key or "0", numbers  # an array without axes
+            yield key or "0", numbers  # "0" for an array without axes
 
     def index_bytes(self) -> int:
-        """The length of the index within each chunk."""
+        """The bytes of the index of inner chunks in each chunk."""
         assert self.inner is not None
         count = math.prod(c // i for c, i in zip(self.chunk, self.inner.chunk, strict=True))
         return 16 * count + 4 * self.inner.checksum
 
     def is_whole(self, index: bytes, numbers: tuple[int, ...]) -> bool:
-        """True if every inner chunk within the array is stored in this chunk."""
+        """True if the chunk at position `numbers` stores every inner chunk inside the array."""
         assert self.inner is not None
         if len(index) < self.index_bytes():
             return False
@@ -92,7 +94,7 @@ def read2(path: Path, name: str, document: dict[str, Any]) -> Array:
 
 
 def read3(path: Path, name: str, document: dict[str, Any]) -> Array:
-    """The array that a zarr.json document declares; raises as `read2`."""
+    """The array that a zarr.json document declares; raises the errors of `read2`."""
     inner = None
     try:
         grid = document["chunk_grid"]

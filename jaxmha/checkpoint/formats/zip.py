@@ -1,7 +1,7 @@
-"""Reads the directory of a zip file strictly, and refuses ambiguous ones.
+"""Reads the directory of a zip file, and refuses ambiguous files.
 
-Python's zipfile finds members by the central directory, others by local headers, and duplicates
-resolve differently. Here both must agree, and the members must tile the file from its first byte.
+Python's zipfile uses the central directory, other readers use local headers, and readers treat
+duplicates differently. Here both must agree, and members may leave no gaps or overlaps.
 
 Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
@@ -40,12 +40,12 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
-_HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: the level of deflate
+_HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: compression level of deflate
 _ZIP64, _UNICODE_PATH = 1, 0x7075
-_DIGEST = 0x6D6A  # "jm"; extra fields of unknown kinds are skipped by every reader
+_DIGEST = 0x6D6A  # ID of an extra field, "jm"; other readers skip it
 _BLOCK = 1 << 20
-# Bytes of memory at most for one member, its names and digests not counted: while the headers are compared, and
-# for as long as the file is open.
+# Upper bounds of the memory in bytes per member, without names and digests: while the headers are
+# compared, and while the file is open.
 _COMPARED, _MEMBER = 660, 400
 _AGAIN = "save it again with the library that made it"
 
@@ -77,7 +77,7 @@ class _Entry(NamedTuple):
 
 
 def members(source: Source, budget: Budget) -> dict[str, Member]:
-    """Every member by name.
+    """Checks the zip directory; returns every member by name.
 
     Raises:
         MalformedFile, AmbiguousFile, ForbiddenContent, PathEscape, UnsupportedFormat,
@@ -115,7 +115,7 @@ def members(source: Source, budget: Budget) -> dict[str, Member]:
 
 
 def read_member(source: Source, member: Member) -> NDArray[np.uint8]:
-    """The whole content of a member, its checksum verified.
+    """Reads the whole content of a member and verifies its checksum.
 
     Raises:
         IntegrityError: CRC-32 mismatch.  MalformedFile: a damaged deflate stream.
@@ -149,7 +149,7 @@ def read_member(source: Source, member: Member) -> NDArray[np.uint8]:
 
 
 def read_prefix(source: Source, member: Member, count: int) -> bytes:
-    """The first bytes of a member, at most count, without its checksum."""
+    """Reads up to `count` bytes from the start of a member; does not verify its checksum."""
     if member.method == STORED:
         return source.read(member.offset, min(count, member.size))
     block = source.read(member.offset, min(member.compressed, count + _BLOCK))
@@ -160,12 +160,12 @@ def read_prefix(source: Source, member: Member, count: int) -> bytes:
 
 
 def is_member_name(name: str) -> bool:
-    """True if a name stays inside its own folder on every system."""
+    """True if a member of this name stays inside the folder of extraction on every system."""
     return "\\" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def check_crc(source: Source, member: Member, crc: int) -> None:
-    """Raises IntegrityError unless crc is the recorded one."""
+    """Raises IntegrityError unless `crc` is the CRC-32 that the zip file records."""
     if crc != member.crc:
         raise IntegrityError(
             source.path, "CRC-32 mismatch: the data is damaged", "copy the file again", member.name
@@ -176,11 +176,11 @@ def check_crc(source: Source, member: Member, crc: int) -> None:
 def writing(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, plan: Plan, name: str
 ) -> Iterator[IO[bytes]]:
-    """A new member for a tensor, whose digest goes to both of its headers."""
+    """Opens a new member for the tensor `name`; its digest goes into both headers of the member."""
     rest = member.extra
     if plan.keep_digests:
         member.extra = _digest_field(digests.blank(plan.algorithm)) + rest
-    # Closing the member writes its header again, with the checksum and now with the digest.
+    # Closing the member rewrites its local header, now with the checksum and the digest.
     with archive.open(member, "w", force_zip64=True) as out:
         yield out
         if plan.keep_digests:
@@ -249,7 +249,7 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
         name = _name(source, raw_name, flags)
         budget.build(
             sys.getsizeof(name), "its zip directory"
-        )  # one wide character makes all characters wide
+        )  # one wide character makes all characters of a str wide
         unicode_path = _extra(extra, _UNICODE_PATH)
         if unicode_path is not None and unicode_path[5:] != raw_name:
             _fail(source, AmbiguousFile, "the zip member has two names", name)
@@ -278,7 +278,7 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
 
 
 def _local(source: Source, entry: _Entry) -> int:
-    """The offset of the data, after checking that the local header agrees."""
+    """Checks that the local header of a member agrees with `entry`; returns the data offset."""
     at = entry.offset
     fields = _LOCAL.unpack(source.read(at, _LOCAL.size))
     sig, _, flags, method, _, _, crc, compressed, size, name_len, extra_len = fields
@@ -301,7 +301,7 @@ def _local(source: Source, entry: _Entry) -> int:
 
 
 def _descriptor(source: Source, entry: _Entry, at: int, end: int) -> int:
-    """The length of the data descriptor: with or without signature, 32 or 64-bit sizes."""
+    """The length of the data descriptor: signature or none, sizes of 32 or 64 bits."""
     raw = source.read(at, min(24, end - at))
     for signature in (b"PK\7\x08", b""):
         for sizes in ("<LQQ", "<LLL"):
@@ -322,7 +322,7 @@ def _zip64(source: Source, extra: bytes, count: int, name: str) -> tuple[int, ..
 
 
 def _extra(extra: bytes, wanted: int) -> bytes | None:
-    """The first extra field of the wanted kind."""
+    """The content of the first extra field of the wanted kind, or None."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)

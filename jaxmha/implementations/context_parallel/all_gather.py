@@ -1,7 +1,8 @@
 """Context parallelism by all-gather: each device gathers all keys and values for its queries.
 
-One collective each way, and O(S) memory per device for one layer at a time: the backward pass
-gathers again. Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
+The gathered arrays need O(S) memory per device, for one layer at a time: the backward pass gathers
+again instead of saving them.
+Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
 """
 
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def _by_parts(
     traced: Conditions,
     seed: Seed | None,
 ) -> tuple[jax.Array, ...]:
-    """Applies `compute` to each part of this device's queries and the gathered keys and values."""
+    """Applies `compute` to each part of this device's queries, with gathered keys and values."""
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
 
@@ -131,7 +132,7 @@ def _starts(static: Static) -> jax.Array:
 
 
 def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
-    """`function` of each part, one after another; a single part needs no loop."""
+    """Applies `function` to the parts one after another; a single part needs no loop."""
     found: Out
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         found = function(jax.tree.map(lambda x: x[0], parts))

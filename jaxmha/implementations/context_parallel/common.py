@@ -1,5 +1,5 @@
-"""Shared parts of context parallelism: the positions of each device, and the conditions between a
-part of the queries and a part of the keys."""
+"""Code of both ring and all-gather: the positions that each device holds, and the mask conditions
+between a part of the queries and a part of the keys."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,8 +33,9 @@ class Static(NamedTuple):
     """Static configuration of one call.
 
     Attributes:
-      config: of the tiled implementation for the whole request.
-      axis: the mesh axis of positions. devices: its size.
+      config: config of tiled attention for the whole request.
+      axis: the mesh axis over which positions are sharded.
+      devices: the size of that axis.
       zigzag: whether each device holds an early and a late part of the positions.
       T, S: global sizes.
     """
@@ -60,8 +61,8 @@ class Static(NamedTuple):
 
 
 OutLse: TypeAlias = tuple[Float[jax.Array, "B N t h"], Float[jax.Array, "B N t"]]
-# Output and lse of one device's queries over the keys and values of all devices:
-# `(static, query, key, value, bias, traced, seed)`, arrays of one device.
+# Computes output and lse of one device's queries over the keys and values of all devices:
+# `(static, query, key, value, bias, traced, seed) -> (out, lse)`; its arguments are local arrays.
 Local: TypeAlias = Callable[..., OutLse]
 
 
@@ -95,13 +96,14 @@ def distributed_core(
     traced: Conditions,
     seed: Seed | None,
 ) -> OutAndLse:
-    """`attention.core` on many devices.
+    """Computes `attention.core` on many devices, each of which runs `local`.
 
-    Conditions on keys are small and therefore replicated; only keys and values are communicated.
+    Masks of rows and keys and segment ids are small, so every device holds them for all positions;
+    devices exchange only keys, values and their gradients.
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
-    key, value = key.astype(dtype), value.astype(dtype)  # exact: it is their original dtype
+    key, value = key.astype(dtype), value.astype(dtype)  # exact: their original dtype
     split = shard_map.split(B, N, K)
     assert split is not None
     assert split.axes.context is not None
@@ -117,7 +119,7 @@ def distributed_core(
     def spec(x: jax.Array | None, letters: str) -> PartitionSpec | None:
         return None if x is None else split.spec(x.shape, letters)
 
-    # Sharded axes by rank: offsets; row masks, key masks and segments; the dense mask.
+    # Axes by rank: 1: offsets; 2: row masks, key masks and segment ids; 4: the dense mask.
     letters = {1: "b", 2: "b?", 4: "bnc?"}
     conditions: Any = traced._replace(window=(None, None))
     specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), conditions)
@@ -165,8 +167,8 @@ def pair_of_parts(
     t: Index,
     s: Index,
 ) -> Pair:
-    """Tiling and conditions between queries `b n t H` from position `t` and keys `b k s H` from
-    position `s`; only the shapes of both are used."""
+    """Tiling, config, conditions and seed for queries `b n t H` that start at position `t` and keys
+    `b k s H` that start at position `s`; only the shapes of queries and keys are used."""
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)
@@ -200,7 +202,7 @@ def pair_of_parts(
 
 
 def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None]:
-    """Bounds `i - below <= j <= i + above`; None: no bound. `above` may be traced, `B`."""
+    """Bounds `i - below <= j <= i + above`; None: no bound. `above` may be a traced array `B`."""
     below, right = static.config.window
     offset = static.config.above if traced.above is None else traced.above
     both = [x for x in (right, offset) if x is not None]
@@ -232,13 +234,13 @@ def split_parts(
 
 
 def join_parts(x: Num[jax.Array, "parts b n t *d"]) -> Num[jax.Array, "b n _ *d"]:
-    """The inverse of `split_parts`."""
+    """Joins the contiguous parts of a device's positions along the axis of positions."""
     x = jnp.moveaxis(x, 0, 2)
     b, n, parts, t, *rest = x.shape
     return x.reshape(b, n, parts * t, *rest)
 
 
 def attend(request: Request, local: Local) -> Result:
-    """Computes the request with `local` in place of `attention.core`."""
+    """Computes the request by tiled attention, with `local` on each device as its core."""
     dtype = np.dtype(request.query.dtype)
     return attention.attend(request, partial(distributed_core, local, dtype))

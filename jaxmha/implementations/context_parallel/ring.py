@@ -83,7 +83,7 @@ def _softmax(
     traced: Conditions,
     seed: Seed | None,
 ) -> Softmax:
-    # Transposed as in the gradient, so that the logits of both round alike.
+    # Scores are transposed as in the backward pass, so that logits round equally in both.
     static = static._replace(config=static.config._replace(transposed=True))
     part = _part(static, query, key, traced, seed)
     rows = jnp.stack(
@@ -198,14 +198,14 @@ def _part(
 
 
 def _barrier(x: Tree) -> Tree:
-    """Keeps XLA from rematerialising the tiled rows within the loop over hops, in a second copy."""
+    """Keeps XLA from recomputing the tiled rows in the loop over hops, as a second copy."""
     held: Tree = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
     return held
 
 
 def _encode(static: Static, part: _Part, *arrays: Float[jax.Array, "B K s _"]) -> Arrays:
-    """Tiled keys and values for the ring. Half precision is bitcast to uint16: XLA:CPU upcasts the
-    whole array when it is sliced or permuted."""
+    """Tiles keys and values for the ring. Half precision is bitcast to uint16: XLA:CPU upcasts a
+    whole half-precision array to slice or permute it."""
     found = []
     for x in arrays:
         tiles = [layout.to_kv_tiles(part.tiling, y) for y in common.split_parts(static, x)]
@@ -218,7 +218,8 @@ def _encode(static: Static, part: _Part, *arrays: Float[jax.Array, "B K s _"]) -
 def _decode(
     stored: np.dtype[np.floating], wanted: np.dtype[np.floating], x: Num[jax.Array, "*tile"]
 ) -> Float[jax.Array, "*tile"]:
-    """Decodes a tile of `_encode`, originally of dtype `stored`, to dtype `wanted`."""
+    """Casts a tile of an array from `_encode` to dtype `wanted`; before `_encode` the array had
+    dtype `stored`."""
     if x.dtype == np.uint16:
         x = jax.lax.bitcast_convert_type(x, stored)
     return x.astype(wanted)
@@ -233,11 +234,11 @@ def _rotate(
     rotating: Arrays,
     fold: Callable[[Carry, Arrays, Index, Index, Pair], tuple[Carry, Arrays]],
 ) -> tuple[Carry, Arrays, int]:
-    """`carry, rotating = fold(carry, rotating, i, j, pair)` for every part i of this device's
-    queries and part j of any device's keys that has an allowed pair.
+    """Sends `rotating` around the ring and folds it into `carry`.
 
-    Returns carry, rotating, and the number of hops that rotating arrays are away from their home
-    device.
+    Computes `carry, rotating = fold(carry, rotating, i, j, pair)` for every part i of this device's
+    queries and every part j of any device's keys between which the bounds allow a pair. Returns
+    carry, rotating, and the number of hops between each rotating array and its home device.
     """
     device = jax.lax.axis_index(static.axis)
     bounds = common.bounds(static, traced)
@@ -289,7 +290,7 @@ def _rotate(
 
 
 def _runs(static: Static, traced: Conditions) -> list[tuple[int, int]]:
-    """Runs (first, last) of hops at which some device has an allowed pair within the bounds."""
+    """Ranges (first, last) of consecutive hops at which the bounds allow a pair on some device."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
         above = None
@@ -327,12 +328,12 @@ def _send(static: Static, arrays: Arrays, hops: int) -> Arrays:
     return tuple(_in_place(permute, x) for x in arrays)
 
 
-PIECES, SMALL = 16, 2**18  # most pieces of an array; an array of up to SMALL bytes is one
+PIECES, SMALL = 16, 2**18  # maximum number of pieces; up to SMALL bytes are sent whole
 
 
 def _in_place(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`send(x)` of a large array `... keys d`, piece by piece: arriving pieces overwrite departed
-    ones, so that only one piece needs additional memory."""
+    """Computes `send(x)` of an array `... keys d`, piece by piece if it is large: each arriving
+    piece overwrites the piece just sent, so that only one piece needs additional memory."""
     s = x.shape[-2]
     count = max(n for n in range(1, PIECES + 1) if s % n == 0)
     if x.nbytes <= SMALL or count == 1:

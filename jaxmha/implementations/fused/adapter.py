@@ -1,7 +1,7 @@
-"""Adapter between the contract and fused kernels.
+"""Adapter from requests to the inputs of fused kernels, and from kernel outputs to results.
 
-A kernel computes a plain problem: each row attends at least one key, operands are finite, and sizes
-suit the kernel. The adapter turns requests into such problems, and kernel outputs into results.
+Kernels require that each row attends at least one key, that operands are finite, and that sizes
+suit the kernel.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,12 +26,13 @@ class KernelInputs(NamedTuple):
 
     Attributes:
       query, key, value: of one dtype.
-      bias: each axis full or 1.
-      conditions: `rows` is None, since the adapter applies it; `keys` are the valid keys, lengths
-        included, where the mask has key padding, else None.
-      query_lengths, key_lengths: within 0 and T, S; None: all.
+      bias: each axis of full size or 1.
+      conditions: `rows` is None, since the adapter applies it; `keys` are the valid keys by padding
+        and length if the mask has key padding, else None.
+      query_lengths, key_lengths: numbers of valid queries and keys, clipped to [0, T] and [0, S];
+        None: all.
       left: `j >= i - left`; above: `j <= i + above`; None: no bound, or one that masks nothing.
-      scale: of the logits.
+      scale: factor of the logits.
     """
 
     query: Float[jax.Array, "B T N H"]
@@ -47,7 +48,7 @@ class KernelInputs(NamedTuple):
 
 
 def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """The reason why the kernel `name` cannot compute a request; None: none is known here."""
+    """The reason why the kernel `name` cannot compute a request; None: no general reason."""
     dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -74,9 +75,9 @@ OutAndLse: TypeAlias = tuple[Float[jax.Array, "B T N h"], Float[jax.Array, "B N 
 
 
 def attend(request: Request, run: Callable[[KernelInputs], OutAndLse]) -> Result:
-    """Computes the request with a kernel: `run` returns `B T N h` and, if it is read, lse `B N T`.
+    """Computes the request with a kernel: `run` returns the output and, if requested, the lse.
 
-    `run` may return any value in fully masked rows, but no NaN where a gradient passes.
+    `run` may return any value in fully masked rows, but its gradient must not be NaN.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     mask = request.mask
@@ -152,13 +153,12 @@ class Kernel(NamedTuple):
     """A kernel with its static configuration; hashable.
 
     Attributes:
-      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; the
-        keys must be valid values too.
-      out_and_lse: the same, `-> (out, lse)`. Its gradient ignores the cotangent of lse, or it has
-        none.
-      has_gradient: whether `out_and_lse` has a gradient.
-      scale: of the logits.
-      settings: everything that makes two kernels different programs.
+      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; must
+        also accept the keys as values.
+      out_and_lse: takes the same arguments and returns (out, lse).
+      has_gradient: whether `out_and_lse` has a gradient; it ignores the cotangent of lse.
+      scale: factor of the logits.
+      settings: the static configuration of the kernel.
     """
 
     out: Callable[..., jax.Array]
@@ -223,7 +223,7 @@ def _forward(
 def _backward(
     kernel: Kernel, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
-    """Computes the gradient of lse with the same kernel, with keys in place of values.
+    """Adds the gradient of lse, computed by the same kernel with keys in place of values.
 
     d lse_i / d query_i is `scale` times row i of attention over the keys as values, and
     d lse_i / d key_j is `scale` times weight (i, j) times query_i: the gradient of the values with

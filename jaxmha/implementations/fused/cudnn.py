@@ -16,11 +16,14 @@ from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
 from jaxmha.implementations.fused.adapter import Kernel, KernelInputs, Others, OutAndLse, fill
 
-# Backward passes with a bias are wrong or missing at other sizes (NaN at 64 modulo 128).
+# With a bias, T and S are padded to a multiple of this: at other sizes cuDNN's backward pass is
+# wrong or missing (NaN at 64 modulo 128).
 BIAS_MULTIPLE = 128
-# cuDNN loses -inf in a bias: masked pairs get a value far below every bias entry instead.
+# cuDNN does not preserve -inf in a bias: masked pairs get EXCLUDED, and finite entries of a bias
+# are clipped to at least LOWEST.
 EXCLUDED, LOWEST = -(2.0**41), -(2.0**40)
-# A masked key adds scale * BARRIER * -BARRIER to a logit; each factor fits float16.
+# One more feature, +-BARRIER in queries and -BARRIER in masked keys, excludes masked keys: it adds
+# -abs(scale) * BARRIER**2 to their logits. BARRIER fits float16.
 BARRIER = 2.0**15
 
 
@@ -86,7 +89,7 @@ def attend(request: Request) -> Result:
 
 
 def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
-    """Shifts the rows of queries, so that the causal mask is aligned top-left (`above` is 0)."""
+    """Shifts the queries by `above` rows, so that the causal mask is aligned top-left."""
     above, left = inputs.above, inputs.left
     if not above:
         return _top_left(inputs, lse=lse)
@@ -124,12 +127,12 @@ def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
 
 
 def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
-    """The kernel call for `above` 0 or None; each row within its length must attend some key."""
+    """Calls the kernel; `above` is 0 or None, and each row within its length attends some key."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
     bias, valid = _added(inputs), None if _dense(inputs) else inputs.conditions.keys
     causal = above is not None
-    if causal and S > T:  # causality masks keys from T on for every query
+    if causal and S > T:  # causality masks all keys from position T on
         key, value = key[:, :T], value[:, :T]
         bias = None if bias is None else bias[..., :T]
         valid = None if valid is None else valid[:, :T]
@@ -141,7 +144,7 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
         valid = jnp.broadcast_to(valid, (B, S))
         if causal:
             query, key = _barrier(query, key, valid, scale)
-        else:  # without causality the order is free: valid keys come first, so a length suffices
+        else:  # without causality, keys can be sorted: valid keys first, so a length suffices
             order = jnp.argsort(~valid, axis=1, stable=True)[..., None, None]
             key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
             key_lengths = valid.sum(1, dtype=np.int32)
@@ -158,7 +161,8 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
             columns = max(columns, rows)
     query = fill(query, 1, rows)
     key, value = fill(key, 1, columns), fill(value, 1, columns)
-    # Some releases give NaN at odd sizes, unless lengths are given.
+    # Some releases of cuDNN return NaN at sizes that are not multiples of 64, unless lengths are
+    # given.
     if (T % 64 or S % 64 or columns > S) and key_lengths is None:
         key_lengths = jnp.full(B, S, np.int32)
     lengths: Others = None
@@ -166,7 +170,7 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
         key_lengths = jnp.full(B, S, np.int32) if key_lengths is None else key_lengths
         key_lengths = jnp.maximum(key_lengths, 1)
         query_lengths = jnp.full(B, T, np.int32) if query_lengths is None else query_lengths
-        if left is not None:  # later rows attend no valid key
+        if left is not None:  # rows from key_lengths + left on attend no valid key
             query_lengths = jnp.minimum(query_lengths, key_lengths + left)
         lengths = query_lengths, key_lengths
     width = -(-max(query.shape[3], h) // 8) * 8

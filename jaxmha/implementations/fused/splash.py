@@ -20,7 +20,7 @@ from jaxmha.mask import Mask
 
 DTYPES: tuple[str, ...] = ("bfloat16",)
 LANES, BLOCK = 128, 512
-# Interprets the kernel in plain JAX, without a TPU: for tests.
+# True: Pallas interprets the kernel, so that tests need no TPU.
 INTERPRET = False
 
 
@@ -60,7 +60,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def traceable() -> str | None:
-    """None: every machine can trace it."""
+    """Returns None: every machine can trace splash attention."""
     return None
 
 
@@ -72,7 +72,7 @@ def attend(request: Request) -> Result:
 
 
 def _ids(mask: Mask, T: int, S: int) -> Others:
-    """Segment ids renumbered by rank among the queries' ids; -1 marks keys without any query."""
+    """Segment ids as ranks among the query ids; -1 marks keys whose id no query has."""
     if mask.query_segments is None or mask.key_value_segments is None:
         return None
     queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
@@ -105,7 +105,7 @@ def _run(inputs: KernelInputs, ids: Others, soft_cap: float | None, *, lse: bool
     query = fill(query, 1, rows)
     key, value = fill(inputs.key, 1, columns), fill(inputs.value, 1, columns)
     settings = Settings(inputs.left, inputs.above, soft_cap, INTERPRET)
-    # The queries are scaled already, and the gradient passes through that product: the scale is 1.
+    # The scale is 1, since the queries are already multiplied by it, and JAX differentiates that.
     kernel = Kernel(_out, _out_and_lse, False, 1.0, settings)
     out, found = adapter.call(kernel, query, key, value, None, ids, lse=lse)
     return out[:, :T], None if found is None else found[:, :, :T]

@@ -1,6 +1,6 @@
 """tokamax's Mosaic and Triton kernels: NVIDIA GPUs, where the package is installed.
 
-They stream biases and masks, which need not be materialised, and value heads may differ in size.
+They stream biases and masks without materialising them, and h may differ from H.
 Source: `tokamax.dot_product_attention` 0.0.17, whose public function returns no log-sum-exp.
 """
 
@@ -16,7 +16,7 @@ from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
 from jaxmha.implementations.fused.adapter import KernelInputs
 
-# In order of preference; tokamax takes the first that supports the call.
+# tokamax's backends in order of preference; it runs the first that supports the call.
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
 # Replaces -inf in a bias, far below other entries: -inf gives NaN in fully masked rows.
 EXCLUDED = -(2.0**41)

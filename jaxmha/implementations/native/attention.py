@@ -36,7 +36,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def _on_one_device() -> bool:
-    """True if each device runs its own part, so that XLA has no arrays to gather for the kernels."""
+    """True if `shard_map` gives each device its own part, so that XLA partitions nothing."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return manual or sharding.current() is not None
 
@@ -89,7 +89,7 @@ def attend(request: Request) -> Result:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array, Any]:
-    """Output `B T N h` and lse `B N T` (None unless it is read), -inf on fully masked rows."""
+    """Output `B T N h` and, if `reads_lse`, lse `B N T`, which is -inf on fully masked rows."""
     out, *row = primitives.attend(settings, Problem(*problem))
     return out, _lse(settings, Problem(*problem), *row) if reads_lse else None
 
@@ -99,7 +99,8 @@ def _lse(settings: Settings, problem: Problem, row_max: jax.Array, row_sum: jax.
 
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
-    # The gradient reads the output too, and rounding it would move every gradient of its row.
+    # The backward pass computes delta from the output; rounding the output to half precision would
+    # cause an error in all gradients of the row.
     wide = settings._replace(out=np.dtype(np.float32), gradient=True)
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The library of `jaxmha-cpu`: found, checked, loaded, and only then registered with XLA.
+"""Loads the library of `jaxmha-cpu`, checks it, and registers its handlers with XLA.
 
-A library that was compiled with newer headers than those of jaxlib would not fail when it is
-called: XLA would fail to start the CPU backend. So everything is checked before registration.
+All checks precede the registration: with handlers that were compiled for newer headers than those
+of jaxlib, XLA would fail to start the CPU backend.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ import jax
 
 # The environment variable that switches the implementation off (0), or narrows it to AVX2 (avx2).
 SWITCH = "JAXMHA_NATIVE"
-# Of the handlers: their operands, results and attributes. The same as in native/build_library.py.
+# Version of the operands, results and attributes of the handlers. native/build_library.py has the
+# same number.
 INTERFACE = 1
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
@@ -27,12 +28,12 @@ UPGRADE = "pip install --upgrade jaxmha-cpu"
 
 
 def unavailable() -> str | None:
-    """The reason why the library cannot be used in this process, or None; it is registered then."""
+    """Registers the library; returns the reason why this process cannot use it, or None."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 switches it off"
     try:
         found = find_spec("jaxmha_cpu")
-    except ValueError:  # a module without a spec, as __main__
+    except ValueError:  # jaxmha_cpu is imported and has no spec
         found = None
     folders = [] if found is None else list(found.submodule_search_locations or ())
     if not folders:
@@ -60,8 +61,8 @@ def _registered(folder: Path) -> str | None:
 
 
 def _damaged(file: Path) -> str | None:
-    """Compares the library with the digest that its build wrote: loading half of a file may end
-    the process."""
+    """The reason why the library does not match the digest of its build, or None: loading a
+    truncated library may crash the process."""
     try:
         expected = file.with_suffix(".sha256").read_text().strip()
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -96,7 +97,7 @@ def _mismatch(library: ctypes.CDLL) -> str | None:
 
 
 def ffi_version() -> tuple[int, int] | None:
-    """The FFI version of jaxlib, as its own header has it; None: it has none."""
+    """The FFI version (major, minor) in the C header of jaxlib; None: jaxlib has no such header."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()

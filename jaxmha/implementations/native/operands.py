@@ -1,4 +1,4 @@
-"""The operands of the native kernels, and what their shapes have in common."""
+"""The operands of the native kernels and their common batch axes."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ class Settings(NamedTuple):
     """The static config of a kernel.
 
     Attributes:
-      scale: of the logits. soft_cap: None: none.
+      scale: factor of the logits.
+      soft_cap: soft cap of the logits; None: no soft cap.
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
       gradient: whether the backward pass reads row max and row sum.
@@ -32,7 +33,7 @@ class Settings(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes that all FFI calls have."""
+        """The attributes of every FFI call."""
         return {
             "scale": np.float32(split_scale(self.scale)[0]),
             "rest": np.float32(split_scale(self.scale)[1]),
@@ -43,15 +44,16 @@ class Settings(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Operands of every kernel; an array without elements stands for an absent one.
+    """Operands of every kernel; an array without elements stands for an absent operand.
 
-    Every operand has the same batch axes in front, each of its full size or 1, so that vmap adds
-    one more: the axes that have a meaning are counted from the last.
+    All operands have the same number of leading batch axes, each of full size or 1. vmap adds one
+    more at the front, so the kernels count the other axes from the last.
 
     Attributes:
       query: `B T N H`. key: `B S K H`. value: `B S K h`.
       bias: `b n t s`, float32. allowed: `b n t s`, the dense mask.
-      rows: `b T`. keys: `b S`. query_ids: `b T`. key_ids: `b S`.
+      rows: `b T`, valid queries. keys: `b S`, valid keys.
+      query_ids: `b T`, segment ids. key_ids: `b S`, segment ids.
       offset: `b`, causal offsets: `j <= i + offset`.
     """
 
@@ -68,11 +70,13 @@ class Problem(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Arrays that the gradients read besides the problem, with the same batch axes.
+    """Further operands of the backward pass, with the same batch axes as `Problem`.
 
     Attributes:
-      row_max, row_sum: `B N T`, of the logits (divided by `unit`) and of the exponentials below.
-      d_out: `B T N h`. d_lse: `B N T` or absent.
+      row_max: `B N T`, row max of the logits, divided by `unit`.
+      row_sum: `B N T`, row sum of exp(logit - row max).
+      d_out: `B T N h`, cotangent of the output.
+      d_lse: `B N T`, cotangent of the lse, or absent.
     """
 
     row_max: jax.Array
@@ -92,7 +96,8 @@ def absent(dtype: Any) -> jax.Array:
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The factor left out of the row max: the rest of `split_scale`; 1 with a cap or a bias."""
+    """The factor of the logits that the row max lacks: the second result of `split_scale`, or 1 if
+    there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 
@@ -103,7 +108,7 @@ def given(x: Any) -> Any:
 
 
 def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions) -> Problem:
-    """Operands of a request without empty axes; its window and static offset are in `Settings`."""
+    """Operands of a request; `Settings` holds its window and static causal offset. No size is 0."""
 
     def or_absent(x: Any, dtype: Any) -> Any:
         return absent(dtype) if x is None else jnp.asarray(x, dtype)
@@ -125,13 +130,13 @@ def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions)
 
 
 def bounds(conditions: Conditions) -> tuple[int, int]:
-    """Static bounds below and above."""
+    """The static bounds (below, above) of `Settings`."""
     left, right = conditions.window
     above = [x for x in (right, conditions.above) if isinstance(x, int)]
     return FAR if left is None else left, min([FAR, *above])
 
 
 def batch(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The batch axes that operands have together."""
+    """The sizes of the batch axes, broadcast over all operands; `axes`: numbers of other axes."""
     shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, axes, strict=True) if x.size]
     return np.broadcast_shapes(*shapes)

@@ -1,8 +1,8 @@
 """The native kernels in plain XLA, with the same operands and results.
 
 A program contains them in place of the native ones if it is exported, lowered for another
-platform, or partitioned by XLA. Second derivatives differentiate them with `reference`, since the
-`custom_vjp` of tiled attention has no forward mode.
+platform, or partitioned by XLA. For second derivatives of attention, `reference` differentiates
+the kernels, since the `custom_vjp` of tiled attention has no forward mode.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,8 @@ from jaxmha.semantics import Semantics
 
 
 def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Output, row max and row sum; here the row max holds the lse, and the row sum is 1."""
+    """Output, row max and row sum by the implementation `by`; the row max is the lse divided by
+    `unit`, and the row sum is 1 (0 in fully masked rows)."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem = Problem(*operands)
@@ -45,7 +46,7 @@ def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list
 
 
 def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Gradients of query, key and value; and delta, which only the native kernels use."""
+    """Gradients of query, key and value; and zeros for delta, which only native kernels read."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)
@@ -115,7 +116,7 @@ def _attend(by: ModuleType, settings: Settings, problem: Problem) -> tuple[Any, 
 def _over_batch(
     run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Maps `run`, of operands with one batch axis, over all batch axes before it."""
+    """Applies `run`, which takes operands with one batch axis, by vmap over the earlier ones."""
     lead = batch(operands, axes)
     if len(lead) == 1:
         found: tuple[Any, ...] = run(*operands)
@@ -137,7 +138,7 @@ def _over_batch(
 def differentiated(
     kernel: Callable[..., list[Any]], settings: Settings, primals: Any, tangents: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Results of a kernel and their tangents; None: an operand has no tangent."""
+    """Results of a kernel and their tangents; a tangent of None is zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
     def run(*arrays: Any) -> list[Any]:

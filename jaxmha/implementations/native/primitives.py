@@ -1,4 +1,4 @@
-"""The kernels as primitives of JAX: their shapes, their vmap, and how programs contain them."""
+"""The native kernels as JAX primitives: shapes, vmap, derivatives and lowering."""
 
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +136,6 @@ def attend_backward(
 
 
 def bias_gradient(settings: Settings, problem: Problem, residuals: Residuals, delta: Any) -> Any:
-    """The gradient of the bias. A program that does not read it does not compute it."""
+    """The gradient of the bias, by a kernel of its own: XLA removes it if the result is unused."""
     (found,) = BIAS_GRADIENT.bind(*problem, *residuals, delta, settings=settings)
     return found

@@ -1,14 +1,15 @@
 """Tiled attention with online softmax: time and memory of a fused kernel, in plain XLA.
 
 Scores are materialised one tile at a time; fully masked tiles are skipped, and unmasked tiles need
-no mask. The backward pass recomputes weights from row max and row sum, since the lse of large
-logits holds fewer digits than a weight. If a tile has all keys of its rows, row max, row sum and
-delta are computed from the recomputed logits, so that gradients of logits cancel exactly. Else row
-max and row sum are those of the forward pass, which computes the logits by matmuls of the same
-operands and tiles, so that they round alike: exp magnifies a difference of logits. Delta is then
-the row sum of out * dout, and gradients of logits cancel up to the rounding of both. Source: Dao et
-al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need O(n^2) memory"
-(2021).
+no mask. The backward pass recomputes weights from row max and row sum, since the rounding error of
+a large lse would be a relative error of the weights. If a tile has all keys of its rows, row max,
+row sum and delta are computed from the recomputed logits, so that the gradients of a row's logits
+sum to 0. Otherwise row max and row sum are those of the forward pass, which computes logits by
+matmuls of the same operands and tiles, so that both passes round equally: exp magnifies a
+difference of logits. Delta is then the row sum of out * dout, and the gradients of a row's logits
+sum to 0 up to rounding.
+Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need
+O(n^2) memory" (2021).
 """
 
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
     """Computes the request; sums are float32, or float64 for float64 inputs, and matmul operands
-    are bfloat16 where `operand_dtype` says so.
+    have the dtype of `operand_dtype`.
 
     `distributed`: computes `core` on many devices (context parallelism); None: on one.
     """
@@ -265,7 +266,7 @@ def _out_and_lse(
     traced: Conditions,
     seed: Seed | None,
 ) -> OutAndLse:
-    """`core` by the tiles of `tiling`."""
+    """Computes `core` by the tiles of `tiling`, without bands."""
 
     def finalize(state: State) -> Softmax:
         return normalize(config, state, seed)
@@ -292,7 +293,7 @@ def _by_tiles(
     seed: Seed | None,
     finalize: Callable[[State], Tree],
 ) -> Tree:
-    """Tiles the inputs, and joins the tiles of `finalize`."""
+    """Tiles the inputs, runs the forward pass, and joins the tiles that `finalize` returns."""
     # Queries are padded with 1: 0 times an infinite key is NaN.
     query_tiles = layout.to_query_tiles(tiling, query, 1.0)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
@@ -340,7 +341,7 @@ def core_forward(
     traced: Conditions,
     seed: Seed | None,
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
-    """`core`, and what its gradient reads."""
+    """Computes `core`; also returns the inputs and softmax that the backward pass reads."""
     inputs = query, key, value, bias, traced, seed
     softmax = forward_for_gradient(tiling, config, *inputs)
     names = "attention_out", "attention_lse", "attention_lse"
@@ -369,7 +370,8 @@ def core_backward(
     saved: tuple[CoreInputs, Softmax],
     cotangents: OutAndLse,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
-    """Gradients by transposed scores, so that every matmul has row-major operands."""
+    """Gradients of query, key, value and bias. Scores are transposed, so that every matmul has
+    row-major operands."""
     (query, key, value, bias, traced, seed), softmax = saved
     tiling = _gradient_tiling(tiling, config, query, key, bias, seed)
     per_row = backward_inputs(tiling, query, softmax if tiling.kv_tiles > 1 else None, *cotangents)

@@ -35,7 +35,7 @@ def kind(
 ) -> Literal["rows", "keys"] | None:
     """`rows` if a static causal offset is the only condition, `keys` if key padding is.
 
-    None: neither, or tiles that skip more are as fast.
+    None: neither is, or there is a soft cap with key padding, or row bands do not pay.
     """
     if bias is not None or config.window != (None, None):
         return None
@@ -47,7 +47,8 @@ def kind(
 
 
 def row_bands_pay(tiling: Tiling, above: int, platform: str = "cpu") -> bool:
-    """True if rows attend on average at least a quarter fewer keys than the last row."""
+    """True if T is in `row_band_range`, `above` is at least 0, and rows attend on average at least
+    a quarter fewer keys than the last row."""
     least, most = tuning_for(platform).row_band_range
     if not (least <= tiling.T <= most and above >= 0):
         return False
@@ -85,7 +86,7 @@ def attend_row_bands(
 
     Args:
       attend: computes one band.
-      tiling: of the whole request.
+      tiling: tiling of the whole request.
       config, query, key, value, seed: as in `attention.core`.
     """
     B, K, G, T = tiling.B, tiling.K, tiling.G, tiling.T
@@ -99,7 +100,7 @@ def attend_row_bands(
     def band(t: int, step: Index, query: jax.Array, key: jax.Array, value: jax.Array) -> OutAndLse:
         rows = query[:, t : t + size]
         S = min(tiling.S, t + rows.shape[1] + above)
-        # The band is a single tile unless that is very large.
+        # The band is a single tile unless that tile would be very large.
         least_rows = min(G * size, most // (itemsize * S))
         part = config._replace(
             above=above + t,
@@ -154,7 +155,11 @@ def attend_key_bands(
 ) -> OutAndLse:
     """Computes each batch row with the narrowest key band that holds all its valid keys.
 
-    Args: as in `attend_row_bands`; `valid`: valid keys.
+    Args:
+      attend: computes one band.
+      tiling: tiling of the whole request.
+      config, query, key, value, seed: as in `attention.core`.
+      valid: the valid keys.
     """
     config = config._replace(whole=config.whole or (query.shape[1], query.shape[2]))
     masked = tuning_for(config.platform).mask_by_matmul
@@ -177,8 +182,8 @@ def _mask_feature(
     key: Float[jax.Array, "B K S H"],
     valid: Bool[jax.Array, "#B S"],
 ) -> tuple[Float[jax.Array, "B N T H1"], Float[jax.Array, "B K S H1"]]:
-    """Adds a feature, 1 in queries and 0 or -inf in keys, that masks within the matmul: a separate
-    mask would make XLA leave its fused kernel."""
+    """Adds a feature, 1 in queries and 0 or -inf in keys, so that the matmul masks: with a
+    separate mask, XLA would not use its fused kernel."""
     low = jnp.where(valid, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
@@ -197,8 +202,10 @@ def _attend_narrowest(
     *,
     masked: bool,
 ) -> OutAndLse:
-    """One batch row at a time, with the narrowest of several bands; `masked`: the keys are masked
-    by a feature already."""
+    """Computes one batch row at a time, with the narrowest band that holds its valid keys.
+
+    `masked`: a feature from `_mask_feature` masks the keys.
+    """
     B, S = query.shape[0], key.shape[2]
     valid = jnp.broadcast_to(valid, (B, S))
     first = valid.argmax(1)

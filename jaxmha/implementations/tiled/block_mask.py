@@ -111,9 +111,10 @@ def attended(
 def _attended_by_intervals(
     conditions: Conditions, T: int, S: int
 ) -> tuple[Bool[Array, "b1 1 T"], Bool[Array, "b2 1 S"]]:
-    """Attended rows and keys without segment ids and dense arrays.
+    """Attended rows and keys, for conditions without segment ids and dense mask.
 
-    Each row attends the valid keys of an interval, and vice versa. Static conditions stay NumPy.
+    Each row attends the valid keys of an interval, and the valid rows of an interval attend each
+    key. Static conditions give NumPy arrays.
     """
     below, above = conditions.window
     i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
@@ -137,7 +138,7 @@ def _attended_by_intervals(
 
 
 def _unless_all(mask: Bool[Array, "*b"]) -> Bool[jax.Array, "*b"] | None:
-    """None for a static array without any False entry."""
+    """Returns None for a NumPy (static) array without any False entry, else the array."""
     return None if isinstance(mask, np.ndarray) and mask.all() else jnp.asarray(mask)
 
 
@@ -147,7 +148,7 @@ def _any_between(
     stop: Int32[Array, "#b n"],
     size: int,
 ) -> Bool[Array, "#b n"]:
-    """True if any position in `[start, stop)` is valid; `valid` None: all are."""
+    """True if any position in `[start, stop)` is valid; if `valid` is None, all are."""
     start, stop = start.clip(0, size), stop.clip(0, size)
     if valid is None:
         return stop > start
@@ -161,7 +162,7 @@ def _any_between(
 def _attended_by_tiles(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
-    """Attended rows and keys of any conditions; a tile has all heads, all keys and some rows."""
+    """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows."""
     conditions, bias = pad(conditions, bias, tiling)
     B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows
 
@@ -196,12 +197,12 @@ class TilePosition(NamedTuple):
 
     @property
     def starts(self) -> tuple[Index, Index, Index, Index]:
-        """Along B, N, T and S."""
+        """Starts of the tile along B, N, T and S."""
         return self.b, self.n, self.t, self.s
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Along B, N, T and S."""
+        """Sizes of the tile along B, N, T and S."""
         return self.batches, self.heads, self.rows, self.keys
 
 
@@ -222,8 +223,8 @@ def allowed(
 
     Args:
       conditions: padded by `pad`.
-      position: of the tile.
-      rows_too: also apply the condition on rows alone, which masks whole rows.
+      position: position of the tile.
+      rows_too: whether to apply `conditions.rows`, which masks whole rows.
     """
     i, j = _indices(position)
     below, above = conditions.window
@@ -275,8 +276,8 @@ def mask_or_bias(
 ) -> Bool[jax.Array, "heads rows keys"] | Float[jax.Array, "heads rows keys"] | None:
     """Boolean mask tile or, with a bias, the additive bias tile (-inf where masked); None: neither.
 
-    A key/value head has the rows of all G query heads of its group. The axes of heads and rows have
-    size 1 where they broadcast.
+    The rows of a key/value head are those of all G query heads of its group. The axes of heads and
+    rows have size 1 where they broadcast.
     """
     tile = mask = allowed(conditions, position, rows_too=bias is not None)
     if bias is not None:

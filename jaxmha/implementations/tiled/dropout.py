@@ -12,7 +12,7 @@ from jaxmha.implementations.tiled.block_mask import TilePosition
 from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tiling import Tiling
 
-KEY_SIZE = 2  # 32-bit integers of a threefry key
+KEY_SIZE = 2  # number of 32-bit integers in a threefry key
 
 # A threefry key and, for a part of a larger request, its first position on B, N, T and S.
 Seed: TypeAlias = UInt32[jax.Array, "2"] | UInt32[jax.Array, "6"]
@@ -29,7 +29,7 @@ def seed_of(key: PRNGKeyArray | None, part: Part | None) -> Seed | None:
 
 
 def shift_seed(seed: Seed, *starts: Index) -> UInt32[jax.Array, "6"]:
-    """The seed of a part that starts at these positions on B, N, T and S."""
+    """The seed of a part of the request that starts at positions `starts` on B, N, T and S."""
     more = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in starts])
     before = seed[KEY_SIZE:] if seed.size > KEY_SIZE else jnp.zeros(4, jnp.uint32)
     return jnp.concatenate([seed[:KEY_SIZE], before + more])
@@ -45,7 +45,7 @@ def keep_mask(
 ) -> Bool[jax.Array, "heads rows keys"] | None:
     """Keep-mask of a tile; None without dropout.
 
-    `whole`: N and T of the larger request that the arrays are a part of.
+    `whole`: N and T of the larger request that the arrays are a part of; None: they are the whole.
     """
     if seed is None:
         return None

@@ -31,7 +31,7 @@ def to_kv_tiles(tiling: Tiling, x: Num[jax.Array, "B K S d"]) -> Num[jax.Array, 
 
 
 def from_kv_tiles(tiling: Tiling, x: Num[jax.Array, "*tiles keys d"]) -> Num[jax.Array, "B K S d"]:
-    """The inverse of `to_kv_tiles`."""
+    """Joins KV tiles from `to_kv_tiles` and removes the padding of S."""
     d = x.shape[-1]
     x = _swap(x.reshape(tiling.steps, tiling.kv_tiles, tiling.tile_heads, tiling.keys * d))
     return x.reshape(tiling.B, tiling.K, tiling.kv_tiles * tiling.keys, d)[:, :, : tiling.S]
@@ -52,7 +52,7 @@ def to_query_tiles(
 def from_query_tiles(
     tiling: Tiling, x: Num[jax.Array, "*tiles rows d"]
 ) -> Num[jax.Array, "B N T d"]:
-    """The inverse of `to_query_tiles`."""
+    """Joins query tiles from `to_query_tiles` and removes the padding of T."""
     d = x.shape[-1]
     heads = tiling.tile_heads * tiling.G
     x = _swap(x.reshape(tiling.steps, tiling.query_tiles, heads, tiling.rows * d))
@@ -61,7 +61,7 @@ def from_query_tiles(
 
 
 def kv_tile(tiling: Tiling, x: jax.Array, j: Index) -> jax.Array:
-    """KV tile `j` of `[kv_tiles] ...`."""
+    """KV tile `j` of an array `[kv_tiles] ...`."""
     return x if tiling.kv_tiles == 1 else x[j]
 
 
@@ -73,12 +73,12 @@ def add_to_kv_tile(tiling: Tiling, x: jax.Array, j: Index, more: jax.Array) -> j
 def drop_single_head(
     tiling: Tiling, x: Shaped[jax.Array, "heads r s"] | None
 ) -> Shaped[jax.Array, "*heads r s"] | None:
-    """Drops the leading axis where a tile has a single head, as the tiles of operands do."""
+    """Drops the leading axis if a tile has a single head: tiles of query, key and value lack it."""
     return x[0] if x is not None and tiling.tile_heads == 1 else x
 
 
 def map_tiles(f: Callable[[Index, In], Out], count: int, xs: In, *, unroll: bool = False) -> Out:
-    """`f(i, tile)` for every tile of `[count] ...`, stacked; `unroll` unrolls the loop."""
+    """Stacks `f(i, tile)` of every tile of arrays `[count] ...`; `unroll` unrolls the loop."""
     if count == 1:
         return f(0, xs)
 

@@ -18,7 +18,7 @@ from jaxmha.implementations.tiled.schedule import Schedule, make_schedule, visit
 from jaxmha.implementations.tiled.tile import Config, Cotangents
 from jaxmha.implementations.tiled.tiling import Tiling
 
-# Operands of a tile, and a function that reads those of KV tile j.
+# Operands of a tile, the function that reads those of KV tile j, and the function that casts one.
 Operands: TypeAlias = tuple[jax.Array, ...]
 ReadTile: TypeAlias = Callable[[Index], Operands]
 Decode: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -37,7 +37,7 @@ class Shared(NamedTuple):
     schedule: Schedule | None
 
     def position(self, step: Index, i: Index, j: Index) -> TilePosition:
-        """Position of query tile `i` and KV tile `j` of the heads of `step`."""
+        """Position of the tile of query tile `i`, KV tile `j` and the heads of `step`."""
         t = self.tiling
         b, n = step // t.groups * t.batches, step % t.groups * t.heads * t.G
         return TilePosition(b, t.batches, n, t.heads * t.G, i * t.rows, t.rows, j * t.keys, t.keys)
@@ -86,7 +86,7 @@ def forward(
 ) -> Result:
     """Loops over KV tiles for every query tile, and applies `finalize` to its softmax state.
 
-    `query`, `key`, `value`: tiles of `layout`.
+    `query`, `key`, `value`: tiles from `layout.to_query_tiles` and `layout.to_kv_tiles`.
     """
     shared = _shared(tiling, config, bias, traced, seed)
 
@@ -203,7 +203,7 @@ def backward_inputs(
     row_max = layout.to_query_tiles(tiling, row_max, jnp.inf)
     out, row_sum = (layout.to_query_tiles(tiling, x) for x in (softmax.out, softmax.row_sum))
     divisor = jnp.maximum(row_sum, 1.0)
-    # An einsum: for a sum, XLA:CPU emits a kernel that holds all terms several times.
+    # einsum instead of sum: for a sum, XLA:CPU materialises the products, several times.
     minus_delta -= jnp.einsum("...h,...h->...", d_out, out, precision="highest")[..., None]
     return query, Cotangents(d_out / divisor, row_max, minus_delta / divisor)
 
@@ -343,7 +343,7 @@ def _add_bias_gradient(
     d_bias: Float[jax.Array, "*c rows keys"],
     position: TilePosition,
 ) -> Float[jax.Array, "b n t s"]:
-    """Accumulates the bias gradient of a tile, summed over the axes that the bias broadcasts."""
+    """Adds the bias gradient of a tile to `whole`, summed over axes where the bias has size 1."""
     part = d_bias.reshape(position.sizes)
     axes = tuple(axis for axis, size in enumerate(whole.shape) if size == 1)
     part = part.sum(axes, keepdims=True)

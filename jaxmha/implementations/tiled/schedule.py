@@ -15,7 +15,9 @@ from jaxmha.implementations.tiled.tiling import Tiling
 
 
 class Schedule(NamedTuple):
-    """The KV tiles to visit, by batch group `g` (size 1 if all are alike) and query tile `i`.
+    """The KV tiles to visit, by batch group `g` and query tile `i`.
+
+    A batch group is the batch rows of one tile; g has size 1 if all groups have equal schedules.
 
     Attributes:
       order: KV tiles; unmasked ones first (every pair allowed), then partially masked ones, then
@@ -30,7 +32,7 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
-    """The schedule of conditions padded by `block_mask.pad`; NumPy where they are static.
+    """The schedule of conditions padded by `block_mask.pad`; NumPy arrays if they are static.
 
     None: every tile is unmasked.
     """
@@ -141,7 +143,7 @@ def visit_all(
         return found
     g = step // tiling.groups if len(schedule.order) > 1 else 0
     order, unmasked, needed = (jnp.asarray(x)[g, i] for x in schedule)
-    # Loops known to be empty are left out: XLA would compile them all the same.
+    # Loops known to be empty are omitted: XLA would compile their bodies.
     static = isinstance(schedule.unmasked, np.ndarray)
     if not static or schedule.unmasked.any():
         carry = jax.lax.fori_loop(0, unmasked, lambda k, carry: visit(order[k], True, carry), carry)

@@ -17,7 +17,7 @@ from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask
 from jaxmha.matmul import matmul, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
 
-# Tiles of at most so many scores are summed pairwise, as small matmuls are.
+# Maximum number of scores in a tile whose row sums are pairwise, as in small matmuls.
 SMALL_SUM = 2**14
 
 
@@ -30,7 +30,8 @@ class Config(NamedTuple):
       platform: selects the tile sizes.
       whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
       sizes: overrides of the tile sizes.
-      operands: dtype of matmul operands, exact for rows, keys and values; None: their own dtype.
+      operands: dtype of matmul operands, which holds rows, keys and values exactly; None: their
+        own dtype.
       scale: factor of the logits that the rows do not include yet.
       transposed: whether the scores of the forward pass are `s r`, to round like those of the
         backward pass.
@@ -160,7 +161,7 @@ def backward(
     product = partial(_matmul, config)
     logits, tanh = _logits(config, keys, rows, _transpose(mask_or_bias))
     whole = row_max is None
-    if row_max is None:  # the logits of the forward pass may round differently
+    if row_max is None:  # computed here: logits of the forward pass may round differently
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
     else:  # recomputed logits may round above row_max; clipping keeps exps <= 1
         row_max = jnp.swapaxes(row_max, -1, -2)
@@ -178,7 +179,7 @@ def backward(
         dropped, d_weights = exps * factor, d_weights * factor
     d_values = product(dropped, d_out)
     minus_delta = jnp.swapaxes(minus_delta, -1, -2)
-    if whole:  # delta from the same weights: gradients of a row's logits sum to 0
+    if whole:  # delta of these weights, so that gradients of a row's logits sum to 0
         minus_delta = (minus_delta - sum_of_rows(exps * d_weights)) / divisor
     d_bias = exps * (d_weights + minus_delta)
     d_logits = _scaled(config, d_bias if tanh is None else d_bias * (1 - tanh * tanh))

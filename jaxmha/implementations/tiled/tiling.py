@@ -75,7 +75,7 @@ def choose_tiling(
     least_rows: int | None = None,
     side: int | None = None,
 ) -> Tiling:
-    """Chooses a tiling in which a tile takes at most `target` bytes, or `least_rows` rows.
+    """Chooses a tiling in which a tile takes at most `target` bytes, or else `least_rows` rows.
 
     Args:
       B, K, G, T, S: sizes, all at least 1.
@@ -85,7 +85,7 @@ def choose_tiling(
       gradient: whether the tiles are those of the backward pass.
       window: number of keys that a row may attend, where a window limits it.
       itemsize: bytes of a score.
-      platform: selects the tuning table of what is not given.
+      platform: selects the tuning table for sizes that are None.
       target: bytes of scores per tile.
       least_rows: minimum rows per tile, even if they take more bytes.
       side: rows, over all query heads of a group, and keys of a tile.
@@ -122,7 +122,7 @@ def choose_tiling(
     rows = even_parts(T, rows)
     tile_heads = max(heads_bytes // (row_bytes * rows), 1) if rows == T or keys < S else 1
     heads = divisor(K, tile_heads)
-    # Batch rows of one tile would share a schedule.
+    # With several KV tiles, a tile has one batch row: batch rows of a tile share a schedule.
     batches = divisor(B, tile_heads // K) if heads == K and keys == S else 1
     tiling = Tiling(B, K, G, T, S, batches, heads, rows, keys)
     if keys < S:
@@ -134,7 +134,7 @@ def choose_tiling(
 
 
 def _side(tuning: Tuning, window: int | None, G: int, positions: int) -> int:
-    """Rows and keys of a tile: narrower tiles skip more of what a window masks."""
+    """The default of `side`, smaller under a window, so that more masked scores are skipped."""
     if window is None or window > tuning.window_tiles * tuning.window_side:
         return tuning.side
     least = -(-positions // tuning.most_tiles)
@@ -142,11 +142,11 @@ def _side(tuning: Tuning, window: int | None, G: int, positions: int) -> int:
 
 
 def even_parts(size: int, most: int) -> int:
-    """Size of equal parts of at most `most`, as few as possible."""
+    """Size of the parts of `size` if it is split into the fewest equal parts of at most `most`."""
     parts = -(-size // most)
     return -(-size // parts)
 
 
 def divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`, at least 1."""
+    """The largest divisor of n that is at most `most`; 1 if n is 0 or `most` is below 1."""
     return max(d for d in range(1, max(min(most, n), 1) + 1) if n % d == 0) if n else 1

@@ -15,11 +15,11 @@ class Tuning:
     Attributes:
       tile_bytes: maximum size of a tile of one head: about the second-level cache of a CPU;
         elsewhere enough to keep the device busy.
-      kernel_bytes: the same for a kernel: fewer and larger kernels have fewer starts.
+      kernel_bytes: the same for a kernel: larger kernels mean fewer kernel launches.
       heads_bytes: maximum size of a tile that holds several heads.
       few_keys: number of keys up to which the next two entries apply to plain softmax tiles.
       few_keys_gradient_bytes: `heads_bytes` in the backward pass.
-      few_keys_factor: how many times `small_head_bytes` a head may have in the forward pass.
+      few_keys_factor: factor of `small_head_bytes` in the forward pass.
       small_head_bytes: size up to which a head is small: XLA fuses a tile of small heads into one
         kernel that computes one head at a time.
       small_heads_bytes: `heads_bytes` of small heads.
@@ -30,22 +30,23 @@ class Tuning:
       least_rows_bytes: size up to which these two apply.
       side: rows and keys of a tile where whole tiles may be skipped: small enough to skip much,
         large enough for efficient matmuls.
-      window_side: the same within a window of at most `window_tiles` tiles of this side.
-      window_tiles: see `window_side`.
+      window_side: the same under a window of at most `window_tiles * window_side` keys.
+      window_tiles: maximum window for `window_side`, in tiles.
       group_rows: minimum rows, of every query head of a group, of tiles within a window.
       most_tiles: maximum number of tiles per sequence within a window: the schedule has an entry
         for every pair of query and KV tile.
-      unroll_steps, unroll_bytes: maximum number of steps, and their total size, to unroll the loop
-        over heads: XLA runs some in parallel.
-      unroll_query_tiles: maximum number of query tiles to unroll where keys are tiled too.
+      unroll_steps, unroll_bytes: maximum number and total size of the steps for which the loop
+        over steps is unrolled, so that XLA runs some in parallel.
+      unroll_query_tiles: maximum number of query tiles for which their loop is unrolled where keys
+        are tiled too.
       row_bands: (approximate rows per band, maximum number of bands); the entry that gives the most
         bands applies.
       row_band_range: smallest and largest T with row bands. With fewer rows one kernel computes all
         heads together; with more, tiles skip as much and compile faster.
       key_bands: maximum number of key bands: more compute fewer masked scores, and compile longer.
       key_band_keys: approximate minimum number of keys per band.
-      mask_by_matmul: whether 1 * -inf is -inf in a matmul; operands that the device splits may give
-        NaN.
+      mask_by_matmul: whether 1 * -inf is -inf in a matmul; it may be NaN on devices that
+        split operands into parts.
       shard_side, shard_tile_bytes: `side` and `tile_bytes` under context parallelism, where the
         memory of a tile does not fall as devices are added; None: as on one device.
     """
@@ -109,7 +110,7 @@ CPU = Tuning(
     shard_tile_bytes=2 * MIB,
 )
 
-# Every other platform: estimates, not measured.
+# Estimates for every other platform, not measured.
 ELSEWHERE = Tuning(
     tile_bytes=64 * MIB,
     kernel_bytes=64 * MIB,
@@ -144,5 +145,5 @@ TUNING: dict[str, Tuning] = {"cpu": CPU}
 
 
 def tuning_for(platform: str) -> Tuning:
-    """The table of a platform, by JAX's name of it."""
+    """The tuning table of a platform, by the platform's name in JAX."""
     return TUNING.get(platform, ELSEWHERE)

@@ -1,1 +1,1 @@
-"""A reader of HDF5 that opens no other file: one module per structure of the format."""
+"""A reader of HDF5 with one module per structure of the format; it opens no external files."""

@@ -1,4 +1,4 @@
-"""The two kinds of arrays with the addresses of chunks: of fixed and of growing length.
+"""Chunk indexes that are arrays of chunk addresses: the fixed array and the extensible array.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#FArray
 """
@@ -8,14 +8,17 @@ from collections.abc import Iterator
 
 from jaxmha.checkpoint.formats.hdf5.file import UNDEFINED, File
 
-# The index of the first entry, and the bytes of entries from there on.
+# The number of the first entry, and the bytes of that and the following entries.
 Run = tuple[int, bytes]
-_PREFIX = 14  # signature, version, client, address of the header
+_PREFIX = 14  # bytes of signature, version, client ID and header address
 _CHECKSUM = 4
 
 
 def fixed_array(file: File, address: int, filtered: bool) -> tuple[int, Iterator[Run]]:
-    """The size of an entry in bytes, and all entries in order."""
+    """Reads a fixed array: the size of an entry in bytes, and all entries in order.
+
+    `filtered` is True if the chunks have filters.
+    """
     raw = file.checked(address, 28, b"FAHD")
     client, entry, page_bits, count, data = struct.unpack_from("<BBBQQ", raw, 5)
     if client != filtered or page_bits > 32:
@@ -38,7 +41,11 @@ def fixed_array(file: File, address: int, filtered: bool) -> tuple[int, Iterator
 def growing_array(
     file: File, address: int, filtered: bool, parameters: bytes
 ) -> tuple[int, Iterator[Run]]:
-    """The same for an extensible array; its parameters are repeated in the layout message."""
+    """Reads an extensible array: the size of an entry in bytes, and all entries in order.
+
+    `filtered` is True if the chunks have filters. `parameters` are the array's parameters in the
+    layout message; those in the array must be equal.
+    """
     raw = file.checked(address, 72, b"EAHD")
     client, entry, *shape = struct.unpack_from("<7B", raw, 5)
     bits, first, smallest, pointers, page_bits = shape
@@ -60,8 +67,8 @@ def _growing(
         raise ValueError("its index is too large")
     offset = -(-bits // 8)
     levels = 1 + bits - (smallest.bit_length() - 1)
-    direct = 2 * (pointers - 1)  # blocks named by the index block itself
-    begin = 2 * (pointers.bit_length() - 1)  # the level of the first block named by another
+    direct = 2 * (pointers - 1)  # data blocks whose addresses are in the index block
+    begin = 2 * (pointers.bit_length() - 1)  # first level whose addresses are in secondary blocks
     above = max(0, levels - begin)
     size = _PREFIX + first * entry + 8 * (direct + above) + _CHECKSUM
     raw = file.checked(address, size, b"EAIB")
@@ -116,7 +123,7 @@ def _pages(
     bitmap: bytes,
     bit: int = 0,
 ) -> Iterator[Run]:
-    """The entries after a block, in pages that exist if their bit is set."""
+    """Yields the pages of entries after a data block; bits in `bitmap` mark the stored pages."""
     for i, start in enumerate(range(0, count, page), bit):
         size = min(page, count - start) * entry + _CHECKSUM
         file.step()
@@ -128,6 +135,6 @@ def _pages(
 
 
 def _check(raw: bytes, client: int, header: int) -> None:
-    """Raises ValueError unless a block names this array as its owner."""
+    """Raises ValueError unless a block has the client ID and header address of this array."""
     if struct.unpack_from("<BQ", raw, 5) != (client, header):
         raise ValueError("a block of another index")

@@ -18,11 +18,11 @@ _TRACKED = 0x01  # flag: the creation order of attributes is tracked
 
 
 class Attributes:
-    """The attributes of one object, in its header or stored densely.
+    """The attributes of one object, stored in its header or in a fractal heap.
 
     Raises:
-        AmbiguousFile: two of one name.
-        ValueError, IndexError or struct.error: damaged.
+        ForbiddenContent: an attribute is stored in another object.
+        ValueError, IndexError or struct.error: damaged, or two attributes with one name.
     """
 
     def __init__(self, file: File, header: Header, texts: Texts) -> None:
@@ -51,10 +51,10 @@ class Attributes:
         return key.encode() in self._parts
 
     def text(self, key: str) -> str | None:
-        """A scalar text attribute; None if there is no attribute of this name.
+        """The value of a scalar text attribute; None if the object has no attribute of this name.
 
         Raises:
-            MalformedFile: not a scalar text, or too long.
+            MalformedFile: the attribute is not a scalar text, or is too long.
         """
         if key.encode() not in self._parts:
             return None

@@ -1,4 +1,4 @@
-"""The two checksums of HDF5: Jenkins' lookup3 of structures, Fletcher's of chunks.
+"""The two checksums of HDF5: Jenkins' lookup3 for structures, Fletcher's for chunks.
 
 Sources: https://burtleburtle.net/bob/c/lookup3.c (hashlittle with the seed 0) and
 https://en.wikipedia.org/wiki/Fletcher%27s_checksum
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = 0xFFFFFFFF
-_LONGEST_SUM = 1 << 20  # 16-bit integers whose weighted sum stays below 2**64
+_LONGEST_SUM = 1 << 20  # 16-bit integers per step, so that their weighted sum stays below 2**64
 
 
 def lookup3(data: bytes) -> int:
-    """The checksum of bytes.
+    """The lookup3 checksum of bytes.
 
     Example:
         >>> hex(lookup3(b"Four score and seven years ago"))
@@ -52,7 +52,7 @@ def lookup3(data: bytes) -> int:
 
 
 def fletcher32(data: NDArray[np.uint8]) -> int:
-    """The checksum of the bytes of a chunk, read as big-endian integers of 16 bits."""
+    """Fletcher's checksum of a chunk, whose bytes are read as big-endian 16-bit integers."""
     if data.size % 2:
         data = np.append(data, np.uint8(0))
     integers = data.view(">u2")
@@ -62,6 +62,6 @@ def fletcher32(data: NDArray[np.uint8]) -> int:
         weights = np.arange(part.size, 0, -1, dtype=np.uint64)
         second += first * part.size + int((part * weights).sum())
         first += int(part.sum())
-    # The sums are folded, not reduced: a multiple of 65535 other than 0 stays 65535.
+    # HDF5 folds the sums instead of reducing them modulo 65535: a nonzero multiple gives 65535.
     low, high = ((value - 1) % 65535 + 1 if value else 0 for value in (first, second))
     return high << 16 | low

@@ -1,4 +1,6 @@
-"""The addresses of the chunks of an HDF5 dataset, from six kinds of indexes (five since version 4).
+"""Reads the addresses of the chunks of an HDF5 dataset from its chunk index.
+
+Layout version 3 has one kind of index, version 4 five others.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#AppC
 """
@@ -17,7 +19,7 @@ from jaxmha.checkpoint.formats.hdf5.tree import CHUNKS, new_records, old_leaves
 
 _SINGLE, _IMPLICIT, _FIXED, _GROWING, _TREE = range(1, 6)
 _SINGLE_FILTERED = 0x02
-_STEPS = 4  # steps per chunk, which takes more memory than other structures
+_STEPS = 4  # steps charged per chunk, since a chunk takes more memory than other structures
 _UNLIMITED = 2**64 - 1
 _RECORDS, _FILTERED_RECORDS = 10, 11  # record types of version 2 B-trees of chunks
 
@@ -28,7 +30,7 @@ class Grid(NamedTuple):
     shape: tuple[int, ...]
     largest: tuple[int, ...]  # the maximal shape
     chunk: tuple[int, ...]
-    nbytes: int  # of a chunk
+    nbytes: int  # bytes of one chunk
     filtered: bool
 
     @property
@@ -38,7 +40,7 @@ class Grid(NamedTuple):
 
     @property
     def most(self) -> tuple[int, ...]:
-        """The same for the largest shape; 0 along an axis without a limit."""
+        """The number of chunks along each axis of the largest shape; 0 for an unlimited axis."""
         return tuple(
             0 if n == _UNLIMITED else -(-n // c)
             for n, c in zip(self.largest, self.chunk, strict=True)
@@ -46,7 +48,7 @@ class Grid(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Address, stored bytes and skipped filters of all chunks, in C order of the grid."""
+    """The address, stored bytes and mask of skipped filters of each chunk, in C order."""
 
     grid: Grid
     addresses: NDArray[np.uint64]
@@ -55,10 +57,11 @@ class Chunks(NamedTuple):
 
 
 def find_chunks(file: File, grid: Grid, version: int, body: bytes) -> Chunks:
-    """All chunks of a dataset, none of which may be missing.
+    """Finds all chunks of a dataset, none of which may be missing.
 
     Args:
-        version: of the layout message. body: its bytes after the shape of the chunk.
+        version: version of the layout message.
+        body: the bytes of the layout message that locate the chunk index.
 
     Raises:
         ValueError or struct.error: damaged, or a chunk is missing.
@@ -91,7 +94,7 @@ class _Table:
         self.masks = np.zeros(count, np.uint32)
 
     def put(self, scaled: tuple[int, ...], address: int, size: int, mask: int) -> None:
-        """Enters the chunk at a position in the grid."""
+        """Records the address, stored bytes and filter mask of the chunk at a grid position."""
         at = 0
         for i, n in zip(scaled, self.grid.counts, strict=True):
             if i >= n:
@@ -102,7 +105,10 @@ class _Table:
         self.addresses[at], self.sizes[at], self.masks[at] = address, size, mask
 
     def fill(self, runs: Iterable[Run], entry: int, axis: int) -> None:
-        """Enters chunks by their number in the largest shape, in which `axis` varies slowest."""
+        """Records the chunks of all `runs`, whose entries have `entry` bytes.
+
+        Entries are numbered as chunks of the largest shape, with `axis` varying slowest.
+        """
         if not (13 <= entry <= 20 if self.grid.filtered else entry == 8):
             raise ValueError(f"its index has entries of {entry} bytes")
         places = self.places(axis)
@@ -121,7 +127,7 @@ class _Table:
                 self.masks[here] = _number(cells[:, -4:])
 
     def places(self, axis: int) -> NDArray[np.int64]:
-        """The number of each chunk where chunks are counted in the largest shape."""
+        """The number of each chunk in the grid of the largest shape; `axis` varies slowest."""
         counts, most = self.grid.counts, self.grid.most
         order = [axis, *(i for i in range(len(counts)) if i != axis)]
         down, step = [0] * len(counts), 1
@@ -139,7 +145,7 @@ class _Table:
 
 
 def _number(cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Little-endian numbers of up to 8 bytes each."""
+    """Decodes each row of up to 8 bytes as a little-endian number."""
     wide = np.zeros((len(cells), 8), np.uint8)
     wide[:, : cells.shape[1]] = cells
     return wide.view("<u8").reshape(-1)

@@ -22,13 +22,13 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo, from_bytes, over
 
 _COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
-_SLAB = 4 << 20  # bytes read at once if only a part of them is needed
+_SLAB = 4 << 20  # bytes per read when only a box of the elements is needed
 Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset whose storage was checked: in the header, at an address, or in chunks."""
+    """A dataset whose storage was checked; `stored` is its bytes, their address, or its chunks."""
 
     info: TensorInfo
     kind: Kind
@@ -36,13 +36,13 @@ class Dataset:
     filters: tuple[Filter, ...] = ()
 
     def view(self, source: Source) -> np.ndarray | None:
-        """A view of the elements in a mapped file; None if their layout is not that of memory."""
+        """A view of the elements in a mapped file; None if chunked or not in native byte order."""
         if not isinstance(self.stored, int) or self.kind.order != sys.byteorder:
             return None
         return over(source, self.stored, *self.info)
 
     def read(self, file: File, name: str, box: Box = ()) -> np.ndarray:
-        """Reads a box of the elements, or all.
+        """Reads the elements inside `box`; an empty box reads all.
 
         Raises:
             MalformedFile, UnreadableFile, IntegrityError.
@@ -70,7 +70,7 @@ class Dataset:
         return from_bytes(raw, dtype, self.kind.order, source.path, name).reshape(shape)
 
     def _copy_chunks(self, source: Source, chunks: Chunks, box: Box, out: np.ndarray) -> None:
-        """Reads the chunks that the box touches, and copies the elements inside the box."""
+        """Reads the chunks that overlap the box; copies their elements inside the box to `out`."""
         counts, chunk = chunks.grid.counts, chunks.grid.chunk
         near = [
             range(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunk, strict=True)
@@ -102,7 +102,7 @@ def dataset(
     kind: Kind,
     budget: Budget,
 ) -> Dataset:
-    """Checks the storage of a dataset.
+    """Checks the storage of a dataset; `largest` is its maximal shape.
 
     Raises:
         ForbiddenContent, UnsupportedFormat, MalformedFile, BudgetExceeded.
@@ -149,7 +149,7 @@ def _chunked(
     budget: Budget,
 ) -> Dataset:
     if body[0] == 3:
-        # The address of the index is between the rank and the sizes.
+        # In version 3, the address of the index is between the rank and the chunk shape.
         rank, rest = body[2], body[3:11]
         sizes = struct.unpack_from(f"<{rank}L", body, 11)
     else:
@@ -176,12 +176,12 @@ def _chunked(
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
-    """The elements as integers of the same width, which NumPy copies faster than ml_dtypes."""
+    """The integer dtype of the same size, which NumPy copies faster than a dtype of ml_dtypes."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.itemsize in (1, 2, 4, 8) else dtype
 
 
 def _copy_box(source: Source, at: int, shape: tuple[int, ...], box: Box, out: np.ndarray) -> None:
-    """Reads a box of elements stored at an address in C order; reads little more than the box."""
+    """Copies a box of an array stored in C order at `at` to `out`; reads little more."""
     row = math.prod(shape[1:]) * out.itemsize
     rows = max(1, _SLAB // max(1, row))
     start, stop = box[0].start, box[0].stop

@@ -1,7 +1,7 @@
-"""The bytes of an HDF5 file, each of which may be claimed once, and its superblock.
+"""Reads the bytes and the superblock of an HDF5 file; each byte may belong to one structure only.
 
-In a valid file each byte has one purpose. Overlapping nodes, loops and lists with a common tail are
-refused, because every structure claims its bytes here.
+Every structure claims its bytes here, so that overlapping nodes, loops and lists with a common tail
+are refused.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html
 """
@@ -29,11 +29,11 @@ from jaxmha.checkpoint.source import Source
 MAGIC = b"\x89HDF\r\n\x1a\n"
 UNDEFINED = 2**64 - 1  # the address of a missing structure
 AGAIN = "save it again with model.save_weights"
-_CHECKSUM_BYTES = 8  # bytes of a checksum per step
+_CHECKSUM_BYTES = 8  # bytes under a checksum that count as one step
 
 
 class File:
-    """An HDF5 file below its structures. `member` is the object that errors are about."""
+    """Reads and claims byte ranges of an HDF5 file. Error messages name the object `member`."""
 
     def __init__(self, source: Source, limits: Limits) -> None:
         self.source, self.limits = source, limits
@@ -46,7 +46,7 @@ class File:
 
     @contextlib.contextmanager
     def damage(self, member: str) -> Iterator[None]:
-        """Raises MalformedFile for any error that the bytes of an object cause."""
+        """Converts ValueError, IndexError and struct.error to MalformedFile of `member`."""
         self.member = member or "/"
         try:
             yield
@@ -64,7 +64,7 @@ class File:
         self.fail(ForbiddenContent, problem)
 
     def step(self, count: int = 1) -> None:
-        """Charges work that grows with the file.
+        """Counts steps of work; `Limits.steps` is their limit.
 
         Raises:
             BudgetExceeded.
@@ -76,10 +76,10 @@ class File:
             self.fail(BudgetExceeded, problem, remedy)
 
     def claim(self, address: int, size: int) -> None:
-        """Claims bytes for one purpose.
+        """Claims a byte range for one structure.
 
         Raises:
-            ValueError: outside the file, or the file has not so many bytes left.
+            ValueError: the range leaves the file, or all claims together exceed the file.
         """
         if address + size > self.end:
             raise ValueError(f"bytes {address} to {address + size} of {self.end} are needed")
@@ -107,7 +107,7 @@ class File:
         return self.source.read(address, size)
 
     def peek(self, address: int, size: int) -> bytes:
-        """Reads up to `size` bytes without a claim, to find the length of a structure in its head."""
+        """Reads up to `size` bytes without claiming them, to learn the length of a structure."""
         self.step()
         if address >= self.end:
             raise ValueError(f"the address {address} is behind the end of the file, {self.end}")
@@ -122,7 +122,7 @@ class File:
         return raw
 
     def verify(self, raw: bytes) -> None:
-        """Raises ValueError unless bytes end with their checksum."""
+        """Raises ValueError unless the last bytes of `raw` are the checksum of the others."""
         self.step(len(raw) // _CHECKSUM_BYTES)
         if len(raw) < 4 or lookup3(raw[:-4]) != int.from_bytes(raw[-4:], "little"):
             raise ValueError(f"the checksum of {raw[:4]!r} does not match")
@@ -137,7 +137,7 @@ class File:
             raise ValueError(f"two of its parts share the bytes at {shared}")
 
     def _superblock(self) -> int:
-        """The address of the root group.
+        """Reads the superblock; returns the address of the root group.
 
         Raises:
             UnsupportedFormat, ForbiddenContent; ValueError or struct.error: damaged.

@@ -1,4 +1,4 @@
-"""Undoes the filters of HDF5 chunks, never beyond the declared size.
+"""Undoes the filters of HDF5 chunks; refuses chunks that inflate beyond the declared size.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#FilterMessage
 """
@@ -22,17 +22,17 @@ _MOST_DEFLATED = 1032  # largest ratio of inflated to deflated bytes
 
 
 class Filter(NamedTuple):
-    """A filter that was applied to each chunk, and the first of its parameters."""
+    """The ID of a filter and its first parameter, which for shuffle is the element size."""
 
     id: int
     width: int
 
 
 def pipeline(file: File, body: bytes) -> tuple[Filter, ...]:
-    """The filters of a message, in the order of writing.
+    """Parses a filter pipeline message: the filters in the order in which they were applied.
 
     Raises:
-        ForbiddenContent: a filter that is not known, or one twice.
+        ForbiddenContent: an unknown filter, a repeated filter, or two compressors.
         ValueError, IndexError or struct.error: damaged.
     """
     version, count = body[:2]
@@ -60,17 +60,17 @@ def pipeline(file: File, body: bytes) -> tuple[Filter, ...]:
 
 
 def most(filters: tuple[Filter, ...], stored: int) -> int:
-    """Upper bound of the size of the unfiltered bytes."""
+    """Upper bound of the bytes that `stored` bytes have without these filters."""
     return stored * (_MOST_DEFLATED if any(one.id in _COMPRESSORS for one in filters) else 1)
 
 
 def undo(
     raw: NDArray[np.uint8], filters: tuple[Filter, ...], mask: int, size: int
 ) -> NDArray[np.uint8]:
-    """The bytes of a chunk of a known size; `mask` has the bits of skipped filters.
+    """Undoes the filters of a chunk of `size` bytes; bits in `mask` mark filters that were skipped.
 
     Raises:
-        ValueError: it has another size, or a checksum does not match.
+        ValueError: the chunk has another size, or its checksum does not match.
     """
     used = [one for i, one in enumerate(filters) if not mask >> i & 1]
     if mask >> len(filters):
@@ -94,7 +94,10 @@ def undo(
 
 
 def _unshuffled(raw: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    """Undoes shuffle: all first bytes of the elements, then all second bytes, then the unshuffled rest."""
+    """Undoes shuffle, which stores the first bytes of all elements, then all second bytes, etc.
+
+    A remainder shorter than `width` bytes is not shuffled.
+    """
     if width <= 1:
         return raw
     count = raw.size // width
@@ -117,7 +120,7 @@ def _inflated(raw: memoryview, size: int) -> bytes:
 
 
 def _unpacked(raw: memoryview, size: int) -> bytes:
-    """Inflates LZF: runs of literal bytes, and of copies of earlier bytes."""
+    """Decompresses LZF: runs of literal bytes, and copies of earlier output."""
     out, at, end = bytearray(), 0, len(raw)
     while at < end and len(out) <= size:
         control, at = raw[at], at + 1
@@ -132,7 +135,7 @@ def _unpacked(raw: memoryview, size: int) -> bytes:
             length += 2
             if start < 0:
                 raise ValueError("a chunk copies from before its beginning")
-            copied = out[start : start + length]  # shorter if it overlaps its own output
+            copied = out[start : start + length]  # shorter if it overlaps the end of `out`
             out += (copied * -(-length // len(copied)))[:length]
     if len(out) != size or at != end:
         raise ValueError(f"a chunk unpacks to another size than {size}")

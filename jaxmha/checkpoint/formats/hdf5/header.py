@@ -24,7 +24,7 @@ _PREFIX = 64
 
 
 class Header(NamedTuple):
-    """The messages of one object: those that occur once, links, and attributes."""
+    """The messages of one object: unrepeated messages by type, links, and attributes."""
 
     one: dict[int, bytes]
     links: list[bytes]
@@ -63,10 +63,10 @@ def read_header(file: File, address: int) -> Header:
 
 
 def check_extension(file: File, address: int) -> None:
-    """Raises unless the superblock extension only describes the allocation of new data.
+    """Raises unless the superblock extension only describes free space in the file.
 
-    Other messages change the meaning of the file: an image that replaces structures, messages shared
-    between objects, a driver of several files.
+    Other messages change the meaning of the file: a cache image that replaces structures, messages
+    shared between objects, or a driver for several files.
 
     Raises:
         ForbiddenContent; ValueError, IndexError or struct.error: damaged.
@@ -82,7 +82,7 @@ def _messages(file: File, address: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _old(file: File, address: int, prefix: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Type, flags and content of the messages of a header of version 1."""
+    """Yields type, flags and content of each message in an object header of version 1."""
     version, expected, _, size = struct.unpack_from("<BxHLL", prefix)
     if version != 1:
         raise ValueError(f"an object header of version {version}")
@@ -107,7 +107,7 @@ def _old(file: File, address: int, prefix: bytes) -> Iterator[tuple[int, int, by
 
 
 def _new(file: File, address: int, prefix: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """The same of a header of version 2, each block of which has a checksum."""
+    """Yields type, flags and content of each message in an object header of version 2."""
     version, flags = prefix[4], prefix[5]
     if version != 2 or flags & 0xC0:
         raise ValueError(f"an object header of version {version} with flags {flags:#x}")
@@ -116,10 +116,10 @@ def _new(file: File, address: int, prefix: bytes) -> Iterator[tuple[int, int, by
     size = int.from_bytes(prefix[at : at + width], "little")
     at += width
     blocks = [file.checked(address, at + size + 4, b"OHDR")[at:-4]]
-    header = 4 + 2 * (flags >> 2 & 1)  # 2 bytes more if messages store their creation order
+    header = 4 + 2 * (flags >> 2 & 1)  # 2 more if messages have a creation order
     for block in blocks:
         at = 0
-        while at + header <= len(block):  # a gap at the end is smaller than a message
+        while at + header <= len(block):  # a gap at the end is smaller than a message header
             kind, length, bits = struct.unpack_from("<BHB", block, at)
             body = block[at + header : at + header + length]
             at += header + length

@@ -1,6 +1,6 @@
-"""The three heaps of HDF5: names of groups, texts of attributes, and densely stored links.
+"""The three heaps of HDF5: local (names), global (texts), and fractal (many links or attributes).
 
-Each object of a heap may be read once: overlapping objects would yield more than is stored.
+Objects read from a heap may not exceed its size in total, so that overlapping objects are refused.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#LocalHeap
 """
@@ -15,7 +15,7 @@ _DIRECT_CHECKSUM = 0x02
 
 
 class Names:
-    """The names of a group that has a symbol table."""
+    """A local heap: the names of the links in a group that has a symbol table."""
 
     def __init__(self, file: File, address: int) -> None:
         signature, version, size, free, data = struct.unpack("<4sB3xQQQ", file.take(address, 32))
@@ -32,7 +32,7 @@ class Names:
         raise ValueError("the list of free blocks does not end")
 
     def take(self, at: int) -> bytes:
-        """The name at an offset."""
+        """The name at an offset in the heap."""
         end = self.raw.find(b"\0", at, at + self.most + 1)
         self.left -= end + 1 - at
         if end < 0 or self.left < 0:
@@ -41,14 +41,14 @@ class Names:
 
 
 class Texts:
-    """The collections of the global heap, each of which is read once."""
+    """The global heap: collections of texts, each of which is read once."""
 
     def __init__(self, file: File) -> None:
         self.file = file
         self.collections: dict[int, dict[int, bytes | None]] = {}
 
     def take(self, address: int, index: int, size: int, most: int) -> bytes:
-        """The first `size` bytes of an object, which has at most `most`."""
+        """The first `size` bytes of the object `index` in the collection at `address`."""
         if address not in self.collections:
             self.collections[address] = self._collection(address, most)
         objects = self.collections[address]
@@ -68,7 +68,7 @@ class Texts:
         at = 16
         while at + 16 <= size:
             index, length = struct.unpack_from("<H6xQ", raw, at)
-            if index == 0:  # free space ends the list
+            if index == 0:  # index 0 marks free space, which ends the list
                 break
             at += 16
             if index in objects or length > size - at:
@@ -110,7 +110,7 @@ class Dense:
         self.left = sum(map(len, self.blocks))
 
     def take(self, key: bytes) -> bytes:
-        """The object with a heap ID."""
+        """The object with the heap ID `key`."""
         kind = key[0] >> 4
         if kind == 2:  # the ID contains the object
             length = (key[0] & 15) + 1
@@ -138,7 +138,7 @@ class Dense:
         self.blocks.append(raw)
 
     def _indirect(self, address: int, start: int, rows: int) -> None:
-        """The blocks below a table: two rows of the smallest size, each later row of twice that."""
+        """Reads the blocks below an indirect block; block sizes double per row from the third."""
         if rows > 64:
             raise ValueError("a heap of too many rows")
         size = 13 + self.offset_bytes + 8 * rows * self.width + 4
@@ -161,7 +161,7 @@ class Dense:
             start += size
 
     def _check(self, raw: bytes, signature: bytes, start: int) -> None:
-        """Raises ValueError unless a block names this heap and its own offset."""
+        """Raises ValueError unless a block has this signature, heap address and offset."""
         found, version, heap = struct.unpack_from("<4sBQ", raw)
         offset = int.from_bytes(raw[13 : 13 + self.offset_bytes], "little")
         if (found, version, heap, offset) != (signature, 0, self.address, start):

@@ -1,4 +1,4 @@
-"""The links of an HDF5 group. All must be hard: an address in the same file.
+"""The links of an HDF5 group. Only hard links are allowed: addresses in the same file.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#OldGroups
 """
@@ -19,10 +19,10 @@ _TRACKED = 0x01  # flag: the creation order of links is tracked
 
 
 def links(file: File, header: Header) -> list[tuple[bytes, int]]:
-    """Name and address of each link: by name, or in the order of creation if it is stored.
+    """The name and address of each link, in creation order if it is stored, else sorted by name.
 
     Raises:
-        ForbiddenContent: a link that is not hard.  AmbiguousFile: two of one name.
+        ForbiddenContent: a link that is not hard.  AmbiguousFile: two links with one name.
         ValueError, IndexError or struct.error: damaged.
     """
     if SYMBOL_TABLE in header.one:
@@ -71,7 +71,7 @@ def _old(file: File, body: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def _link(file: File, body: bytes) -> tuple[int, bytes, int]:
-    """Order of creation, name and address of a link message."""
+    """Parses a link message: creation order, name and address."""
     version, flags = body[:2]
     at, kind, order = 2, _HARD, 0
     if version != 1:
@@ -80,7 +80,7 @@ def _link(file: File, body: bytes) -> tuple[int, bytes, int]:
         kind, at = body[at], at + 1
     if flags & 0x04:
         (order,), at = struct.unpack_from("<q", body, at), at + 8
-    at += flags >> 4 & 1  # the character set: names must be UTF-8 either way
+    at += flags >> 4 & 1  # skip the character set: names must be UTF-8
     width = 1 << (flags & 3)
     length, at = int.from_bytes(body[at : at + width], "little"), at + width
     if kind != _HARD:

@@ -1,4 +1,4 @@
-"""The two B-trees of HDF5. Every node claims its bytes, so that every walk ends.
+"""The two kinds of B-trees of HDF5. Every node claims its bytes, so no walk visits a node twice.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#Btrees
 """
@@ -15,7 +15,10 @@ _DEEPEST = 64
 def old_leaves(
     file: File, root: int, kind: int, key: int, level: int | None = None
 ) -> Iterator[tuple[bytes, int]]:
-    """Key and address of each child of the lowest nodes of a tree of version 1, in order."""
+    """Yields key and child address of each leaf entry of a version 1 B-tree, in order.
+
+    `kind` is the node type, `key` the bytes of a key, `level` the level that the root must have.
+    """
     signature, found, height, used = struct.unpack("<4sBBH", file.peek(root, 8))
     if signature != b"TREE" or found != kind or level not in (None, height) or height > _DEEPEST:
         raise ValueError("no tree where one must be")
@@ -31,14 +34,14 @@ def old_leaves(
 
 
 def new_records(file: File, address: int, kinds: tuple[int, ...]) -> Iterator[tuple[int, bytes]]:
-    """Kind and bytes of each record of a tree of version 2, in order."""
+    """Yields type and bytes of each record of a version 2 B-tree, in order."""
     raw = file.checked(address, 38, b"BTHD")
     kind, node, size, depth, _, _, root, used, total = struct.unpack_from("<BLHHBBQHQ", raw, 5)
     if kind not in kinds or not size or depth > _DEEPEST:
         raise ValueError(f"a tree of kind {kind} and depth {depth} where {kinds} must be")
     if root == UNDEFINED:
         return
-    # The width of the counts in a node follows from the largest count below it.
+    # A child pointer stores its record counts in as many bytes as the largest possible count needs.
     most = [(node - 10) // size]
     below = most[0]
     widths = [(0, 0)]

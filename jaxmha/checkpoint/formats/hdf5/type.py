@@ -1,4 +1,4 @@
-"""Datatypes and dataspaces of HDF5; only those of plain numbers are supported.
+"""Datatypes and dataspaces of HDF5; only numbers, complex numbers and Booleans are supported.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#DatatypeMessage
 """
@@ -13,20 +13,20 @@ from jaxmha.checkpoint.formats.hdf5.file import File
 from jaxmha.checkpoint.tensor import BFLOAT16
 
 _INTEGER, _FLOAT, _OPAQUE, _COMPOUND, _ENUMERATION = 0, 1, 5, 6, 8
-# Positions and sizes of sign, exponent and mantissa, and the bias.
+# Keys: bytes, sign position, exponent position and size, mantissa position and size, bias.
 _FLOATS = {
     (2, 15, 10, 5, 0, 10, 15): np.dtype(np.float16),
     (2, 15, 7, 8, 0, 7, 127): BFLOAT16,
     (4, 31, 23, 8, 0, 23, 127): np.dtype(np.float32),
     (8, 63, 52, 11, 0, 52, 1023): np.dtype(np.float64),
 }
-_NORMALISED = 0x20  # the first bit of the mantissa is implied
+_NORMALISED = 0x20  # flag: the leading bit of the mantissa is implied, not stored
 _BOOLEANS = (b"FALSE", b"TRUE")
 Order = Literal["little", "big"]
 
 
 class Kind(NamedTuple):
-    """A dtype, its byte order in the file, and whether an attribute has to name it."""
+    """A dtype and its byte order in the file; if `opaque`, an attribute must name the dtype."""
 
     dtype: np.dtype
     order: Order = "little"
@@ -37,7 +37,7 @@ def datatype(file: File, body: bytes) -> Kind:
     """The dtype of a datatype message.
 
     Raises:
-        UnsupportedDtype: numbers that NumPy lacks.  ForbiddenContent: no numbers.
+        UnsupportedDtype: numbers that NumPy lacks.  ForbiddenContent: not a number type.
         ValueError, IndexError or struct.error: damaged.
     """
     version, kind = body[0] >> 4, body[0] & 15
@@ -51,7 +51,7 @@ def datatype(file: File, body: bytes) -> Kind:
             no_dtype(file)
         return Kind(BFLOAT16, opaque=True)
     members = int.from_bytes(body[1:3], "little")
-    # h5py stores complex numbers as a pair of floats and Booleans as an enumeration of two.
+    # h5py stores complex numbers as a pair of floats, and Booleans as an enumeration of two values.
     if kind == _COMPOUND and members == 2:
         return _complex(file, body, version, size)
     if kind == _ENUMERATION and members == 2:
@@ -60,7 +60,7 @@ def datatype(file: File, body: bytes) -> Kind:
 
 
 def no_dtype(file: File) -> NoReturn:
-    """Raises UnsupportedDtype for opaque bytes."""
+    """Raises UnsupportedDtype for opaque bytes whose dtype the file does not name."""
     file.fail(UnsupportedDtype, "bytes of a dtype that the file does not name")
 
 
@@ -82,7 +82,7 @@ def _number(file: File, body: bytes) -> Kind:
 
 
 def _complex(file: File, body: bytes, version: int, size: int) -> Kind:
-    """A record of the floats r and i, one after the other."""
+    """Parses a compound of two floats named r and i, which is a complex dtype."""
     at, halves = 8, []
     for name in (b"r", b"i"):
         end = body.index(b"\0", at)
@@ -92,7 +92,7 @@ def _complex(file: File, body: bytes, version: int, size: int) -> Kind:
         width = -(-size.bit_length() // 8) if version >= 3 else 4
         place, at = int.from_bytes(body[at : at + width], "little"), at + width
         if version == 1:
-            if body[at]:  # an array
+            if body[at]:  # the member is an array
                 _objects(file)
             at += 28
         if body[at] & 15 != _FLOAT:
@@ -109,7 +109,7 @@ def _complex(file: File, body: bytes, version: int, size: int) -> Kind:
 
 
 def _boolean(file: File, body: bytes, version: int) -> Kind:
-    """An enumeration of FALSE and TRUE in a byte."""
+    """Parses an enumeration of FALSE and TRUE in one byte, which is a Boolean dtype."""
     if _number(file, body[8:]).dtype.itemsize != 1:
         _objects(file)
     at, names = 20, []
@@ -123,10 +123,10 @@ def _boolean(file: File, body: bytes, version: int) -> Kind:
 
 
 def dataspace(file: File, body: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a dataspace message, and the largest it may become.
+    """Parses a dataspace message: the shape, and the maximal shape.
 
     Raises:
-        MalformedFile: there is no shape.  ValueError, IndexError or struct.error: damaged.
+        MalformedFile: the dataspace has no shape.  ValueError, IndexError or struct.error: damaged.
     """
     version, rank, flags = body[:3]
     if version not in (1, 2) or flags > 1:

@@ -1,7 +1,7 @@
-"""The pickle program inside a torch file, run on a machine that can only build plain data.
+"""Runs the pickle program inside a torch file on a machine that can only build plain data.
 
-Pickle opcodes call functions by name. This machine knows 31 opcodes and a table of names. No name is
-a Python function: each call yields a record of numbers. Nothing is imported, looked up or executed.
+Pickle opcodes call functions by name. This machine has 31 opcodes and a fixed table of names, none
+of which is a Python function: calls yield records of numbers. Nothing is imported or executed.
 
 Format: https://docs.python.org/3/library/pickletools.html and torch/_utils.py
 """
@@ -44,10 +44,10 @@ _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
-_UNSET: Final = object()  # an unused index of the memo
-# Bytes of memory that opcodes make: a small number, a text without its characters, a tuple without its
-# items and with what `flatten` notes of it, a dict or list with the same, an entry of a dict, a place
-# in the memo, one on the stack or in a list, and what REDUCE and BINPERSID give.
+_UNSET: Final = object()  # an index of the memo that was never set
+# Bytes of memory that opcodes allocate: a small number, a string without its characters, a tuple
+# without its items and a dict or list (each with the notes of `flatten`), a dict entry, an entry of
+# the memo, a slot on the stack or in a list, and the result of REDUCE or BINPERSID.
 _NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = (
     32,
     64,
@@ -76,11 +76,11 @@ _COSTS = {
 
 
 class _Ordered(dict[Any, Any]):
-    """The result of OrderedDict; only this may have the attribute `_metadata`."""
+    """The result of OrderedDict; the pickle may set only its attribute `_metadata`."""
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple whose class is its nesting depth, since a tuple has no attributes."""
+    """A tuple whose subclass has its nesting depth, since a tuple cannot store attributes."""
 
     __slots__ = ()
     depth = 0
@@ -94,9 +94,9 @@ def _nested(depth: int) -> type[_Tuple]:
 def run(
     program: bytes, path: str | os.PathLike[str], limits: Limits, budget: Budget | None = None
 ) -> tuple[Any, dict[str, Storage]]:
-    """Runs a program; returns the object (of dict, list, tuple, str, numbers, View) and its storages.
+    """Runs a program; returns the object (dict, list, tuple, str, numbers, View) and storages.
 
-    Its memory is charged to the budget, or to a budget of the size of the program.
+    The memory is charged to `budget`; None: to a new budget for the size of the program.
 
     Raises:
         ForbiddenContent, MalformedFile, AmbiguousFile, BudgetExceeded.
@@ -115,7 +115,7 @@ def run(
 
 
 def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
-    """Yields opcodes with their arguments, which must be inside the program, up to STOP."""
+    """Yields each opcode before STOP with its argument, which must lie inside the program."""
     at, end = 0, len(program)
     while at < end:
         code = program[at]
@@ -203,7 +203,7 @@ class _Machine:
             case "q" | "r":
                 if argument > count:
                     self.fail(MalformedFile, "a memo index larger than any before it")
-                # Picklers number the memo consecutively; a gap may not exceed the number of opcodes.
+                # Picklers number the memo consecutively; no index may exceed the number of opcodes.
                 self.memo += [_UNSET] * (argument + 1 - len(self.memo))
                 self.memo[argument] = self.pop()
                 self.stack.append(self.memo[argument])
@@ -271,7 +271,7 @@ class _Machine:
         target.extend(items)
 
     def build(self, state: Any) -> None:
-        # torch sets the versions of modules as an attribute of the dict; no other attribute is allowed.
+        # torch stores module versions in the attribute `_metadata` of the dict; allow only that.
         target = self.stack[-1] if self.stack else None
         if (
             not isinstance(target, _Ordered)
@@ -337,7 +337,7 @@ class _Machine:
     ) -> View:
         flags = rest[0] if rest and rest[0] is not None else {}
         if not isinstance(flags, dict) or flags.keys() - {"conj", "neg"} or any(flags.values()):
-            # Ignoring them would give numbers of the wrong sign.
+            # Ignoring the flags would give numbers of the wrong sign.
             self.fail(
                 ForbiddenContent,
                 "a tensor is stored as a lazy conjugate or negative",

@@ -15,7 +15,7 @@ from jaxmha.checkpoint.errors import BudgetExceeded, ForbiddenContent
 from jaxmha.checkpoint.limits import Limits
 
 SAVE = "save only the weights: torch.save(model.state_dict(), path)"
-# One storage class per dtype, from before untyped storages.
+# Dtypes of torch's typed storage classes, which are older than untyped storages.
 STORAGES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -33,7 +33,7 @@ STORAGES: dict[str, np.dtype] = {
         "ComplexDoubleStorage": np.complex128,
     }.items()
 }
-# Dtypes without a storage class: an untyped storage and the dtype by name.
+# Dtypes without a storage class: the pickle has an untyped storage and the name of the dtype.
 UNTYPED: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -61,12 +61,12 @@ class Call(Enum):
 class Type(NamedTuple):
     """A storage class or dtype of torch; `storage` is True for a storage class."""
 
-    dtype: np.dtype | None  # None: untyped, counted in bytes
+    dtype: np.dtype | None  # None: an untyped storage, counted in bytes
     storage: bool
 
 
 class Storage(NamedTuple):
-    """A run of elements in one zip member."""
+    """The elements that one zip member stores."""
 
     key: str
     dtype: np.dtype | None
@@ -74,7 +74,7 @@ class Storage(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor: a strided view of a storage, all numbers in elements."""
+    """A tensor: a strided view of a storage, with offset and strides in elements."""
 
     storage: Storage
     dtype: np.dtype
@@ -96,10 +96,10 @@ def flatten(
 ) -> Iterator[tuple[str, View]]:
     """Yields every tensor with its name: the keys on the path to it, joined by dots.
 
-    Names of numbers, strings and the like are added to `others`, the first thousand.
+    The names of the first thousand other values, such as numbers, are appended to `others`.
 
     Raises:
-        ForbiddenContent: not a dict, or a container with tensors that occurs twice or inside itself.
+        ForbiddenContent: `root` is no dict, or a container with tensors occurs twice or in itself.
         BudgetExceeded: nested too deeply.
     """
     if not isinstance(root, dict):
@@ -130,7 +130,7 @@ def flatten(
         visiting.add(id(value))
         with_tensors_here = False
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            # Check before joining: a long key may occur in many dicts.
+            # Check the length before joining, since one long key may occur in many dicts.
             if isinstance(key, str) and len(key) > limits.name_bytes:
                 raise BudgetExceeded(path, "a name is too long", SAVE, key[:200])
             for found in visit(f"{prefix}.{key}" if prefix else str(key), item, depth + 1):

@@ -1,6 +1,6 @@
 """The zip files of torch.save: a pickle that describes tensors, and one member per storage.
 
-Read and written without torch and without Python's unpickler.
+This module uses neither torch nor Python's unpickler.
 
 Format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
@@ -147,7 +147,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
 def _members(
     source: Source, found: Mapping[str, zip_directory.Member]
 ) -> dict[str, zip_directory.Member]:
-    """Members by their name below the one root folder."""
+    """The members by name inside the single root folder; refuses unknown members."""
     path = source.path
     roots = {name.partition("/")[0] for name in found}
     if len(roots) != 1:
@@ -185,7 +185,7 @@ def _byte_order(
     }
     if not small["version"].strip().isdigit():
         raise MalformedFile(source.path, "the version is not a number", _AGAIN, "version")
-    # Files from before the member existed come from little-endian machines.
+    # Old files lack this member; they come from little-endian machines.
     match small.get("byteorder", b"little"):
         case b"little":
             return "little"
@@ -223,7 +223,7 @@ def _digests(
     views: Mapping[str, records.View],
     budget: Budget,
 ) -> dict[str, str]:
-    """Digests of tensors that are whole storages, as all tensors written by this module are."""
+    """The digests of tensors that fill their storage, as all tensors written by this module do."""
     kept = {}
     for name, view in views.items():
         member = members[f"data/{view.storage.key}"]
@@ -233,7 +233,7 @@ def _digests(
 
 
 def _extent(view: records.View) -> int:
-    """The number of elements from the first to the last of a view that is not empty."""
+    """The number of storage elements that a nonempty view spans, including gaps."""
     return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
 
 
@@ -260,7 +260,7 @@ def _put(file: BinaryIO, archive: zipfile.ZipFile, name: str, data: bytes) -> No
 
 
 def _member(file: BinaryIO, name: str, size: int, extra: int = 0) -> zipfile.ZipInfo:
-    """A stored member whose data begins at a multiple of 64 bytes, as torch has it."""
+    """An uncompressed member whose data is aligned to 64 bytes, as in files of torch."""
     member = zipfile.ZipInfo(f"archive/{name}", _DATE)
     member.file_size = size
     # The local header has 30 bytes, the name, the extra fields, the padding field and
@@ -272,7 +272,7 @@ def _member(file: BinaryIO, name: str, size: int, extra: int = 0) -> zipfile.Zip
 
 
 def _program(plan: Plan) -> bytes:
-    """The pickle of a state dict."""
+    """The pickle program of the state dict of a plan."""
     parts = [b"\x80\x02", _ordered_dict(), b"("]
     for key, (name, info) in enumerate(plan.info.items()):
         typed = _STORAGE_NAMES.get(info.dtype)
