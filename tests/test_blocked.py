@@ -49,7 +49,9 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """An implementation of a name of its own, for which nothing is compiled yet."""
     monkeypatch.setattr(attention, "SIZES", request.param)
     name = request.node.name
-    module = SimpleNamespace(unsupported_reason=attention.unsupported_reason, attend=attention.attend)
+    module = SimpleNamespace(
+        unsupported_reason=attention.unsupported_reason, attend=attention.attend
+    )
     monkeypatch.setitem(conformance.WITHOUT_WEIGHTS, name, "as blocked")
     monkeypatch.setitem(IMPLEMENTATIONS, name, module)
     return str(name)

@@ -101,6 +101,10 @@ def named(name: str) -> Layout:
     return choose(LAYOUTS, [], name)
 
 
+# GroupViT assigns each token to one group; this is not a softmax over keys.
+_ASSIGNS = r"(^|[./])downsample[./]assign$"
+
+
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
     """Every attention block, sorted by prefix.
 
@@ -116,6 +120,8 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     for variant in (v for candidate in layouts for v in _variants(candidate)):
         first = next(entry.key for entry in variant.entries if not entry.group)
         for prefix in _prefixes(variant, ends, first):
+            if re.search(_ASSIGNS, prefix):
+                continue
             keys = {
                 entry.key: full
                 for entry in variant.entries
@@ -192,10 +198,6 @@ def damaged(
 ) -> list[str]:
     """Describes prefixes that have most arrays of a layout but form no readable block."""
     return list(damaged_at(shapes, found, layouts).values())
-
-
-# GroupViT assigns each token to one group; this is not a softmax over keys.
-_ASSIGNS = r"(^|[./])downsample[./]assign$"
 
 
 def damaged_at(

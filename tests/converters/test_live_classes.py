@@ -342,6 +342,9 @@ def test_every_layout_has_a_live_class() -> None:
     files = {"keras-file", "keras-gqa-file", "dense-file"}  # the same arrays under other keys
     layouts = {layout.name for layout in registry.LAYOUTS}
     by_hand = {layout.name for layout in BY_HAND}  # test_by_hand.py has a class of each
-    assert {layout for layout, _ in LIVE.values()} == layouts - elsewhere - files - by_hand
+    # tests/zoo runs models of these, and of most others; `jaxmha` is parameters as they are.
+    zoo = {"beit", "deberta", "falcon", "llama-norm", "phi3", "starcoder", "timesformer"}
+    rest = layouts - elsewhere - files - by_hand - zoo - {"jaxmha"}
+    assert {layout for layout, _ in LIVE.values()} == rest
     count = sum(DRAWS * (1 if layout in UNMASKED else 2) for layout, _ in LIVE.values())
     assert count >= 200

@@ -293,7 +293,7 @@ def test_explain() -> None:
     with sharding.use(mesh(data=2, context=4), data="data", context="context"):
         assert jaxmha.explain(q, k, v, is_causal=True).chosen == "ring"
         assert jaxmha.explain(q, k, v, **CASES["bias"]).chosen == "allgather"
-        assert "allgather does" in str(jaxmha.explain(q, k, v, **CASES["bias of heads"]))
+        assert "allgather takes both" in str(jaxmha.explain(q, k, v, **CASES["bias of heads"]))
         odd = jaxmha.explain(*(x[:, 1:] for x in (q, k, v)))
         assert odd.chosen == "blocked"
         assert "T=55" in str(odd)

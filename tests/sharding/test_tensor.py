@@ -309,7 +309,7 @@ def test_specs() -> None:
     [
         ({"data": "rows"}, "the mesh has axes"),
         ({"data": "data", "tensor": "data"}, "may be given once"),
-        ({"data": "data", "zigzag": True}, "name it"),
+        ({"data": "data", "zigzag": True}, "zigzag needs context"),
     ],
 )
 def test_names_that_do_not_fit(names: Any, message: str) -> None:
