@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -39,6 +40,7 @@ class Options(TypedDict, total=False):
     dropout_rate: float
     dropout_broadcast: tuple[str, ...]
     dropout_key: PRNGKeyArray | None
+    sinks: Float[Array, "N"] | None
     implementation: str | Sequence[str] | None
 
 
@@ -129,6 +131,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_broadcast: tuple[str, ...] = (),
     dropout_key: PRNGKeyArray | None = None,
+    sinks: Float[Array, "N"] | None = None,
     return_weights: ReturnWeights = False,
     return_lse: bool = False,
     return_residual: bool = False,
@@ -161,6 +164,9 @@ def dot_product_attention(
       dropout_rate: probability that a weight is dropped; has no effect without a `dropout_key`.
       dropout_broadcast: axes of BNTS that share a draw.
       dropout_key: a PRNG key.
+      sinks: `(N,)`, a learned logit per head that takes part in the softmax of every query and has
+        no value: weights sum to less than 1, a fully masked row is 0, and lse and residual include
+        the sink.
       return_weights: also return the weights `(B, N, T, S)`: `"before_dropout"` (= True) or
         `"after_dropout"`.
       return_lse: also return the log-sum-exp of the logits `(B, N, T)` in float32 (float64 for
@@ -186,9 +192,9 @@ def dot_product_attention(
     >>> residual.shape
     (2, 5, 4)
     """
-    require_arrays(query=query, key=key, value=value, bias=bias)
+    require_arrays(query=query, key=key, value=value, bias=bias, sinks=sinks)
     reject_foreign("dropout_key", dropout_key)
-    checks.reject_rounding(query=query, key=key, value=value, bias=bias)
+    checks.reject_rounding(query=query, key=key, value=value, bias=bias, sinks=sinks)
     known_scale, traced = traced_scale.split(scale)
     semantics = Semantics(
         scale=known_scale,
@@ -222,6 +228,7 @@ def dot_product_attention(
             traced,
             dropout_key,
             semantics,
+            sinks,
             returned=returned,
             implementation=hashable(implementation),
         )
@@ -259,6 +266,7 @@ def _dot_product_attention(
     scale: jax.Array | None,
     dropout_key: PRNGKeyArray | None,
     semantics: Semantics,
+    sinks: jax.Array | None,
     *,
     returned: Returned,
     implementation: str | tuple[str, ...] | None,
@@ -270,6 +278,9 @@ def _dot_product_attention(
     bind("query", query.shape, f"{lead}T N H", sizes)
     bind("key", key.shape, f"{lead}S K H", sizes)
     bind("value", value.shape, f"{lead}S K h", sizes)
+    if sinks is not None:
+        bind("sinks", sinks.shape, "N", sizes)
+        checks.promoted(sinks=sinks)
     batch = query.shape[:-3]
     dtype = checks.promoted(query=query, key=key, value=value)
     query, key, value = (
@@ -292,6 +303,7 @@ def _dot_product_attention(
         returned.weights,
         implementation,
         return_lse=returned.lse or returned.residual,
+        sinks=sinks,
     )
     found = [out.astype(dtype)]
     if weights is not None:
@@ -333,8 +345,12 @@ def attend(
     implementation: str | Sequence[str] | None,
     *,
     return_lse: bool = False,
+    sinks: Array | None = None,
 ) -> Result:
-    """Attention on checked arrays with one batch axis, computed by the selected implementation."""
+    """Attention on checked arrays with one batch axis, computed by the selected implementation.
+
+    `sinks`: `N`, logits that take part in the softmax of every query and have no value.
+    """
     N, K = query.shape[2], key.shape[2]
     if K == 0 or N % K:
         raise ValueError(
@@ -344,6 +360,8 @@ def attend(
     if query.shape[3] == 0:
         raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
     limits.check(semantics, query.dtype)
+    if sinks is not None:  # a row that attends no key attends its sink
+        semantics = replace(semantics, fully_masked="zero")
     request = Request(
         query,
         key,
@@ -353,13 +371,34 @@ def attend(
         semantics,
         dropout_key,
         return_weights,
-        return_lse,
+        return_lse or sinks is not None,
     )
     out, weights, lse = implementations.attend(request, implementation)
+    if sinks is not None:
+        assert lse is not None
+        out, weights, lse = with_sinks(Result(out, weights, lse), lse, sinks)
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     if lse is not None:
         lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
     return Result(out, weights, lse)
+
+
+def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
+    """The result with `sinks` `N` in the softmax: output and weights times `sigmoid(lse - sink)`.
+
+    The softmax with one more logit s is the softmax without it, times `exp(lse) / (exp(lse) +
+    exp(s))`. Source: `transformers`, attention of gpt-oss.
+    """
+    logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
+    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    known = jnp.where(masked, 0.0, lse)
+    share = jnp.where(masked, 0.0, jax.nn.sigmoid(known - logits))[..., None]
+    out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)
+    weights = found.weights
+    if weights is not None:
+        weights = (weights.astype(lse.dtype) * share).astype(weights.dtype)
+    with_sink = jnp.where(masked, logits, jnp.logaddexp(known, logits))
+    return Result(out, weights, with_sink)
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:

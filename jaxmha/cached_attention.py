@@ -92,7 +92,7 @@ def attend_cache(
     """Attention of queries over a cache and the extra positions.
 
     Args:
-      params: of the layer, for its extra positions.
+      params: of the layer, for its extra positions and sinks.
       query: projected queries.
       cache: keys, values and lengths, which include the tokens of the queries.
       positions: positions of the queries.
@@ -106,8 +106,13 @@ def attend_cache(
     step = _step(query, cache, positions, mask, semantics)
     state = _over_slots(step, block)
     state = _over_extras(step, params, semantics, state)
-    out, _, row_sum = online_softmax.normalize(state)
-    if semantics.fully_masked == "nan":
+    out, row_max, row_sum = online_softmax.normalize(state)
+    if params.sinks is not None:  # every row attends its sink
+        sinks = jnp.asarray(params.sinks).astype(out.dtype)
+        sinks = jnp.repeat(sinks, T).reshape(1, *out.shape[1:3], 1)
+        lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(jnp.maximum(row_sum, 1.0)))
+        out *= jax.nn.sigmoid(lse - sinks)
+    elif semantics.fully_masked == "nan":
         out = jnp.where(row_sum == 0, jnp.nan, out)
     return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
 

@@ -184,13 +184,14 @@ def _prefill(
         None,
         False,
         implementation,
+        sinks=params.sinks,
     )
     lengths = jnp.full(B, T, np.int32)
     if mask.key_value_lengths is not None:
         lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
     fresh = cache._replace(lengths=jnp.zeros(B, np.int32))
     kept = _write(fresh, key, value, lengths)
-    return _combine(params, result.out, semantics), kept
+    return _combine(params, result.out, semantics, x), kept
 
 
 def decode_step(
@@ -280,7 +281,7 @@ def _decode_step(
     out = attend_cache(params, query, cache, positions, mask, semantics, block)
     # A ring buffer never fills, but positions are limited to FAR.
     out = nan_where((lengths + T > (FAR if rings else S)).reshape(B, 1, 1, 1), out)
-    return _combine(params, out, semantics), cache
+    return _combine(params, out, semantics, x), cache
 
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -345,8 +346,10 @@ def _heads(
     return query, key, value
 
 
-def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics) -> jax.Array:
-    return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads))
+def _combine(
+    params: MHAParams, heads: jax.Array, semantics: Semantics, x: jax.Array
+) -> jax.Array:
+    return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads), x)
 
 
 def _write(

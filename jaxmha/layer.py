@@ -83,6 +83,8 @@ def multi_head_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A whole attention layer: `combine(params, attend(project(params, query, key, value)))`.
 
+    `params.sinks` and `params.gate` take part if they are there.
+
     Args:
       params: the weights; all sizes are read from their shapes.
       query: `(*B, T, Dq)` with any number of leading batch axes, also none.
@@ -99,7 +101,8 @@ def multi_head_attention(
 
     Extra positions (`params.bias_k`, then `semantics.add_zero_attn`) follow the S given ones. If
     the last axis of `mask` or `bias` is S, they are visible to every query; if it is S plus their
-    number, `mask` or `bias` applies to them too. Returned weights include them.
+    number, `mask` or `bias` applies to them too. Returned weights include them, and leave out the
+    part of the sinks.
 
     Returns:
       `out` or `(out, weights)`; out is `(*B, T, Do)` in the promoted dtype of inputs and
@@ -198,8 +201,9 @@ def _multi_head_attention(
         dropout_key,
         return_weights,
         implementation,
+        sinks=params.sinks,
     )
-    out = combine_checked(params, result.out, semantics, dtype)
+    out = combine_checked(params, result.out, semantics, dtype, rows, attended[0])
     out = out.reshape(*batch, *out.shape[1:])
     if result.weights is None:
         return out

@@ -9,8 +9,8 @@ from jaxmha.dims import bind
 class Projection(NamedTuple):
     """One affine map. `bias` has the axes of `kernel` that are not contracted.
 
-    Axes of the kernel: query `Dq N H`, key `Dk K H`, value `Dv K h`, out `N h Do`; of the bias:
-    query `N H`, key `K H`, value `K h`, out `Do`.
+    Axes of the kernel: query `Dq N H`, key `Dk K H`, value `Dv K h`, out `N h Do`, gate `Dq N h` or
+    `Dq N`; of the bias: query `N H`, key `K H`, value `K h`, out `Do`, gate `N h` or `N`.
     """
 
     kernel: Array
@@ -27,8 +27,15 @@ class MHAParams(NamedTuple):
       out: kernel `N h Do`, bias `Do`; None: the heads are concatenated.
       bias_k: `K H`, a learned extra key position; comes with `bias_v` `K h`.
       bias_v: `K h`, the value of the extra position of `bias_k`.
-      query_norm: `H`, scale of the normalisation of projected queries (`Semantics.qk_norm`).
-      key_norm: `H`, scale of the normalisation of projected keys.
+      query_norm: `H` or `N H`, scale of the norm of projected queries (`Semantics.qk_norm`).
+      key_norm: `H` or `K H`, scale of the norm of projected keys; comes with `query_norm`.
+      query_norm_bias: `H` or `N H`, added to the scaled queries.
+      key_norm_bias: `H` or `K H`, added to the scaled keys; comes with `query_norm_bias`.
+      sinks: `N`, a learned logit of every query head that takes part in the softmax and has no
+        value.
+      gate: kernel `Dq N h` (a gate for every feature) or `Dq N` (for every head) with a bias `N h`
+        or `N`: the sigmoid of this projection of the query features multiplies the output of the
+        heads, before `out`.
 
     >>> import numpy as np
     >>> kernel = np.zeros((5, 2, 3), np.float32)
@@ -44,9 +51,14 @@ class MHAParams(NamedTuple):
     bias_v: Array | None = None
     query_norm: Array | None = None
     key_norm: Array | None = None
+    query_norm_bias: Array | None = None
+    key_norm_bias: Array | None = None
+    sinks: Array | None = None
+    gate: Projection | None = None
 
 
-# Axes of every leaf of MHAParams: the reference for checks, converters and messages.
+# Axes of every leaf of MHAParams, in the order of its pytree: the reference for checks, converters
+# and messages. An array of `FORMS` has another name for each number of axes.
 CANONICAL: dict[str, str] = {
     "query.kernel": "Dq N H",
     "query.bias": "N H",
@@ -59,35 +71,85 @@ CANONICAL: dict[str, str] = {
     "bias_k": "K H",
     "bias_v": "K h",
     "query_norm": "H",
+    "query_norm_heads": "N H",
     "key_norm": "H",
+    "key_norm_heads": "K H",
+    "query_norm_bias": "H",
+    "query_norm_bias_heads": "N H",
+    "key_norm_bias": "H",
+    "key_norm_bias_heads": "K H",
+    "sinks": "N",
+    "gate.kernel": "Dq N h",
+    "gate_heads.kernel": "Dq N",
+    "gate.bias": "N h",
+    "gate_heads.bias": "N",
 }
+# Leaf -> the leaf that names the same array of MHAParams in its other form.
+FORMS: dict[str, str] = {
+    "query_norm": "query_norm_heads",
+    "key_norm": "key_norm_heads",
+    "query_norm_bias": "query_norm_bias_heads",
+    "key_norm_bias": "key_norm_bias_heads",
+    "gate.kernel": "gate_heads.kernel",
+    "gate.bias": "gate_heads.bias",
+}
+_FIELDS = {other: name for name, other in FORMS.items()}
+# Leaves of both forms of the norms' scales, and of everything that belongs to the norms.
+NORM_SCALES = ("query_norm", "key_norm", "query_norm_heads", "key_norm_heads")
+NORMS = tuple(name for name in CANONICAL if "_norm" in name)
+
+
+def field_of(leaf: str) -> str:
+    """The array of `MHAParams` that a leaf names: `query_norm` of `query_norm_heads`.
+
+    >>> field_of("gate_heads.kernel"), field_of("query.bias")
+    ('gate.kernel', 'query.bias')
+    """
+    return _FIELDS.get(leaf, leaf)
 
 
 def leaves(params: MHAParams) -> dict[str, Array]:
-    """The leaves that are not None, by name (`query.kernel`), in the order of `CANONICAL`."""
+    """The leaves that are not None, by name (`query.kernel`), in the order of `CANONICAL`.
+
+    The number of axes tells the name of an array of `FORMS`: a `query_norm` of axes `N H` is
+    `query_norm_heads`.
+    """
     found: dict[str, Array] = {}
+    leading = _rank(params.query.kernel) - 3
     for name in CANONICAL:
-        head, _, tail = name.partition(".")
+        head, _, tail = field_of(name).partition(".")
         value = getattr(params, head)
         if tail and value is not None:
             value = getattr(value, tail)
-        if value is not None:
+        if value is not None and name == _form(field_of(name), _rank(value) - leading):
             found[name] = value
     return found
 
 
+def _rank(array: Array) -> int:
+    return len(getattr(array, "shape", ()))
+
+
+def _form(field: str, axes: int) -> str:
+    """The leaf of a field with this number of axes; the field's own name if no form has it."""
+    other = FORMS.get(field, field)
+    return other if len(CANONICAL[other].split()) == axes else field
+
+
 def from_leaves(arrays: dict[str, Array]) -> MHAParams:
     """Builds parameters from the arrays by name; KeyError without kernels of query, key, value."""
+    arrays = {field_of(name): array for name, array in arrays.items()}
 
-    def projection(name: str) -> Projection:
+    def projection(name: str) -> Projection | None:
+        if f"{name}.kernel" not in arrays:
+            return None
         return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
 
     return MHAParams(
-        projection("query"),
-        projection("key"),
-        projection("value"),
-        projection("out") if "out.kernel" in arrays else None,
-        *(arrays.get(name) for name in ("bias_k", "bias_v", "query_norm", "key_norm")),
+        *(Projection(arrays[f"{x}.kernel"], arrays.get(f"{x}.bias")) for x in MHAParams._fields[:3]),
+        projection("out"),
+        *(arrays.get(name) for name in MHAParams._fields[4:-1]),
+        gate=projection("gate"),
     )
 
 
@@ -108,7 +170,10 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
             f"heads (params.query.kernel is {CANONICAL['query.kernel']}, params.key.kernel is "
             f"{CANONICAL['key.kernel']})"
         )
-    for one, other in (("bias_k", "bias_v"), ("query_norm", "key_norm")):
+    pairs = ("bias_k", "bias_v"), ("query_norm", "key_norm"), ("query_norm_bias", "key_norm_bias")
+    for one, other in pairs:
         if (getattr(params, one) is None) != (getattr(params, other) is None):
             raise ValueError(f"params: {one} and {other} come together, or not at all")
+    if params.query_norm_bias is not None and params.query_norm is None:
+        raise ValueError("params: query_norm_bias is added to scaled queries, and needs query_norm")
     return sizes

@@ -140,22 +140,26 @@ def project_checked(
 
     projections = params.query, params.key, params.value
     heads = shard_map.project(affine, projections, all_three(query, key, value), attended)
-    for index, scale in enumerate((params.query_norm, params.key_norm)):
-        if (semantics.qk_norm is None) != (scale is None):
-            raise ValueError(
-                f"semantics.qk_norm is {semantics.qk_norm!r}, and params has "
-                f"{'no ' if scale is None else ''}query_norm and key_norm: one needs the other"
-            )
-        if scale is not None:
-            heads[index] = _normalise(heads[index], jnp.asarray(scale), semantics)
+    heads[:2] = _normalised(params, heads[0], heads[1], semantics)
+    if semantics.clip_qkv is not None:
+        heads = [jnp.clip(x, -semantics.clip_qkv, semantics.clip_qkv) for x in heads]
     q, k, v = (x.astype(dtype) for x in heads)
     return q, k, v
 
 
 def combine(
-    params: MHAParams, heads: Float[Array, "*B T N h"], *, semantics: Semantics = Semantics()
+    params: MHAParams,
+    heads: Float[Array, "*B T N h"],
+    *,
+    semantics: Semantics = Semantics(),
+    query: Float[Array, "*B T Dq"] | None = None,
 ) -> Float[jax.Array, "*B T Do"]:
     """Combines heads with the output projection, or concatenates them if `params.out` is None.
+
+    `query`: the query features that were projected, if `params.gate` multiplies the heads.
+
+    Raises:
+      ValueError: a shape does not fit, or only one of `params.gate` and `query` is given.
 
     >>> import jax.numpy as jnp
     >>> params = MHAParams(*[Projection(jnp.ones((6, 2, 3)))] * 3)
@@ -164,9 +168,15 @@ def combine(
     """
     checks.require_type(MHAParams, params=params)
     checks.require_type(Semantics, semantics=semantics)
-    require_arrays(heads=heads)
-    checks.reject_rounding(params=params, heads=heads)
-    out: jax.Array = _combine(params, heads, semantics)
+    require_arrays(heads=heads, query=query)
+    checks.reject_rounding(params=params, heads=heads, query=query)
+    if (params.gate is None) != (query is None):
+        raise ValueError(
+            "combine: params.gate needs the query features that it projects, combine(..., query=x), "
+            f"got query={'None' if query is None else 'an array'} and "
+            f"{'no ' if params.gate is None else 'a '}params.gate"
+        )
+    out: jax.Array = _combine(params, heads, semantics, query)
     return out
 
 
@@ -179,16 +189,37 @@ def _specs_of_features(
 
 @jax.jit
 @by_types(_specs_of_features)
-def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics) -> jax.Array:
+def _combine(
+    params: MHAParams, heads: jax.Array, semantics: Semantics, query: jax.Array | None
+) -> jax.Array:
     sizes = check(params)
     bind("heads", heads.shape, "*B T N h", sizes)
-    return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads))
+    given = {"heads": heads}
+    if query is not None:
+        bind("query", query.shape, "*B T Dq", sizes)
+        given["query"] = query
+    return combine_checked(params, heads, semantics, compute_dtype(params, **given), query)
 
 
 def combine_checked(
-    params: MHAParams, heads: jax.Array, semantics: Semantics, dtype: np.dtype[np.floating]
+    params: MHAParams,
+    heads: jax.Array,
+    semantics: Semantics,
+    dtype: np.dtype[np.floating],
+    query: jax.Array | None,
+    attended: jax.Array | None = None,
 ) -> jax.Array:
-    """Combines heads whose shape and dtype are already checked."""
+    """Combines heads whose shape and dtype are already checked.
+
+    `query`: the query features, read by `params.gate` alone. `attended`: the query positions to
+    keep, `b T`; None keeps all.
+    """
+    if params.gate is not None:
+        assert query is not None
+        rows = _zero_outside(query, attended)
+        gate = jax.nn.sigmoid(_affine(rows, 1, params.gate, dtype, semantics.precision))
+        gate = gate.reshape(*gate.shape[: heads.ndim - 1], -1)  # `Dq N`: one gate for h features
+        heads = (heads.astype(gate.dtype) * gate).astype(heads.dtype)
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
@@ -239,14 +270,51 @@ def _affine(
     return y.reshape(*lead, *outside)
 
 
-def _normalise(x: jax.Array, scale: jax.Array, semantics: Semantics) -> jax.Array:
-    """Normalises over H. Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich,
+def check_norms(params: MHAParams, semantics: Semantics) -> None:
+    """Raises ValueError if parameters and semantics disagree about the norms of queries and keys."""
+    learned = semantics.qk_norm is not None and semantics.qk_norm_learned
+    if learned != (params.query_norm is not None):
+        raise ValueError(
+            f"semantics.qk_norm is {semantics.qk_norm!r} with qk_norm_learned="
+            f"{semantics.qk_norm_learned}, and params has "
+            f"{'no ' if params.query_norm is None else ''}query_norm and key_norm: one needs the "
+            "other (qk_norm_learned=False: norms without scales)"
+        )
+
+
+def _normalised(
+    params: MHAParams, query: jax.Array, key: jax.Array, semantics: Semantics
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys as `semantics.qk_norm` normalises them."""
+    check_norms(params, semantics)
+    if semantics.qk_norm is None:
+        return query, key
+    return (
+        _normalise(query, params.query_norm, params.query_norm_bias, semantics),
+        _normalise(key, params.key_norm, params.key_norm_bias, semantics),
+    )
+
+
+def _normalise(
+    x: jax.Array, scale: Array | None, bias: Array | None, semantics: Semantics
+) -> jax.Array:
+    """Normalises heads. Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich,
     "Root Mean Square Layer Normalization" (2019)."""
+    axes = (-2, -1) if semantics.qk_norm_scope == "heads" else (-1,)
     if semantics.qk_norm == "layer":
-        x = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(x).mean(-1, keepdims=True)
-    scale = scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
-    return x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon) * scale
+        x = x - x.mean(axes, keepdims=True)
+    variance = jnp.square(x).mean(axes, keepdims=True)
+    x = x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon)
+    if scale is not None:
+        scale = _last_axes(scale, x)
+        x = x * (scale + semantics.qk_norm_offset if semantics.qk_norm_offset else scale)
+    return x if bias is None else x + _last_axes(bias, x)
+
+
+def _last_axes(array: Array, x: jax.Array) -> jax.Array:
+    """The array in the dtype of `x`, with leading axes of size 1 up to the rank of `x`."""
+    array = jnp.asarray(array).astype(x.dtype)
+    return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
 def _zero_outside(x: jax.Array, mask: jax.Array | None) -> jax.Array:

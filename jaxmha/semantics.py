@@ -33,6 +33,15 @@ class Path(NamedTuple):
     dropout_broadcast: tuple[str, ...] = ()
 
 
+_NUMBERS = (
+    "scale",
+    "logits_soft_cap",
+    "dropout_rate",
+    "qk_norm_epsilon",
+    "qk_norm_offset",
+    "clip_qkv",
+)
+
 # Measured with torch 2.13, keras 3.15, flax 0.12 and jax 0.10 on CPU.
 PATHS: dict[str, dict[str, Path]] = {
     "torch": {
@@ -70,9 +79,14 @@ class Semantics:
       dropout_rate: probability that a weight is dropped; has no effect without a dropout key.
       dropout_broadcast: axes of BNTS that share a draw; flax shares over `("B", "N")`.
       add_zero_attn: adds a position whose key and value are zero.
-      qk_norm: normalisation of projected queries and keys over H, scaled by
-        `MHAParams.query_norm` and `.key_norm`: `layer` (subtracts the mean) or `rms`.
+      qk_norm: normalisation of projected queries and keys, scaled by `MHAParams.query_norm` and
+        `.key_norm`: `layer` (subtracts the mean) or `rms`.
       qk_norm_epsilon: added to the variance.
+      qk_norm_scope: mean and variance are those of each `head`, over H, or of all `heads`
+        together, over N and H (K and H for keys).
+      qk_norm_offset: added to the scales: 1.0 where a model stores `scale - 1` (Gemma 3).
+      qk_norm_learned: False: queries and keys are normalised, and there are no scales.
+      clip_qkv: c > 0 clips projected queries, keys and values to [-c, c], after the norms.
 
     Raises:
       ValueError: a field is outside its range.
@@ -91,19 +105,26 @@ class Semantics:
     add_zero_attn: bool = False
     qk_norm: Literal["layer", "rms"] | None = None
     qk_norm_epsilon: float = 1e-6
+    qk_norm_scope: Literal["head", "heads"] = "head"
+    qk_norm_offset: float = 0.0
+    qk_norm_learned: bool = True
+    clip_qkv: float | None = None
 
     def __post_init__(self) -> None:
         one_of("fully_masked", self.fully_masked, get_args(FullyMasked))
         one_of("qk_norm", self.qk_norm, (None, "layer", "rms"))
-        for name in ("scale", "logits_soft_cap", "dropout_rate", "qk_norm_epsilon"):
+        one_of("qk_norm_scope", self.qk_norm_scope, ("head", "heads"))
+        one_of("qk_norm_learned", self.qk_norm_learned, (True, False))
+        for name in _NUMBERS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
         object.__setattr__(self, "precision", _precision(self.precision))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
         object.__setattr__(self, "dropout_broadcast", _axes(self.dropout_broadcast))
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ValueError(f"logits_soft_cap must be positive, got {self.logits_soft_cap}")
+        for name in ("logits_soft_cap", "clip_qkv"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.qk_norm_epsilon >= 0:
             raise ValueError(f"qk_norm_epsilon must be >= 0, got {self.qk_norm_epsilon}")
         if self.softmax_dtype is not None:

@@ -37,6 +37,17 @@ LEAVES: dict[str, str] = {
     "bias_v": "K h",
     "query_norm": "H",
     "key_norm": "H",
+    "query_norm_heads": "N H",
+    "key_norm_heads": "K H",
+    "query_norm_bias": "H",
+    "key_norm_bias": "H",
+    "query_norm_bias_heads": "N H",
+    "key_norm_bias_heads": "K H",
+    "sinks": "N",
+    "gate.kernel": "Dq N h",
+    "gate.bias": "N h",
+    "gate_heads.kernel": "Dq N",
+    "gate_heads.bias": "N",
 }
 BIASES: tuple[str, ...] = ("query.bias", "key.bias", "value.bias")
 OUT: tuple[str, ...] = ("out.kernel", "out.bias")
@@ -57,6 +68,7 @@ class Case:
       dead_keys: mask and bias exclude the second key from every query.
       query_seq_lengths, key_value_seq_lengths: one per batch row.
       segments: None, "self" (one array, T = S) or "pair".
+      sinks: a logit of every head in every softmax.
       is_causal and below: keyword arguments of `dot_product_attention` as they are.
     """
 
@@ -83,6 +95,7 @@ class Case:
     fully_masked: str = "zero"
     dropout_rate: float = 0.0
     dropout_broadcast: tuple[str, ...] = ()
+    sinks: bool = False
 
     @property
     def N(self) -> int:
@@ -144,6 +157,8 @@ def arrays(case: Case, dtype: DTypeLike = np.float32, seed: int = 0) -> dict[str
         )
         pair = case.segments == "pair"
         found["segment_ids"] = (query_ids, key_value_ids) if pair else query_ids
+    if case.sinks:
+        found["sinks"] = normal(N)
     return found
 
 
@@ -202,6 +217,18 @@ CASES: tuple[Case, ...] = (
     Case("no_keys_nan", S=0, fully_masked="nan"),
     Case("no_queries", T=0),
     Case("one_key", S=1, bias="BNTS"),
+    Case("sinks", sinks=True, is_causal=True),
+    Case("sinks_empty_nan", sinks=True, mask="BNTS", empty_rows=True, fully_masked="nan"),
+    Case(
+        "sinks_everything",
+        sinks=True,
+        bias="BNTS",
+        mask="1NTS",
+        key_value_seq_lengths=(0, 5),
+        fully_masked="mean",
+        logits_soft_cap=1.3,
+        dropout_rate=0.3,
+    ),
     EVERYTHING,
 )
 
@@ -330,6 +357,8 @@ def layer_arrays(
 _ZERO = (("add_zero_attn", True),)
 _KV = ("bias_k", "bias_v")
 _NORMS = ("query_norm", "key_norm")
+_HEAD_NORMS = ("query_norm_heads", "key_norm_heads")
+_NORM_BIASES = ("query_norm_bias", "key_norm_bias")
 _EVERY_CONDITION = (
     "causal_offset",
     "local_window_size",
@@ -361,6 +390,25 @@ LAYERS: tuple[LayerCase, ...] = (
     LayerCase("norm_layer", leaves=(*BIASES, *OUT, *_NORMS), semantics=(("qk_norm", "layer"),)),
     LayerCase("norm_rms", leaves=(*BIASES, *OUT, *_NORMS, *_KV),
               semantics=(("qk_norm", "rms"), ("qk_norm_epsilon", 0.03))),
+    LayerCase("norm_bias", leaves=(*BIASES, *OUT, *_NORMS, *_NORM_BIASES),
+              semantics=(("qk_norm", "layer"),)),
+    LayerCase("norm_heads_weights",
+              leaves=(*OUT, *_HEAD_NORMS, "query_norm_bias_heads", "key_norm_bias_heads"),
+              semantics=(("qk_norm", "layer"),)),
+    LayerCase("norm_all_heads", batch=(2, 1), leaves=(*BIASES, *OUT, *_HEAD_NORMS),
+              semantics=(("qk_norm", "rms"), ("qk_norm_scope", "heads"), ("clip_qkv", 1.1))),
+    LayerCase("norm_all_heads_layer", leaves=(*OUT, *_NORMS),
+              semantics=(("qk_norm", "layer"), ("qk_norm_scope", "heads"))),
+    LayerCase("norm_unlearned", leaves=OUT,
+              semantics=(("qk_norm", "rms"), ("qk_norm_learned", False), ("qk_norm_epsilon", 0.1))),
+    LayerCase("norm_offset", leaves=(*OUT, *_NORMS),
+              semantics=(("qk_norm", "rms"), ("qk_norm_offset", 1.0))),
+    LayerCase("clip", semantics=(("clip_qkv", 0.4),)),
+    LayerCase("sinks", leaves=(*BIASES, *OUT, *_KV, "sinks"), mask="*NTE",
+              conditions=("key_value_seq_lengths",), semantics=(*_ZERO, ("fully_masked", "nan"))),
+    LayerCase("gate", leaves=(*BIASES, *OUT, "gate.kernel", "gate.bias"), mask="*1TS"),
+    LayerCase("gate_heads", batch=(2, 3), inputs=1, S=5,
+              leaves=("sinks", "gate_heads.kernel", "gate_heads.bias")),
     LayerCase("structure", conditions=_EVERY_CONDITION, mask="*NTS", bias="*NTS"),
     LayerCase("soft_cap", semantics=(("logits_soft_cap", 0.9), ("scale", 0.6))),
     LayerCase("dropout", semantics=(("dropout_rate", 0.4), *_ZERO), mask="*NTS"),

@@ -35,6 +35,7 @@ def dot_product_attention(
     fully_masked: str = "zero",
     dropout_rate: float = 0.0,
     dropout_keep: Array | None = None,
+    sinks: Array | None = None,
     query_seq_lengths: Array | None = None,
     **conditions: Any,
 ) -> Answer:
@@ -57,6 +58,7 @@ def dot_product_attention(
         fully_masked=fully_masked,
         dropout_rate=dropout_rate,
         dropout_keep=dropout_keep,
+        sinks=sinks,
     )
 
 
@@ -119,8 +121,9 @@ def attend(
     fully_masked: str,
     dropout_rate: float,
     dropout_keep: Array | None,
+    sinks: Array | None = None,
 ) -> Answer:
-    """`allowed` is `*B N T S`; `there`, `*B T`, is False on rows beyond a query length."""
+    """`sinks`, `N`, are logits without values. `allowed` is `*B N T S`; `there`, `*B T`, is False on rows beyond a query length."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     *batch, T, N, H = query.shape
     *_, S, K, h = value.shape
@@ -143,10 +146,11 @@ def attend(
                         if logits_soft_cap is not None:
                             logit = logits_soft_cap * math.tanh(logit / logits_soft_cap)
                         logits[j] = logit + bias[*b, n, i, j]
-                if logits:
-                    highest = max(logits.values())
+                sink = [] if sinks is None else [float(sinks[n])]
+                if logits or sink:
+                    highest = max([*logits.values(), *sink])
                     exps = {j: math.exp(logit - highest) for j, logit in logits.items()}
-                    total = math.fsum(exps.values())
+                    total = math.fsum([*exps.values(), *(math.exp(x - highest) for x in sink)])
                     row = {j: e / total for j, e in exps.items()}
                     lse[*b, n, i] = highest + math.log(total)
                 elif fully_masked == "zero":
@@ -162,7 +166,7 @@ def attend(
                     out[*b, i, n, c] = dot(
                         [kept[*b, n, i, j] for j in row], [value[*b, j, k, c] for j in row]
                     )
-                    if fully_masked == "nan" and not logits:
+                    if fully_masked == "nan" and not (logits or sink):
                         out[*b, i, n, c] = math.nan
     return Answer(out, weights, kept, lse)
 
@@ -231,8 +235,9 @@ def multi_head_attention(
         fully_masked=semantics.fully_masked,
         dropout_rate=semantics.dropout_rate,
         dropout_keep=dropout_keep,
+        sinks=params.sinks,
     )
-    return combine(params, answer.out), answer
+    return combine(params, answer.out, query), answer
 
 
 def project(
@@ -243,10 +248,10 @@ def project(
         affine(x, projection) for x, projection in zip((query, key, value), params[:3], strict=True)
     )
     if semantics.qk_norm is not None:
-        q, k = (
-            normalise(x, scale, semantics)
-            for x, scale in ((q, params.query_norm), (k, params.key_norm))
-        )
+        q = normalise(q, params.query_norm, params.query_norm_bias, semantics)
+        k = normalise(k, params.key_norm, params.key_norm_bias, semantics)
+    if semantics.clip_qkv is not None:
+        q, k, v = (np.clip(x, -semantics.clip_qkv, semantics.clip_qkv) for x in (q, k, v))
     return q, k, v
 
 
@@ -261,22 +266,35 @@ def affine(x: Array, projection: Any) -> Array:
     return y
 
 
-def normalise(x: Array, scale: Array, semantics: Any) -> Array:
-    """Every head vector by its own statistics; `rms` does not subtract the mean."""
+def normalise(x: Array, scale: Array | None, bias: Array | None, semantics: Any) -> Array:
+    """Each head's vector, or that of all heads, by its own statistics; `rms` keeps the mean."""
     y = np.zeros(x.shape)
-    for index in np.ndindex(*x.shape[:-1]):
+    axes = 2 if semantics.qk_norm_scope == "heads" else 1
+    for index in np.ndindex(*x.shape[:-axes]):
         head = x[index]
         if semantics.qk_norm == "layer":
-            head = head - math.fsum(head) / len(head)
-        variance = dot(head, head) / len(head)
+            head = head - math.fsum(head.ravel()) / head.size
+        variance = dot(head.ravel(), head.ravel()) / head.size
         y[index] = head / math.sqrt(variance + semantics.qk_norm_epsilon)
-        y[index] *= np.asarray(scale, np.float64)
-    return y
+    if scale is not None:
+        y *= semantics.qk_norm_offset + np.asarray(scale, np.float64)
+    return y if bias is None else y + np.asarray(bias, np.float64)
 
 
-def combine(params: Any, heads: Array) -> Array:
+def combine(params: Any, heads: Array, query: Array | None = None) -> Array:
     """`*B T N h` to `*B T Do`; without an output layer the heads stand side by side."""
     *batch, T, N, h = heads.shape
+    if params.gate is not None:
+        assert query is not None
+        heads = np.array(heads)
+        kernel, bias = (None if x is None else np.asarray(x, np.float64) for x in params.gate)
+        assert kernel is not None
+        for *at_position, n, c in np.ndindex(*heads.shape):
+            weights = kernel[:, n] if kernel.ndim == 2 else kernel[:, n, c]
+            logit = dot(query[*at_position], weights)
+            if bias is not None:
+                logit += bias[n] if bias.ndim == 1 else bias[n, c]
+            heads[*at_position, n, c] *= 1 / (1 + math.exp(-logit))
     if params.out is None:
         return heads.reshape(*batch, T, N * h)
     kernel = np.asarray(params.out.kernel, np.float64)

@@ -23,16 +23,19 @@ KEY = jax.random.key(5)
 
 def params_of(leaves: dict[str, Any]) -> MHAParams:
     """Leaves by name as parameters."""
+    arrays = {name.replace("_heads", ""): x for name, x in leaves.items()}
 
     def projection(name: str) -> Projection:
-        return Projection(leaves[f"{name}.kernel"], leaves.get(f"{name}.bias"))
+        return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
 
+    names = ("bias_k", "bias_v", "query_norm", "key_norm", "query_norm_bias", "key_norm_bias", "sinks")
     return MHAParams(
         projection("query"),
         projection("key"),
         projection("value"),
-        projection("out") if "out.kernel" in leaves else None,
-        *(leaves.get(name) for name in ("bias_k", "bias_v", "query_norm", "key_norm")),
+        projection("out") if "out.kernel" in arrays else None,
+        **{name: arrays[name] for name in names if name in arrays},
+        gate=projection("gate") if "gate.kernel" in arrays else None,
     )
 
 
@@ -158,7 +161,11 @@ SMALL = LayerCase(
     G=2,
     H=3,
     h=2,
-    leaves=(*cases.BIASES, *cases.OUT, "bias_k", "bias_v", "query_norm", "key_norm"),
+    leaves=tuple(
+        name
+        for name in cases.LEAVES
+        if "_heads" not in name and name not in ("query.kernel", "key.kernel", "value.kernel")
+    ),
     mask="*NTE",
     bias="*NTS",
     conditions=("query_seq_lengths", "key_value_seq_lengths"),

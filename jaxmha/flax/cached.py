@@ -159,5 +159,5 @@ def _attend_cached(
     out, weights = attend_projected(params, query, *heads, wide, settings)
     out = nan_where(index > S - T, out)  # index + T > S may overflow
     dtype = compute_dtype(params, heads=out)
-    out = combine_checked(params, out, semantics, dtype)
+    out = combine_checked(params, out, semantics, dtype, inputs[0])
     return out, weights, (keys, values, index + T)

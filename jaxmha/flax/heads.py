@@ -155,7 +155,7 @@ def _attend_layer(
     key = rotate(key, _positions(batch, S) if positions is None else positions)
     out, weights = attend_projected(params, query, key, value, wide, settings)
     dtype = compute_dtype(params, heads=out)
-    return combine_checked(params, out, semantics, dtype), weights
+    return combine_checked(params, out, semantics, dtype, inputs[0], attended[0]), weights
 
 
 def check_positions(
@@ -254,6 +254,7 @@ def attend_projected(
         settings.dropout_key,
         kind,
         settings.implementation,
+        sinks=None if params is None else params.sinks,
     )
     out, weights = result.out, result.weights
     if weights is not None:
