@@ -95,7 +95,7 @@ FORMS: dict[str, str] = {
 }
 _FIELDS = {other: name for name, other in FORMS.items()}
 # Leaves of both forms of the norms' scales, and of everything that belongs to the norms.
-NORM_SCALES = ("query_norm", "key_norm", "query_norm_heads", "key_norm_heads")
+NORM_SCALES = frozenset(("query_norm", "key_norm", "query_norm_heads", "key_norm_heads"))
 NORMS = tuple(name for name in CANONICAL if "_norm" in name)
 
 

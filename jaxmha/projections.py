@@ -216,14 +216,26 @@ def combine_checked(
     """
     if params.gate is not None:
         assert query is not None
-        rows = _zero_outside(query, attended)
-        gate = jax.nn.sigmoid(_affine(rows, 1, params.gate, dtype, semantics.precision))
-        gate = gate.reshape(*gate.shape[: heads.ndim - 1], -1)  # `Dq N`: one gate for h features
+        gate = _gate(params.gate, _zero_outside(query, attended), dtype, semantics.precision)
         heads = (heads.astype(gate.dtype) * gate).astype(heads.dtype)
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
     return _affine(heads, 2, params.out, dtype, semantics.precision).astype(dtype)
+
+
+def _gate(
+    gate: Projection, query: jax.Array, dtype: np.dtype[np.floating], precision: Precision
+) -> jax.Array:
+    """The factors of the heads, `*B T N h`, or `*B T N 1` for one gate per head."""
+    logits = _affine(query, 1, Projection(gate.kernel), dtype, precision)
+    if gate.kernel.ndim == 2:
+        logits = logits[..., None]
+    if gate.bias is not None:
+        bias = jnp.asarray(gate.bias).astype(logits.dtype)
+        bias = bias[:, None] if bias.ndim == 1 else bias
+        logits += bias.reshape((1,) * (logits.ndim - 2) + bias.shape)
+    return jax.nn.sigmoid(logits)
 
 
 def compute_dtype(params: MHAParams, **inputs: Array) -> np.dtype[np.floating]:

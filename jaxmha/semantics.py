@@ -33,6 +33,14 @@ class Path(NamedTuple):
     dropout_broadcast: tuple[str, ...] = ()
 
 
+# Fields that describe the norms of queries and keys.
+NORM_FIELDS = (
+    "qk_norm",
+    "qk_norm_epsilon",
+    "qk_norm_scope",
+    "qk_norm_offset",
+    "qk_norm_learned",
+)
 _NUMBERS = (
     "scale",
     "logits_soft_cap",

@@ -168,7 +168,7 @@ PARTS = {
             minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m2 minimax_m3_vl minimax_m3_vl_text
             mistral4 mistral_large4 mistral_large4_text molmo2 molmo2_text
             moss_transcribe_diarize muse_glimmer muse_glimmer_assistant muse_glimmer_text
-            muse_spark muse_spark_text nemo_speechlm nemotron3_5_transcribe_asr_audio
+            muse_spark muse_spark_text nanochat nemo_speechlm nemotron3_5_transcribe_asr_audio
             nemotron3_5_transcribe_audio nemotron3_5_transcribe_word_timestamp neomme olmo2
             olmo3 olmo_hybrid olmoe pe_audio pe_audio_encoder pe_audio_video
             pe_audio_video_encoder pe_video pe_video_encoder persimmon qwen3 qwen3_5 qwen3_5_moe
@@ -228,7 +228,7 @@ FUNCTIONS = {
             gemma4_text gemma4_unified_text gpt_neo zamba zamba2
         """,
         "qk_norm": """
-            llama4 llama4_text nanochat
+            llama4 llama4_text
         """,
     }.items()
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.converters.discovery import model_families
 from jaxmha.converters.discovery.model_families import Family
-from jaxmha.converters.layout import by_hand, transform, uneven
+from jaxmha.converters.layout import by_hand, meaning, transform, uneven
 from jaxmha.converters.layout.base import Entry, Layout, choose
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
@@ -20,11 +20,16 @@ def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 # Layouts with which models compute different functions -> message if no configuration decides.
+_ASK = (
+    "no tensor tells how {} (over each head or all, with an offset of 1, before or after the rotation; "
+    "a gate by sigmoid or another function): put the model's config.json next to the file. Where it "
+    "is there, jaxmha does not know these arrays of its model_type: read the other arrays by "
+    "import_params(layout='llama'), and compute the rest around dot_product_attention"
+)
 ASKS = {
-    "llama-norm": "no tensor tells how q_norm and k_norm normalise (over each head or all, with an "
-    "offset of 1, before or after the rotation): put the model's config.json next to the file. Where "
-    "it is there, jaxmha does not know these norms of its model_type: read the other arrays by "
-    "import_params(layout='llama'), and normalise between project and dot_product_attention"
+    layout: _ASK.format("the gate multiplies" if layout == "llama-gate" else f"{norms} normalise")
+    for layout in meaning.ASKING
+    for norms in [meaning.NORM_NAMES.get(layout, "q_norm and k_norm")]
 }
 
 
@@ -340,6 +345,9 @@ def _variants(candidate: Layout) -> list[Layout]:
 def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
     """True if every required array is present with its rank, and the sizes obey the ties."""
     sizes: dict[str, int] = {}
+    products: dict[tuple[str, ...], float] = {}
+    leading: int | None = None
+    near = any(map(_decides, candidate.entries))
     for entry in candidate.entries:
         groups = parse(entry.axes)
         if entry.key not in keys:
@@ -350,6 +358,14 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if len(shape) < len(groups):
             return False
         last = shape[len(shape) - len(groups) :]
+        leading = len(shape) - len(groups) if leading is None else leading
+        if _decides(entry) and len(shape) - len(groups) != leading:
+            return False
+        for group, n in zip(parse(candidate.tied(entry.axes)), last, strict=True) if near else ():
+            letters = tuple(letter for letter in group if letter not in uneven.PACKED)
+            size = n / (len(entry.leaves) if letters != group else 1)
+            if products.setdefault(letters, size) != size:
+                return False
         own = {g[0]: n for g, n in zip(groups, last, strict=True) if len(g) == 1}
         if any(sizes.get(letter, n) != n for letter, n in own.items()):
             return False
@@ -361,3 +377,8 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         for letter, (tied, _) in candidate.ties.items()
         if letter in sizes and tied in sizes and letter in checked
     )
+
+
+def _decides(entry: Entry) -> bool:
+    """True if only the shape of an array tells layouts of the same keys apart."""
+    return any(leaf.startswith(("gate", "query_norm", "key_norm")) for leaf in entry.leaves)

@@ -15,6 +15,7 @@ from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.converters.discovery import described, hf_config
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.layout.base import Layout
+from jaxmha.params import NORM_SCALES
 
 # Key of safetensors metadata, followed by `.PREFIX`: the semantics of a block of layout jaxmha, and
 # the layout from which the block was converted.
@@ -42,22 +43,69 @@ def _normalised(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "rms", "qk_norm_epsilon": float(own["rms_norm_eps"])}
 
 
+def _with_norm_eps(own: Mapping[str, Any]) -> Values:
+    return {"qk_norm": "rms", "qk_norm_epsilon": float(own["norm_eps"])}
+
+
+def _offset(own: Mapping[str, Any]) -> Values:
+    return _normalised(own) | {"qk_norm_offset": 1.0}
+
+
+def _offset_and_scaled(own: Mapping[str, Any]) -> Values:
+    return _capped(own) | _offset(own)
+
+
+def _unlearned(own: Mapping[str, Any]) -> Values:
+    """A norm without scales, after or before the rotation: both are the same function."""
+    return _normalised(own) | {"qk_norm_learned": False}
+
+
+def _of_layer_norms(own: Mapping[str, Any]) -> Values:
+    epsilon = next(own[k] for k in ("layer_norm_eps", "norm_eps") if k in own)
+    return {"qk_norm": "layer", "qk_norm_epsilon": float(epsilon)}
+
+
+def _chameleon(own: Mapping[str, Any]) -> Values:
+    return {"qk_norm": "layer", "qk_norm_epsilon": 1e-5}
+
+
+def _known(own: Mapping[str, Any]) -> Values:
+    """The sigmoid gate of a model without norms."""
+    return {"scale": None}
+
+
 # Model types, and the function that reads the semantics of their blocks from a configuration. The
 # zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
     (
-        "granite granitemoe granitemoeshared granite_docling_text hyperclovax",
+        "granite granitemoe granitemoeshared granite_docling_text hyperclovax granite_swa "
+        "granitemoe_swa granitemoehybrid",
         _multiplied,
     ),
     ("gemma2 vaultgemma", _capped),
     (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
-            "kolibri1 mellum pe_audio_encoder"
+            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam lfm3 olmo2 olmo3 olmoe "
+            "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text"
         ),
         _normalised,
     ),
+    ("lfm2 lfm2_moe", _with_norm_eps),
+    (
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text minimax_m3_vl_text",
+        _offset,
+    ),
+    ("gemma3 gemma3_text t5gemma2_text t5gemma2_decoder step3p7", _offset_and_scaled),
+    ("nanochat", _unlearned),
+    ("persimmon fuyu", _of_layer_norms),
+    ("chameleon", _chameleon),
+    ("hrm_text", _known),
 )
+
+
+# Functions that read every setting of `hf_config.BEHAVIOUR` that their model types have.
+_OF_SETTINGS = (_multiplied, _capped, _offset_and_scaled)
 
 
 def reader_of(model_type: str) -> _Reader | None:
@@ -110,8 +158,9 @@ def _values(read: _Reader, own: Mapping[str, Any]) -> Values:
 
 
 def _with(block: Block, values: Values) -> Block:
-    norms = any("query_norm" in entry.leaves for entry in block.layout.entries)
-    if norms != ("qk_norm" in values) or not values:
+    norms = any(NORM_SCALES & {*entry.leaves} for entry in block.layout.entries)
+    learned = "qk_norm" in values and values.get("qk_norm_learned", True)
+    if norms != learned or not values:
         return block
     try:
         semantics = replace(block.layout.semantics, **values)
@@ -161,12 +210,14 @@ def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
 def carried(blocks: Sequence[Block]) -> set[str]:
     """The parts (`signs.PARTS`) that the semantics of every block expresses.
 
-    Empty if a block is not configured.
+    Without sinks and gates, empty if a block is not configured.
     """
     parts = {"scale": "scale", "logits_soft_cap": "soft_cap", "qk_norm": "qk_norm"}
+    held = {leaf for b in blocks for e in b.layout.entries if e.key in b.keys for leaf in e.leaves}
+    found = {part for part in ("sinks", "gate") if any(leaf.startswith(part) for leaf in held)}
     if not blocks or not all(block.configured for block in blocks):
-        return set()
-    return {
+        return found
+    return found | {
         part
         for field, part in parts.items()
         if all(getattr(block.layout.semantics, field) is not None for block in blocks)
@@ -197,5 +248,5 @@ def refuse_unread(file: Any, blocks: Sequence[Block]) -> None:
         block.configured if reader_of(model_type) else model_type
         for (_, _, model_type), block in pairs
     )
-    if not (settings and read and all(reader_of(t) in (_multiplied, _capped) for t in settings)):
+    if not (settings and read and all(reader_of(t) in _OF_SETTINGS for t in settings)):
         hf_config.refuse_behaviour(file.path)

@@ -70,7 +70,7 @@ PLANES = frozenset(
     ]
 )
 # Model types whose layers of full attention have no rotary positions.
-LOCAL = frozenset(["afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "kolibri1"])
+LOCAL = frozenset(["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "kolibri1"])
 # Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
 _NOWHERE = ("nemotron_h",)
 _ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"

@@ -1,8 +1,9 @@
 """Folds the logit scale into the query when the target layout has another scale.
 
 `scale * (q . k) == target_scale * (f q . k)` with f = scale / target_scale. Kernel and bias of the
-query are multiplied by f, or the scale of the query norm if there is one. A power of two is exact;
-any other factor rounds every number once.
+query are multiplied by f, or scale and bias of the query norm if there is one. A power of two is
+exact; any other factor rounds every number once. Norms without scales or with an offset, and clipped
+queries, leave no array that could be multiplied.
 """
 
 import math
@@ -17,16 +18,31 @@ from numpy.typing import DTypeLike
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import Layout
-from jaxmha.params import check, from_leaves, leaves
+from jaxmha.params import NORMS, check, from_leaves, leaves
 
 
 def factor(semantics: Semantics, target: Layout, H: int) -> float:
-    """The factor for the queries; 1.0 if the target layout has the same scale."""
+    """The factor for the queries; 1.0 if the target layout has the same scale.
+
+    Raises ValueError if no array of the layer can be multiplied by a factor other than 1.
+    """
     ours, theirs = (
         H**-0.5 if scale is None else scale for scale in (semantics.scale, target.semantics.scale)
     )
     found = ours / theirs
-    return 1.0 if math.isclose(found, 1.0, rel_tol=1e-12) else _power(found)
+    if math.isclose(found, 1.0, rel_tol=1e-12):
+        return 1.0
+    after = {
+        "qk_norm_learned=False": semantics.qk_norm is not None and not semantics.qk_norm_learned,
+        f"qk_norm_offset={semantics.qk_norm_offset:g}": semantics.qk_norm_offset != 0,
+        f"clip_qkv={semantics.clip_qkv}": semantics.clip_qkv is not None,
+    }
+    if reasons := [name for name, holds in after.items() if holds]:
+        raise ValueError(
+            f"the scale cannot be folded into the query of a layer with {' and '.join(reasons)}, "
+            f"which follows every array of the query: keep Semantics(scale={ours!r})"
+        )
+    return _power(found)
 
 
 def _power(found: float) -> float:
@@ -46,7 +62,8 @@ def is_exact(factor: float) -> bool:
 
 def which(present: Mapping[str, Any]) -> frozenset[str]:
     """Names of the leaves that `fold` multiplies: the query norm, or else query kernel and bias."""
-    return frozenset(["query_norm"] if "query_norm" in present else ["query.kernel", "query.bias"])
+    norms = frozenset(name for name in NORMS if name.startswith("query"))
+    return norms if norms & present.keys() else frozenset(["query.kernel", "query.bias"])
 
 
 def times(array: NDArray, factor: float, name: str) -> NDArray:

@@ -11,6 +11,9 @@ _TOGETHER = {
     **dict.fromkeys(("query.kernel", "key.kernel", "value.kernel"), ""),
     **dict.fromkeys(("bias_k", "bias_v"), "bias kv"),
     **dict.fromkeys(("query_norm", "key_norm"), "norms"),
+    **dict.fromkeys(("query_norm_heads", "key_norm_heads"), "norms of every head"),
+    **dict.fromkeys(("query_norm_bias", "key_norm_bias"), "norm biases"),
+    **dict.fromkeys(("query_norm_bias_heads", "key_norm_bias_heads"), "norm biases of every head"),
 }
 
 _ENTRIES = tuple(

@@ -1,6 +1,5 @@
 """Layouts of attention made of linear layers: torch Linear, Keras Dense, or bare matrices."""
 
-from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.by_hand import BY_HAND, DENSE_FILE, TIES
 
@@ -19,7 +18,8 @@ LINEAR = Layout(
     ties=TIES,
     about="four torch.nn.Linear q_proj, k_proj, v_proj, out_proj (also CLIP, BART, OPT)",
 )
-_LLAMA = (
+# Also the projections of every layout in `meaning`.
+LLAMA_ENTRIES = (
     Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
     Entry("k_proj.weight", "(K H) Dk", ("key.kernel",)),
     Entry("v_proj.weight", "(K h) Dv", ("value.kernel",)),
@@ -31,7 +31,7 @@ _LLAMA = (
 )
 LLAMA = Layout(
     "llama",
-    _LLAMA,
+    LLAMA_ENTRIES,
     ties={
         "h": ("H", "Llama attention has value heads as wide as query heads"),
         "Dk": ("Dq", "Llama attention projects one input to query, key and value"),
@@ -39,19 +39,6 @@ LLAMA = Layout(
     },
     other_keys=("rotary_emb.inv_freq",),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
-)
-LLAMA_NORM = Layout(
-    "llama-norm",
-    (
-        *_LLAMA,
-        Entry("q_norm.weight", "H", ("query_norm",)),
-        Entry("k_norm.weight", "H", ("key_norm",)),
-    ),
-    ties=LLAMA.ties,
-    semantics=Semantics(qk_norm="rms"),
-    holds=frozenset({"qk_norm_epsilon"}),
-    other_keys=("rotary_emb.inv_freq",),
-    about="Qwen3 attention: Llama's, with an RMS norm of each head of queries and keys",
 )
 _PACKED_TIES = {
     "Do": ("Dq", "the block adds its output to its input"),
@@ -126,4 +113,4 @@ MATRICES = Layout(
     about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
     "target that has one, an identity computes the same)",
 )
-LAYOUTS = (LINEAR, LLAMA, LLAMA_NORM, *UNEVEN, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
+LAYOUTS = (LINEAR, LLAMA, *UNEVEN, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)

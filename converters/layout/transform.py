@@ -31,7 +31,8 @@ from jaxmha.converters.layout.validation import (
     refuse_sizes,
 )
 from jaxmha.dims import bind, parse
-from jaxmha.params import CANONICAL, check, from_leaves, leaves
+from jaxmha.params import CANONICAL, NORM_SCALES, check, from_leaves, leaves
+from jaxmha.semantics import NORM_FIELDS
 
 
 def import_params(
@@ -69,8 +70,12 @@ def import_params(
 
 
 def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
-    """The semantics of a layer of this layout; `qk_norm` is None if it has no query norm."""
-    return layout.semantics if "query_norm" in found else replace(layout.semantics, qk_norm=None)
+    """The semantics of a layer of this layout, without norms if it lacks their scales."""
+    given = layout.semantics
+    if given.qk_norm is None or not given.qk_norm_learned or found.keys() & NORM_SCALES:
+        return given
+    none = Semantics()
+    return replace(given, **{name: getattr(none, name) for name in NORM_FIELDS})
 
 
 def export_params(

@@ -14,6 +14,7 @@ from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
 
 LETTERS = ("M", "U")
+PACKED = ("qkv", "kv", "qg")  # names of axes along which leaves are packed
 
 
 def letter(entry: Entry) -> str:
@@ -84,4 +85,4 @@ def shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def pack_axis(entry: Entry) -> str:
     """The axis along which leaves are packed; `1` if the array is a single leaf."""
-    return next((a for group in parse(entry.axes) for a in group if a in ("qkv", "kv")), "1")
+    return next((a for group in parse(entry.axes) for a in group if a in PACKED), "1")

@@ -13,6 +13,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, leaves
+from jaxmha.semantics import NORM_FIELDS
 
 Named = tuple[str, str, tuple[int, ...]]  # name in messages, axes, shape
 
@@ -152,7 +153,7 @@ def refuse_semantics(
     if semantics.dropout_rate == 0:
         ignored |= {"dropout_broadcast"}
     if params.query_norm is None and semantics.qk_norm is None:
-        ignored |= {"qk_norm", "qk_norm_epsilon"}
+        ignored |= {*NORM_FIELDS}
     default = sizes["H"] ** -0.5
     for field in fields(Semantics):
         ours, theirs = getattr(semantics, field.name), getattr(layout.semantics, field.name)

@@ -168,7 +168,7 @@ def attention(
         of = [np.asarray(present[name]) for name in entry.leaves]
         refuse_mixed(entry, of)
         sources = dict.fromkeys(holder[name] for name in entry.leaves)
-        letters = sizes | uneven.letters(sizes) | {"qkv": len(of), "kv": len(of)}
+        letters = sizes | uneven.letters(sizes) | dict.fromkeys(uneven.PACKED, len(of))
         lead = of[0].shape[: of[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
         shape = tuple(
             int(np.prod([int(a) if a.isdigit() else letters[a] for a in group]))

@@ -14,6 +14,7 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.transform import refuse_export
+from jaxmha.converters.layout.uneven import PACKED
 from jaxmha.converters.masks import flax as flax_masks
 from jaxmha.converters.masks import jax as jax_masks
 from jaxmha.converters.masks import keras as keras_masks
@@ -247,6 +248,6 @@ def stored(
 
 
 def _shape(entry: Entry, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    known = {**sizes, "qkv": len(entry.leaves), "kv": len(entry.leaves)}
+    known = {**sizes, **dict.fromkeys(PACKED, len(entry.leaves))}
     groups = parse(entry.axes)
     return tuple(math.prod(int(a) if a.isdigit() else known[a] for a in group) for group in groups)

@@ -36,12 +36,14 @@ def compare(
     chunk: int = 0,
 ) -> Outcome:
     """Compares on the inputs of the three projections; `logits` are `... T S`, `out` the output."""
-    theirs = logits.detach().double().numpy()
+    theirs, sinks = _without_sinks(params, logits.detach().double().numpy())
     *_, T, S = theirs.shape
     N = params.query.kernel.shape[-2]
     if theirs.size % (N * T * S):
         return Outcome("other", float("inf"), f"logits {theirs.shape} have no {N} heads")
     theirs = theirs.reshape(-1, N, T, S)
+    sinks = None if sinks is None else np.broadcast_to(sinks, (*logits.shape[:-1], 1))
+    sinks = None if sinks is None else sinks.reshape(-1, N, T, 1)
     batch = theirs.shape[0]
     sides = [x.detach().double().numpy() for x in given]
     best = Outcome(
@@ -59,7 +61,7 @@ def compare(
             )
         except ValueError:
             continue
-        found = _compare(params, semantics, (query, key, value), theirs, target, positions)
+        found = _compare(params, semantics, (query, key, value), theirs, target, positions, sinks)
         if KINDS.index(found.kind) < KINDS.index(best.kind) or found.error < best.error:
             best = found
         if best.kind == "equal":
@@ -86,16 +88,16 @@ def _rows(x: Any, batch: int, length: int, turned: bool) -> Any:
 
 
 def _compare(
-    params: Any, semantics: Any, given: Any, theirs: Any, out: Any, positions: Any
+    params: Any, semantics: Any, given: Any, theirs: Any, out: Any, positions: Any, sinks: Any
 ) -> Outcome:
     query, key, value = given
     valid = theirs > MASKED
     mine = _scores(params, semantics, query, key, positions)
-    weights = _softmax(np.where(valid, theirs, -np.inf))
-    heads = _project(value, params.value)
+    weights = _softmax(np.where(valid, theirs, -np.inf), sinks)
+    heads = _clipped(_project(value, params.value), semantics)
     groups = weights.shape[1] // heads.shape[2]
     mixed = np.einsum("bnts,bsnh->btnh", weights, np.repeat(heads, groups, 2))
-    result = _combine(params, mixed)
+    result = _combine(params, _gated(params, mixed, query))
     rest = _error(result, out, valid.any((1, 3))) if out is not None else 0.0
     if rest > TOLERANCE:
         return Outcome("other", rest, "values, output, or a step after the softmax")
@@ -132,8 +134,9 @@ def with_jaxmha(
 ) -> float:
     """The error of jaxmha's own output on the same inputs, with the same mask and the positions."""
     N = params.query.kernel.shape[-2]
-    *_, T, S = logits.shape
-    valid = logits.detach().double().numpy().reshape(-1, N, T, S) > MASKED
+    theirs, _ = _without_sinks(params, logits.detach().double().numpy())
+    *_, T, S = theirs.shape
+    valid = theirs.reshape(-1, N, T, S) > MASKED
     sides = [x.detach().double().numpy() for x in given]
     target = out.detach().double().numpy()
     best = float("inf")
@@ -160,9 +163,11 @@ def with_jaxmha(
                 mask=valid,
                 scale=semantics.scale,
                 logits_soft_cap=semantics.logits_soft_cap,
+                sinks=wide.sinks,
                 implementation="reference",
             )
-            mine = np.asarray(jaxmha.combine(wide, heads, semantics=semantics))
+            gated = None if wide.gate is None else rows[0]
+            mine = np.asarray(jaxmha.combine(wide, heads, semantics=semantics, query=gated))
         best = min(best, _error(mine, target, valid.any((1, 3))))
     return best
 
@@ -178,18 +183,50 @@ def _project(x: Any, projection: Any) -> Any:
     return found if projection.bias is None else found + np.asarray(projection.bias, np.float64)
 
 
-def _normalised(x: Any, weight: Any, semantics: Any) -> Any:
-    x = x - x.mean(-1, keepdims=True) if semantics.qk_norm == "layer" else x
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + semantics.qk_norm_epsilon) * weight
+def _clipped(x: Any, semantics: Any) -> Any:
+    return x if semantics.clip_qkv is None else np.clip(x, -semantics.clip_qkv, semantics.clip_qkv)
+
+
+def _without_sinks(params: Any, logits: Any) -> tuple[Any, Any]:
+    """Logits `... N T S` without the sinks, and the sinks `... N T 1`; None: there are none.
+
+    A model appends the sinks as a column, and may then subtract the largest logit of every row.
+    """
+    if params.sinks is None:
+        return logits, None
+    sinks = np.asarray(params.sinks, np.float64)[:, None, None]
+    shifted = np.abs(logits.max(-1)).max() == 0
+    if shifted or np.abs(logits[..., -1:] - sinks).max() < TOLERANCE:
+        return logits[..., :-1], logits[..., -1:]
+    return logits, sinks
+
+
+def _gated(params: Any, heads: Any, query: Any) -> Any:
+    if params.gate is None:
+        return heads
+    kernel = np.asarray(params.gate.kernel, np.float64)
+    gate = np.tensordot(query, kernel, 1)
+    gate = gate.reshape(*gate.shape[:3], -1)
+    if params.gate.bias is not None:
+        bias = np.asarray(params.gate.bias, np.float64)
+        gate = gate + bias.reshape(len(bias), -1)
+    return heads / (1 + np.exp(-gate))
+
+
+def _normalised(x: Any, weight: Any, bias: Any, semantics: Any) -> Any:
+    axes = (-2, -1) if semantics.qk_norm_scope == "heads" else (-1,)
+    x = x - x.mean(axes, keepdims=True) if semantics.qk_norm == "layer" else x
+    x = x / np.sqrt((x**2).mean(axes, keepdims=True) + semantics.qk_norm_epsilon)
+    x = x if weight is None else x * (semantics.qk_norm_offset + np.asarray(weight, np.float64))
+    return x if bias is None else x + bias
 
 
 def _scores(params: Any, semantics: Any, query: Any, key: Any, positions: Any) -> Any:
     q, k = _project(query, params.query), _project(key, params.key)
     if semantics.qk_norm is not None:
-        q, k = (
-            _normalised(x, weight, semantics)
-            for x, weight in ((q, params.query_norm), (k, params.key_norm))
-        )
+        q = _normalised(q, params.query_norm, params.query_norm_bias, semantics)
+        k = _normalised(k, params.key_norm, params.key_norm_bias, semantics)
+    q, k = _clipped(q, semantics), _clipped(k, semantics)
     added = 0.0
     if positions is not None:
         with jax.enable_x64(True), jax.disable_jit():
@@ -223,7 +260,11 @@ def _error(mine: Any, theirs: Any, live: Any) -> float:
     return best / (float(np.abs(theirs).max()) or 1.0)
 
 
-def _softmax(x: Any) -> Any:
+def _softmax(x: Any, sinks: Any = None) -> Any:
     top = x.max(-1, keepdims=True)
-    weights = np.exp(x - np.where(np.isfinite(top), top, 0))
-    return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    top = np.where(np.isfinite(top), top, 0)
+    weights = np.exp(x - top)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
+    return weights / np.maximum(total, 1e-300)

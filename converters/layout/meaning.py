@@ -1,0 +1,134 @@
+"""Layouts of published models whose attention has norms, sinks or gates next to the projections.
+
+Every layout is Llama's four projections and the arrays of some of these parts.
+"""
+
+from dataclasses import replace
+
+from jaxmha import Semantics
+from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.linear import LLAMA, LLAMA_ENTRIES
+
+_HOLDS = frozenset({"qk_norm_epsilon"})
+
+
+def _norms(query: str, key: str, axes: str) -> tuple[Entry, ...]:
+    """Scales and biases of norms: `H`, or the axes of all heads, `N H` or `(N H)`."""
+    form = "" if axes == "H" else "_heads"
+    of_key = axes.replace("N", "K")
+    return (
+        Entry(f"{query}.weight", axes, (f"query_norm{form}",)),
+        Entry(f"{key}.weight", of_key, (f"key_norm{form}",)),
+        Entry(f"{query}.bias", axes, (f"query_norm_bias{form}",), "norm bias"),
+        Entry(f"{key}.bias", of_key, (f"key_norm_bias{form}",), "norm bias"),
+    )
+
+
+_OF_HEAD = _norms("q_norm", "k_norm", "H")
+_OF_EACH = _norms("q_norm", "k_norm", "N H")
+_OF_ALL = _norms("q_norm", "k_norm", "(N H)")
+_SINKS = (Entry("sinks", "N", ("sinks",)),)
+_GATE = (Entry("gate_proj.weight", "(N h) Dq", ("gate.kernel",)),)
+_GATE_BIAS = (Entry("gate_bias", "N", ("gate_heads.bias",)),)
+_GATE_OF_HEADS = (Entry("g_proj.weight", "N Dq", ("gate_heads.kernel",)),)
+_GATE_OF_FEATURES = (Entry("g_proj.weight", "(N h) Dq", ("gate.kernel",)),)
+_RMS = Semantics(qk_norm="rms")
+_LAYER = Semantics(qk_norm="layer", qk_norm_epsilon=1e-5)
+_ALL_HEADS = Semantics(qk_norm="rms", qk_norm_scope="heads")
+_PLAIN = Semantics()
+# Layout -> arrays next to those of Llama, semantics without a configuration, and models.
+_MEANING: dict[str, tuple[tuple[Entry, ...], Semantics, str]] = {
+    "llama-norm-heads": (_OF_ALL, _ALL_HEADS, "OLMo 2 and 3, OLMoE, MiniMax-M2: norms of all heads"),
+    "llama-norm": (_OF_HEAD, _RMS, "Qwen3, Gemma 3: a norm of each head of queries and keys"),
+    "llama-norm-each": (_OF_EACH, _LAYER, "Cohere, Chameleon: norms with a scale for every head"),
+    "llama-sinks": (_SINKS, _PLAIN, "gpt-oss: sinks, a logit per head in every softmax"),
+    "llama-norm-sinks": (_OF_HEAD + _SINKS, _RMS, "Flint: norms and sinks"),
+    "llama-gate": (_GATE, _PLAIN, "HRM: a gate for every feature of the heads"),
+    "llama-norm-gate": (_OF_HEAD + _GATE, _RMS, "AFMoE: norms, and a gate for every feature"),
+    "llama-norm-gate-bias": (
+        _OF_HEAD + _GATE + _GATE_BIAS,
+        _RMS,
+        "Beam: norms, and a gate for every feature with a bias for every head",
+    ),
+    "llama-norm-g": (_OF_HEAD + _GATE_OF_HEADS, _RMS, "LFM3, Step: norms, and a gate per head"),
+    "llama-norm-g-features": (
+        _OF_HEAD + _GATE_OF_FEATURES,
+        _RMS,
+        "Step: norms, and a gate for every feature",
+    ),
+}
+
+
+def _meaning(name: str, more: tuple[Entry, ...], semantics: Semantics, about: str) -> Layout:
+    ties = {letter: tie for letter, tie in LLAMA.ties.items() if letter != "h"}
+    return Layout(
+        name,
+        (*LLAMA_ENTRIES, *more),
+        ties=ties if semantics.qk_norm is None else LLAMA.ties,
+        semantics=semantics,
+        holds=_HOLDS if semantics.qk_norm is not None else frozenset(),
+        other_keys=LLAMA.other_keys,
+        about=f"{about} (rotary embedding apart)",
+    )
+
+
+# One linear layer projects to a query and a gate of every head.
+_QUERY_AND_GATE = {
+    "q_proj.weight": Entry("q_proj.weight", "(N qg H) Dq", ("query.kernel", "gate.kernel")),
+    "q_proj.bias": Entry("q_proj.bias", "(N qg H)", ("query.bias", "gate.bias"), "qkv bias"),
+}
+QWEN3_NEXT = Layout(
+    "qwen3-next",
+    (*(_QUERY_AND_GATE.get(entry.key, entry) for entry in LLAMA_ENTRIES), *_OF_HEAD),
+    ties=LLAMA.ties,
+    semantics=Semantics(qk_norm="rms", qk_norm_offset=1.0),
+    holds=_HOLDS,
+    other_keys=LLAMA.other_keys,
+    about="Qwen3-Next, Qwen3.5: norms with an offset of 1, and gates packed with the queries head "
+    "by head (rotary embedding apart)",
+)
+_RENAMED = {
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "o_proj": "out_proj",
+}
+
+
+def _renamed(layout: Layout, name: str, names: dict[str, str], about: str) -> Layout:
+    entries = []
+    for entry in layout.entries:
+        module, _, array = entry.key.partition(".")
+        entries.append(entry._replace(key=f"{names.get(module, module)}.{array}"))
+    return replace(layout, name=name, entries=tuple(entries), about=about)
+
+
+LLAMA_MEANING = tuple(_meaning(name, *row) for name, row in _MEANING.items())
+LFM = _renamed(
+    next(layout for layout in LLAMA_MEANING if layout.name == "llama-norm"),
+    "lfm",
+    _RENAMED,
+    "LFM2: a norm of each head, q_layernorm and k_layernorm (rotary embedding apart)",
+)
+_QKV = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias", "value.bias")
+PERSIMMON = Layout(
+    "persimmon",
+    (
+        Entry("query_key_value.weight", "(N qkv H) Dq", _QKV[0]),
+        Entry("query_key_value.bias", "(N qkv H)", _QKV[1], "bias"),
+        Entry("dense.weight", "Do (N h)", ("out.kernel",)),
+        Entry("dense.bias", "Do", ("out.bias",), "bias"),
+        *_norms("q_layernorm", "k_layernorm", "H"),
+    ),
+    ties={
+        **LLAMA.ties,
+        "K": ("N", "query, key and value are packed with one head count"),
+    },
+    semantics=_LAYER,
+    holds=_HOLDS | {"dropout_rate"},
+    other_keys=("rotary_emb.inv_freq",),
+    about="Persimmon: packed head by head, with layer norms of each head (rotary embedding apart)",
+)
+LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON)
+NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm")
+# Layouts whose tensors do not tell how their norms and gates compute.
+ASKING = tuple(layout.name for layout in LAYOUTS if layout.name != "llama-sinks")
