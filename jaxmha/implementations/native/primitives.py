@@ -1,11 +1,11 @@
 """The native kernels as JAX primitives: shapes, vmap, derivatives and lowering."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -43,7 +43,19 @@ def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 
 
-def _made(name: str, shapes: Callable[..., Shapes], elsewhere: Callable[..., list[Any]]) -> Any:
+# The shapes of the results of every primitive, and the primitive in plain XLA.
+PRIMITIVES: dict[str, tuple[Callable[..., Shapes], Callable[..., list[Any]]]] = {
+    "attend": (_attend_shapes, portable.attend),
+    "attend_backward": (_backward_shapes, portable.attend_backward),
+    "bias_gradient": (_bias_shapes, portable.bias_gradient),
+}
+
+
+@cache
+def _primitive(name: str) -> Any:
+    from jax.extend.core import Primitive  # imports Pallas, which few programs need
+
+    shapes, elsewhere = PRIMITIVES[name]
     primitive: Any = Primitive(f"jaxmha_cpu_{name}")
     primitive.multiple_results = True
 
@@ -116,14 +128,9 @@ def may_move(module: Any) -> bool:
     return any(mesh.shape[name] > 1 for name in free)
 
 
-ATTEND = _made("attend", _attend_shapes, portable.attend)
-ATTEND_BACKWARD = _made("attend_backward", _backward_shapes, portable.attend_backward)
-BIAS_GRADIENT = _made("bias_gradient", _bias_shapes, portable.bias_gradient)
-
-
 def attend(settings: Settings, problem: Problem) -> list[Any]:
     """Output `B T N h`, row max and row sum `B N T`."""
-    found: list[Any] = ATTEND.bind(*problem, settings=settings)
+    found: list[Any] = _primitive("attend").bind(*problem, settings=settings)
     return found
 
 
@@ -131,11 +138,12 @@ def attend_backward(
     settings: Settings, problem: Problem, residuals: Residuals, out: Any
 ) -> list[Any]:
     """Gradients of query, key and value, and delta `B N T`; `out` is the output in float32."""
-    found: list[Any] = ATTEND_BACKWARD.bind(*problem, *residuals, out, settings=settings)
+    operands = *problem, *residuals, out
+    found: list[Any] = _primitive("attend_backward").bind(*operands, settings=settings)
     return found
 
 
 def bias_gradient(settings: Settings, problem: Problem, residuals: Residuals, delta: Any) -> Any:
     """The gradient of the bias, by a kernel of its own: XLA removes it if the result is unused."""
-    (found,) = BIAS_GRADIENT.bind(*problem, *residuals, delta, settings=settings)
+    (found,) = _primitive("bias_gradient").bind(*problem, *residuals, delta, settings=settings)
     return found
