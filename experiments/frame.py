@@ -1,10 +1,9 @@
-"""The frame of every experiment: measure, store results and figures, print tables.
+"""The frame of every experiment: measure, store results and figures, print the page.
 
 An experiment is a folder `<name>/` with `__main__.py`, which ends in `frame.run(EXPERIMENT)`, and
-`page.py` with QUESTION, COMMAND, `conclusion(found)`, `text(found)` and `tables(found)`.
+`page.md`, a page of `experiments.pages`.
 """
 
-import importlib
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -17,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from experiments import machine
+from experiments.pages import Page
 
 HERE = Path(__file__).parent
 Found = dict[str, Any]
@@ -91,13 +91,13 @@ def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         made.exit(2, f"{error}\n")
     sources = found.pop("worker_sources", {}) | records.loaded()  # before the page is loaded
-    page = importlib.import_module(f"experiments.{experiment.name}.page")
+    page = Page(f"{experiment.name}/page.md")
     if chosen.write:
-        store(experiment, found, page.COMMAND, getattr(chosen, "seed", experiment.seed), sources)
+        store(experiment, found, page.command, getattr(chosen, "seed", experiment.seed), sources)
     if chosen.json:
         print(json.dumps(found, indent=1))
     else:
-        show(page.tables(found), page.conclusion(found))
+        show(page.text(found))
     return 0 if experiment.fine(found) else 1
 
 
@@ -115,20 +115,14 @@ def store(experiment: Experiment, found: Found, command: str, seed: Any, sources
         figures.save(figure, experiment.path.parent / name, about=about)
 
 
-def show(tables: Mapping[str, Sequence[Sequence[str]]], conclusion: str, width: int = 116) -> None:
-    """Tables by title, and the conclusion, on a terminal."""
+def show(text: str, width: int = 116) -> None:
+    """Markdown on a terminal."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.markdown import Markdown
 
     console = Console()
     console.width = max(console.width, width)  # the widest tables need it
-    for title, (head, *rows) in tables.items():
-        table = Table(*head, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-    console.print(conclusion, highlight=False, markup=False)
+    console.print(Markdown(text, hyperlinks=False))
 
 
 @contextmanager

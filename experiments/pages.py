@@ -1,15 +1,44 @@
-"""Pages of results: Markdown with a place for every number, which comes from the results."""
+"""Pages of results: `page.md` of an experiment, with a place for every number.
 
+Its first two lines are the question and the command; its first paragraph is the conclusion. It calls
+the functions of the `page.py` next to it, if there is one, and sees the results as `found`.
+"""
+
+import importlib
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 Rows = Sequence[Sequence[str]]  # of a table; the first is its head
-Tables = Mapping[str, Rows]  # by title
+HERE = Path(__file__).parent
 
 
-def fill(module: dict[str, Any], /, *, template: str = "page.md", **values: Any) -> str:
+class Page:
+    """A page of `experiments/`, by its path there; `helpers`: the module, if not `page.py`."""
+
+    def __init__(self, path: str, helpers: str = "") -> None:
+        self.path = HERE / path
+        head, _, self.template = self.path.read_text().partition("\n\n")
+        self.question, self.command = (line.partition(": ")[2] for line in head.splitlines())
+        if not helpers and self.path.with_suffix(".py").is_file():
+            helpers = f"experiments.{path.removesuffix('.md').replace('/', '.')}"
+        self.helpers = helpers
+
+    def text(self, found: Mapping[str, Any]) -> str:
+        """The whole page, in Markdown; the conclusion is one line."""
+        calls = vars(importlib.import_module(self.helpers)) if self.helpers else {}
+        made = _environment(self.path.parent).from_string(self.template)
+        first, _, rest = made.render(calls, found=found).strip().partition("\n\n")
+        return f"{' '.join(first.split())}\n\n{rest}"
+
+    def conclusion(self, found: Mapping[str, Any]) -> str:
+        """A sentence or some."""
+        return self.text(found).partition("\n\n")[0]
+
+
+def fill(module: dict[str, Any], template: str, /, **values: Any) -> str:
     """The Markdown file next to a module, with its values.
 
     Args:
@@ -18,7 +47,7 @@ def fill(module: dict[str, Any], /, *, template: str = "page.md", **values: Any)
       values: what else has a place on the page. A name that is missing raises.
     """
     path = Path(module["__file__"]).with_name(template)
-    text: str = _template(path).render(module | values)
+    text: str = _environment(path.parent).get_template(template).render(module | values)
     return text
 
 
@@ -35,16 +64,24 @@ def markdown(rows: Rows) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) if body else ""
 
 
+def percent(share: float) -> str:
+    """Two digits, or all before the point."""
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
 @cache
-def _template(path: Path) -> Any:
-    """A template of Jinja; `{{ x | form(".2f") }}` formats as Python does."""
+def _environment(folder: Path) -> Any:
+    """Templates of a folder; `{{ x | form(".2f") }}` formats as Python does."""
     import jinja2  # only pages need it
 
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(path.parent),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
     made.filters |= {"form": format, "table": markdown}
-    made.globals |= {"len": len, "list": list, "max": max, "min": min}
-    return made.get_template(path.name)
+    made.globals |= {"len": len, "list": list, "max": max, "min": min, "zip": zip}
+    made.globals |= {"mean": statistics.geometric_mean, "median": statistics.median}
+    return made

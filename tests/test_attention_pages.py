@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from experiments import records
-from experiments.dataflow import page as dataflow
 from experiments.dataflow import walk
 from experiments.dataflow.choices import CHOICES, SHAPES, Choice, ratio
+from experiments.pages import Page
 from experiments.pictures import figure
-from experiments.pictures import page as pictures
 from jaxmha.converters import describe
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+dataflow, pictures = Page("dataflow/page.md"), Page("pictures/page.md")
 
 
 def found(name: str) -> dict[str, Any]:

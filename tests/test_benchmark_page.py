@@ -75,7 +75,6 @@ def test_numbers_of_the_page() -> None:
     assert stats.swapped_relative(entry, stats.time_of) == 0.5
     assert stats.swapped_relative(entry, stats.memory_of) == 0.25
     assert stats.relative(entry, stats.OTHERS) == 0.5  # a layer with our attention is no other
-    assert stats.mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
 def test_page_holds_everything() -> None:

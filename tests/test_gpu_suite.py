@@ -224,7 +224,7 @@ def test_page_and_targets() -> None:
     assert "| late |  | out of time |" in page
     assert "**failed**: out 9" in page
     assert "80 % of the copy" in page
-    values = {words: value for words, value, _, _ in gpu_report.targets(found)}
+    values = {target.words: target.value for target in gpu_report.targets(found)}
     assert values["TFLOP/s, full forward, H 128, T 8k"] == 700
     assert values["times as fast as jax.nn and Flax, full"] == 8
     assert values["times less memory than they, T 8k"] == 15

@@ -14,14 +14,17 @@ import torch
 import jaxmha
 from experiments import frame, records
 from experiments.heads import __main__ as command
-from experiments.heads import cases, derivation, figure, measure, page, script
+from experiments.heads import cases, derivation, figure, measure, script
 from experiments.heads.cases import Case
+from experiments.pages import Page
 from experiments.train import data, seeds, variants
 from experiments.train.training import Trainer
 from tests.test_train import BOTH, TINY
 from tests.tolerance import assert_close
 
 h, E, T, S = 3, 21, 5, 11  # heads are 7 wide
+
+page = Page("heads/page.md")
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +163,12 @@ def test_words_about_training_follow_the_numbers() -> None:
 
 
 def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
-    assert stored["command"] == page.COMMAND
+    assert stored["command"] == page.command
     assert {"versions", "machine", "seed", "date", "sources"} <= stored.keys()
     assert "experiments/heads/measure.py" in stored["sources"]
     text = page.text(stored)
     assert page.conclusion(stored) in text
-    assert page.QUESTION.endswith("?")
+    assert page.question.endswith("?")
     for name in figure.FIGURES:
         assert f"]({name})" in text
         assert (command.EXPERIMENT.path.parent / name).read_text().startswith("<?xml")
@@ -201,7 +204,7 @@ def test_the_command(
     printed = json.loads(capsys.readouterr().out)
     written = records.load(tmp_path / "heads" / "results.json")
     assert {name: written[name] for name in printed} == printed
-    assert written["command"] == page.COMMAND
+    assert written["command"] == page.command
     assert {file.name for file in tmp_path.glob("*/*.svg")} == set(figure.FIGURES)
 
 

@@ -12,12 +12,15 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from experiments import frame, records
 from experiments.initialisation import __main__ as command
-from experiments.initialisation import figure, frameworks, measure, page
+from experiments.initialisation import figure, frameworks, measure
 from experiments.initialisation.frameworks import STARTS
+from experiments.pages import Page
 from experiments.train import data, seeds
 from experiments.train.training import Trainer
 from tests.converters.layers import foreign
 from tests.test_train import BOTH, TINY
+
+page = Page("initialisation/page.md")
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +88,12 @@ def test_training_begins_with_the_framework_s_layer(name: str) -> None:
 
 
 def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
-    assert stored["command"] == page.COMMAND
+    assert stored["command"] == page.command
     assert {"versions", "machine", "seed", "date", "sources"} <= stored.keys()
     assert {"torch", "keras", "flax", "equinox", "dm-haiku"} <= stored["versions"].keys()
     text = page.text(stored)
     assert page.conclusion(stored) in text
-    assert page.QUESTION.endswith("?")
+    assert page.question.endswith("?")
     for name in figure.FIGURES:
         assert f"]({name})" in text
         assert (command.EXPERIMENT.path.parent / name).read_text().startswith("<?xml")

@@ -14,7 +14,8 @@ import matplotlib.pyplot as plt
 import pytest
 from rich.console import Console
 
-from experiments import figures, records
+from experiments import figures, pages, records
+from experiments.pages import Page
 from experiments.report import __main__ as command
 from experiments.report import build, markup, refresh, registry
 from experiments.report.registry import EXPERIMENTS, Entry
@@ -60,8 +61,8 @@ def test_every_experiment_has_a_row_and_a_page() -> None:
     assert programs - {"report"} <= {experiment.name for experiment in EXPERIMENTS}
     table = build.table()
     for experiment in EXPERIMENTS:
-        assert experiment.page.QUESTION.endswith("?")
-        assert table.count(f"| `{experiment.page.COMMAND}` |") == 1
+        assert experiment.page.question.endswith("?")
+        assert table.count(f"| `{experiment.page.command}` |") == 1
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -74,7 +75,7 @@ def test_results_say_what_made_them(experiment: Entry) -> None:
     assert found["versions"]["jax"]
     assert found["machine"]
     if experiment.seconds is not None:
-        assert found["command"] == experiment.page.COMMAND
+        assert found["command"] == experiment.page.command
         assert found["sources"]
         assert "seed" in found
 
@@ -159,19 +160,20 @@ def test_pages_that_wait_for_results(name: str) -> None:
     assert text.endswith("· 2026-01-02 · python 3\n")
 
 
-def test_a_conclusion_stands_once() -> None:
-    shown = SimpleNamespace(
-        QUESTION="Why?",
-        COMMAND="c",
-        conclusion=lambda found: "So",
-        text=lambda found: "So.\n\nHow.",
+def test_the_first_paragraph_is_the_conclusion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "HERE", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "question: Why?\ncommand: c\n\nSo it\nis {{ found.date }}.\n\nHow.\n"
     )
-    text = build.readme(of("why", shown), ABOUT)
-    assert text == "# Why?\n\n**So.**\n\nHow.\n\n---\n\n`c` · 2026-01-02 · python 3\n"
+    text = build.readme(of("why", Page("page.md")), ABOUT)
+    start = "# Why?\n\n**So it is 2026-01-02.**\n\nHow.\n\n---\n\n"
+    assert text == f"{start}`c` · 2026-01-02 · python 3\n"
 
 
 @pytest.mark.parametrize(
-    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.claims"]
+    "name", ["report.markup", "numerics.figure", "numerics.page", "claims.claims", "pages"]
 )
 def test_examples(name: str) -> None:
     result = doctest.testmod(import_module(f"experiments.{name}"))
@@ -191,8 +193,8 @@ def of(name: str, page: Any) -> Entry:
 
 
 def test_what_fails_is_told_and_the_rest_runs() -> None:
-    fine = SimpleNamespace(COMMAND="python -c 'print(1)'")
-    wrong = SimpleNamespace(COMMAND="python -c 'raise SystemExit(\"no luck\")'")
+    fine = SimpleNamespace(command="python -c 'print(1)'")
+    wrong = SimpleNamespace(command="python -c 'raise SystemExit(\"no luck\")'")
     console = Console(quiet=True)
     failed = refresh.remake([of("a", wrong), of("b", fine)], console)
     assert failed == {"a": "no luck"}

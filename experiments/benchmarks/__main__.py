@@ -15,7 +15,7 @@ from experiments import frame, machine
 from experiments.benchmarks import measure, report, sgemm, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import Case, select
-from experiments.benchmarks.peers import OURS, PEERS
+from experiments.benchmarks.peers import PEERS
 
 EXAMPLES = """examples:
   python -m experiments.benchmarks                             some cases of every kind, minutes
@@ -186,23 +186,6 @@ def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def tables(results: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """Our milliseconds, and every peer's time relative to the fastest."""
-    rows = [["case", "ms", *results["peers"]]]
-    for entry in results["cases"]:
-        best = stats.fastest(entry, results["peers"])
-        least = stats.time_of(entry, best) if best else None
-        times = {peer: stats.time_of(entry, peer) for peer in (OURS, *results["peers"])}
-        own = times[OURS]
-        cells = [
-            "–" if not least or (time := times[peer]) is None else f"{time / least:.2f}"
-            for peer in results["peers"]
-        ]
-        name = entry["name"] + " ~" * stats.disturbed(entry)
-        rows.append([name, "–" if own is None else f"{1e3 * own:.3g}", *cells])
-    return {"Median time relative to the fastest; ~: the machine was disturbed": rows}
-
-
 def main() -> None:
     """Measures, prints, and writes where asked."""
     chosen = parsed()
@@ -213,7 +196,8 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(results, indent=1))
     else:
-        frame.show(tables(results), f"{report.disturbed(results)} disturbed", width=190)
+        end = f"{report.disturbed(results)} disturbed (~)"
+        frame.show("\n\n".join((report.times(results), report.summary(results), end)), width=190)
     if chosen.write:
         print(report.write(results), file=sys.stderr)
 

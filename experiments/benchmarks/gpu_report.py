@@ -1,32 +1,20 @@
-"""The results of the GPU suite as text; the targets come last."""
+"""What the page of the GPU suite counts; the targets come last."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from operator import ge, le
+from typing import Any, NamedTuple
 
-from experiments.pages import Rows, fill
+from experiments.pages import Page
 
-QUESTION = "How fast, and how right, is attention on a GPU, next to every peer?"
-COMMAND = "python -m experiments.benchmarks.gpu --write"
 Row = dict[str, Any]
 # Peers by what they are to the targets.
 SLOW = ("jax-nn", "flax-nnx", "flax-linen")
 
 
-def conclusion(found: Row) -> str:
-    """One sentence."""
-    of = targets(found)
-    held = sum(hits(value, target, at_least) for _, value, target, at_least in of)
-    return f"{conformance(found['conformance'])}; {held} of {len(of)} targets are reached."
-
-
 def page(results: Row) -> str:
     """Markdown: where, what is wrong, every shape, and the targets."""
-    return fill(globals(), template="gpu.md", results=results)
-
-
-def text(found: Row) -> str:
-    """The page without its title."""
-    return page(found).partition("\n")[2]
+    text = Page("benchmarks/gpu.md", __name__).text(results)
+    return f"# {results['device']}, {results['date']}\n\n{text}\n"
 
 
 def line(name: str, peers: dict[str, Row]) -> str:
@@ -49,58 +37,41 @@ def conformance(rows: list[Row]) -> str:
     return "; ".join(parts)
 
 
-def wrong(rows: list[Row]) -> Rows:
-    """What failed or was skipped, and the largest errors."""
-    found = [["case", "implementation", "dtype", "what"]]
-    worst: dict[str, float] = {}
+def worst(rows: list[Row]) -> dict[str, float]:
+    """The largest error of every kind, by implementation, dtype and array."""
+    found: dict[str, float] = {}
     for row in rows:
-        if what := row.get("failed") or row.get("skipped"):
-            kind = "**failed**" if "failed" in row else "skipped"
-            found.append([row["case"], row["implementation"], row["dtype"], f"{kind}: {what}"])
         for name, error in row.get("errors", {}).items():
             key = f"{row['implementation']}, {row['dtype']}, {name}"
-            worst[key] = max(worst.get(key, 0.0), error)
-    return found + [["largest error", key, "", f"{error:.3g}"] for key, error in worst.items()]
+            found[key] = max(found.get(key, 0.0), error)
+    return found
 
 
-def speed(results: Row) -> Rows:
-    """Of every shape our rate, and the times of peers relative to ours."""
-    peers = dict.fromkeys(p for x in results["shapes"] for p in x.get("peers", {}) if p != "jaxmha")
-    rows = [["shape", "by", "TFLOP/s", "% of product", *peers]]
-    for shape in results["shapes"]:
-        of = shape.get("peers", {})
-        own, start = of.get("jaxmha", {}), [shape["name"], results["chosen"].get(shape["name"], "")]
-        if "tflops" not in own:
-            rows.append(
-                [*start, own.get("failed") or shape.get("skipped", ""), "", *("" for _ in peers)]
-            )
-            continue
-        share = f"{100 * own['tflops'] / results['peaks']['tflops']:.0f}"
-        cells = [
-            "–" if peer not in of else "failed" if "failed" in of[peer]
-            else f"{of[peer]['seconds'] / own['seconds']:.2f}"
-            for peer in peers
-        ]  # fmt: skip
-        rows.append([*start, f"{own['tflops']:.0f}", share, *cells])
-    return rows
+class Target(NamedTuple):
+    """The worst value measured (None: nothing) and the bound that it should keep."""
 
+    words: str
+    value: float | None
+    bound: float
+    keeps: Callable[[float, float], bool]
 
-def bandwidth(entry: Row, peak: float) -> str:
-    """Of one decoding step, peer by peer."""
-    cells = [
-        f"{name} failed ({row['failed']})" if "failed" in row
-        else f"{name} {row['gb_per_second']:.0f} GB/s ({100 * row['gb_per_second'] / peak:.0f} % of the copy)"
-        for name, row in entry.get("peers", {}).items()
-    ]  # fmt: skip
-    return f"{entry['name']}: {', '.join(cells) or entry.get('skipped')}"
+    @property
+    def reached(self) -> bool:
+        """Whether it is measured and kept."""
+        return self.value is not None and self.keeps(self.value, self.bound)
+
+    @property
+    def limit(self) -> str:
+        """In words."""
+        return f"{'>=' if self.keeps is ge else '<='} {self.bound:g}"
 
 
 def _extreme(pick: Callable[[Iterable[float]], float], values: Sequence[float]) -> float | None:
     return pick(values) if values else None
 
 
-def targets(results: Row) -> list[tuple[str, float | None, float, bool]]:
-    """Words, the worst value measured (None: nothing), the target, and whether at least it."""
+def targets(results: Row) -> list[Target]:
+    """Every target and what was measured."""
     shapes = {x["name"]: x for x in results["shapes"] if "seconds" in _of(x, "jaxmha")}
 
     def rate(name: str) -> float | None:
@@ -145,41 +116,23 @@ def targets(results: Row) -> list[tuple[str, float | None, float, bool]]:
 
     at = "T8192-H128-N16"
     return [
-        ("slower than the fastest implementation, worst", slower, 1.03, False),
-        ("TFLOP/s, full forward, H 128, T 8k", rate(f"full-{at}-forward"), 660, True),
-        ("TFLOP/s, causal forward", rate(f"causal-{at}-forward"), 610, True),
-        ("TFLOP/s, full forward + backward", rate(f"full-{at}-backward"), 580, True),
-        ("TFLOP/s, causal forward + backward", rate(f"causal-{at}-backward"), 535, True),
-        ("times as fast as jax.nn and Flax, full", against(SLOW, "full"), 7, True),
-        ("times as fast, causal", against(SLOW, "causal"), 15, True),
-        ("times less memory than they, T 8k", memory, 20, True),
-        ("times as fast as torch by cuDNN", against(["torch-cudnn"]), 1.0, True),
-        ("times as fast as torch by flash", against(["torch-flash"]), 1.6, True),
-        ("cost of lengths, per operation", costs("lengths"), 1.05, False),
-        ("cost of padding, per operation", costs("padding"), 1.10, False),
-        ("% of memory bandwidth, decode_step", share("decode_step"), 75, True),
-        ("% of memory bandwidth, attention over a cache", share("jaxmha"), 75, True),
+        Target("slower than the fastest implementation, worst", slower, 1.03, le),
+        Target("TFLOP/s, full forward, H 128, T 8k", rate(f"full-{at}-forward"), 660, ge),
+        Target("TFLOP/s, causal forward", rate(f"causal-{at}-forward"), 610, ge),
+        Target("TFLOP/s, full forward + backward", rate(f"full-{at}-backward"), 580, ge),
+        Target("TFLOP/s, causal forward + backward", rate(f"causal-{at}-backward"), 535, ge),
+        Target("times as fast as jax.nn and Flax, full", against(SLOW, "full"), 7, ge),
+        Target("times as fast, causal", against(SLOW, "causal"), 15, ge),
+        Target("times less memory than they, T 8k", memory, 20, ge),
+        Target("times as fast as torch by cuDNN", against(["torch-cudnn"]), 1.0, ge),
+        Target("times as fast as torch by flash", against(["torch-flash"]), 1.6, ge),
+        Target("cost of lengths, per operation", costs("lengths"), 1.05, le),
+        Target("cost of padding, per operation", costs("padding"), 1.10, le),
+        Target("% of memory bandwidth, decode_step", share("decode_step"), 75, ge),
+        Target("% of memory bandwidth, attention over a cache", share("jaxmha"), 75, ge),
     ]
 
 
 def _of(entry: Row, peer: str) -> Row:
     found: Row = entry.get("peers", {}).get(peer, {})
     return found
-
-
-def hits(value: float | None, target: float, at_least: bool) -> bool:
-    """Whether the target is reached."""
-    return value is not None and (value >= target if at_least else value <= target)
-
-
-def reached(results: Row) -> Rows:
-    """Every target, and what was measured."""
-    rows = [["target", "measured", "bound", "reached"]]
-    for words, value, target, at_least in targets(results):
-        bound = f"{'>=' if at_least else '<='} {target:g}"
-        if value is None:
-            rows.append([words, "not measured", bound, ""])
-        else:
-            yes = "yes" if hits(value, target, at_least) else "**no**"
-            rows.append([words, f"{value:.3g}", bound, yes])
-    return rows

@@ -2,13 +2,14 @@
 makes the pages and the README's part again from the stored JSON."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from experiments.benchmarks import statistics as stats
-from experiments.benchmarks.peers import OURS, PEERS
+from experiments.benchmarks.peers import ON_JAX, OURS, PEERS  # noqa: F401  the page names ON_JAX
 from experiments.benchmarks.statistics import Entry
 from experiments.pages import fill, markdown
 
@@ -22,7 +23,19 @@ MARKS = ("<!-- benchmarks -->\n", "<!-- /benchmarks -->")
 
 def page(results: dict[str, Any], figure: str) -> str:
     """Everything that was measured, in Markdown."""
-    return fill(globals(), template="results.md", results=results, figure=figure)
+    return fill(globals(), "results.md", results=results, figure=figure)
+
+
+def against(results: dict[str, Any], peers: Sequence[str]) -> str:
+    """Mean and extremes of our time relative to the fastest of these, over layers of T >= 2048."""
+    ratios = [
+        ratio
+        for entry in results["cases"]
+        if entry["case"]["scope"] == "layer" and entry["case"]["T"] >= 2048
+        if (ratio := stats.relative(entry, peers))
+    ]
+    mean = geometric_mean(ratios)
+    return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}; {len(ratios)} shapes)"
 
 
 def measured(results: dict[str, Any]) -> str:
@@ -44,7 +57,7 @@ def summary(results: dict[str, Any]) -> str:
         if not ratios:
             continue
         worst = max(ratios, key=ratios.__getitem__)
-        mean = stats.mean(list(ratios.values()))
+        mean = geometric_mean(ratios.values())
         rows.append(
             [
                 goal.what,

@@ -1,7 +1,6 @@
 """Medians, spreads and ratios of stored results; numbers only, no words."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -102,11 +101,6 @@ def to_products(entry: Entry) -> float | None:
     speed = speed_of(entry, OURS)
     rates = [probe["xla"] for probe in entry["probes"] if "xla" in probe]
     return None if speed is None or not rates else max(rates) / speed
-
-
-def mean(values: Sequence[float]) -> float:
-    """The geometric one."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 class Goal(NamedTuple):

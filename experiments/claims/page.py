@@ -1,4 +1,4 @@
-"""What was found, in words; every number from results.json."""
+"""What the page of claims counts."""
 
 import re
 from collections import Counter
@@ -7,30 +7,18 @@ from typing import Any
 
 from experiments.claims import elsewhere
 from experiments.claims.claims import CLAIMS, DOCUMENTS, Claim, Found, verdict
-from experiments.pages import Tables, fill
+from experiments.pages import Rows
 
-QUESTION = "Which claims of the three documents that this project grew from are true?"
-COMMAND = "python -m experiments.claims --write"
 NAME = re.compile(r"\w+[._]\w")  # of code, at the start of a sentence
 SHORTER = re.compile(r"(\d)e\+?(-?)0*(\d)")  # 2e-07 as 2e-7
 
 
-def conclusion(found: dict[str, Any]) -> str:
-    """One sentence."""
-    counts = Counter(row[1] for rows in tables(found).values() for row in rows[1:])
-    return (
-        f"Of {counts.total()} claims {counts['true']} are true, "
-        f"{counts['true with a condition']} with a condition, {counts['false']} are false, and "
-        f"{counts['not shown']} are not shown."
-    )
+def verdicts(found: dict[str, Any]) -> Counter[str]:
+    """How many claims have which verdict."""
+    return Counter(row[1] for rows in tables(found).values() for row in rows[1:])
 
 
-def text(found: dict[str, Any]) -> str:
-    """The page, in Markdown."""
-    return fill(globals(), found=found)
-
-
-def tables(found: dict[str, Any]) -> Tables:
+def tables(found: dict[str, Any]) -> dict[str, Rows]:
     """Title -> rows of claim, verdict, evidence."""
     return {
         DOCUMENTS[name]: [

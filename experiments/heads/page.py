@@ -1,57 +1,11 @@
-"""The page of this experiment; every number comes from its result file."""
+"""What the page of heads counts."""
 
 from typing import Any
 
 import numpy as np
 
-from experiments.pages import Rows, fill, markdown
-from experiments.train import variants
-
-QUESTION = "Are eight heads of 64 the same as one head of 512?"
-COMMAND = "python -m experiments.heads --write"
-
-
-def conclusion(found: dict[str, Any]) -> str:
-    """In one or two sentences."""
-    of_eight, script = of_layers(found, 8), kinds(found)
-    equal, seeds = script[0]["equal"], script[0]["seeds"]
-    return (
-        f"No: with the same weights, outputs differ by {percent(of_eight['output'])} and "
-        f"gradients by {', '.join(percent(g) for g in of_eight['gradients'])} (Wq, Wk, Wv), "
-        f"and after {found['training']['steps']} steps of training "
-        f"{variants.extremes(found['training']['runs'])}. The script that prints True does so for {equal} of {seeds} seeds, because its positive "
-        "weights saturate the softmax; with centred weights for "
-        f"{sum(kind['equal'] for kind in script[1:])} of "
-        f"{sum(kind['seeds'] for kind in script[1:])}."
-    )
-
-
-def tables(found: dict[str, Any]) -> dict[str, Rows]:
-    """By title."""
-    return {
-        "The script, for four kinds of matrices": _script_rows(found),
-        "The same matrices, split into heads": _layer_rows(found),
-        "When they are equal": _case_rows(found),
-        "Training": variants.rows("heads", found["training"]["runs"]),
-    }
-
-
-def text(found: dict[str, Any]) -> str:
-    """Markdown."""
-    layers = [record for seed in found["layers"] for record in seed]
-    return fill(
-        globals(),
-        found=found,
-        shown={title: markdown(rows) for title, rows in tables(found).items()},
-        sums=max(record["sum_of_logits"] for record in layers),
-        error=max(record["float32_error"] for record in layers),
-        rounding=max(case["output"] for case in found["cases"] if case["equal"]),
-        apart=min(case["output"] for case in found["cases"] if not case["equal"]),
-    )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+from experiments.pages import percent  # noqa: F401  the page calls it
+from experiments.train import variants  # noqa: F401  the page calls it
 
 
 def as_much(found: dict[str, Any]) -> str:
@@ -90,26 +44,6 @@ def kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
     return kinds
 
 
-def _script_rows(found: dict[str, Any]) -> Rows:
-    head = (
-        "matrices", "True", "difference, where not: median (largest)", "largest logit", "same key",
-        "least top weight", "gradients of Wq (median)",
-    )  # fmt: skip
-    rows = [
-        (
-            kind["kind"],
-            f"{kind['equal']} of {kind['seeds']}",
-            f"{percent(kind['median'])} ({percent(kind['worst'])})",
-            f"{kind['largest_logit']:.2g}",
-            percent(kind["same_key"]),
-            f"{kind['least_top_weight']:.2g}",
-            f"{kind['query_gradient']:.1g}",
-        )
-        for kind in kinds(found)
-    ]
-    return [head, *rows]
-
-
 def of_layers(found: dict[str, Any], h: int) -> dict[str, Any]:
     """Medians over draws; ranks: smallest and largest."""
     records = [r for seed in found["layers"] for r in seed if r["heads"] == h]
@@ -122,40 +56,3 @@ def of_layers(found: dict[str, Any], h: int) -> dict[str, Any]:
     }
     norms = np.median([r["gradients"] for r in records], axis=0).tolist()
     return {**medians, **ranks, "gradients": norms, "logits": records[0]["logits"]}
-
-
-def _layer_rows(found: dict[str, Any]) -> Rows:
-    head = (
-        "heads", "logits", "output", "gradients of Wq, Wk, Wv", "same key", "rank of logits",
-        "rank of weights",
-    )  # fmt: skip
-    rows = []
-    for h in found["settings"]["heads"]:
-        of = of_layers(found, h)
-        ranks = [
-            str(a) if a == b else f"{a} to {b}" for a, b in (of["logits_rank"], of["weights_rank"])
-        ]
-        rows.append(
-            (
-                f"{h} of {found['settings']['E'] // h}",
-                " × ".join(str(size) for size in of["logits"]),
-                percent(of["output"]),
-                ", ".join(percent(g) for g in of["gradients"]),
-                percent(of["same_key"]),
-                *ranks,
-            )
-        )
-    return [head, *rows]
-
-
-def _case_rows(found: dict[str, Any]) -> Rows:
-    rows = [
-        (
-            case["name"],
-            "equal" if case["equal"] else "not equal",
-            f"{case['output']:.1e}" if case["output"] else "0",
-            f"{case['weights']:.1e}" if case["weights"] else "0",
-        )
-        for case in found["cases"]
-    ]
-    return [("case", "outputs", "relative difference", "largest difference of weights"), *rows]

@@ -1,50 +1,35 @@
-"""What was found, in words; every number from results.json."""
+"""What the page of errors counts."""
 
 import math
 from typing import Any
 
-from experiments.pages import Rows, Tables, fill
+from experiments.pages import Rows
 
-QUESTION = "How far from float64 are attention layers, and where do they break?"
-COMMAND = "python -m experiments.numerics --write"
+DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"not run": "–", "not finite": "∞"}
 # Within this many rounding floors of half precision, all that rounds is the output.
 FINE = 1.5
 
 
-def conclusion(found: dict[str, Any]) -> str:
-    """Two or three sentences."""
-    rows = found["implementations"]
-    single = [e for row in rows.values() for e in finite(row["lengths"]["float32"])]
-    large = {name: max(finite(row["scales"]["float32"])) for name, row in rows.items()}
-    ours = max(error for name, error in large.items() if name.startswith("jaxmha"))
-    rounds = [name for name in rows if worst(rows[name]) <= FINE]
-    most = max(rows, key=lambda name: worst(rows[name]))
-    overflow = [name for name, row in rows.items() if not isinstance(row["largest"], str)]
-    return (
-        f"With logits of standard deviation 1, float32 is within {max(single):.0f} rounding floors "
-        f"at any length, with larger ones up to {max(large.values()):.0f} (jaxmha {ours:.0f}). In half "
-        f"precision {len(rounds)} of {len(rows)} ways round little but the output, the others are up "
-        f"to {worst(rows[most]):.0f} floors away ({most}), further with larger logits; "
-        f"{len(overflow)} overflow in float16, and a row without keys is "
-        f"{spoken(outcomes(rows, 'blocked', 'float32'))}."
-    )
+def largest(rows: dict[str, Any], kind: str) -> dict[str, float]:
+    """Error of float32, by implementation."""
+    return {name: max(finite(row[kind]["float32"])) for name, row in rows.items()}
 
 
-def tables(found: dict[str, Any]) -> Tables:
-    """By title."""
-    rows, settings = found["implementations"], found["settings"]
-    return {
-        "Lengths": errors(rows, "lengths", settings["lengths"], "S"),
-        "Larger logits": errors(rows, "scales", settings["scales"], "x"),
-        "Where they break": breaks(rows),
-        "Additive masks": constants(rows),
-    }
+def ours(errors: dict[str, float]) -> float:
+    """The largest of jaxmha's; NaN where it was not measured."""
+    own = (error for name, error in errors.items() if name.startswith("jaxmha"))
+    return max(own, default=math.nan)
 
 
-def text(found: dict[str, Any]) -> str:
-    """The page, in Markdown."""
-    return fill(globals(), found=found)
+def near(rows: dict[str, Any]) -> int:
+    """How many round little but the output in half precision."""
+    return sum(worst(row) <= FINE for row in rows.values())
+
+
+def furthest(rows: dict[str, Any]) -> str:
+    """The implementation with the largest error in half precision."""
+    return max(rows, key=lambda name: worst(rows[name]))
 
 
 def half_a_unit(x: float, bits: int) -> float:
@@ -92,41 +77,6 @@ def spoken(words: list[str]) -> str:
 def number(error: Any) -> str:
     """Two digits, or a sign for what is not a number."""
     return SHORT.get(error, error) if isinstance(error, str) else f"{error:.2g}"
-
-
-def errors(rows: dict[str, Any], kind: str, xs: list[int], letter: str) -> Rows:
-    """Errors of each dtype at both ends and in between."""
-    dtypes = list(next(iter(rows.values()))[kind])
-    ends = [0, len(xs) // 2, len(xs) - 1]
-    head = ["implementation", *(f"{dtype} {letter}{xs[i]}" for dtype in dtypes for i in ends)]
-    body = [
-        [name, *(number(row[kind][dtype][i]) for dtype in dtypes for i in ends)]
-        for name, row in rows.items()
-    ]
-    return [head, *body]
-
-
-def breaks(rows: dict[str, Any]) -> Rows:
-    """One line per implementation."""
-    head = [
-        "implementation", "float64", "largest float16 logit", "row without keys",
-        "logits below the mask", "NaN in padding becomes", "not under jit",
-    ]  # fmt: skip
-    body = []
-    for name, row in rows.items():
-        precise, largest = row["float64"], row["largest"]
-        body.append(
-            [
-                name,
-                precise if isinstance(precise, str) else f"{precise:.0e}",
-                largest if isinstance(largest, str) else f"{largest:.0f}",
-                each(row["blocked"]),
-                each(row["below"]),
-                row["padding"],
-                ", ".join(row["uncompiled"]),
-            ]
-        )
-    return [head, *body]
 
 
 def each(by_dtype: dict[str, str]) -> str:

@@ -83,7 +83,7 @@ def make(target: Path, chosen: set[str], *, keep: bool) -> int:
 def damaged(experiments: Sequence[Entry]) -> list[str]:
     """Lines on those whose page cannot be made, with what makes them again."""
     return [
-        f"{experiment.name}: {reason}; {experiment.page.COMMAND} makes it again"
+        f"{experiment.name}: {reason}; {experiment.page.command} makes it again"
         for experiment in experiments
         if (reason := registry.damaged(experiment)) is not None
     ]
@@ -113,8 +113,8 @@ def listed(experiment: Entry) -> dict[str, Any]:
     found = None if damage else registry.found(experiment)
     return {
         "name": experiment.name,
-        "question": experiment.page.QUESTION,
-        "command": experiment.page.COMMAND,
+        "question": experiment.page.question,
+        "command": experiment.page.command,
         "result": records.shown(experiment.results),
         "date": None if found is None else build.date(found),
         "conclusion": None if found is None else experiment.page.conclusion(found),

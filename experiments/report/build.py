@@ -48,16 +48,16 @@ def section(experiment: Entry, anchors: set[str]) -> dict[str, str]:
         "label": "GPU"
         if experiment.name == "gpu"
         else experiment.name.replace("_", " ").capitalize(),
-        "question": markup.inline(shown.QUESTION),
-        "command": html.escape(shown.COMMAND),
+        "question": markup.inline(shown.question),
+        "command": html.escape(shown.command),
         "answer": NOT_RUN,
         "body": "",
         "date": "",
         "made": "",
     }
     if found is not None:
-        made["answer"] = markup.inline(sentence(shown, found))
-        text = body(shown, found)
+        conclusion, _, text = shown.text(found).partition("\n\n")
+        made["answer"] = markup.inline(conclusion)
         made["body"] = markup.body(text, experiment.folder, experiment.name, anchors)
         made["date"] = date(found)
         made["made"] = html.escape(origin(found))
@@ -69,9 +69,10 @@ def section(experiment: Entry, anchors: set[str]) -> dict[str, str]:
 def readme(experiment: Entry, found: dict[str, Any]) -> str:
     """One experiment, in Markdown, for its folder."""
     shown = experiment.page
+    conclusion, _, text = shown.text(found).partition("\n\n")
     return (
-        f"# {shown.QUESTION}\n\n**{sentence(shown, found)}**\n\n{body(shown, found)}\n\n---\n\n"
-        f"`{shown.COMMAND}` · {origin(found)}\n"
+        f"# {shown.question}\n\n**{conclusion}**\n\n{text}\n\n---\n\n"
+        f"`{shown.command}` · {origin(found)}\n"
     )
 
 
@@ -90,12 +91,12 @@ def row(experiment: Entry) -> str:
     found, shown = registry.found(experiment), experiment.page
     place = experiment.results.relative_to(registry.HERE)
     if found is None:
-        return f"| {shown.QUESTION} | `{shown.COMMAND}` | – | `{place}`: none yet | {NOT_RUN} |"
-    pages = place.with_suffix(".md") if experiment.module else f"{experiment.name}/"
-    question = f"[{shown.QUESTION}]({pages})"
+        return f"| {shown.question} | `{shown.command}` | – | `{place}`: none yet | {NOT_RUN} |"
+    pages = place.with_suffix(".md") if experiment.shown else f"{experiment.name}/"
+    question = f"[{shown.question}]({pages})"
     result = f"[{place.name}]({place})"
-    conclusion = sentence(shown, found).replace("|", "\\|")
-    return f"| {question} | `{shown.COMMAND}` | {date(found)} | {result} | {conclusion} |"
+    conclusion = shown.conclusion(found).replace("|", "\\|")
+    return f"| {question} | `{shown.command}` | {date(found)} | {result} | {conclusion} |"
 
 
 def files(groups: Groups = registry.GROUPS) -> dict[Path, str]:
@@ -104,25 +105,9 @@ def files(groups: Groups = registry.GROUPS) -> dict[Path, str]:
     for group in groups.values():
         for experiment in group:
             found = registry.found(experiment)
-            if found is not None and not experiment.module:
+            if found is not None and not experiment.shown:
                 made[experiment.folder / "README.md"] = readme(experiment, found)
     return made
-
-
-def sentence(shown: Any, found: dict[str, Any]) -> str:
-    """The conclusion of a page, as a sentence."""
-    conclusion: str = shown.conclusion(found)
-    return conclusion.rstrip(".") + "."
-
-
-def body(shown: Any, found: dict[str, Any]) -> str:
-    """The text of a page without the conclusion at its start, which stands above it."""
-    text: str = shown.text(found)
-    conclusion = sentence(shown, found).rstrip(".")
-    stripped = text.strip()
-    if stripped.startswith(conclusion):
-        stripped = stripped.removeprefix(conclusion).lstrip(". \n")
-    return stripped
 
 
 def about(found: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def remake(experiments: Sequence[Entry], console: Console) -> dict[str, str]:
     """Runs them one after the other; name -> the last lines of those that failed."""
     failed: dict[str, str] = {}
     for experiment in track(experiments, "running", console=console, transient=True):
-        command = experiment.page.COMMAND
+        command = experiment.page.command
         console.print(f"{experiment.name}: {command}", highlight=False)
         message = run(command)
         if message is not None:

@@ -1,11 +1,13 @@
 """The experiments that the page shows, in its order, and what is known of each."""
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import UndefinedError
+
 from experiments import records
+from experiments.pages import Page
 
 FIGURE = re.compile(r"\]\(([^()\s]+\.(?:svg|png))\)")
 HERE = Path(__file__).parents[1]
@@ -16,13 +18,15 @@ class Entry(NamedTuple):
     name: of its folder in experiments/, and of its anchor on the page.
     seconds: that it takes about, if the page may run it again; None: its stored results are shown.
     result: path of its results in experiments/, if not `<name>/results.json`.
-    module: that has its page, if not `experiments.<name>.page`; its folder is another's.
+    shown: path of its page in experiments/, if not `<name>/page.md`.
+    helpers: the module that the page calls, if not `page.py` next to it.
     """
 
     name: str
     seconds: float | None = None
     result: str = ""
-    module: str = ""
+    shown: str = ""
+    helpers: str = ""
 
     @property
     def results(self) -> Path:
@@ -32,12 +36,12 @@ class Entry(NamedTuple):
     @property
     def folder(self) -> Path:
         """Where its page looks for figures."""
-        return Path(str(self.page.__file__)).parent
+        return self.page.path.parent
 
     @property
-    def page(self) -> Any:
-        """The module with QUESTION, COMMAND, conclusion and text."""
-        return importlib.import_module(self.module or f"experiments.{self.name}.page")
+    def page(self) -> Page:
+        """What is said of it."""
+        return Page(self.shown or f"{self.name}/page.md", self.helpers)
 
 
 GROUPS: dict[str, tuple[Entry, ...]] = {
@@ -56,9 +60,16 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("fuzz", result="results/fuzz.json"),
     ),
     "Speed": (
-        Entry("benchmarks", result="benchmarks/results/full.json"),
         Entry(
-            "gpu", result="benchmarks/results/gpu.json", module="experiments.benchmarks.gpu_report"
+            "benchmarks",
+            result="benchmarks/results/full.json",
+            helpers="experiments.benchmarks.report",
+        ),
+        Entry(
+            "gpu",
+            result="benchmarks/results/gpu.json",
+            shown="benchmarks/gpu.md",
+            helpers="experiments.benchmarks.gpu_report",
         ),
         Entry("tiling"),
         Entry("environment"),
@@ -105,8 +116,8 @@ def damaged(experiment: Entry) -> str | None:
             experiment.page.text(stored)
     except records.UnreadableError as error:
         return str(error)
-    except KeyError as error:
-        return f"{records.shown(experiment.results)} has no {error}: other code made it"
+    except (KeyError, UndefinedError) as error:
+        return f"{records.shown(experiment.results)} has no part that its page shows ({error}): other code made it"
     return lost(experiment)
 
 

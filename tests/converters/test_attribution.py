@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, permutations
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -553,9 +552,10 @@ def test_torch_against_flax_by_their_own_arguments() -> None:
 
 def test_the_page_says_what_was_found() -> None:
     from experiments import records
-    from experiments.attribution import page
+    from experiments.pages import Page
 
-    found = records.load(Path(page.__file__).with_name("results.json"))
+    page = Page("attribution/page.md")
+    found = records.load(page.path.with_name("results.json"))
     for step in found["steps"]:
         assert (
             abs(sum(part["size"] for part in step["parts"]) - step["total"]) < SUMS * step["total"]
