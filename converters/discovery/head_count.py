@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxmha.checkpoint import errors as checkpoint_errors
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.limits import Limits
-from jaxmha.converters.discovery import hf_config
+from jaxmha.converters.discovery import hf_config, towers
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.hf_config import CONFIG, Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
@@ -69,13 +69,18 @@ class Count(NamedTuple):
 class Configured(NamedTuple):
     """Head counts of a configuration; `wrong` is the reason if none of them is usable.
 
-    `families`: families that its model_type names (`model_types`).
+    `families`: families that its model_type names (`model_types`). `towers`: pattern of prefixes,
+    and the count of the blocks that it fits (`towers`).
     """
 
     path: Path
     counts: tuple[Count, ...]
     wrong: str = ""
     families: tuple[str, ...] = ()
+    towers: tuple[tuple[str, Count], ...] = ()
+
+    def _tower(self, prefix: str) -> Count | None:
+        return next((c for pattern, c in self.towers if towers.fits(pattern, prefix)), None)
 
     def _at(self, count: Count, prefix: str) -> Count | str:
         """The count for a prefix; with several stages, its first number is the index of the stage."""
@@ -99,7 +104,7 @@ class Configured(NamedTuple):
         whole = len({count.parts for count in self.counts}) > 1 or not any(
             count.alone for count in self.counts
         )
-        return self.several or not whole
+        return bool(self.towers) or self.several or not whole
 
     def of(self, prefix: str) -> tuple[int | None, str]:
         """The head count of the block at a prefix, and its source; or None and the reason.
@@ -114,6 +119,8 @@ class Configured(NamedTuple):
         """The `Count` for the block at a prefix, or the reason why no count applies."""
         if self.wrong:
             return self.wrong
+        if (tower := self._tower(prefix)) is not None:
+            return self._at(tower, prefix)
         path = re.split("[./]", prefix)[:-1]
         if not self.several:
             count = self.counts[0]
@@ -131,10 +138,10 @@ class Configured(NamedTuple):
         """The head count for the part of the model that contains a prefix, or for all of it."""
         path = re.split("[./]", prefix)[:-1]
         placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
-        count = None
-        if placed:
+        count = self._tower(prefix)
+        if count is None and placed:
             count = min(placed, key=lambda one: one[0])[1]
-        elif self.counts and not self.in_parts:
+        elif count is None and self.counts and not self.in_parts:
             count = self.counts[0]
         found = None if count is None else self._at(count, prefix)
         return None if isinstance(found, str) else found
@@ -244,7 +251,14 @@ def in_config(path: Path) -> Configured | None:
     values = [value for _, value in hf_config.search(content, ["model_type"])]
     types = {value for value in values if isinstance(value, str)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
-    return Configured(config, counts, families=named) if counts else None
+    placed = tuple(_tower(*row) for row in towers.rows(content) if _positive(row[2]))
+    return Configured(config, counts, "", named, placed) if counts or placed else None
+
+
+def _tower(pattern: str, way: tuple[str, ...], value: Json) -> tuple[str, Count]:
+    heads = _positive(value)
+    stages = heads if len(heads) > 1 else ()
+    return pattern, Count(heads[0], ": ".join((CONFIG, *way)), way[:-1], True, way, stages)
 
 
 def _positive(value: Json) -> tuple[int, ...]:

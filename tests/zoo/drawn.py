@@ -30,7 +30,7 @@ def draw_weights(model: Any, seed: int) -> None:
                 continue
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if parameter.ndim >= 2:
-                fan = parameter[0].numel()
+                fan = parameter[0].numel() if len(parameter) else 1
                 parameter.copy_(noise * 1.2 * min(fan, 512) ** -0.5)
             elif "weight" in last or last in ("scale", "gamma"):
                 parameter.copy_(1 + 0.2 * noise)

@@ -103,6 +103,9 @@ def smaller(content: dict[str, Any], factor: int) -> dict[str, Any]:
     kinds = _kinds(content)
     found: dict[str, Any] = {}
     for key, value in content.items():
+        if isinstance(key, int):
+            found[key] = value
+            continue
         if key in DROPPED and not ("out_" in key and not _cut(content)):
             continue
         if isinstance(value, dict) and value.get("model_type") in ("timm_backbone", "timm_wrapper"):

@@ -1,0 +1,123 @@
+"""Table of the parts of models whose head counts the names of a configuration do not place.
+
+A row is a pattern of block prefixes and the keys that lead to the head count of these blocks; the
+first row whose pattern occurs in a prefix decides. Keys divided by a number count heads of that
+width.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_LANGUAGE = r"^(model\.)?(language_model\.)?(model\.)?layers\."
+_SWIN = (
+    (r"pixel_level_module\.encoder", "backbone_config: num_heads"),
+    (r"transformer_module", "num_attention_heads"),
+)
+_KOSMOS = (
+    (r"vision_model", "vision_config: num_attention_heads"),
+    (r"text_model|image_to_text_projection", "text_config: attention_heads"),
+)
+_DECODED = (
+    (r"backbone", "backbone_config: num_attention_heads"),
+    (r"decoder.*self_attn", "decoder_self_attention_heads"),
+)
+_OMNI = (
+    (r"audio_tower", "audio_config: encoder_attention_heads"),
+    (r"visual", "vision_config: num_heads"),
+    (r"(^|\.)layers\.", "text_config: num_attention_heads"),
+)
+_SAM_FIRST = (
+    (r"qwen2_model", "vision_config: encoder_config: num_attention_heads"),
+    (r"sam_model", "vision_config: sam_config: num_attention_heads"),
+    (r"(^|\.)layers\.", "text_config: num_attention_heads"),
+)
+Rows = Sequence[tuple[str, str]]
+TOWERS: dict[str, Rows] = {
+    "csm": (
+        (r"codec_model", "codec_config: num_attention_heads"),
+        (r"depth_decoder", "depth_decoder_config: num_attention_heads"),
+        (rf"backbone_model|{_LANGUAGE}", "num_attention_heads"),
+    ),
+    "clvp": (
+        (r"text_encoder", "text_config: num_attention_heads"),
+        (r"speech_encoder", "speech_config: num_attention_heads"),
+        (r"speech_decoder|conditioning_encoder", "decoder_config: num_attention_heads"),
+    ),
+    "deepseek_ocr2": _SAM_FIRST,
+    "idefics2": ((r"perceiver_resampler", "perceiver_config: resampler_n_heads"),),
+    "idefics": (
+        (r"vision_model", "vision_config: num_attention_heads"),
+        (r"perceiver_resampler", "perceiver_config: resampler_n_heads"),
+        (r"layers\.", "num_attention_heads"),
+    ),
+    "kosmos-2": _KOSMOS,
+    "kosmos-2.5": _KOSMOS,
+    "mask2former": _SWIN,
+    "oneformer": _SWIN,
+    "maskformer": (
+        (r"pixel_level_module\.encoder", "backbone_config: num_heads"),
+        (r"transformer_module", "decoder_config: decoder_attention_heads"),
+    ),
+    "mllama": (
+        (r"vision_model", "vision_config: attention_heads"),
+        (r"layers\.", "text_config: num_attention_heads"),
+    ),
+    "phi4_multimodal": (
+        (r"img_processor", "vision_config: num_attention_heads"),
+        (r"audio_embed", "audio_config: num_attention_heads"),
+        (_LANGUAGE, "num_attention_heads"),
+    ),
+    "qwen2_audio": _OMNI,
+    "qwen2_audio_encoder": ((r"", "encoder_attention_heads"),),
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe_thinker": _OMNI,
+    "qwen3_asr_encoder": ((r"", "encoder_attention_heads"),),
+    "rf_detr": _DECODED,
+    "lw_detr": _DECODED,
+    "t5gemma2": (
+        (r"vision", "encoder: vision_config: num_attention_heads"),
+        (r"^(model\.)?encoder", "encoder: text_config: num_attention_heads"),
+        (r"^(model\.)?decoder", "decoder: num_attention_heads"),
+    ),
+    "fun_asr_nano": (
+        (r"multi_modal_projector", "adaptor_config: num_attention_heads"),
+        (r"audio_tower", "audio_config: num_attention_heads"),
+        (r"layers\.", "text_config: num_attention_heads"),
+    ),
+    "ernie4_5_vl_moe": (
+        (r"vision|visual", "vision_config: num_heads"),
+        (_LANGUAGE, "text_config: num_attention_heads"),
+    ),
+    "evolla": (
+        (r"protein_encoder\.model", "protein_encoder_config: num_attention_heads"),
+        (_LANGUAGE, "num_attention_heads"),
+    ),
+    "bridgetower": ((r"vision_model", "vision_config: hidden_size / 64"),),
+}
+
+
+def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Pattern of prefixes, keys, and head count, for every tower of a configuration in the table.
+
+    >>> config = {"model_type": "rf_detr", "decoder_self_attention_heads": 8}
+    >>> [(way, heads) for _, way, heads in rows(config)]
+    [(('decoder_self_attention_heads',), 8)]
+    """
+    if not isinstance(content, Mapping):
+        return
+    for pattern, path in TOWERS.get(str(content.get("model_type")), ()):
+        keys, _, width = path.partition(" / ")
+        way = tuple(keys.split(": "))
+        value: Any = content
+        for key in way:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if width and type(value) is int:
+            value //= int(width)
+        if value is not None:
+            yield pattern, way, value
+
+
+def fits(pattern: str, prefix: str) -> bool:
+    """True if a row is that of a block."""
+    return re.search(pattern, prefix.replace("/", ".")) is not None
