@@ -1,6 +1,6 @@
 """Attention over a cache of keys and values, where each sequence has its own length."""
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,38 @@ from jaxmha.semantics import Precision, Semantics
 BLOCK = 512  # keys per tile; a step computes only the tiles that hold tokens
 WORTH_A_COPY = 4  # copying a key costs about as much as attending this many keys
 
-# A cache of keys `B K S H`, values `B K S h`, and lengths `B`.
-Cache: TypeAlias = tuple[Array, Array, Array]
+
+class Tile(NamedTuple):
+    """Keys and values of s slots; with scales, a stored number stands for its product with them."""
+
+    keys: Float[jax.Array, "B K s H"]
+    values: Float[jax.Array, "B K s h"]
+    key_scale: Float[jax.Array, "B K s"] | None = None
+    value_scale: Float[jax.Array, "B K s"] | None = None
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Keys and values by slot, however they are stored."""
+
+    @property
+    def key(self) -> Array: ...
+    @property
+    def value(self) -> Array: ...
+    @property
+    def lengths(self) -> Array: ...
+    @property
+    def slots(self) -> int:
+        """S, the number of slots of a sequence."""
+
+    def tile_size(self, block: int) -> int:
+        """Slots per tile: about `block`."""
+
+    def tile(self, first: int | jax.Array, size: int) -> Tile:
+        """The slots from `first` on."""
+
+    def whole(self) -> Tile | None:
+        """All slots, if they can be read without a copy."""
 
 
 def reject_structure(mask: Mask) -> None:
@@ -59,15 +89,14 @@ class _Step(NamedTuple):
 
     Attributes:
       rows: scaled queries.
-      keys, values: keys and values of the cache, S slots.
+      cache: keys and values, S slots.
       last: position of the latest token of each sequence.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
     """
 
     rows: Float[jax.Array, "B K r H"]
-    keys: Float[jax.Array, "B K S H"]
-    values: Float[jax.Array, "B K S h"]
+    cache: Cache
     last: Int[jax.Array, "B 1"]
     positions: Int[jax.Array, "B T"]
     mask: Mask
@@ -94,14 +123,14 @@ def attend_cache(
     Args:
       params: of the layer, for its extra positions and sinks.
       query: projected queries.
-      cache: keys, values and lengths, which include the tokens of the queries.
+      cache: its lengths include the tokens of the queries.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
       semantics: as in `multi_head_attention`.
       block: keys per tile.
     """
-    (B, T, N, _), (_, _, S, h) = query.shape, cache[1].shape
-    if 0 in (B, T, S):
+    (B, T, N, _), h = query.shape, cache.value.shape[-1]
+    if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)
     step = _step(query, cache, positions, mask, semantics)
     state = _over_slots(step, block)
@@ -124,12 +153,11 @@ def _step(
     mask: Mask,
     semantics: Semantics,
 ) -> _Step:
-    keys, values, lengths = map(jnp.asarray, cache)
-    (B, T, N, H), K = query.shape, keys.shape[1]
+    (B, T, N, H), K = query.shape, cache.key.shape[1]
     accumulate = accumulation_dtype(query.dtype)
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     # A bfloat16 cache is multiplied directly: a copy in float32 takes longer than the matmuls.
-    common = _common_dtype(query.dtype, keys.dtype, values.dtype)
+    common = _common_dtype(query.dtype, cache.key.dtype, cache.value.dtype)
     platform = platforms.current().name
     operands = operand_dtype(common, semantics.precision, platform)
     precision = resolved(semantics.precision) if operands is None else "default"
@@ -137,35 +165,29 @@ def _step(
     operands = operands or accumulate
     rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, N // K, H), 1, 3)
     rows = rows.reshape(B, K, N // K * T, H).astype(operands)
-    rows, keys, values, lengths, positions, mask = alike(
-        (rows, keys, values, lengths, positions, mask)
-    )
+    rows, cache, positions, mask = alike((rows, jax.tree.map(jnp.asarray, cache), positions, mask))
     matmul = _Matmul(operands, accumulate, precision, platform, rest)
-    last = lengths[:, None] - 1
-    return _Step(rows, keys, values, last, positions, mask, matmul, semantics.logits_soft_cap)
+    last = jnp.asarray(cache.lengths)[:, None] - 1
+    return _Step(rows, cache, last, positions, mask, matmul, semantics.logits_soft_cap)
 
 
 def _over_slots(step: _Step, block: int) -> State:
     """The softmax state over all valid slots, from the whole cache or only from tiles in use."""
-    S = step.keys.shape[2]
-    size = min(block, S)
+    S = step.cache.slots
+    size = step.cache.tile_size(block)
     start = _empty_state(step)
     used = jnp.minimum(jnp.max(step.last) + 1, S)
 
-    def whole() -> State:
+    def whole(tile: Tile) -> State:
         slots = jnp.arange(S, dtype=np.int32)
-        mask = _allowed(step, slots)
-        return _fold(step, start, step.keys, step.values, mask, all_finite=True)
+        return _fold(step, start, tile, _allowed(step, slots), all_finite=True)
 
     def tile(i: jax.Array | int, state: State) -> State:
         # The last tile ends at S; its overlap with the previous tile is masked.
         first = jnp.minimum(i * size, S - size)
-        keys, values = (
-            jax.lax.dynamic_slice_in_dim(x, first, size, 2) for x in (step.keys, step.values)
-        )
         slots = first + jnp.arange(size, dtype=np.int32)
         new = (slots >= i * size).reshape(1, 1, 1, size)
-        return _fold(step, state, keys, values, _allowed(step, slots) & new)
+        return _fold(step, state, step.cache.tile(first, size), _allowed(step, slots) & new)
 
     def by_tiles() -> State:
         first = jnp.zeros((), used.dtype)
@@ -179,14 +201,17 @@ def _over_slots(step: _Step, block: int) -> State:
     # Slicing a tile copies it, which costs more than reading the whole cache if much of it is used.
     # If unattended slots hold NaN, the output over the whole cache is NaN, and the loop over tiles,
     # which zeroes unattended values, replaces it.
+    all_slots = step.cache.whole()
+    if all_slots is None:
+        return by_tiles()
     much = used * WORTH_A_COPY > S
-    state: State = jax.lax.cond(much, whole, lambda: start)
+    state: State = jax.lax.cond(much, lambda: whole(all_slots), lambda: start)
     chosen: State = jax.lax.cond(much & jnp.isfinite(state.out).all(), lambda: state, by_tiles)
     return chosen
 
 
 def _empty_state(step: _Step) -> State:
-    shape, h = step.rows.shape[:3], step.values.shape[3]
+    shape, h = step.rows.shape[:3], step.cache.value.shape[-1]
     out, per_row = (jnp.zeros((*shape, size), step.matmul.accumulate) for size in (h, 1))
     state, _ = alike((empty_state(out, per_row), step.rows))
     return state
@@ -194,19 +219,19 @@ def _empty_state(step: _Step) -> State:
 
 def _over_extras(step: _Step, params: MHAParams, semantics: Semantics, state: State) -> State:
     """Folds in the extra positions (`bias_k`, `bias_v`, zeros), which every query attends."""
-    (B, K, _, H), h = step.rows.shape, step.values.shape[3]
+    (B, K, _, H), h = step.rows.shape, step.cache.value.shape[-1]
     empty = [jnp.zeros((B, 0, K, size), step.matmul.accumulate) for size in (H, h)]
     keys = jnp.moveaxis(bias_kv.append(empty[0], params.bias_k, semantics), 1, 2)
     values = jnp.moveaxis(bias_kv.append(empty[1], params.bias_v, semantics), 1, 2)
     if not keys.shape[2]:
         return state
     T = step.positions.shape[1]
-    return _fold(step, state, keys, values, jnp.ones((B, 1, T, keys.shape[2]), bool))
+    return _fold(step, state, Tile(keys, values), jnp.ones((B, 1, T, keys.shape[2]), bool))
 
 
 def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T s"]:
     """Mask tile: a slot's token is valid, causal, and within the window."""
-    S = step.keys.shape[2]
+    S = step.cache.slots
     tokens = step.last - (step.last - slots.reshape(1, -1)) % S  # latest token in the slot
     i, j = step.positions[:, None, :, None], tokens[:, None, None]
     allowed = (j >= 0) & (j <= i)
@@ -224,8 +249,7 @@ def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T
 def _fold(
     step: _Step,
     state: State,
-    keys: Float[jax.Array, "B K s H"],
-    values: Float[jax.Array, "B K s h"],
+    tile: Tile,
     allowed: Bool[jax.Array, "B n T s"],
     *,
     all_finite: bool = False,
@@ -239,15 +263,22 @@ def _fold(
     n, T, s = allowed.shape[1:]
     mask = allowed if n > 1 else jnp.broadcast_to(allowed, (B, K * (r // T), T, s))
     mask = mask.reshape(B, K, r, s)
-    keys, values = keys.astype(matmul.operands), values.astype(matmul.operands)
+    keys, values = tile.keys.astype(matmul.operands), tile.values.astype(matmul.operands)
+    value_scale = tile.value_scale
     if not all_finite:
-        values = jnp.where(mask.any(2)[..., None], values, 0.0)
+        attended = mask.any(2)
+        values = jnp.where(attended[..., None], values, 0.0)
+        value_scale = None if value_scale is None else jnp.where(attended, value_scale, 0.0)
     logits = _query_key(step.rows, keys, matmul)
     if matmul.scale != 1.0:
         logits *= matmul.scale
+    if tile.key_scale is not None:
+        logits *= tile.key_scale[:, :, None].astype(logits.dtype)
     logits, _ = cap_and_mask(logits, step.soft_cap, mask)
 
     def weigh(exps: jax.Array) -> jax.Array:
+        if value_scale is not None:
+            exps *= value_scale[:, :, None].astype(exps.dtype)
         return matmul.einsum("bkrs,bksh->bkrh", exps.astype(matmul.operands), values)
 
     return online_softmax.fold(logits, weigh, state)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.checks import promoted, reject_rounding, require_sizes
+from jaxmha.decoding import decode_step, prefill
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -35,7 +36,7 @@ from jaxmha.flax.settings import (
     settings_of,
     widened,
 )
-from jaxmha.kv_cache import KVCache, decode_step, prefill
+from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, from_leaves, leaves
 from jaxmha.rotary import Rotate

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.checks import floating_dtype, reject_rounding, require_sizes
+from jaxmha.decoding import decode_step, prefill
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -34,7 +35,7 @@ from jaxmha.flax.settings import (
     reject_shardings,
     settings_of,
 )
-from jaxmha.kv_cache import KVCache, decode_step, prefill
+from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.rotary import Rotate

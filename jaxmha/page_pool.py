@@ -1,0 +1,136 @@
+"""`PagePool`: what a compiled step will do to the pages of a cache, foreseen on the host."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxmha import checks, page_table
+from jaxmha.paged_cache import PagedKVCache
+
+
+class PagePool:
+    """The table and lengths of a `PagedKVCache` on the host, for a scheduler.
+
+    A compiled step takes pages without asking, and where there are none, its outputs are NaN.
+    Report every step and every change here before it runs: the pool refuses what does not fit,
+    before anything is changed, and never reads the device.
+
+    Attributes:
+      table: `(B, M)`, as in the cache after the steps reported.
+      lengths: `(B,)`.
+
+    >>> import jax
+    >>> from jaxmha import PagedKVCache, init_params
+    >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+    >>> cache = PagedKVCache.empty(params, 3, 32, pages=8, page_size=4)
+    >>> pool = PagePool(cache)
+    >>> pool.extend([5, 1, 0])
+    >>> pool.free_pages, pool.empty_rows
+    (5, [2])
+    """
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        checks.require_type(PagedKVCache, cache=cache)
+        self.pages = cache.key.shape[0]
+        self.page_size = cache.page_size
+        self.table = np.array(cache.table)
+        self.lengths = np.array(cache.lengths)
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages that no row holds."""
+        return int((page_table.holders(self.table, self.pages) == 0).sum())
+
+    @property
+    def empty_rows(self) -> list[int]:
+        """Rows without tokens."""
+        return [int(row) for row in np.flatnonzero(self.lengths == 0)]
+
+    def needed(self, counts: Sequence[int], *, left: int | None = None) -> int:
+        """The number of pages that a step with so many tokens of each row takes from the pool."""
+        return int((self._grown(counts, left) >= 0).sum() - (self._windowed(left) >= 0).sum())
+
+    def extend(self, counts: Sequence[int], *, left: int | None = None) -> None:
+        """Reports `extend` or `decode_step` with so many tokens of each row.
+
+        Args:
+          counts: number of tokens of each row, as `q_lengths`.
+          left: of the `Mask.window` of the step; None: it has none.
+
+        Raises:
+          ValueError: a sequence would be longer than its row of the table, or the pool has too few
+            free pages.
+        """
+        table, lengths = self._grown(counts, left), self.lengths + np.asarray(counts, np.int32)
+        longest = self.table.shape[1] * self.page_size
+        if lengths.max(initial=0) > longest:
+            row = int(lengths.argmax())
+            raise ValueError(
+                f"row {row} has {self.lengths[row]} tokens and would have {lengths[row]}: a row of "
+                f"the table holds {self.table.shape[1]} pages of {self.page_size} tokens"
+            )
+        first = np.zeros_like(lengths) if left is None else np.maximum(self.lengths - left, 0)
+        lacking = page_table.lacks(table, first, lengths, self.page_size)
+        if lacking.any():
+            raise ValueError(
+                f"the pool has {self.free_pages} free pages of {self.pages}, too few for rows "
+                f"{np.flatnonzero(lacking).tolist()}: free a row, or give them fewer tokens"
+            )
+        self.table, self.lengths = table, lengths
+
+    def fork(self, source: int, target: int) -> None:
+        """Reports `cache.fork(source, target)`."""
+        for row in (source, target):
+            self._require_row(row)
+        shared = page_table.truncated(self.table, self.lengths, self.page_size)
+        self.table[target], self.lengths[target] = shared[source], self.lengths[source]
+
+    def free(self, *rows: int) -> None:
+        """Reports `cache.free` of the rows."""
+        for row in rows:
+            self._require_row(row)
+        lengths = self.lengths.copy()
+        lengths[list(rows)] = 0
+        self.rollback(lengths)
+
+    def rollback(self, lengths: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        """Reports `cache.rollback(lengths)`."""
+        given = np.asarray(lengths)
+        if given.shape != self.lengths.shape:
+            raise ValueError(f"lengths: expected B={self.lengths.size} lengths, got {given.shape}")
+        self.lengths = np.minimum(given.clip(0), self.lengths).astype(np.int32)
+        self.table = page_table.truncated(self.table, self.lengths, self.page_size)
+
+    def require_same(self, cache: PagedKVCache) -> None:
+        """Raises ValueError if the cache is not in the state reported; reads the device."""
+        for name in ("table", "lengths"):
+            here, there = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
+            if here.shape != there.shape or (here != there).any():
+                raise ValueError(
+                    f"cache.{name} is not as reported to the pool: expected {here.tolist()}, got "
+                    f"{there.tolist()}"
+                )
+
+    def _windowed(self, left: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        if left is None:
+            return self.table
+        return np.asarray(page_table.within_window(self.table, self.lengths, left, self.page_size))
+
+    def _grown(
+        self, counts: Sequence[int], left: int | None
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        given = np.asarray(counts)
+        if given.shape != self.lengths.shape or given.dtype.kind not in "iu" or (given < 0).any():
+            raise ValueError(
+                f"counts: expected B={self.lengths.size} integers of at least 0, got {counts!r}"
+            )
+        table = self._windowed(left)
+        grown = page_table.grown(
+            table, self.lengths, given.astype(np.int32), self.page_size, self.pages
+        )
+        return np.asarray(grown.table)
+
+    def _require_row(self, row: int) -> None:
+        if not 0 <= row < self.lengths.size:
+            raise ValueError(f"row must be in [0, {self.lengths.size}), got {row}")

@@ -1,0 +1,120 @@
+"""Which page of a pool holds which tokens of a sequence: tables of pages, `B M`.
+
+Entry m of row b is the page of the positions from `m * page_size` on; -1: no page. A table is all
+the state there is: how many rows hold a page is counted, never kept, so it cannot disagree. Every
+function computes with NumPy on NumPy arrays and with JAX on JAX's, so that a host can foresee, page
+by page, the allocation of a compiled step.
+
+A row owns alone every page that starts at or beyond its length; it may share the others. Source:
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+(2023), section 4.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxmha.arrays import Array
+from jaxmha.integers import library
+
+Table = Int[Array, "B M"]
+Counts = Int[Array, "B"]
+
+
+class Growth(NamedTuple):
+    """A table with room for more tokens, and the pages to copy before they are written.
+
+    Attributes:
+      table: an entry is -1 where the pool had no page left.
+      sources: the page to copy for each row; `pages`, which does not exist: none.
+      targets: the page to copy it to; `pages`: none.
+    """
+
+    table: Table
+    sources: Counts
+    targets: Counts
+
+
+def holders(table: Table, pages: int) -> Int[Array, "P"]:
+    """The number of rows that hold each page."""
+    held = table.reshape(-1)
+    if library(table) is np:
+        return np.bincount(held[held >= 0], minlength=pages).astype(np.int32)
+    at = jnp.where(held < 0, pages, held)
+    return jnp.zeros(pages, np.int32).at[at].add(1, mode="drop")
+
+
+def pages_for(tokens: Any, page_size: int) -> Any:
+    """The number of pages that hold so many tokens."""
+    return -(-tokens // page_size)
+
+
+def released(table: Table, keep: Bool[Array, "B M"]) -> Table:
+    """The table without the pages that are not kept."""
+    xp = library(table, keep)
+    found: Table = xp.where(keep, table, np.int32(-1))
+    return found
+
+
+def truncated(table: Table, lengths: Counts, page_size: int) -> Table:
+    """The table without pages beyond the lengths."""
+    entries = np.arange(table.shape[1], dtype=np.int32)[None]
+    return released(table, entries < pages_for(lengths, page_size)[:, None])
+
+
+def within_window(table: Table, lengths: Counts, left: int, page_size: int) -> Table:
+    """The table without pages that no token from position `lengths` on attends."""
+    ends = (np.arange(table.shape[1], dtype=np.int32)[None] + 1) * page_size
+    return released(table, ends > lengths[:, None] - left)
+
+
+def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: int) -> Growth:
+    """Adds pages for `counts` tokens after `lengths`, and separates shared pages written to."""
+    xp = library(table, lengths, counts)
+    (B, M), entries = table.shape, np.arange(table.shape[1], dtype=np.int32)[None]
+    first, writes = lengths // page_size, counts > 0
+    written = (entries >= first[:, None]) & (
+        entries < pages_for(lengths + counts, page_size)[:, None]
+    )
+    written &= writes[:, None]
+    shared = writes & (lengths % page_size > 0) & _held_by_others(table, first, writes)
+    fresh = written & ((table < 0) | (shared[:, None] & (entries == first[:, None])))
+    # The k-th fresh page is the k-th that no row holds.
+    rank = xp.cumsum(fresh.reshape(-1)).astype(np.int32).reshape(B, M)
+    unheld = xp.cumsum(holders(table, pages) == 0).astype(np.int32)
+    page = xp.searchsorted(unheld, rank.reshape(-1)).astype(np.int32).reshape(B, M)
+    page = xp.where(page < pages, page, np.int32(-1))
+    after = xp.where(fresh, page, table)
+    at = xp.clip(first, 0, max(M - 1, 0))[:, None]
+    old, new = (xp.take_along_axis(x, at, 1)[:, 0] for x in (table, after))
+    copied = shared & (new >= 0)
+    none = np.int32(pages)
+    return Growth(after, xp.where(copied, old, none), xp.where(copied, new, none))
+
+
+def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bool[Array, "B"]:
+    """Rows that must not write to their page `first`, because another row keeps it.
+
+    Of rows that share a page and all write to it, the first keeps it.
+    """
+    xp = library(table, first)
+    B, M = table.shape
+    at = xp.clip(first, 0, max(M - 1, 0))
+    theirs = table[:, at].T if xp is np else jnp.take(table, at, 1).T  # page `first[b]` of row c
+    own = xp.take_along_axis(theirs, np.arange(B, dtype=np.int32)[:, None], 1)
+    same = (theirs == own) & (own >= 0) & ~np.eye(B, dtype=bool)
+    leaves = writes[None] & (first[None] == first[:, None])
+    earlier = np.tri(B, k=-1, dtype=bool)  # c < b
+    found: Bool[Array, B] = (same & (~leaves | earlier)).any(1)
+    return found
+
+
+def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Array, "B"]:
+    """Rows without a page for some of the positions `[first, end)`."""
+    M = table.shape[1]
+    starts = np.arange(M, dtype=np.int32)[None] * page_size
+    needed = (starts + page_size > first[:, None]) & (starts < end[:, None])
+    found: Bool[Array, B] = (needed & (table < 0)).any(1) | (end > M * page_size)
+    return found

@@ -1,0 +1,248 @@
+"""`PagedKVCache`: keys and values of a ragged batch in pages of one pool."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxmha import checks, page_table
+from jaxmha.arrays import Array, DTypeLike
+from jaxmha.cached_attention import Tile
+from jaxmha.integers import FAR, near
+from jaxmha.params import MHAParams, check
+from jaxmha.quantized import is_scaled, quantize, storage_dtype
+
+
+class PagedKVCache(NamedTuple):
+    """Keys and values of the tokens so far, in pages that sequences take from one pool.
+
+    Position p of row b is slot `p % page` of page `table[b, p // page]`. A plain pytree with static
+    shapes: every method can run under jit, and the cache can be donated to it. Rows may share pages
+    (`fork`); a row that writes to a page which another row keeps gets its own copy first.
+
+    A compiled program cannot raise: where the pool has no page left, or a table no entry, the
+    outputs of that row are NaN from then on, until it is freed. `PagePool` foresees it on the host,
+    and refuses.
+
+    Attributes:
+      key: `(P, K, page, H)`, P pages.
+      value: `(P, K, page, h)`.
+      table: `(B, M)` int32, M pages at most per sequence; -1: no page.
+      lengths: `(B,)` int32, the number of tokens so far per sequence.
+      key_scale: `(P, K, page)`; None: keys are stored as they are.
+      value_scale: `(P, K, page)`; None: values are stored as they are.
+    """
+
+    key: Array
+    value: Array
+    table: Array
+    lengths: Array
+    key_scale: Array | None = None
+    value_scale: Array | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        params: MHAParams,
+        batch_size: int,
+        length: int,
+        *,
+        pages: int,
+        page_size: int = 64,
+        dtype: DTypeLike | None = None,
+    ) -> "PagedKVCache":
+        """A pool of free pages, and a batch of empty sequences.
+
+        Args:
+          params: of the layer, for K, H and h.
+          batch_size: B.
+          length: most tokens of one sequence; M is the number of pages that hold them.
+          pages: P, pages of the pool: `P * page_size` tokens in all.
+          page_size: tokens per page.
+          dtype: default that of the parameters; another floating dtype stores values rounded to
+            it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
+            max |x| / max |dtype|: in int8 within max |x| / 254 of each number. They are widened
+            tile by tile inside the products.
+
+        Raises:
+          ValueError: a size is not an integer of at least 1 (batch_size: 0), or more than 2**30.
+          TypeError: dtype is neither floating nor int8, or is float64 without x64.
+
+        >>> from jaxmha import init_params
+        >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+        >>> PagedKVCache.empty(params, 5, 100, pages=7, page_size=16).key.shape
+        (7, 2, 16, 3)
+        """
+        sizes = check(params)
+        checks.require_sizes(least=0, batch_size=batch_size)
+        checks.require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
+        if dtype is None:
+            kernels = {f"params.{x}.kernel": getattr(params, x).kernel for x in ("key", "value")}
+            dtype = checks.promoted(**kernels)
+        stored = storage_dtype(dtype)
+        shape = (pages, sizes["K"], page_size)
+        scales = [jnp.ones(shape, np.float32) if is_scaled(stored) else None for _ in range(2)]
+        return cls(
+            jnp.zeros((*shape, sizes["H"]), stored),
+            jnp.zeros((*shape, sizes["h"]), stored),
+            jnp.full((batch_size, page_table.pages_for(length, page_size)), -1, np.int32),
+            jnp.zeros(batch_size, np.int32),
+            *scales,
+        )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.key.shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Most tokens of one sequence, M pages."""
+        return self.table.shape[1] * self.page_size
+
+    def free_pages(self) -> Int[Array, ""]:
+        """The number of pages that no sequence holds."""
+        found: Array = (page_table.holders(self.table, self.key.shape[0]) == 0).sum()
+        return found
+
+    def fork(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "PagedKVCache":
+        """The row `target` becomes a copy of the row `source`, with which it shares all pages.
+
+        The pages that `target` held are freed. No key or value is copied until a row writes.
+        """
+        source, target = (_row(x, self.table.shape[0]) for x in (source, target))
+        shared = page_table.truncated(jnp.asarray(self.table), self.lengths, self.page_size)
+        at = jnp.asarray(target)
+        return self._replace(
+            table=jnp.asarray(self.table).at[at].set(shared[source]),
+            lengths=jnp.asarray(self.lengths).at[at].set(jnp.asarray(self.lengths)[source]),
+        )
+
+    def emptied(self) -> "PagedKVCache":
+        """The cache without its tokens; all pages are free."""
+        none = jnp.full(self.table.shape, -1, np.int32)
+        return self._replace(table=none, lengths=jnp.zeros(self.table.shape[0], np.int32))
+
+    def free(self, rows: Bool[Array, "B"]) -> "PagedKVCache":
+        """Empties the rows where `rows` is True; pages that no other row holds become free."""
+        return self.rollback(jnp.where(_rows(rows, self.table.shape[0]), 0, self.lengths))
+
+    def rollback(self, lengths: Int[Array, "B"]) -> "PagedKVCache":
+        """Reduces the lengths, and frees the pages beyond; larger lengths change nothing.
+
+        With `Mask.window`, steps free the pages before the window of their first token: a rollback
+        reaches back to any length that the last step began with, and maybe no further.
+        """
+        if lengths.shape != self.lengths.shape:
+            raise ValueError(
+                f"lengths: expected axes (B) {self.lengths.shape}, got {lengths.shape}"
+            )
+        shorter = jnp.minimum(jnp.asarray(near(lengths)).clip(0), self.lengths)
+        table = page_table.truncated(jnp.asarray(self.table), shorter, self.page_size)
+        return self._replace(table=table, lengths=shorter)
+
+    def append(
+        self,
+        key: Float[jax.Array, "B T K H"],
+        value: Float[jax.Array, "B T K h"],
+        counts: Int[jax.Array, "B"],
+        left: int | None = None,
+    ) -> tuple["PagedKVCache", Bool[jax.Array, "B"]]:
+        """Writes the first `counts` of T tokens to each row, in pages taken from the pool.
+
+        `left`, of a window, frees the pages that no query from the first new token on attends.
+        Returns the cache, and the rows that lack a page of theirs.
+        """
+        lengths, table = jnp.asarray(self.lengths), jnp.asarray(self.table)
+        if left is not None:
+            table = page_table.within_window(table, lengths, left, self.page_size)
+        pages, T = self.key.shape[0], key.shape[1]
+        growth = page_table.grown(table, lengths, counts, self.page_size, pages)
+        tokens = jnp.arange(T, dtype=np.int32)[None]
+        positions = lengths[:, None] + tokens
+        entries = positions // self.page_size
+        held = jnp.take_along_axis(growth.table, entries, 1, mode="fill", fill_value=-1)
+        written = (tokens < counts[:, None]) & (held >= 0)
+        at = jnp.where(written, held, pages), positions % self.page_size
+        stored = self._replace(table=growth.table, lengths=lengths + counts)
+        stored = stored._copied(growth)._put(at, key, value)
+        first = jnp.zeros_like(lengths) if left is None else jnp.maximum(lengths - left, 0)
+        return stored, page_table.lacks(growth.table, first, stored.lengths, self.page_size)
+
+    def _copied(self, growth: page_table.Growth) -> "PagedKVCache":
+        """Copies pages that a row is about to write to and another row keeps."""
+
+        def copy(x: Array | None) -> jax.Array | None:
+            if x is None:
+                return None
+            old = jnp.take(x, growth.sources, 0, mode="clip")
+            return jnp.asarray(x).at[growth.targets].set(old, mode="drop")
+
+        names = ("key", "value", "key_scale", "value_scale")
+        return self._replace(**{name: copy(getattr(self, name)) for name in names})
+
+    def _put(
+        self,
+        at: tuple[Int[jax.Array, "B T"], Int[jax.Array, "B T"]],
+        key: Float[jax.Array, "B T K H"],
+        value: Float[jax.Array, "B T K h"],
+    ) -> "PagedKVCache":
+        """Writes tokens to pages and slots."""
+        page, slot = at
+
+        def put(pool: Array | None, new: jax.Array) -> jax.Array:
+            pool = jnp.asarray(pool)
+            return pool.at[page, :, slot].set(new.astype(pool.dtype), mode="drop")
+
+        found = {}
+        for name, new in (("key", key), ("value", value)):
+            pool = getattr(self, name)
+            if is_scaled(pool.dtype):
+                new, scale = quantize(new, pool.dtype)
+                found[f"{name}_scale"] = put(getattr(self, f"{name}_scale"), scale)
+            found[name] = put(pool, new)
+        return self._replace(**found)
+
+    def tile_size(self, block: int) -> int:
+        """Slots per tile, whole pages: about `block`."""
+        return min(max(block // self.page_size, 1) * self.page_size, self.slots)
+
+    def tile(self, first: int | jax.Array, size: int) -> Tile:
+        """The slots from `first` on, gathered from their pages."""
+        entries = first // self.page_size + jnp.arange(size // self.page_size, dtype=np.int32)
+        pages = jnp.take(jnp.asarray(self.table), entries, 1, mode="clip").clip(0)
+
+        def gather(pool: Array | None) -> jax.Array | None:
+            if pool is None:
+                return None
+            found = jnp.moveaxis(jnp.take(pool, pages, 0, mode="clip"), 1, 2)  # B K m page H
+            return found.reshape(*found.shape[:2], size, *pool.shape[3:])
+
+        found = (gather(x) for x in (self.key, self.value, self.key_scale, self.value_scale))
+        return Tile(*found)  # type: ignore[arg-type]
+
+    def whole(self) -> None:
+        """None: reading all slots is a copy."""
+        return
+
+
+def _row(row: int | Int[Array, ""], batch_size: int) -> int | Int[Array, ""]:
+    """ValueError for a row that is known not to be one of the batch."""
+    if isinstance(row, jax.core.Tracer):
+        return row
+    number = int(row)
+    if not 0 <= number < batch_size:
+        raise ValueError(f"row must be in [0, {batch_size}), the rows of the cache, got {number}")
+    return number
+
+
+def _rows(rows: Bool[Array, "B"], batch_size: int) -> jax.Array:
+    rows = jnp.asarray(rows)
+    if rows.dtype != np.bool_ or rows.shape != (batch_size,):
+        raise ValueError(
+            f"rows: expected a Boolean array of axes (B) ({batch_size},), True = free, got "
+            f"{rows.dtype} of shape {rows.shape}"
+        )
+    return rows

@@ -1,0 +1,45 @@
+"""Storage of keys and values in one byte per number, with a scale per token and head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxmha import checks
+from jaxmha.arrays import DTypeLike, as_dtype
+
+
+def storage_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.generic]:
+    """Converts to a dtype that a cache can store; TypeError unless it is floating or int8."""
+    found = as_dtype(name, dtype)
+    return found if found == np.int8 else checks.floating_dtype(found, name)
+
+
+def is_scaled(dtype: np.dtype[np.generic]) -> bool:
+    """True if numbers of the dtype are stored with a scale."""
+    return dtype.itemsize == 1
+
+
+def quantize(
+    x: Float[jax.Array, "*B H"], dtype: np.dtype[np.generic]
+) -> tuple[jax.Array, Float[jax.Array, "*B"]]:
+    """Rounds each vector x of H numbers to `q * scale`, where scale = max |x| / max |dtype|.
+
+    int8: q is the nearest integer, ties to even, so that `|x - q * scale| <= max |x| / 254`. float8:
+    q is the nearest float8. A vector with NaN or an infinity has a NaN scale. All-zero vectors have
+    scale 1.
+
+    Returns:
+      q and the scale, in float32 (float64 for float64 inputs).
+    """
+    wide = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+    x = x.astype(wide)
+    largest = float(np.iinfo(dtype).max if dtype == np.int8 else jnp.finfo(dtype).max)
+    size = jnp.abs(x).max(-1, initial=0.0)
+    # A subnormal scale would lose digits, and its inverse overflows.
+    scale = jnp.where(size > 0, jnp.maximum(size / largest, np.finfo(wide).tiny), 1.0)
+    scale = jnp.where(jnp.isfinite(size), scale, jnp.nan)
+    q = x / scale[..., None]
+    if dtype == np.int8:
+        q = jnp.where(jnp.isnan(q), 0.0, jnp.clip(jnp.round(q), -largest, largest))
+    return q.astype(dtype), scale

@@ -1,0 +1,288 @@
+"""A paged cache is the dense cache, and its pages are never lost, shared by mistake or read dead."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import jaxmha
+from jaxmha import Mask, MHAParams, PagedKVCache, PagePool, Semantics, page_table
+from jaxmha.cached_attention import attend_cache
+from jaxmha.quantized import quantize
+from tests import tolerance
+from tests.test_cache import make
+
+ROWS, PAGE, PAGES, ENTRIES = 3, 3, 7, 5
+LONGEST = PAGE * ENTRIES
+
+
+def empty(params: MHAParams, **options: Any) -> PagedKVCache:
+    sizes = {"pages": PAGES, "page_size": PAGE} | options
+    cache = PagedKVCache.empty(params, ROWS, LONGEST, **sizes)
+    poison = np.float32(np.nan)
+    if cache.key.dtype.itemsize > 1:
+        return cache._replace(key=cache.key + poison, value=cache.value + poison)
+    return cache._replace(
+        key_scale=jnp.asarray(cache.key_scale) + poison,
+        value_scale=jnp.asarray(cache.value_scale) + poison,
+    )
+
+
+def stored_bound(params: MHAParams, tokens: np.ndarray) -> np.ndarray:
+    """The most that int8 keys and values change each feature of the output, plus float32 rounding.
+
+    A number of a vector x is off by max |x| / 254. Logits are off by `shift` at most, so weights by a
+    factor within exp(+-2 shift).
+    """
+    query, key, value = (
+        np.einsum("td,dnh->tnh", tokens, x.kernel) + x.bias
+        for x in (params.query, params.key, params.value)
+    )
+    shift = np.abs(query).sum(-1).max() / np.sqrt(query.shape[-1]) * np.abs(key).max() / 254
+    off = np.abs(value).max() * (1 / 254 + 2 * np.expm1(2 * shift) + 1e-5)
+    assert params.out is not None
+    return np.abs(params.out.kernel).sum((0, 1)) * off
+
+
+class Schedule(RuleBasedStateMachine):
+    """Random appends, forks, rollbacks and frees: the tokens of every row, kept on the host, give
+    the output by full attention."""
+
+    left: int | None = None
+    dtype: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params, _ = make()
+        self.cache = empty(self.params, dtype=self.dtype)
+        self.pool = PagePool(self.cache)
+        self.tokens: list[np.ndarray] = [np.zeros((0, 17), np.float32)] * ROWS
+        self.reach = [0] * ROWS  # the shortest length to which a row can roll back
+        self.rng = np.random.default_rng(0)
+
+    @rule(counts=st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS))
+    def extend(self, counts: list[int]) -> None:
+        try:
+            self.pool.extend(counts, left=self.left)
+        except ValueError:  # the invariants see that nothing has changed
+            return
+        x = self.rng.standard_normal((ROWS, 4, 17)).astype(np.float32) / 2
+        mask = Mask() if self.left is None else Mask.window(self.left, None)
+        out, self.cache = jaxmha.extend(
+            self.params, x, self.cache, q_lengths=np.asarray(counts), mask=mask
+        )
+        for row, count in enumerate(counts):
+            if self.left is not None:
+                self.reach[row] = len(self.tokens[row])
+            self.tokens[row] = np.concatenate([self.tokens[row], x[row, :count]])
+            self.check(row, count, np.asarray(out[row]))
+
+    def check(self, row: int, count: int, out: np.ndarray) -> None:
+        assert (out[count:] == 0).all()
+        if not count:
+            return
+        mask = Mask.causal() & (Mask() if self.left is None else Mask.window(self.left, None))
+        with jax.enable_x64(True):
+            exact = jax.tree.map(lambda a: np.asarray(a, np.float64), self.params)
+            tokens = self.tokens[row].astype(np.float64)
+            want = jaxmha.multi_head_attention(exact, tokens, mask=mask, implementation="reference")
+        want = np.asarray(want)[-count:]
+        if self.dtype is None:
+            tolerance.assert_close(out[:count], want, factor=tolerance.LAYER)
+        else:
+            assert (np.abs(out[:count] - want) <= stored_bound(exact, tokens)).all()
+
+    @rule(rows=st.tuples(st.integers(0, ROWS - 1), st.integers(0, ROWS - 1)))
+    def fork(self, rows: tuple[int, int]) -> None:
+        source, target = rows
+        self.pool.fork(source, target)
+        self.cache = self.cache.fork(source, target)
+        self.tokens[target], self.reach[target] = self.tokens[source], self.reach[source]
+
+    @rule(taken=st.lists(st.integers(0, 5), min_size=ROWS, max_size=ROWS))
+    def rollback(self, taken: list[int]) -> None:
+        kept = [
+            max(len(x) - n, least)
+            for x, n, least in zip(self.tokens, taken, self.reach, strict=True)
+        ]
+        self.pool.rollback(kept)
+        self.cache = self.cache.rollback(np.asarray(kept))
+        self.tokens = [x[:n] for x, n in zip(self.tokens, kept, strict=True)]
+
+    @precondition(lambda self: any(len(x) for x in self.tokens))
+    @rule(row=st.integers(0, ROWS - 1))
+    def free(self, row: int) -> None:
+        self.pool.free(row)
+        self.cache = self.cache.free(np.arange(ROWS) == row)
+        self.tokens[row], self.reach[row] = self.tokens[row][:0], 0
+
+    @invariant()
+    def the_host_foresees_the_device(self) -> None:
+        self.pool.require_same(self.cache)
+        assert self.pool.lengths.tolist() == [len(x) for x in self.tokens]
+
+    @invariant()
+    def no_page_is_lost_or_shared_by_mistake(self) -> None:
+        table, lengths = self.pool.table, self.pool.lengths
+        held = page_table.holders(table, PAGES)
+        assert (held > 0).sum() + self.pool.free_pages == PAGES
+        assert ((table >= 0) <= (np.arange(ENTRIES) < -(-lengths[:, None] // PAGE))).all()
+        for page in np.flatnonzero(held > 1):  # rows that share a page have the same tokens in it
+            rows, entries = np.nonzero(table == page)
+            assert len(set(entries)) == 1
+            start = entries[0] * PAGE
+            ends = [min(start + PAGE, lengths[row]) for row in rows]
+            first = self.tokens[rows[0]][start : min(ends)]
+            assert all((self.tokens[row][start : min(ends)] == first).all() for row in rows)
+
+
+class Windows(Schedule):
+    left = 4
+
+
+class Bytes(Schedule):
+    dtype = "int8"
+
+
+TestSchedule, TestWindows, TestBytes = (x.TestCase for x in (Schedule, Windows, Bytes))
+for case in (TestSchedule, TestWindows, TestBytes):
+    case.settings = settings(max_examples=5, stateful_step_count=12, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [Schedule, Windows, Bytes])
+def test_a_thousand_schedules(machine: type[Schedule]) -> None:
+    many = settings(max_examples=1000, stateful_step_count=15, deadline=None)
+    run_state_machine_as_test(machine, settings=many)  # type: ignore[no-untyped-call]
+
+
+def run(params: MHAParams, cache: Any, x: Any, **options: Any) -> tuple[Any, Any]:
+    return jaxmha.extend(params, x, cache, **options)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_what_is_stored_is_what_is_attended(dtype: str) -> None:
+    """Exactly: the output is that of a float32 cache that holds the rounded numbers."""
+    params, x = make()
+    _, small = run(params, empty(params, dtype=dtype), x[:, :7])
+    wide = empty(params)._replace(table=small.table, lengths=small.lengths)
+    for name in ("key", "value"):
+        pool, scale = getattr(small, name), getattr(small, f"{name}_scale")
+        wide = wide._replace(**{name: pool.astype(np.float32) * scale[..., None]})
+    positions = jnp.full((ROWS, 1), 6, np.int32)
+    query = jaxmha.project(params, x[:, 6:7])[0]
+    found, want = (
+        attend_cache(params, query, cache, positions, Mask(), Semantics(), block=PAGE)
+        for cache in (small, wide)
+    )
+    tolerance.assert_close(found, np.asarray(want, np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_rounding_of_stored_numbers(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((101, 13)) * np.exp(rng.uniform(-60, 60, (101, 1)))).astype(np.float32)
+    x[3], x[5, 2], x[7, 1] = 0, np.nan, np.inf
+    stored, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
+    back = np.asarray(stored, np.float64) * np.asarray(scale, np.float64)[:, None]
+    assert np.isnan(back[[5, 7]]).all()
+    largest = np.abs(x).max(-1, keepdims=True).astype(np.float64)
+    bound = largest / 254 if dtype == "int8" else np.abs(x) * 2.0 ** -(4 if "e4" in dtype else 3)
+    fine = np.isfinite(x).all(-1)
+    slack = largest * (2e-7 if dtype == "int8" else 2.0**-12)  # of the scale; of subnormal numbers
+    assert (np.abs(back - x) <= bound + slack)[fine].all()
+
+
+def test_prefill_and_steps_are_those_of_the_dense_cache() -> None:
+    params, x = make(use_bias_kv=True)
+    semantics = Semantics(logits_soft_cap=0.7, scale=0.9, add_zero_attn=True)
+    dense = jaxmha.KVCache.empty(params, ROWS, LONGEST)
+    paged = empty(params, pages=3 * ENTRIES)
+    lengths = Mask.lengths(key_value=np.asarray([4, 1, 3]))
+    found = []
+    for cache in (dense, paged):
+        outs = []
+        out, cache = jaxmha.prefill(params, x[:, :4], cache, semantics=semantics, mask=lengths)
+        outs.append(out)
+        for t in range(4, 9):
+            out, cache = jaxmha.decode_step(params, x[:, t : t + 1], cache, semantics=semantics)
+            outs.append(out)
+        found.append(np.concatenate(outs, 1))
+    tolerance.assert_close(found[1], found[0].astype(np.float64), factor=tolerance.LAYER)
+
+
+def test_no_room_is_nan_and_no_other_row_suffers() -> None:
+    params, x = make()
+    cache = empty(params, pages=4)
+    out, cache = run(params, cache, x[:, :5], q_lengths=np.asarray([5, 2, 0]))
+    assert np.isfinite(out).all()
+    assert int(cache.free_pages()) == 1
+    out, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([0, 1, 4]))
+    assert np.isfinite(out[:2]).all()
+    assert np.isnan(out[2]).all()
+    cache = cache.free(np.asarray([True, False, True]))
+    out, _ = run(params, cache, x[:, :4], q_lengths=np.asarray([0, 0, 4]))
+    assert np.isfinite(out).all()
+
+
+def test_nothing_recompiles_while_sequences_grow() -> None:
+    params, x = make()
+    cache = empty(params, pages=3 * ENTRIES)
+    traces = []
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(cache: PagedKVCache, x: jax.Array) -> tuple[Any, Any]:
+        traces.append(1)
+        out, cache = jaxmha.decode_step(params, x, cache)
+        return out, cache.fork(0, 2)
+
+    for t in range(11):
+        out, cache = step(cache, x[:, t : t + 1])
+    assert len(traces) == 1
+    assert np.isfinite(out).all()
+
+
+def test_wrong_arguments() -> None:
+    params, x = make()
+    cache = empty(params)
+    for options, problem in (
+        ({"pages": 0}, "pages must be an integer of at least 1"),
+        ({"page_size": 0}, "page_size must be an integer of at least 1"),
+        ({"dtype": "int16"}, "dtype must be floating"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=problem):
+            empty(params, **options)
+    calls: list[tuple[Any, str]] = [
+        (lambda: cache.fork(0, ROWS), r"row must be in \[0, 3\)"),
+        (lambda: cache.free(np.asarray([0, 1])), "rows: expected a Boolean array"),
+        (lambda: cache.rollback(np.asarray([1])), r"lengths: expected axes \(B\)"),
+        (lambda: run(params, cache, x, q_lengths=np.ones(ROWS)), "q_lengths must be an integer"),
+        (lambda: run(params, cache, x, q_lengths=np.ones(2, int)), "q_lengths"),
+        (lambda: run(params, cache._replace(table=cache.table[:2]), x), "cache.table"),
+        (lambda: run(params, cache, jnp.zeros((ROWS, 16, 17))), "do not fit into the S=15 slots"),
+        (lambda: PagePool(cache).extend([1, 2]), "counts: expected B=3 integers"),
+        (lambda: PagePool(cache).extend([16, 0, 0]), "row 0 has 0 tokens and would have 16"),
+        (lambda: PagePool(cache).extend([15, 9, 0]), "has 7 free pages of 7, too few for rows"),
+        (lambda: PagePool(cache).free(3), r"row must be in \[0, 3\)"),
+        (
+            lambda: PagePool(cache).require_same(
+                cache.fork(0, 1)._replace(lengths=cache.lengths + 1)
+            ),
+            "cache.lengths is not as reported",
+        ),
+    ]
+    for call, problem in calls:
+        with pytest.raises((ValueError, TypeError), match=problem):
+            call()
