@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float
 
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, require_arrays
@@ -201,7 +201,7 @@ def extend(
     x: Float[Array, "B T Dq"],
     cache: CacheT,
     *,
-    q_lengths: Integer[Array, "B"] | None = None,
+    q_lengths: Array | None = None,
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
@@ -377,7 +377,5 @@ def _heads(
     return query, key, value
 
 
-def _combine(
-    params: MHAParams, heads: jax.Array, semantics: Semantics, x: jax.Array
-) -> jax.Array:
+def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics, x: jax.Array) -> jax.Array:
     return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads), x)

@@ -12,7 +12,7 @@ from jaxmha.paged_cache import PagedKVCache
 class PagePool:
     """The table and lengths of a `PagedKVCache` on the host, for a scheduler.
 
-    A compiled step takes pages without asking, and where there are none, its outputs are NaN.
+    A compiled step takes pages without asking; where the pool has none left, outputs are NaN.
     Report every step and every change here before it runs: the pool refuses what does not fit,
     before anything is changed, and never reads the device.
 
@@ -100,16 +100,16 @@ class PagePool:
         if given.shape != self.lengths.shape:
             raise ValueError(f"lengths: expected B={self.lengths.size} lengths, got {given.shape}")
         self.lengths = np.minimum(given.clip(0), self.lengths).astype(np.int32)
-        self.table = page_table.truncated(self.table, self.lengths, self.page_size)
+        self.table = np.asarray(page_table.truncated(self.table, self.lengths, self.page_size))
 
     def require_same(self, cache: PagedKVCache) -> None:
         """Raises ValueError if the cache is not in the state reported; reads the device."""
         for name in ("table", "lengths"):
-            here, there = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
-            if here.shape != there.shape or (here != there).any():
+            expected, found = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
+            if expected.shape != found.shape or (expected != found).any():
                 raise ValueError(
-                    f"cache.{name} is not as reported to the pool: expected {here.tolist()}, got "
-                    f"{there.tolist()}"
+                    f"cache.{name} is not as reported to the pool: expected {expected.tolist()}, got "
+                    f"{found.tolist()}"
                 )
 
     def _windowed(self, left: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:

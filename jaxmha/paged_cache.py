@@ -125,12 +125,12 @@ class PagedKVCache(NamedTuple):
         none = jnp.full(self.table.shape, -1, np.int32)
         return self._replace(table=none, lengths=jnp.zeros(self.table.shape[0], np.int32))
 
-    def free(self, rows: Bool[Array, "B"]) -> "PagedKVCache":
-        """Empties the rows where `rows` is True; pages that no other row holds become free."""
+    def free(self, rows: Array) -> "PagedKVCache":
+        """Empties the rows where `rows`, a Boolean `(B,)`, is True; pages that no other row holds become free."""
         return self.rollback(jnp.where(_rows(rows, self.table.shape[0]), 0, self.lengths))
 
-    def rollback(self, lengths: Int[Array, "B"]) -> "PagedKVCache":
-        """Reduces the lengths, and frees the pages beyond; larger lengths change nothing.
+    def rollback(self, lengths: Array) -> "PagedKVCache":
+        """Reduces the lengths to `lengths`, `(B,)`, and frees the pages beyond; larger lengths change nothing.
 
         With `Mask.window`, steps free the pages before the window of their first token: a rollback
         reaches back to any length that the last step began with, and maybe no further.
@@ -155,7 +155,8 @@ class PagedKVCache(NamedTuple):
         `left`, of a window, frees the pages that no query from the first new token on attends.
         Returns the cache, and the rows that lack a page of theirs.
         """
-        lengths, table = jnp.asarray(self.lengths), jnp.asarray(self.table)
+        lengths = jnp.asarray(self.lengths)
+        table: Array = jnp.asarray(self.table)
         if left is not None:
             table = page_table.within_window(table, lengths, left, self.page_size)
         pages, T = self.key.shape[0], key.shape[1]
@@ -169,19 +170,20 @@ class PagedKVCache(NamedTuple):
         stored = self._replace(table=growth.table, lengths=lengths + counts)
         stored = stored._copied(growth)._put(at, key, value)
         first = jnp.zeros_like(lengths) if left is None else jnp.maximum(lengths - left, 0)
-        return stored, page_table.lacks(growth.table, first, stored.lengths, self.page_size)
+        lacking = page_table.lacks(growth.table, first, stored.lengths, self.page_size)
+        return stored, jnp.asarray(lacking)
 
     def _copied(self, growth: page_table.Growth) -> "PagedKVCache":
         """Copies pages that a row is about to write to and another row keeps."""
 
-        def copy(x: Array | None) -> jax.Array | None:
-            if x is None:
-                return None
+        def copy(x: Array) -> jax.Array:
             old = jnp.take(x, growth.sources, 0, mode="clip")
             return jnp.asarray(x).at[growth.targets].set(old, mode="drop")
 
-        names = ("key", "value", "key_scale", "value_scale")
-        return self._replace(**{name: copy(getattr(self, name)) for name in names})
+        pools: dict[str, Array] = {"key": self.key, "value": self.value}
+        if self.key_scale is not None and self.value_scale is not None:
+            pools |= {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        return self._replace(**{name: copy(pool) for name, pool in pools.items()})
 
     def _put(
         self,
@@ -238,7 +240,7 @@ def _row(row: int | Int[Array, ""], batch_size: int) -> int | Int[Array, ""]:
     return number
 
 
-def _rows(rows: Bool[Array, "B"], batch_size: int) -> jax.Array:
+def _rows(rows: Array, batch_size: int) -> jax.Array:
     rows = jnp.asarray(rows)
     if rows.dtype != np.bool_ or rows.shape != (batch_size,):
         raise ValueError(

@@ -146,7 +146,10 @@ def from_leaves(arrays: dict[str, Array]) -> MHAParams:
         return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
 
     return MHAParams(
-        *(Projection(arrays[f"{x}.kernel"], arrays.get(f"{x}.bias")) for x in MHAParams._fields[:3]),
+        *(
+            Projection(arrays[f"{x}.kernel"], arrays.get(f"{x}.bias"))
+            for x in MHAParams._fields[:3]
+        ),
         projection("out"),
         *(arrays.get(name) for name in MHAParams._fields[4:-1]),
         gate=projection("gate"),

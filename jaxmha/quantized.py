@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from jaxmha import checks
 from jaxmha.arrays import DTypeLike, as_dtype
+from jaxmha.implementations.base import accumulation_dtype
 
 
 def storage_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.generic]:
@@ -32,12 +33,12 @@ def quantize(
     Returns:
       q and the scale, in float32 (float64 for float64 inputs).
     """
-    wide = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+    wide = accumulation_dtype(x.dtype)
     x = x.astype(wide)
-    largest = float(np.iinfo(dtype).max if dtype == np.int8 else jnp.finfo(dtype).max)
+    largest = 127.0 if dtype == np.int8 else float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
     size = jnp.abs(x).max(-1, initial=0.0)
     # A subnormal scale would lose digits, and its inverse overflows.
-    scale = jnp.where(size > 0, jnp.maximum(size / largest, np.finfo(wide).tiny), 1.0)
+    scale = jnp.where(size > 0, jnp.maximum(size / largest, float(np.finfo(wide.name).tiny)), 1.0)
     scale = jnp.where(jnp.isfinite(size), scale, jnp.nan)
     q = x / scale[..., None]
     if dtype == np.int8:

@@ -28,7 +28,15 @@ def params_of(leaves: dict[str, Any]) -> MHAParams:
     def projection(name: str) -> Projection:
         return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
 
-    names = ("bias_k", "bias_v", "query_norm", "key_norm", "query_norm_bias", "key_norm_bias", "sinks")
+    names = (
+        "bias_k",
+        "bias_v",
+        "query_norm",
+        "key_norm",
+        "query_norm_bias",
+        "key_norm_bias",
+        "sinks",
+    )
     return MHAParams(
         projection("query"),
         projection("key"),

@@ -53,7 +53,8 @@ def stored_bound(params: MHAParams, tokens: np.ndarray) -> np.ndarray:
     shift = np.abs(query).sum(-1).max() / np.sqrt(query.shape[-1]) * np.abs(key).max() / 254
     off = np.abs(value).max() * (1 / 254 + 2 * np.expm1(2 * shift) + 1e-5)
     assert params.out is not None
-    return np.abs(params.out.kernel).sum((0, 1)) * off
+    bound: np.ndarray = np.abs(params.out.kernel).sum((0, 1)) * off
+    return bound
 
 
 class Schedule(RuleBasedStateMachine):
@@ -97,8 +98,8 @@ class Schedule(RuleBasedStateMachine):
         with jax.enable_x64(True):
             exact = jax.tree.map(lambda a: np.asarray(a, np.float64), self.params)
             tokens = self.tokens[row].astype(np.float64)
-            want = jaxmha.multi_head_attention(exact, tokens, mask=mask, implementation="reference")
-        want = np.asarray(want)[-count:]
+            full = jaxmha.multi_head_attention(exact, tokens, mask=mask, implementation="reference")
+        want = np.asarray(full)[-count:]
         if self.dtype is None:
             tolerance.assert_close(out[:count], want, factor=tolerance.LAYER)
         else:
@@ -165,7 +166,7 @@ for case in (TestSchedule, TestWindows, TestBytes):
 @pytest.mark.parametrize("machine", [Schedule, Windows, Bytes])
 def test_a_thousand_schedules(machine: type[Schedule]) -> None:
     many = settings(max_examples=1000, stateful_step_count=15, deadline=None)
-    run_state_machine_as_test(machine, settings=many)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine, settings=many)
 
 
 def run(params: MHAParams, cache: Any, x: Any, **options: Any) -> tuple[Any, Any]:
@@ -212,7 +213,8 @@ def test_prefill_and_steps_are_those_of_the_dense_cache() -> None:
     paged = empty(params, pages=3 * ENTRIES)
     lengths = Mask.lengths(key_value=np.asarray([4, 1, 3]))
     found = []
-    for cache in (dense, paged):
+    caches: list[Any] = [dense, paged]
+    for cache in caches:
         outs = []
         out, cache = jaxmha.prefill(params, x[:, :4], cache, semantics=semantics, mask=lengths)
         outs.append(out)

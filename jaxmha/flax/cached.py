@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxmha import checks, sharding
 from jaxmha.arrays import Array
 from jaxmha.cached_attention import nan_where, reject_structure
+from jaxmha.decoding import CacheT
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.flax.heads import (
     CallSettings,
@@ -24,7 +25,6 @@ from jaxmha.flax.heads import (
 )
 from jaxmha.flax.settings import cast, read_mask, widened
 from jaxmha.implementations import forward_mode
-from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
@@ -78,14 +78,14 @@ def attend_cached(
 
 def with_cache(
     module: Any,
-    step: Callable[..., tuple[jax.Array, KVCache]],
+    step: Callable[..., tuple[jax.Array, CacheT]],
     inputs: Array,
-    cache: KVCache,
+    cache: CacheT,
     mask: Array | Mask | None,
     force_fp32: bool = False,
     **more: object,
-) -> tuple[jax.Array, KVCache]:
-    """Runs `prefill` or `decode_step` of `jaxmha.kv_cache` for a module of linen or nnx."""
+) -> tuple[jax.Array, CacheT]:
+    """Runs `prefill` or `extend` of `jaxmha.decoding` for a module of linen or nnx."""
     params, semantics = module.to_params()
     params, inputs = cast((params, inputs), module.dtype)
     if force_fp32:

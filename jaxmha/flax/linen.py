@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.checks import promoted, reject_rounding, require_sizes
-from jaxmha.decoding import decode_step, prefill
+from jaxmha.decoding import CacheT, extend, prefill
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -36,7 +36,6 @@ from jaxmha.flax.settings import (
     settings_of,
     widened,
 )
-from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, Projection, from_leaves, leaves
 from jaxmha.rotary import Rotate
@@ -299,12 +298,13 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         return out, weights
 
     def prefill(
-        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
+        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
         """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`, without dropout.
 
         `init` draws the parameters by the layer's own call.
 
+        >>> from jaxmha import KVCache
         >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
         >>> variables = layer.init(jax.random.key(0), x)
         >>> cache = KVCache.empty(layer.to_params(variables)[0], 3, 8)
@@ -318,13 +318,26 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         return with_cache(self, prefill, inputs, cache, mask, forced, implementation=chosen)
 
     def decode_step(
-        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
+        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
         """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`.
 
         Neither dropout nor `implementation` applies: a step has an implementation of its own.
         """
-        return with_cache(self, decode_step, inputs, cache, mask, self.force_fp32_for_softmax)
+        return self.extend(inputs, cache, mask=mask)
+
+    def extend(
+        self,
+        inputs: Float[Array, "B T Dq"],
+        cache: CacheT,
+        *,
+        q_lengths: Array | None = None,
+        mask: Array | Mask | None = None,
+    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
+        """`decode_step` with `q_lengths`, `(B,)`, the number of tokens of each sequence."""
+        return with_cache(
+            self, extend, inputs, cache, mask, self.force_fp32_for_softmax, q_lengths=q_lengths
+        )
 
     def to_params(self, variables: Mapping[str, Any] | None = None) -> tuple[MHAParams, Semantics]:
         """Parameters and semantics, as `jaxmha.multi_head_attention` and the exporters take them.

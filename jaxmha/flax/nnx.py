@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.checks import floating_dtype, reject_rounding, require_sizes
-from jaxmha.decoding import decode_step, prefill
+from jaxmha.decoding import CacheT, extend, prefill
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -35,7 +35,6 @@ from jaxmha.flax.settings import (
     reject_shardings,
     settings_of,
 )
-from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.rotary import Rotate
@@ -299,12 +298,13 @@ class MultiHeadAttention(Attributes):
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
 
     def prefill(
-        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
+        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
         """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
 
         There is no dropout, even if `deterministic` is False.
 
+        >>> from jaxmha import KVCache
         >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
         >>> out, cache = layer.prefill(x, KVCache.empty(layer.to_params()[0], 3, 8))
         >>> out, cache = layer.decode_step(x[:, :1], cache)
@@ -315,13 +315,24 @@ class MultiHeadAttention(Attributes):
         return with_cache(self, prefill, inputs, cache, mask, implementation=chosen)
 
     def decode_step(
-        self, inputs: Float[Array, "B T Dq"], cache: KVCache, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], KVCache]:
+        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
+    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
         """`jaxmha.decode_step`: appends tokens to the cache and attends to all tokens in it.
 
         Neither dropout nor `implementation` applies: a step has an implementation of its own.
         """
-        return with_cache(self, decode_step, inputs, cache, mask)
+        return self.extend(inputs, cache, mask=mask)
+
+    def extend(
+        self,
+        inputs: Float[Array, "B T Dq"],
+        cache: CacheT,
+        *,
+        q_lengths: Array | None = None,
+        mask: Array | Mask | None = None,
+    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
+        """`decode_step` with `q_lengths`, `(B,)`, the number of tokens of each sequence."""
+        return with_cache(self, extend, inputs, cache, mask, q_lengths=q_lengths)
 
     def to_params(self) -> tuple[MHAParams, Semantics]:
         """Parameters and semantics, as `jaxmha.multi_head_attention` and the exporters take them.
