@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxmha import MHAParams, Semantics
     from jaxmha.converters.layout.base import Layout
     from jaxmha.converters.masks.lint_rules import Finding
-    from jaxmha.converters.matching import Plan
+    from jaxmha.converters.matching import Packing, Plan
     from jaxmha.converters.verify.attribution import Attribution
     from jaxmha.introspect.graph import DataFlow
 
@@ -59,7 +59,7 @@ def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
     return lint_masks(framework, **arguments)
 
 
-def match(source: Any, target: Any) -> "Plan":
+def match(source: Any, target: Any, *, packing: "Packing" = "ask") -> "Plan":
     """The plan that fills a model from a source, with a question for each undecided layer.
 
     See `jaxmha.converters.matching.match`.
@@ -71,7 +71,7 @@ def match(source: Any, target: Any) -> "Plan":
     """
     from jaxmha.converters.matching import match
 
-    return match(source, target)
+    return match(source, target, packing=packing)
 
 
 def describe(

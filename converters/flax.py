@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters._load_into import make_load_into
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
 from jaxmha.converters.layout.validation import leaf_shapes, refuse_sizes
 from jaxmha.converters.masks import flax as _masks
-from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -46,6 +46,11 @@ __all__ = [
 ]
 
 import_params, export_params = make_api(LAYOUTS)
+load_into = make_load_into(
+    "into_flax",
+    "an nnx module, `(linen module, variables)`, or linen variables",
+    "Fills an nnx module in place, or returns new linen variables.",
+)
 import_masks, export_masks = _masks.import_masks, _masks.export_masks
 tensors_of = live_model.flax
 
@@ -240,36 +245,3 @@ def forward(
     else:
         out = module(query, key, value, mask=mask, deterministic=True)
     return to_numpy(np.asarray(out))
-
-
-def load_into(
-    model: Any,
-    source: Any,
-    plan: Plan | None = None,
-    *,
-    dtype: str | None = None,
-    unused: Literal["refuse", "keep"] = "refuse",
-    missing: Literal["refuse", "keep"] = "refuse",
-) -> Any:
-    """Fills an nnx module in place, or returns new linen variables.
-
-    Args:
-      model: an nnx module, `(linen module, variables)`, or linen variables.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
-      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
-      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
-      unused: "keep" leaves out source arrays that the plan does not use.
-      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
-
-    Raises:
-      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
-        does not fit.
-    """
-    from jaxmha.converters.matching import loading
-
-    values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
-    if isinstance(model, tuple):
-        return model[0], loading.into_tree(model[1], values)
-    if isinstance(model, Mapping):
-        return loading.into_tree(model, values)
-    return loading.into_nnx(model, values)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters._load_into import make_load_into
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
@@ -24,7 +25,6 @@ from jaxmha.converters.layout.keras import (
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.masks.keras import attention_classes, attention_layers
-from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -52,6 +52,11 @@ __all__ = [
 ]
 
 import_params, export_params = make_api(LAYOUTS)
+load_into = make_load_into(
+    "into_keras",
+    "a built Keras model or layer",
+    "Assigns the variables of a Keras model.",
+)
 import_masks, export_masks = _masks.import_masks, _masks.export_masks
 implicit_masks = _masks.implicit_masks
 tensors_of = live_model.keras
@@ -226,32 +231,3 @@ def forward(
     if wide:  # for unequal head widths, Keras on JAX needs the path that returns scores
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))
-
-
-def load_into(
-    model: Any,
-    source: Any,
-    plan: Plan | None = None,
-    *,
-    dtype: str | None = None,
-    unused: Literal["refuse", "keep"] = "refuse",
-    missing: Literal["refuse", "keep"] = "refuse",
-) -> Any:
-    """Assigns the variables of a Keras model.
-
-    Args:
-      model: a built Keras model or layer.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
-      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
-      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
-      unused: "keep" leaves out source arrays that the plan does not use.
-      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
-
-    Raises:
-      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
-        does not fit.
-    """
-    from jaxmha.converters.matching import loading
-
-    values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
-    return loading.into_keras(model, values)

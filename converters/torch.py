@@ -7,18 +7,18 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters._load_into import make_load_into
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import torch as _masks
-from jaxmha.converters.matching import Plan
 from jaxmha.extras import needed
 from jaxmha.params import check
 
@@ -45,6 +45,11 @@ __all__ = [
 ]
 
 import_params, export_params = make_api(LAYOUTS)
+load_into = make_load_into(
+    "into_torch",
+    "a torch module",
+    "Copies the arrays of the source into a torch module.",
+)
 tensors_of = live_model.torch
 import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
 
@@ -219,32 +224,3 @@ def forward(
     finally:
         module.train(training)
     return to_numpy(out if module.batch_first else out.transpose(0, 1))
-
-
-def load_into(
-    model: Any,
-    source: Any,
-    plan: Plan | None = None,
-    *,
-    dtype: str | None = None,
-    unused: Literal["refuse", "keep"] = "refuse",
-    missing: Literal["refuse", "keep"] = "refuse",
-) -> Any:
-    """Copies the arrays of the source into a torch module.
-
-    Args:
-      model: a torch module.
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model.
-      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
-      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
-      unused: "keep" leaves out source arrays that the plan does not use.
-      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
-
-    Raises:
-      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
-        does not fit.
-    """
-    from jaxmha.converters.matching import loading
-
-    values = loading.filled(model, source, plan, dtype=dtype, unused=unused, missing=missing)
-    return loading.into_torch(model, values)

@@ -99,6 +99,7 @@ ROOMS = (
     (f"{CONVERTERS}.masks",),
     (f"{CONVERTERS}.discovery",),
     (f"{CONVERTERS}.matching",),
+    (f"{CONVERTERS}._load_into",),
     tuple(f"{CONVERTERS}.{face}" for face in FACES),
     (f"{CONVERTERS}.migrate",),
     (f"{CONVERTERS}.sharded",),
@@ -146,6 +147,8 @@ def violations(path: str, source: str) -> list[str]:
             for name in everywhere
             if under(name, "jaxmha") and name != "jaxmha" and not under(name, "jaxmha.checkpoint")
         ]
+    if own in (f"{CONVERTERS}._load_into", *(f"{CONVERTERS}.{face}" for face in FACES)):
+        found += [name for name in top if under(name, f"{CONVERTERS}.matching")]  # 20 ms
     frameworks = [name for name in FRAMEWORKS if not under(own, f"jaxmha.{name}")]
     of_core = above <= floor("jaxmha.checkpoint")  # converters may, inside functions
     return found + [name for name in (everywhere if of_core else top) if under(name, *frameworks)]
@@ -175,6 +178,7 @@ def test_direction(path: str) -> None:
         ("converters/torch.py", "if True:\n    from torch import nn"),
         ("converters/torch.py", "class A:\n    import keras.layers"),
         ("converters/torch.py", "from tests import reference"),
+        ("converters/torch.py", "from jaxmha.converters.matching import Plan"),
         ("converters/torch.py", "from converters import layout"),
         ("jaxmha/checkpoint/a.py", "from jaxmha.converters.layout.base import Layout"),
         ("jaxmha/checkpoint/a.py", "def f():\n    from jaxmha import params"),

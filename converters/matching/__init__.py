@@ -8,18 +8,21 @@ excluded; all other layers become questions. `match` makes the plan, `loading` f
 from typing import Any
 
 from jaxmha.converters.matching import lines, trees
-from jaxmha.converters.matching.plan import Line, Plan, Question
+from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
 
 __all__ = ["Line", "Plan", "Question", "match"]
 
 
-def match(source: Any, target: Any) -> Plan:
+def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
     """The plan that fills a target from a source, with a question for each undecided array.
 
     Args:
       source: a file, a folder of `save_pretrained`, a dict of arrays, or a model object.
       target: an nnx module (also of `nnx.eval_shape`), linen variables, an equinox module, a Keras
         or torch model, or any tree of arrays or `jax.ShapeDtypeStruct`.
+      packing: order of query, key and value (or gate and up) that are packed in one array, where
+        nothing shows it. "concatenated": one after another, as `(qkv N H)`. "ask": a question,
+        because some models alternate head by head, as `(N qkv H)`.
 
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
@@ -29,6 +32,6 @@ def match(source: Any, target: Any) -> Plan:
     """
     mine = trees.read(source)
     try:
-        return lines.plan(mine, trees.read(target))
+        return lines.plan(mine, trees.read(target), packing)
     finally:
         mine.close()

@@ -231,6 +231,31 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
     return Arrow(*both)
 
 
+def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
+    """True if the arrow of the main arrays takes an order of packed parts that nothing shows."""
+    ends = [(source.first, _split(arrow.source)), (target.first, _split(arrow.target))]
+    return any(_guessed(*one, *other) for one, other in (ends, ends[::-1]))
+
+
+def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:
+    """True if `axes` of a packed layer may also alternate between the parts, head by head."""
+    if not layer.guessed or layer.part is None:
+        return False
+    if any(axis.startswith("(s ") for axis in axes):
+        return True
+    own = [axis for axis in axes if axis not in ("l", "m")]
+    outs = [n for n, axis in enumerate(own) if axis.strip("(").startswith("o")]
+    parts, shape = layer.part[1], layer.slots[MAIN].shape
+    if "s" not in own or len(outs) != 1 or len(own) != len(shape) or shape[outs[0]] % parts:
+        return False
+    # The axis before may also be of as many heads as there are parts, unless the other end has
+    # another number of heads.
+    plain = [axis for axis in others if axis not in ("s", "l", "m")]
+    heads = [n for n, axis in enumerate(plain) if axis.startswith("o")]
+    sizes = other.slots[MAIN].shape[-len(plain) :]
+    return len(heads) < 2 or sizes[heads[0]] == parts
+
+
 def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
     """Yields the ways to read the axes of a main array: (letter, size) of each axis."""
     if len([n for n in shape if n != 1]) <= 1 and form not in ("oi", "io", "vd", "weight"):

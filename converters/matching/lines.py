@@ -7,18 +7,27 @@ from dataclasses import dataclass, replace
 
 from jaxmha.converters.matching import plan as plans
 from jaxmha.converters.matching import roles
-from jaxmha.converters.matching.arrows import Arrow, Fit, fit
+from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import Decision, decide
-from jaxmha.converters.matching.plan import Line, Plan, Question
-from jaxmha.converters.matching.templates import Layer, Template, is_buffer, templates, unrolled
+from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
+from jaxmha.converters.matching.templates import (
+    MAIN,
+    Layer,
+    Template,
+    is_buffer,
+    templates,
+    unrolled,
+)
 from jaxmha.converters.matching.trees import Array, Tree
 
 _MOST = 64  # most repetitions to unroll into separate templates
 _LETTERS = "ijkl"
 
 
-def plan(source: Tree, target: Tree) -> Plan:
-    """Makes the plan that fills the target tree from the source tree."""
+def plan(source: Tree, target: Tree, packing: Packing = "ask") -> Plan:
+    """Makes the plan that fills the target tree from the source tree; `packing` as in `match`."""
+    if packing not in ("ask", "concatenated"):
+        raise ValueError(f"packing must be ask or concatenated, got {packing!r}")
     mine, theirs = roles.assigned(templates(source)), roles.assigned(templates(target))
     decision = decide(mine, theirs)
     if decision.open:
@@ -26,9 +35,14 @@ def plan(source: Tree, target: Tree) -> Plan:
         if again is not None:
             mine, theirs = again
             decision = decide(mine, theirs)
-    found = _pieces(mine, theirs, decision)
+    packed = _guessed_pairs(mine, theirs, decision) if packing == "ask" else {}
+    open_ = {t for several in packed.values() for t in several}
+    found = _pieces(mine, theirs, decision, decision.taken.keys() - open_)
     lines, refused = _lines(found, source, target)
     questions = [*_questions(mine, theirs, decision), *refused]
+    for several in packed.values():
+        rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
+        questions += [*_of_packing(rows), *refused]
     used = _used(lines, source)
     unused = [a for a in source.arrays.values() if a.name not in used]
     ignored = [a.name for a in unused if is_buffer(a)]
@@ -81,11 +95,39 @@ class _Piece:
     take: str = ""
 
 
-def _pieces(
+def _guessed_pairs(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
+) -> dict[object, list[int]]:
+    """The decided targets whose packed parts are in an order that nothing shows, by attention."""
+    found: dict[object, list[int]] = {}
+    for t, (s, *_) in sorted(decision.taken.items()):
+        if guesses(mine[s], theirs[t], decision.fits[s, t].arrows[MAIN]):
+            found.setdefault((mine[s].path[:-1], theirs[t].path[:-1]), []).append(t)
+    return found
+
+
+def _of_packing(rows: Sequence[Line]) -> list[Question]:
+    """The question whether these lines, which take packed parts one after another, are right."""
+    if not rows:
+        return []
+    reason = (
+        "nothing shows whether the packed projections follow one another or alternate head by head; "
+        "if they follow one another, add these lines or pass packing='concatenated'"
+    )
+    sources = dict.fromkeys(name for row in rows for name in row.sources)
+    arrays = tuple(row.target for row in rows)
+    return [Question(arrays[0], tuple(sources), reason, "\n".join(map(plans.shown, rows)), arrays)]
+
+
+def _pieces(
+    mine: Sequence[Template],
+    theirs: Sequence[Template],
+    decision: Decision,
+    chosen: Iterable[int],
 ) -> list[_Piece]:
     found = []
-    for t, (s, reason, confidence) in sorted(decision.taken.items()):
+    for t in sorted(chosen):
+        s, reason, confidence = decision.taken[t]
         source, target, how = mine[s], theirs[t], decision.fits[s, t]
         groups, letters, take = _grouped(source, target, how)
         for slot, arrow in how.arrows.items():

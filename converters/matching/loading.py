@@ -12,39 +12,13 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.matching import lines, trees
-from jaxmha.converters.matching.plan import Line, Plan
+from jaxmha.converters.matching.plan import Line, Packing, Plan
 from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
 
 _SHOWN = 5
 POLICIES = ("refuse", "keep")
-
-
-def filled(
-    model: Any,
-    source: Any,
-    plan: Plan | None,
-    *,
-    dtype: str | None = None,
-    unused: str = "refuse",
-    missing: str = "refuse",
-) -> Iterator[tuple[str, NDArray]]:
-    """Yields name and value of every array to load into a model, in its final dtype.
-
-    Args:
-      model, source: target and source, as in `match`. plan: None makes a plan with `match`.
-      dtype: dtype of every floating array; None keeps the model's dtypes, if they represent all
-        values of the source's dtypes.
-      unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
-      missing: "keep" leaves arrays of the model as they are if the plan has no line for them.
-
-    Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
-    """
-    with prepared(model, source, plan, dtype=dtype, unused=unused, missing=missing) as ready:
-        for name in ready:
-            yield name, ready[name]
 
 
 @contextmanager
@@ -56,10 +30,20 @@ def prepared(
     dtype: str | None = None,
     unused: str = "refuse",
     missing: str = "refuse",
+    packing: Packing = "ask",
 ) -> Iterator[Lazy]:
-    """The arrays of a model as a lazy mapping; shapes and dtypes are checked before any is read.
+    """The arrays to load into a model, each in its final dtype; none is read before it is asked for.
 
-    Arguments and errors are those of `filled`.
+    Args:
+      model, source: target and source, as in `match`.
+      plan: None makes a plan with `match`. packing: as in `match`; used only without a plan.
+      dtype: dtype of every floating array; None keeps the model's dtypes, if they represent all
+        values of the source's dtypes.
+      unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
+      missing: "keep" leaves arrays of the model as they are if the plan has no line for them.
+
+    Raises:
+      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
     """
     for name, value in (("unused", unused), ("missing", missing)):
         if value not in POLICIES:
@@ -67,7 +51,7 @@ def prepared(
     mine = trees.read(source)
     try:
         theirs = trees.read(model)
-        own = lines.plan(mine, theirs) if plan is None else plan
+        own = lines.plan(mine, theirs, packing) if plan is None else plan
         _refuse_questions(own)
         jobs = dict(_jobs(own, mine, theirs))
         _refuse_rest(own, mine, theirs, jobs, unused, missing)
@@ -267,29 +251,50 @@ def _named(dtype: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
 
 
-def into_nnx(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+def into_nnx(model: Any, ready: Lazy) -> Any:
     """Updates an nnx module in place; each array gets the sharding of the one it replaces."""
     from flax import nnx
 
+    _check_dtypes(ready)
     variables = {"/".join(map(str, p)): (p, v) for p, v in nnx.to_flat_state(nnx.state(model))}
-    for name, value in values:
+    for name in ready:
         path, variable = variables.pop(name)
-        placed = _placed(value, variable.get_value())
+        placed = _placed(ready[name], variable.get_value())
         nnx.update(model, nnx.from_flat_state([(path, variable.replace(placed))]))
     return model
 
 
-def into_tree(tree: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+def into_tree(tree: Any, ready: Lazy) -> Any:
     """Returns a tree of the same structure with the new arrays."""
     import jax
 
+    _check_dtypes(ready)
     leaves, structure = jax.tree_util.tree_flatten(tree)
     numbers = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
     names = ["/".join(keys) for keys, _ in trees.tree_leaves(tree)]
     place = dict(zip(names, numbers, strict=True))
-    for name, value in values:
-        leaves[place[name]] = _placed(value, leaves[place[name]])
+    for name in ready:
+        leaves[place[name]] = _placed(ready[name], leaves[place[name]])
     return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def into_flax(model: Any, ready: Lazy) -> Any:
+    """Updates an nnx module in place; returns linen variables, or `(module, variables)`, anew."""
+    if isinstance(model, tuple):
+        return model[0], into_tree(model[1], ready)
+    return into_tree(model, ready) if isinstance(model, Mapping) else into_nnx(model, ready)
+
+
+def _check_dtypes(ready: Lazy) -> None:
+    """Raises ValueError if JAX would change a dtype; before the model changes."""
+    import jax
+
+    for name, info in ready.info.items():
+        if (made := jax.dtypes.canonicalize_dtype(info.dtype)) != info.dtype:
+            raise ValueError(
+                f"{name}: JAX would keep {info.dtype} as {made}: call "
+                "jax.config.update('jax_enable_x64', True)"
+            )
 
 
 def _placed(value: NDArray, before: Any) -> Any:
@@ -298,35 +303,32 @@ def _placed(value: NDArray, before: Any) -> Any:
     import jax.numpy as jnp
 
     sharding = getattr(before, "sharding", None)
-    made = jax.device_put(value, sharding) if sharding is not None else jnp.asarray(value)
-    if made.dtype != value.dtype:
-        raise ValueError(
-            f"JAX would keep {value.dtype} as {made.dtype}: call jax.config.update('jax_enable_x64', True)"
-        )
-    return made
+    return jax.device_put(value, sharding) if sharding is not None else jnp.asarray(value)
 
 
-def into_keras(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+def into_keras(model: Any, ready: Lazy) -> Any:
     """Assigns the variables of a Keras model."""
     variables = {
         f"{path}/{v.name}".removeprefix("/"): v for path, _, v in trees.keras_variables(model)
     }
-    for name, value in values:
-        variables[name].assign(value)
+    for name in ready:
+        variables[name].assign(ready[name])
     return model
 
 
-def into_torch(model: Any, values: Iterator[tuple[str, NDArray]]) -> Any:
+def into_torch(model: Any, ready: Lazy) -> Any:
     """Copies values into the parameters and buffers of a torch module; another dtype raises."""
     import torch
 
     state = model.state_dict()
+    for name, info in ready.info.items():
+        kept = str(state[name].dtype).removeprefix("torch.")
+        if kept != info.dtype.name:
+            raise ValueError(
+                f"{name} is {kept} in the module, not {info.dtype}: convert the module with "
+                ".to(...) first"
+            )
     with torch.no_grad():
-        for name, value in values:
-            tensor = to_torch(value)
-            if tensor.dtype != state[name].dtype:
-                raise ValueError(
-                    f"{name} is {state[name].dtype} in the module: convert the module with .to(...) first"
-                )
-            state[name].copy_(tensor)
+        for name in ready:
+            state[name].copy_(to_torch(ready[name]))
     return model

@@ -4,11 +4,12 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxmha.checkpoint.errors import printable
 
 VERSION = 1
+Packing = Literal["ask", "concatenated"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
-from jaxmha.converters.matching.terms import CANONICAL, IN_MLP, LISTS, ORDER, meaning, packed, terms
+from jaxmha.converters.matching.terms import (
+    CANONICAL,
+    IN_MLP,
+    LISTS,
+    ORDER,
+    SURE,
+    meaning,
+    packed,
+    terms,
+)
 from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
@@ -32,12 +41,16 @@ SHARED = 0.6  # blocks are repetitions if they share this fraction of the smalle
 
 
 class Layer(NamedTuple):
-    """One layer: path, slot -> array, axis order (form) of the main array, and the packed part."""
+    """One layer: path, slot -> array, axis order (form) of the main array, and the packed part.
+
+    `guessed`: nothing shows in which order the main array holds the packed parts.
+    """
 
     path: tuple[str, ...]
     slots: Mapping[str, Array]
     form: str
     part: tuple[int, int] | None = None  # (index, count) of the layer in a packed array
+    guessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,8 +138,9 @@ def layers(tree: Tree) -> list[Layer]:
         key = slots[MAIN].path[-1]
         names = packed(key if key == "in_proj_weight" else path[-1])
         if names and len(slots[MAIN].shape) > 1:
+            sure = any(name in (key, path[-1]) and form in ("", layer.form) for name, form in SURE)
             found += [
-                layer._replace(path=(*path[:-1], name), part=(i, len(names)))
+                layer._replace(path=(*path[:-1], name), part=(i, len(names)), guessed=not sure)
                 for i, name in enumerate(names)
             ]
         else:

@@ -19,7 +19,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 _FORMS = {
     "torch": {
         "Linear": "oi", "NonDynamicallyQuantizableLinear": "oi", "MultiheadAttention": "oi",
-        "Conv1D": "io", "Embedding": "vd", "EmbeddingBag": "vd",
+        "Embedding": "vd", "EmbeddingBag": "vd",
         "Conv1d": "oi", "Conv2d": "oi", "Conv3d": "oi",
         "ConvTranspose1d": "no", "ConvTranspose2d": "no", "ConvTranspose3d": "no", "Bilinear": "no",
     },
@@ -119,9 +119,9 @@ def _torch(module: Any) -> Tree:
         seen[where] = name
         layer = live.layers.get(name.rpartition(".")[0])
         dtype = str(tensor.dtype).removeprefix("torch.")
-        form = _form(layer, "torch") or ("io" if type(layer).__name__ == "Conv1D" else "")
+        form = _form(layer, "torch")
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
-            form = "io"
+            form = "io"  # of GPT-2: its weight is transposed
         arrays[name] = Array(name, split(name), tuple(tensor.shape), dtype, form or "raw")
     return Tree("torch", arrays, lambda name: to_numpy(live.state[name]), aliases)
 
@@ -188,7 +188,6 @@ def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _tree(tree: Any, kind: str) -> Tree:
-
     flat = tree_leaves(tree)
     if not flat:
         raise TypeError(f"expected a model or a tree of arrays, got {type(tree).__name__}")

@@ -51,6 +51,13 @@ def command(
     unused: Annotated[
         bool, option("--keep-unused", "Leave out arrays that the model does not have.")
     ] = False,
+    concatenated: Annotated[
+        bool,
+        option(
+            "--concatenated",
+            "Packed projections follow one another: all of query, then key, then value.",
+        ),
+    ] = False,
     force: Annotated[bool, option("--force", "Overwrite files.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +70,7 @@ def command(
             check_text(save, force, [source])
         model = built(target)
         if plan is None:
-            made = matching.match(source, model)
+            made = matching.match(source, model, packing="concatenated" if concatenated else "ask")
         else:
             made = matching.Plan.from_toml(plan.read_text(encoding="utf-8"))
         if as_json:

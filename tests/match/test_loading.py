@@ -103,6 +103,29 @@ def test_a_lossy_cast_is_asked_for() -> None:
     assert model.linear.kernel[...].dtype == jnp.float32
 
 
+def test_a_dtype_that_does_not_fit_changes_nothing() -> None:
+    plan = match(SOURCE, Mine(nnx.Rngs(0)))
+    wide = SOURCE | {"table.weight": SOURCE["table.weight"].astype(np.float64)}
+    fitting: Any = {n: np.zeros_like(x) for n, x in wide.items()}
+    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fitting)
+    model = Mine(nnx.Rngs(0))
+    for variable in (model.linear.kernel, model.linear.bias):
+        variable.set_value(np.zeros(variable.shape, np.float32))
+    model.embed.embedding.set_value(np.zeros((7, 4)))
+    with pytest.raises(ValueError, match="embed/embedding: JAX would keep float64 as float32"):
+        flax.load_into(model, wide, plan)
+    assert not np.any(model.linear.kernel[...])
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        equinox.load_into(tree, wide)
+    module: Any = torch.nn.ModuleDict(
+        {"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)}
+    )
+    before = module.lin.weight.detach().clone()
+    with pytest.raises(ValueError, match="not float16"):
+        torch_face.load_into(module, SOURCE, dtype="float16")
+    assert torch.equal(module.lin.weight, before)
+
+
 def test_arrays_left_over_raise() -> None:
     more = SOURCE | {"pooler.weight": np.zeros((9, 8), np.float32)}
     with pytest.raises(ValueError, match=r"no place for pooler\.weight"):

@@ -60,7 +60,7 @@ def departure(pair: Pair, source: Any, target: Any) -> float:
 def test_outputs_are_the_same(name: str) -> None:
     pair = named(name)
     source, target = pair.source(), pair.target()
-    plan = match(source, target)
+    plan = match(source, target, packing=pair.packing)
     assert len(plan.questions) <= QUESTIONS
     assert Plan.from_toml(plan.to_toml()).lines == plan.lines
     if plan.questions:

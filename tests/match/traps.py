@@ -191,8 +191,35 @@ def permuted_blocks(drawn: Drawn, rng: np.random.Generator) -> None:
             _rename(drawn.target, there, "/".join(new), "/")
 
 
+PACKED_NAMES = ("qkv", "Wqkv", "wqkv", "to_qkv", "qkv_proj", "w_qkv", "c_attn")
+
+
+def pack(drawn: Drawn, name: str, *, by_head: bool, there: bool = False) -> None:
+    """Packs query, key and value of the source, or of the target, in one layer of this name."""
+    arrays, separator = (drawn.target, "/") if there else (drawn.source, ".")
+    for role, names in list(drawn.layers.items()):
+        if not role.startswith("query"):
+            continue
+        number = role.removeprefix("query")
+        parts = [drawn.layers[f"{part}{number}"][there] for part in ("query", "key", "value")]
+        place = _parent(names[there], separator) + name + separator
+        for key in ("kernel", "bias") if there else ("weight", "bias"):
+            values = [arrays.pop(f"{part}{separator}{key}") for part in parts]
+            axis = 1 if key == "kernel" else 0
+            if by_head:
+                heads = [np.split(value, 2, axis) for value in values]
+                values = [heads[part][head] for head in range(2) for part in range(3)]
+            arrays[place + key] = np.concatenate(values, axis)
+
+
+def packed(drawn: Drawn, rng: np.random.Generator) -> None:
+    """A packed projection with a usual name alternates between query, key and value by head."""
+    pack(drawn, str(rng.choice(PACKED_NAMES[:-1])), by_head=True, there=rng.random() < 0.5)
+
+
 TRAPS: dict[str, Callable[[Drawn, np.random.Generator], None]] = {
-    x.__name__: x for x in (exchanged, tied, transposed, missing_bias, extra_head, permuted_blocks)
+    x.__name__: x
+    for x in (exchanged, tied, transposed, missing_bias, extra_head, permuted_blocks, packed)
 }
 
 

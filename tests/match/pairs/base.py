@@ -30,6 +30,7 @@ class Pair:
     inputs: Callable[[np.random.Generator], tuple[Any, ...]]
     run_source: Callable[..., Any] = run_torch
     run_target: Callable[..., Any] = run_jax
+    packing: str = "ask"
 
 
 def floats(*shape: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:

@@ -92,4 +92,4 @@ class ViT(nnx.Module):
         return self.classifier(self.ln(x)[:, 0])
 
 
-PAIR = Pair(TorchViT, lambda: ViT(nnx.Rngs(0)), floats(2, 12, 12, 3))
+PAIR = Pair(TorchViT, lambda: ViT(nnx.Rngs(0)), floats(2, 12, 12, 3), packing="concatenated")
