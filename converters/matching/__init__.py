@@ -17,7 +17,8 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
     """The plan that fills a target from a source, with a question for each undecided array.
 
     Args:
-      source: a file, a folder of `save_pretrained`, a dict of arrays, or a model object.
+      source: a file, a folder of `save_pretrained`, `hf://org/model[@revision]`, a dict of arrays,
+        or a model object.
       target: an nnx module (also of `nnx.eval_shape`), linen variables, an equinox module, a Keras
         or torch model, or any tree of arrays or `jax.ShapeDtypeStruct`.
       packing: order of query, key and value (or gate and up) that are packed in one array, where

@@ -51,6 +51,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> Plan:
         tuple(_merged(questions)),
         tuple(a.name for a in unused if a.name not in ignored),
         tuple(ignored),
+        source.origin,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from einops import rearrange
 
-from jaxmha.checkpoint import Lazy, TensorInfo
+from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.matching import lines, trees
 from jaxmha.converters.matching.plan import Line, Packing, Plan
@@ -48,7 +48,7 @@ def prepared(
     for name, value in (("unused", unused), ("missing", missing)):
         if value not in POLICIES:
             raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {value!r}")
-    mine = trees.read(source)
+    mine = trees.read(_pinned(source, plan))
     try:
         theirs = trees.read(model)
         own = lines.plan(mine, theirs, packing) if plan is None else plan
@@ -70,6 +70,17 @@ def prepared(
         yield Lazy(info, load)
     finally:
         mine.close()
+
+
+def _pinned(source: Any, plan: Plan | None) -> Any:
+    """The commit in the plan, if the source is the same model without a revision."""
+    if (
+        plan is not None
+        and hub.is_address(source)
+        and str(source).endswith(hub.model_of(plan.source).removeprefix(hub.SCHEME) or " ")
+    ):
+        return plan.source
+    return source
 
 
 def _refuse_questions(plan: Plan) -> None:

@@ -58,16 +58,20 @@ class Plan:
       lines: one for each target array or repeated array.
       questions: targets that are not decided. A plan with questions loads nothing.
       unused: source arrays that no line uses. ignored: unused buffers, which models recompute.
+      source: of a model from a hub: its address with the commit. Loading the same model without a
+        revision loads this commit.
     """
 
     lines: tuple[Line, ...]
     questions: tuple[Question, ...] = ()
     unused: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    source: str = ""
 
     def to_toml(self) -> str:
         """The plan as text that people can edit; `Plan.from_toml` reads it."""
-        text = ["# Edit, then pass it as plan=.", f"version = {VERSION}", ""]
+        text = ["# Edit, then pass it as plan=.", f"version = {VERSION}"]
+        text += [f"source = {_quoted(self.source)}"] * bool(self.source) + [""]
         for question in self.questions:
             text += [f"# ? {printable(question.target)}: {printable(question.reason)}"]
             text += [f"#   candidates: {', '.join(map(printable, question.candidates))}"]
@@ -90,9 +94,13 @@ class Plan:
             content = tomllib.loads(text)
         except ValueError as error:
             raise ValueError(f"the plan is no TOML: {error}") from error
-        if content.get("version") != VERSION or content.keys() - {"version", "array"}:
+        if content.get("version") != VERSION or content.keys() - {"version", "source", "array"}:
             raise ValueError(f"the plan must have version = {VERSION} and tables [[array]]")
-        return Plan(tuple(_line(n, table) for n, table in enumerate(content.get("array", []), 1)))
+        source = content.get("source", "")
+        if not isinstance(source, str):
+            raise ValueError("the source of the plan must be a string")  # noqa: TRY004
+        found = (_line(n, table) for n, table in enumerate(content.get("array", []), 1))
+        return Plan(tuple(found), source=source)
 
     def with_lines(self, *lines: Line) -> "Plan":
         """Replaces questions and lines for the same targets by these lines; returns a new plan."""

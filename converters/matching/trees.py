@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
@@ -52,6 +53,7 @@ class Tree:
       kind: "torch", "nnx", "linen", "equinox", "keras", "file" or "tree".
       load: reads one array by name; it is never called for a target.
       aliases: second name of a shared array -> the name under which `arrays` has it.
+      origin: of a model from a hub: its address with the commit.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Tree:
     load: Callable[[str], NDArray]
     aliases: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
+    origin: str = ""
 
 
 def read(model: Any) -> Tree:
@@ -68,6 +71,9 @@ def read(model: Any) -> Tree:
       TypeError: `model` contains no array.
       CheckpointError: the file cannot be read.
     """
+    if hub.is_address(model):
+        found = hub.fetch(model)
+        return replace(_file(found.folder), origin=found.address)
     if isinstance(model, str | Path):
         return _file(Path(model))
     if _of(model, "torch"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.checkpoint import digests
+from jaxmha.checkpoint import digests, hub
 from jaxmha.checkpoint.errors import (
     BudgetExceeded,
     CheckpointError,
@@ -250,7 +250,7 @@ def open(
 
     Args:
         path: a file, the index of a sharded checkpoint, a folder with either (as written by
-            save_pretrained of Hugging Face), or an orbax folder.
+            save_pretrained of Hugging Face), an orbax folder, or `hf://org/model[@revision]`.
         limits: limits on memory and work for each file of the checkpoint.
         mmap: return read-only views of the mapped file where its layout allows, without a copy. If
             another process truncates the file meanwhile, the system kills this process.
@@ -268,7 +268,7 @@ def open(
         ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
         torch (2, 3) 6.0
     """
-    found_at = Path(path)
+    found_at = hub.fetch(os.fspath(path)).folder if hub.is_address(path) else Path(path)
     if not table.is_folder(found_at):
         found_at = table.file_in(found_at)
     if table.is_folder(found_at):

@@ -26,12 +26,18 @@ from jaxmha.converters.matching import loading
 EXAMPLES = (
     "Examples:\n\n  jaxmha match bert/ my_model.py:build --save plan.toml\n\n"
     "  jaxmha match bert/ my_model:build --plan plan.toml --to mine.safetensors\n\n"
-    "  jaxmha match model.safetensors template.npz"
+    "  jaxmha match model.safetensors template.npz\n\n"
+    "  jaxmha match hf://org/model my_model.py:build --to mine.safetensors"
 )
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of save_pretrained.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint, a folder of save_pretrained, or hf://ORGANISATION/MODEL[@REVISION]."
+        ),
+    ],
     target: Annotated[
         str,
         typer.Argument(

@@ -11,6 +11,7 @@ import typer
 from typer.models import OptionInfo
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint import hub
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import guess, known
 from jaxmha.converters.migrate import pipeline
@@ -54,12 +55,23 @@ Block = Annotated[
     str | None,
     option("--block", "Prefix of the block, as `jaxmha inspect` lists it.  [default: first]"),
 ]
+
+
+def _local(source: Path) -> Path:
+    """The folder in the cache for an address such as hf://org/model; other paths unchanged."""
+    try:
+        return hub.fetch(source).folder if hub.is_address(source) else source
+    except checkpoint.CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 Source = Annotated[
     Path,
     typer.Argument(
         help="The checkpoint to read: a file, the index of a sharded one, the folder of either (as "
-        "Hugging Face saves models), or an orbax folder.",
+        "Hugging Face saves models), an orbax folder, or hf://ORGANISATION/MODEL[@REVISION].",
         show_default=False,
+        callback=_local,
     ),
 ]
 DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type: ignore[misc]

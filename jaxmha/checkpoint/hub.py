@@ -1,0 +1,194 @@
+"""Fetches checkpoints from a hub that speaks the protocol of Hugging Face, at a fixed revision.
+
+Files go to the cache of `huggingface_hub`, which also knows the token and the hub's address.
+"""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmha.checkpoint.errors import (
+    CheckpointError,
+    MissingDependency,
+    UnreadableFile,
+    UnsupportedFormat,
+)
+
+SCHEME = "hf://"
+_ADDRESS = re.compile(
+    r"hf:/{1,2}(?P<model>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?", re.ASCII
+)  # one slash is left of two if the address was a Path
+_FETCHED = (".safetensors", ".safetensors.index.json")
+_CONFIG = "config.json"
+_FORM = "write hf://ORGANISATION/MODEL, or hf://ORGANISATION/MODEL@REVISION"
+
+
+class Fetched(NamedTuple):
+    """The folder of a model in the cache, and its address with the commit as revision."""
+
+    folder: Path
+    address: str
+
+
+def is_address(source: Any) -> bool:
+    """True for text or paths such as hf://org/model.
+
+    >>> is_address("hf://org/model@main"), is_address(Path("hf://org/model")), is_address("a.npz")
+    (True, True, False)
+    """
+    return isinstance(source, str | Path) and str(source).startswith(("hf:/", SCHEME))
+
+
+def model_of(address: str) -> str:
+    """The address without its revision.
+
+    >>> model_of("hf://org/model@v1")
+    'hf://org/model'
+    """
+    return address.partition("@")[0]
+
+
+def fetch(address: str | Path) -> Fetched:
+    """Fetches the safetensors files and the config.json of a model, unless they are in the cache.
+
+    A model that is in the cache is used without a network. After an error nothing of an unfinished
+    download is left in the cache.
+
+    Raises:
+        MissingDependency: huggingface_hub is not installed.
+        UnreadableFile: no such model or revision, no access, no network, or a broken download.
+        UnsupportedFormat: the model has no safetensors file, or the address has another form.
+    """
+    text = str(address)
+    found = _ADDRESS.fullmatch(text)
+    if found is None:
+        raise UnsupportedFormat(text, "is no address of a model", _FORM)
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ModuleNotFoundError as e:
+        remedy = "pip install 'jaxmha[hub]'"
+        raise MissingDependency(text, "huggingface_hub is not installed", remedy) from e
+    model, revision = found["model"], found["revision"]
+    with _one_message(text, huggingface_hub.errors), _clean(model):
+        commit, names = _listed(model, revision)
+        wanted = [n for n in names if "/" not in n and n.endswith(_FETCHED)]
+        if not wanted:
+            others = ", ".join(n for n in names if n.endswith((".bin", ".h5", ".gguf", ".msgpack")))
+            problem = f"has no safetensors file (it has {others or 'no weights'})"
+            raise UnsupportedFormat(text, problem, "download another file and name that")
+        wanted = _without_copies(wanted)
+        config = [name for name in names if name == _CONFIG]
+        paths = [_downloaded(model, name, commit) for name in (*config, *wanted)]
+    return Fetched(paths[0].parent, f"{SCHEME}{model}@{commit}")
+
+
+def _downloaded(model: str, name: str, commit: str) -> Path:
+    import huggingface_hub
+
+    return Path(huggingface_hub.hf_hub_download(model, name, revision=commit))
+
+
+def _without_copies(names: Sequence[str]) -> list[str]:
+    """Leaves out files that a folder of `save_pretrained` does not have, if it has a model."""
+    shard = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    return [name for name in names if shard.fullmatch(name)] or list(names)
+
+
+def _listed(model: str, revision: str | None) -> tuple[str, list[str]]:
+    """Commit and file names of a model; from the cache, if the hub cannot be reached."""
+    import huggingface_hub
+    import huggingface_hub.errors
+
+    api = huggingface_hub.HfApi()
+    try:
+        info = api.model_info(model, revision=revision)
+    except huggingface_hub.errors.HfHubHTTPError:
+        raise
+    except Exception:
+        kept = _cached(model, revision)
+        if kept is None:
+            raise
+        return kept
+    return str(info.sha), [str(one.rfilename) for one in info.siblings or ()]
+
+
+def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
+    """Commit and files in the cache: of the revision, or of the only commit if it has no name."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE) / _folder_name(model)
+    commits = {path.name: path for path in (cache / "snapshots").glob("*")}
+    commit = revision or "main"
+    with contextlib.suppress(OSError):
+        commit = (cache / "refs" / commit).read_text().strip()
+    if revision is None and commit not in commits and len(commits) == 1:
+        (commit,) = commits
+    names = [path.name for path in commits[commit].iterdir()] if commit in commits else []
+    return (commit, names) if any(name.endswith(_FETCHED) for name in names) else None
+
+
+def _folder_name(model: str) -> str:
+    return f"models--{model.replace('/', '--')}"
+
+
+@contextlib.contextmanager
+def _clean(model: str) -> Iterator[None]:
+    """Removes after an error what an unfinished download of a model left in the cache."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    places = [cache / _folder_name(model), cache / ".locks" / _folder_name(model)]
+    before = {path for place in places for path in (place, *place.rglob("*"))}
+    existed = [place.exists() for place in places]
+    try:
+        yield
+    except BaseException:
+        for place, was in zip(places, existed, strict=True):
+            if not was:
+                shutil.rmtree(place, ignore_errors=True)
+            for path in set(place.rglob("*.incomplete")) - before:
+                path.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _one_message(address: str, errors: Any) -> Iterator[None]:
+    """Turns the errors of huggingface_hub, and those of its network library, into one of ours.
+
+    Its warnings about retries are hidden.
+    """
+    login = "log in with `hf auth login`, and accept the terms on the page of the model"
+    table: tuple[tuple[type[Exception], str, str], ...] = (
+        (errors.GatedRepoError, "is gated, and this token has no access", login),
+        (
+            errors.RepositoryNotFoundError,
+            "there is no such model, or it is private",
+            "check the name; for a private model log in with `hf auth login`",
+        ),
+        (errors.RevisionNotFoundError, "the model has no such revision", "check the revision"),
+        (errors.HFValidationError, "is no name of a model", _FORM),
+        (errors.LocalEntryNotFoundError, "the download failed", "check the network and try again"),
+        (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE is set", "unset it, or download it first"),
+    )
+    from huggingface_hub.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        for kind, problem, remedy in table:
+            if isinstance(e, kind):
+                raise UnreadableFile(address, problem, remedy) from e
+        reason = (" ".join(str(e).split()) or type(e).__name__)[:200]
+        problem = f"the download failed ({reason})"
+        raise UnreadableFile(address, problem, "check the network and try again") from e
+    finally:
+        logging.set_verbosity(level)
