@@ -8,9 +8,12 @@ they are called.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import os
+
     from matplotlib.figure import Figure
 
     from jaxmha import MHAParams, Semantics
+    from jaxmha.converters.discovery.positions import Positions
     from jaxmha.converters.layout.base import Layout
     from jaxmha.converters.masks.lint_rules import Finding
     from jaxmha.converters.matching import Packing, Plan
@@ -27,6 +30,22 @@ def layouts() -> "dict[str, Layout]":
     from jaxmha.converters.layout.registry import LAYOUTS
 
     return {layout.name: layout for layout in LAYOUTS}
+
+
+def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
+    """The positions of every attention block of a published model, by the prefix of the block.
+
+    `source`: the folder of the model, with config.json, or a checkpoint in it. Rotate projected
+    queries and keys by `rotary`, and give `added.bias(T, S, query, key)` as the bias; see
+    `jaxmha.converters.discovery.positions`.
+
+    >>> positions_of("missing.safetensors")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxmha.checkpoint.errors.UnreadableFile: ...
+    """
+    from jaxmha.converters.discovery.positions import positions_of
+
+    return positions_of(source)
 
 
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":

@@ -146,6 +146,7 @@ PARTS = {
             videoprism_vision_model
         """,
         "scale": """
+            dia dia_decoder dia_encoder gpt_neo zamba zamba2
             gemma2 gemma3 gemma3_text granite granite4_vision granite4_vision_text
             granite_docling granite_docling_text granite_speech granite_speech_plus granite_swa
             granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax
@@ -224,8 +225,8 @@ FUNCTIONS = {
             pegasus_x reformer yoso
         """,
         "scale": """
-            dia dia_decoder dia_encoder diffusion_gemma_text embedding_gemma2_text gemma3n_text
-            gemma4_text gemma4_unified_text gpt_neo zamba zamba2
+            diffusion_gemma_text embedding_gemma2_text gemma3n_text gemma4_text
+            gemma4_unified_text
         """,
         "qk_norm": """
             llama4 llama4_text

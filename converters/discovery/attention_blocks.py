@@ -125,8 +125,6 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     for variant in (v for candidate in layouts for v in _variants(candidate)):
         first = next(entry.key for entry in variant.entries if not entry.group)
         for prefix in _prefixes(variant, ends, first):
-            if re.search(_ASSIGNS, prefix):
-                continue
             keys = {
                 entry.key: full
                 for entry in variant.entries
@@ -221,8 +219,6 @@ def damaged_at(
         required = [entry for entry in usual if not entry.group]
         prefixes = {p: None for entry in usual for p in _prefixes(candidate, ends, entry.key)}
         for prefix in prefixes:
-            if re.search(_ASSIGNS, prefix):
-                continue
             present = [e for e in usual if candidate.path(prefix, e.key) in shapes]
             first = required[0] in present and 2 * sum(not e.group for e in present) >= len(
                 required
@@ -295,8 +291,10 @@ def _unknown(
 
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
-        return key in known_keys or (module in norms and array in _OF_NORMS)
+        before = placed and module in BEFORE and array in _OF_NORMS
+        return key in known_keys or (module in norms and array in _OF_NORMS) or before
 
+    placed = model_families.stands_any(prefix)
     own = set(keys.values())
     return tuple(
         name
@@ -305,6 +303,12 @@ def _unknown(
     )
 
 
+# Layers before the projections, or after the output, at the prefixes of families that have them: in
+# other models, such a name may be that of a norm between the heads and the output.
+BEFORE = (
+    "LayerNorm", "ln", "layer_norm", "self_attn_layer_norm", "self.layernorm1", "self.layernorm2",
+    "self.sr", "self.layer_norm", "self.sequence_reduction", "spatial_reduction",
+)  # fmt: skip
 _OF_NORMS = {
     "weight",
     "bias",
@@ -330,8 +334,10 @@ def _ends(names: Iterable[str]) -> Ends:
 
 def _prefixes(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
     """The prefixes at which a key of the layout occurs."""
-    yield from ends.get(("", key), ())
-    yield from ends.get((candidate.separator, key), ())
+    for separator in ("", candidate.separator):
+        for prefix in ends.get((separator, key), ()):
+            if not re.search(_ASSIGNS, prefix):
+                yield prefix
 
 
 def _variants(candidate: Layout) -> list[Layout]:
@@ -371,7 +377,8 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
             return False
         sizes |= own
     # Even packings share these names, so the output width is checked too for uneven packings.
-    checked = ("K", "h", "Do") if any(map(uneven.letter, candidate.entries)) else ("K", "h")
+    checked = ["K", "h", *(["Do"] if any(map(uneven.letter, candidate.entries)) else [])]
+    checked += ["Dk", "Dv"] if candidate.name == "llama" else []
     return all(
         sizes[letter] == sizes[tied]
         for letter, (tied, _) in candidate.ties.items()

@@ -74,6 +74,14 @@ def _known(own: Mapping[str, Any]) -> Values:
     return {"scale": None}
 
 
+def _unscaled(own: Mapping[str, Any]) -> Values:
+    return {"scale": 1.0}
+
+
+def _of_half(own: Mapping[str, Any]) -> Values:
+    return {"scale": (float(own["attention_head_dim"]) / 2) ** -0.5}
+
+
 # Model types, and the function that reads the semantics of their blocks from a configuration. The
 # zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
@@ -82,7 +90,10 @@ READERS: tuple[tuple[str, _Reader], ...] = (
         "granitemoe_swa granitemoehybrid",
         _multiplied,
     ),
-    ("gemma2 vaultgemma", _capped),
+    ("granite4_vision_text", _multiplied),
+    ("gpt_neo dia_encoder dia_decoder", _unscaled),
+    ("zamba zamba2", _of_half),
+    ("gemma2 vaultgemma t5_gemma_module", _capped),
     (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "

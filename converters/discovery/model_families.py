@@ -50,6 +50,16 @@ FAMILIES: tuple[Family, ...] = (
     Family("StarCoder", "starcoder", "h.{i}.attn"),
     Family("Phi-3", "phi3", "layers.{i}.self_attn"),
     Family("BERT", "bert", "encoder.layer.{i}.attention encoder.layer.{i}.crossattention"),
+    Family("LXMERT", "lxmert", "x_layers.{i}.visual_attention"),
+    Family("DeBERTa", "deberta-1", "encoder.layer.{i}.attention"),
+    Family("ALBERT", "linear-query", "albert_layers.{i}.attention encoder.layer.{i}.attention"),
+    Family("SegFormer, PVT", "bert", "block.{i}.{i}.attention"),
+    Family("PVT v2", "linear-query-proj", "layers.{i}.blocks.{i}.attention"),
+    Family("Swin", "bert", "layers.{i}.blocks.{i}.attention"),
+    Family(
+        "Perceiver", "bert",
+        "self_attends.{i}.attention cross_attention.attention decoding_cross_attention.attention",
+    ),
     Family("ViT (transformers 4)", "vit", "encoder.layer.{i}.attention"),
     Family("ViT (transformers 5)", "llama", "layers.{i}.attention"),
     Family("timm", "timm", "blocks.{i}.attn"),
@@ -79,6 +89,9 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
+_NAMES = frozenset(family.name for family in FAMILIES)
+
+
 def stands(names: Collection[str], prefix: str) -> bool:
     """True if one of the named families has blocks at this prefix, in any layout.
 
@@ -92,6 +105,15 @@ def stands(names: Collection[str], prefix: str) -> bool:
         if family.name in names
         for pattern in family.prefixes.split()
     )
+
+
+def stands_any(prefix: str) -> bool:
+    """True if a family has blocks at this prefix, in any layout.
+
+    >>> stands_any("encoder.layer.3.attention"), stands_any("my_layer")
+    (True, False)
+    """
+    return stands(_NAMES, prefix)
 
 
 def match(layout: str, prefix: str, shapes: Shapes) -> tuple[Family, str] | None:

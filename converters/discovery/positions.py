@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,23 @@ from jaxmha.arrays import Array
 from jaxmha.converters.discovery import (
     architectures,
     attention_blocks,
+    axial,
     behaviours,
     described,
     hf_config,
     rotary_frequencies,
 )
+from jaxmha.converters.discovery.added_terms import (
+    Alibi,
+    Buckets,
+    Distances,
+    Grid,
+    Term,
+    Waves,
+    Window,
+)
 from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.axial import Axial
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
@@ -112,68 +124,52 @@ def _is_wide(x: Array) -> bool:
     return str(x.dtype) == "float64"
 
 
-class Alibi(NamedTuple):
-    """A bias of `-rates[n] * distance`, added to the logits."""
-
-    rates: tuple[float, ...]
-
-    def bias(self, T: int, S: int) -> NDArray:
-        """The bias, `N T S`; the last query has the position of the last key."""
-        distance = np.arange(T)[:, None] + S - T - np.arange(S)
-        found: NDArray = -np.asarray(self.rates)[:, None, None] * distance
-        return found
-
-
-class Buckets(NamedTuple):
-    """A learned bias for every bucket of distances, added to the logits (T5).
-
-    `table` is `buckets N`. In each direction, half of the buckets hold one distance each, and the
-    others logarithmic ranges up to `most`. `both`: keys after the query have their own buckets.
-    """
-
-    table: NDArray
-    both: bool
-    most: int = 128
-
-    def bias(self, T: int, S: int) -> NDArray:
-        """The bias, `N T S`; the last query has the position of the last key."""
-        distance = np.arange(T)[:, None] + S - T - np.arange(S)
-        count = len(self.table) // (2 if self.both else 1)
-        bucket = np.where(distance < 0, count, 0) if self.both else 0
-        distance = abs(distance) if self.both else np.maximum(distance, 0)
-        exact = count // 2
-        far = np.log(np.maximum(distance, 1) / exact) / math.log(self.most / exact)
-        rough = np.minimum(exact + (far * (count - exact)).astype(np.int64), count - 1)
-        found = bucket + np.where(distance < exact, distance, rough)
-        return np.asarray(np.moveaxis(self.table[found], -1, 0))
-
-
 class Positions(NamedTuple):
     """The positions of one block.
 
-    `scheme`: "none"; "rotary", with its parameters in `rotary`; "alibi" or "relative", with the
-    bias in `added`; "unknown". `why`: the reason for "none" or "unknown".
+    `scheme`: "none"; "rotary", or "axial" for rows and columns, with its parameters in `rotary`;
+    "alibi" or "relative", with the bias in `added`; "unknown". `why`: the reason for "none" or
+    "unknown".
     """
 
     scheme: str
-    rotary: Rotary | None = None
-    added: Alibi | Buckets | None = None
+    rotary: Rotary | Axial | None = None
+    added: Term | None = None
     why: str = ""
 
 
 def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
     """The positions of every attention block of a checkpoint, by prefix.
 
-    `source`: a checkpoint file; its folder must also hold the model's config.json.
+    `source`: a checkpoint file, or a folder with one; the model's config.json lies next to it.
 
     Raises:
       CheckpointError: the file cannot be read.
+      ValueError: the folder has no checkpoint, or several.
     """
-    with checkpoint.open(source) as file:
+    with checkpoint.open(_in_folder(Path(source))) as file:
         blocks = attention_blocks.find(attention_blocks.shapes(file))
         configured = described.of(file, blocks).heads
         content = hf_config.readable(file.path)
         return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
+
+
+# Names of checkpoints in the folders of published models, from the first choice to the last.
+_FILES = (
+    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)  # fmt: skip
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".npz", ".h5", ".keras")
+
+
+def _in_folder(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    named = [path / name for name in _FILES if (path / name).is_file()]
+    files = named[:1] or sorted(x for x in path.iterdir() if x.suffix in _SUFFIXES)
+    if len(files) > 1:
+        raise ValueError(f"{path} has several checkpoints ({files[0].name}, {files[1].name}): name one")
+    return files[0] if files else path  # a folder that is itself a checkpoint
 
 
 def _of_block(
@@ -186,8 +182,12 @@ def _of_block(
     parts = architectures.parts(model_type)
     heads = None if count is None else count.heads
     try:
-        if "relative" in parts:
-            return _relative(block, own, file)
+        if "relative" in parts and (found := _relative(block, own, file)) is not None:
+            return found
+        if "relative" in parts and not {"rotary", "alibi"} & {*parts}:
+            raise ValueError("its relative positions have no form here")
+        if str(own.get("position_embedding_type")) in ("absolute", "learned"):
+            return Positions("none", why=f"position_embedding_type of {hf_config.CONFIG}")
         if "alibi" in parts or own.get("alibi") is True:
             if heads is None:
                 raise ValueError("its head count is not known")
@@ -208,7 +208,8 @@ def _rotary(
     heads: int | None,
     file: checkpoint.Checkpoint,
 ) -> Positions:
-    if model_type in PLANES:
+    form = axial.form_of(model_type)
+    if model_type in PLANES and not form:
         raise ValueError("its rotary positions count rows and columns")
     layer = _layer(block.prefix)
     if _without(own, layer, model_type):
@@ -222,6 +223,8 @@ def _rotary(
     if type(width) is not int:
         raise ValueError("the width of its heads is not known")
     rope_ = _rope(own, layer)
+    if form:
+        return Positions("axial", axial.of(model_type, own, width, float(rope_["rope_theta"])))
     dims = next((own[k] for k in _DIMS if isinstance(own.get(k), int)), None)
     share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
     dims = int(width * share) if dims is None else dims
@@ -287,12 +290,45 @@ def rates(heads: int) -> tuple[float, ...]:
 
 
 _T5 = "relative_attention_bias.weight"
+_SWIN = "self.relative_position_bias_table"
+_SAM = ("rel_pos_h", "rel_pos_w")
+_SHAW = "distance_embedding.weight"
+_WAVES = (
+    ("bias_u", "bias_v", "relative_k_proj.weight"),
+    ("pos_bias_u", "pos_bias_v", "linear_pos.weight"),
+)
 
 
-def _relative(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Positions:
+def _relative(
+    block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint
+) -> Positions | None:
+    """The term of the tensors next to the projections; None if there are none."""
+    if block.layout.name == "t5":
+        return _buckets(block, own, file)
+
+    def read(*keys: str) -> list[NDArray] | None:
+        names = [f"{block.prefix}.{key}" for key in keys]
+        return [to_numpy(file[n]) for n in names] if all(n in file.info for n in names) else None
+
+    if (found := read(_SWIN)) is not None:
+        return Positions("relative", added=Window(*found))
+    if (found := read(*_SAM)) is not None:
+        return Positions("relative", added=Grid(*found))
+    if (found := read(_SHAW)) is not None:
+        left = own.get("left_max_position_embeddings")
+        if type(left) is not int:
+            raise ValueError("left_max_position_embeddings is not in its configuration")
+        return Positions("relative", added=Distances(found[0], left))
+    for keys in _WAVES:
+        if (found := read(*keys)) is not None:
+            u, v, kernel = found
+            kernel = np.moveaxis(kernel.reshape(*u.shape, kernel.shape[-1]), -1, 0)
+            return Positions("relative", added=Waves(u, v, kernel))
+    return None
+
+
+def _buckets(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Positions:
     """The buckets of a T5 block; the first layer of a stack holds the table for the whole stack."""
-    if block.layout.name != "t5":
-        raise ValueError("its relative positions have no form here")
     if block.prefix.endswith("EncDecAttention"):
         return Positions("none", why="attention across has none")
     stack = re.match(r"(.*?)block[./]\d+[./]", block.prefix)
@@ -314,9 +350,26 @@ def turned(
 ) -> tuple[jax.Array | Array, jax.Array | Array]:
     """Rotates projected queries `*B T N H` and keys `*B S K H` by the positions 0, 1, 2, ...
 
-    Returns them unchanged if the block has no rotary positions.
+    Patches of axial positions are those of one square image, or of several equal ones. Returns
+    queries and keys unchanged if the block has no rotary positions.
+
+    Raises:
+      ValueError: the tokens are the patches of no square images.
     """
     if positions.rotary is None:
         return query, key
     T, S = query.shape[-3], key.shape[-3]
+    if isinstance(positions.rotary, Axial):
+        return (
+            positions.rotary(query, _squares(positions.rotary, T)),
+            positions.rotary(key, _squares(positions.rotary, S)),
+        )
     return positions.rotary(query, np.arange(T)), positions.rotary(key, np.arange(S))
+
+
+def _squares(rotary: Axial, T: int) -> NDArray:
+    for images in range(1, T + 1):
+        side = math.isqrt(T // images)
+        if T % images == 0 and side * side == T // images and side % rotary.merge == 0:
+            return np.tile(rotary.places(side, side), (images, 1))
+    raise ValueError(f"{T} tokens are not the patches of square images: give places to `rotary`")

@@ -138,6 +138,7 @@ TENSORS = (
         (
             r"relative_attention_bias|relative_position|rel_pos|relative_bias|attention_biases"
             r"|distance_embedding|pos_bias_[uv]|linear_pos|position_bias|rel_embeddings"
+            r"|att\w*[./]bias_[uv]$|relative_k_proj"
         ),
     ),
     ("sinks", r"att\w*[./](sinks?|bias_[kv]|null_k\w*)($|\.)"),

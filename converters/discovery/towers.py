@@ -93,6 +93,16 @@ TOWERS: dict[str, Rows] = {
         (r"protein_encoder\.model", "protein_encoder_config: num_attention_heads"),
         (_LANGUAGE, "num_attention_heads"),
     ),
+    "moshi": (
+        (r"audio_encoder", "audio_encoder_config: num_attention_heads"),
+        (r"depth_decoder", "depth_decoder_config: num_attention_heads"),
+        (r"layers\.", "num_attention_heads"),
+    ),
+    "perceiver": (
+        (r"self_attends", "num_self_attention_heads"),
+        (r"cross_attention", "num_cross_attention_heads"),
+    ),
+    "gpt_neo": ((r"", "num_heads"),),
     "bridgetower": ((r"vision_model", "vision_config: hidden_size / 64"),),
 }
 

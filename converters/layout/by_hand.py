@@ -22,6 +22,20 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "packed-out": ("Wqkv", "out_proj"),  # MPT
     "packed": ("Wqkv", "Wo"),  # ModernBERT
     "packed-proj": ("qkv_proj", "proj"),
+    "query-proj": ("query", "key", "value", "proj"),  # PVT v2, V-JEPA 2
+    "projected": ("query_proj", "key_proj", "value_proj", "out_proj"),  # ProphetNet
+    "net": ("query_net", "key_net", "value_net", "out_projection"),  # Cohere ASR
+    "to-out-proj": ("to_q", "to_k", "to_v", "out_proj"),  # Cosmos 3
+    "ctrl": ("Wq", "Wk", "Wv", "dense"),
+    "q-wo": ("q_proj", "k_proj", "v_proj", "Wo"),  # ModernBERT decoder
+    "moshi": ("q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"),
+    "conformer": ("linear_q", "linear_k", "linear_v", "linear_out"),  # wav2vec 2 conformer
+    "wq-proj": ("wq", "wk", "wv", "proj"),  # Sapiens 2
+    "q-proj": ("q", "k", "v", "proj"),  # Qwen2.5-Omni
+    "bark": ("att_proj", "out_proj"),
+    "w-qkv": ("w_qkv", "out_proj"),  # Nemotron
+    "wqkv-wo": ("wqkv", "wo"),  # Kimi
+    "in-proj": ("in_proj", "o_proj"),  # Phonon
 }
 # Style -> separator, key of a kernel, key of a bias, True if kernels are (out, in), the convention
 # of other layers, and the class.
@@ -43,6 +57,12 @@ _PACKED = {
     "h": ("H", "query, key and value are packed with one head width"),
     "Dk": ("Dq", "one input is projected to query, key and value"),
     "Dv": ("Dq", "one input is projected to query, key and value"),
+}
+
+
+# Arrays next to the projections of a layout, of terms that are added to the logits.
+_TERMS = {
+    "conformer": ("distance_embedding.weight", "pos_bias_u", "pos_bias_v", "linear_pos.weight"),
 }
 
 
@@ -84,6 +104,7 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
         tuple(entries),
         ties=_PACKED if len(names) == 2 else _GROUPED if suffix not in ("", "combine") else TIES,
         separator=separator,
+        other_keys=_TERMS.get(suffix, ()),
         convention=convention,
         about=f"{'two' if len(names) == 2 else 'four'} {about} {', '.join(names)}",
     )

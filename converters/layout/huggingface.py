@@ -17,6 +17,7 @@ _QKV_KERNEL = ("query.kernel", "key.kernel", "value.kernel")
 _QKV_BIAS = ("query.bias", "key.bias", "value.bias")
 _DROPOUT = frozenset({"dropout_rate"})
 
+_RELATIVE = ("self.relative_position_bias_table", "self.relative_position_index")
 _BERT = (
     Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
     Entry("self.query.bias", "(N H)", ("query.bias",)),
@@ -32,8 +33,30 @@ BERT = Layout(
     _BERT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias", *_RELATIVE),
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
+)
+LXMERT = Layout(
+    "lxmert",
+    tuple(entry._replace(key=entry.key.replace("self.", "att.")) for entry in _BERT),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    about="LXMERT: keys under `encoder.x_layers.0.visual_attention`",
+)
+DEBERTA_1 = Layout(
+    "deberta-1",
+    (
+        Entry("self.in_proj.weight", "(N qkv H) Dq", _QKV_KERNEL),
+        Entry("self.q_bias", "(N H)", ("query.bias",)),
+        Entry("self.v_bias", "(N h)", ("value.bias",)),
+        Entry("output.dense.weight", "Do (N h)", ("out.kernel",)),
+        Entry("output.dense.bias", "Do", ("out.bias",)),
+    ),
+    ties={**_PACKED, **_RESIDUAL},
+    holds=_DROPOUT,
+    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    about="DeBERTa: packed head by head, without a key bias (terms by position apart)",
 )
 DEBERTA = Layout(
     "deberta",
@@ -98,6 +121,7 @@ TIMM = Layout(
     ),
     ties=_PACKED,
     holds=_DROPOUT,
+    other_keys=("rel_pos_h", "rel_pos_w"),
     about="timm vision transformers: keys under `blocks.0.attn`",
 )
 GPT2 = Layout(
@@ -156,4 +180,4 @@ WHISPER = Layout(
     holds=_DROPOUT,
     about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
 )
-LAYOUTS = (BERT, DEBERTA, VIT, BEIT, VIDEO, TIMM, GPT2, NEOX, T5, WHISPER)
+LAYOUTS = (BERT, LXMERT, DEBERTA, DEBERTA_1, VIT, BEIT, VIDEO, TIMM, GPT2, NEOX, T5, WHISPER)

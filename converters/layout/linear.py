@@ -1,5 +1,7 @@
 """Layouts of attention made of linear layers: torch Linear, Keras Dense, or bare matrices."""
 
+from dataclasses import replace
+
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.by_hand import BY_HAND, DENSE_FILE, TIES
 
@@ -37,8 +39,35 @@ LLAMA = Layout(
         "Dk": ("Dq", "Llama attention projects one input to query, key and value"),
         "Dv": ("Dq", "Llama attention projects one input to query, key and value"),
     },
-    other_keys=("rotary_emb.inv_freq",),
+    other_keys=("rotary_emb.inv_freq", "bias_u", "bias_v", "relative_k_proj.weight"),
     about="Llama, Mistral, Qwen2 attention with grouped queries (rotary embedding apart)",
+)
+LLAMA_KEYLESS = replace(
+    LLAMA,
+    name="llama-keyless",
+    entries=tuple(
+        entry._replace(group="") if entry.group == "qkv bias" else entry
+        for entry in LLAMA_ENTRIES
+        if entry.leaves != ("key.bias",)
+    ),
+    about="GLM-ASR, Voxtral, DINOv3: Llama's names without a bias of the keys",
+)
+LLAMA_ACROSS = replace(
+    LLAMA,
+    name="llama-across",
+    ties={"h": LLAMA.ties["h"]},
+    apart=("Dq Dk", "attention of one input has layout llama"),
+    about="Dia, SAM 3, Idefics: Llama's names, keys and values of another input",
+)
+LINEAR_OUT_BIAS = replace(
+    LINEAR,
+    name="linear-out-bias",
+    entries=tuple(
+        entry._replace(group="") if entry.key == "out_proj.bias" else entry
+        for entry in LINEAR.entries
+        if not entry.group or entry.key == "out_proj.bias"
+    ),
+    about="GPT-Neo: q_proj, k_proj, v_proj without biases, out_proj with one",
 )
 _PACKED_TIES = {
     "Do": ("Dq", "the block adds its output to its input"),
@@ -52,6 +81,9 @@ _ALL = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias"
 _UNEVEN = {
     "phi3": ("qkv_proj", "o_proj", "M", "Phi-3: all queries, then all keys, then all values"),
     "falcon": ("query_key_value", "dense", "U", "Falcon: groups of queries, a key and a value"),
+    "molmo": ("att_proj", "attn_out", "M", "Molmo: all queries, then all keys, then all values"),
+    "dbrx": ("Wqkv", "out_proj", "M", "DBRX: all queries, then all keys, then all values"),
+    "timm-grouped": ("qkv", "proj", "M", "EXAONE 4.5: all queries, then all keys, then values"),
     "starcoder": ("c_attn", "c_proj", "M", "StarCoder (gpt_bigcode): one head of keys and values"),
 }
 
@@ -113,4 +145,4 @@ MATRICES = Layout(
     about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
     "target that has one, an identity computes the same)",
 )
-LAYOUTS = (LINEAR, LLAMA, *UNEVEN, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
+LAYOUTS = (LINEAR, LLAMA, LLAMA_KEYLESS, LLAMA_ACROSS, LINEAR_OUT_BIAS, *UNEVEN, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)

@@ -179,6 +179,16 @@ _ADDED = {
     "relative_attention_bias.weight": "take the key out, look the bias of every distance up in it "
     "and give it to multi_head_attention(bias=) of every layer (a whole file is converted with the "
     "array carried over under its own name)",
+    **dict.fromkeys(
+        (
+            "self.relative_position_bias_table", "rel_pos_h", "rel_pos_w", "bias_u", "bias_v",
+            "relative_k_proj.weight", "distance_embedding.weight", "pos_bias_u", "pos_bias_v",
+            "linear_pos.weight",
+        ),
+        "take the key out, and give multi_head_attention(bias=) the term that positions_of(folder) "
+        "of jaxmha.converters returns for this block (a whole file is converted with the array "
+        "carried over under its own name)",
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from jaxmha.converters.discovery.positions import turned
 KINDS = ("equal", "bias", "rotary", "other")  # from the best to the worst
 TOLERANCE = 1e-5  # of the largest number
 MASKED = -5e3
+SHIFTED = -100.0  # what Swin adds to the logits of masked pairs
 
 
 class Outcome(NamedTuple):
@@ -92,7 +93,11 @@ def _compare(
 ) -> Outcome:
     query, key, value = given
     valid = theirs > MASKED
-    mine = _scores(params, semantics, query, key, positions)
+    try:
+        mine = _scores(params, semantics, query, key, positions)
+    except ValueError as error:  # the term has another number of tokens
+        return Outcome("other", float("inf"), str(error))
+    valid &= ~(np.abs(theirs - mine - SHIFTED) < 1e-3)
     weights = _softmax(np.where(valid, theirs, -np.inf), sinks)
     heads = _clipped(_project(value, params.value), semantics)
     groups = weights.shape[1] // heads.shape[2]
@@ -154,7 +159,9 @@ def with_jaxmha(
             bias = None
             if positions is not None:
                 q, k = turned(positions, q, k)
-                bias = None if positions.added is None else positions.added.bias(T, S)[None]
+                if positions.added is not None:
+                    bias = positions.added.bias(T, S, np.asarray(q), np.asarray(k))
+                    bias = bias[None] if bias.ndim == 3 else bias
             heads = jaxmha.dot_product_attention(
                 q,
                 k,
@@ -232,7 +239,7 @@ def _scores(params: Any, semantics: Any, query: Any, key: Any, positions: Any) -
         with jax.enable_x64(True), jax.disable_jit():
             q, k = (np.asarray(x) for x in turned(positions, q, k))
         if positions.added is not None:
-            added = positions.added.bias(q.shape[1], k.shape[1])
+            added = positions.added.bias(q.shape[1], k.shape[1], q, k)
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if semantics.scale is None else semantics.scale
     found = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, groups, 2)) * scale

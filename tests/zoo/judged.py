@@ -280,6 +280,8 @@ def judge(
         }
     elif "silently wrong" in classes and not said["to"]:
         classes = classes - {"silently wrong"} | {"refused"}
+    elif rows and not classes and not said["to"]:
+        classes = {"refused"}
     label = next((c for c in CLASSES if c in classes), "no attention" if not rows else "not run")
     return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
             "unmatched": len(missed), **said}  # fmt: skip
@@ -365,7 +367,7 @@ def _outcome(
     if (
         found.kind != "equal"
         and places is not None
-        and places.scheme in ("rotary", "alibi", "relative")
+        and places.scheme in ("rotary", "axial", "alibi", "relative")
     ):
         plain = compared.compare(params, semantics, given, softmax.logits, out, None, chunk)
         if plain.kind == "equal":

@@ -1,0 +1,144 @@
+"""Terms of positions that models add to their scaled logits.
+
+Every class has `bias(T, S, query, key)`, `N T S` or `B N T S`: `query` (`B T N H`) and `key`
+(`B S N H`) are the projected queries and keys, before their rotation; terms that do not depend on
+them ignore them.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmha.arrays import Array
+from jaxmha.converters.layout.arrays import NDArray
+
+
+def _distances(T: int, S: int) -> NDArray:
+    """Query position minus key position, `T S`; the last query has the position of the last key."""
+    return np.arange(T)[:, None] + S - T - np.arange(S)
+
+
+class Alibi(NamedTuple):
+    """A bias of `-rates[n] * distance`."""
+
+    rates: tuple[float, ...]
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `N T S`."""
+        found: NDArray = -np.asarray(self.rates)[:, None, None] * _distances(T, S)
+        return found
+
+
+class Buckets(NamedTuple):
+    """A learned bias for every bucket of distances (T5).
+
+    `table` is `buckets N`. In each direction, half of the buckets hold one distance each, and the
+    others logarithmic ranges up to `most`. `both`: keys after the query have their own buckets.
+    """
+
+    table: NDArray
+    both: bool
+    most: int = 128
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `N T S`."""
+        distance = _distances(T, S)
+        count = len(self.table) // (2 if self.both else 1)
+        bucket = np.where(distance < 0, count, 0) if self.both else 0
+        distance = abs(distance) if self.both else np.maximum(distance, 0)
+        exact = count // 2
+        far = np.log(np.maximum(distance, 1) / exact) / math.log(self.most / exact)
+        rough = np.minimum(exact + (far * (count - exact)).astype(np.int64), count - 1)
+        found = bucket + np.where(distance < exact, distance, rough)
+        return np.asarray(np.moveaxis(self.table[found], -1, 0))
+
+
+class Window(NamedTuple):
+    """A learned bias for every difference of rows and of columns in a square window (Swin).
+
+    `table` is `(2 side - 1)**2 N`.
+    """
+
+    table: NDArray
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `N T S`; ValueError if T or S is not the number of tokens of a window."""
+        span = math.isqrt(len(self.table))
+        side = (span + 1) // 2
+        if T != side * side or S != T:
+            raise ValueError(f"T and S must be {side * side}, a window of side {side}: {T}, {S}")
+        row, column = _planes(side, side)
+        found = self.table[(row + side - 1) * span + column + side - 1]
+        return np.asarray(np.moveaxis(found, -1, 0))
+
+
+class Grid(NamedTuple):
+    """Products of queries with vectors of the difference of rows, and of columns (SAM).
+
+    `rows` and `columns` are `2 side - 1, H`.
+    """
+
+    rows: NDArray
+    columns: NDArray
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `B N T S`; ValueError without queries, or for another number of tokens."""
+        height, width = (len(x) // 2 + 1 for x in self)
+        if height * width != T or S != T or query is None:
+            raise ValueError(f"T and S must be {height * width}, and query is needed: {T}, {S}")
+        row, column = _planes(height, width)
+        near = self.rows[row + height - 1] + self.columns[column + width - 1]
+        return np.asarray(np.einsum("btnh,tsh->bnts", np.asarray(query), near))
+
+
+def _planes(height: int, width: int) -> tuple[NDArray, NDArray]:
+    """Differences of rows and of columns of all pairs of tokens."""
+    row, column = (x.reshape(-1) for x in np.indices((height, width)))
+    return row[:, None] - row, column[:, None] - column
+
+
+class Distances(NamedTuple):
+    """Scaled products of queries with a vector for every distance, clipped (Shaw et al., 2018).
+
+    `table` is `left + right + 1, H`, from the farthest key on the left to the right.
+    """
+
+    table: NDArray
+    left: int
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `B N T S`; ValueError without queries."""
+        if query is None:
+            raise ValueError("query is needed: the term is a product with queries")
+        near = np.clip(-_distances(T, S), -self.left, len(self.table) - 1 - self.left) + self.left
+        found = np.einsum("btnh,tsh->bnts", np.asarray(query), self.table[near])
+        return np.asarray(found * self.table.shape[-1] ** -0.5)
+
+
+class Waves(NamedTuple):
+    """Products with projected sines and cosines of the distance (Transformer-XL, conformers).
+
+    The logits of queries q and keys k at a distance become `(q + u) k + (q + v) R(distance)`, times
+    `H ** -0.5`; this term is what they have beyond `q k`. `kernel`: `D N H`; `u`, `v`: `N H`.
+    """
+
+    u: NDArray
+    v: NDArray
+    kernel: NDArray
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `B N T S`; ValueError without queries and keys."""
+        if query is None or key is None:
+            raise ValueError("query and key are needed: the term has products with both")
+        width = len(self.kernel)
+        rates = 10000.0 ** -(np.arange(0, width, 2) / width)
+        angles = np.arange(-S, T + S)[:, None] * rates
+        waves = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(angles), width)
+        relative = np.einsum("rd,dnh->rnh", waves, self.kernel)[_distances(T, S) + S]
+        found = np.einsum("nh,bsnh->bns", self.u, np.asarray(key))[:, :, None]
+        found = found + np.einsum("btnh,tsnh->bnts", np.asarray(query) + self.v, relative)
+        return np.asarray(found * self.u.shape[-1] ** -0.5)
+
+
+Term = Alibi | Buckets | Window | Grid | Distances | Waves

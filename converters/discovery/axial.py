@@ -1,0 +1,114 @@
+"""Rotary positions of two coordinates: the row and the column of every patch of an image."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmha.arrays import Array
+from jaxmha.converters.layout.arrays import NDArray
+
+# Form -> model types. Every form says which coordinate turns which pair of features.
+FORMS: dict[str, str] = {
+    "rows, then columns": (
+        "glm4v_vision glm46v_vision glm4v_moe_vision glm_ocr_vision glm5_next_vision glmga_vision "
+        "qwen2_vl_vision qwen2_5_vl_vision qwen3_vl_vision qwen3_vl_moe_vision qwen3_5_vision "
+        "qwen3_5_moe_vision qwen4_exp_vision exaone4_5_vision ernie4_5_vl_moe_vision "
+        "paddleocr_vl_vision video_llama_3_vision cohere_compass_vision "
+        "qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder dots3_note_vision_encoder "
+        "muse_spark_vision muse_glimmer_vision lfm3_vl_vision"
+    ),
+    "even and odd": "pixtral",
+    "pairs of rows, then columns": "sam3_vit_model",
+    "pairs of columns, then rows": "inkling2_vision",
+    "columns and rows in turn": "kimi_k25_vision",
+}
+# Keys of a configuration that hold the side of the squares of patches that follow each other.
+_MERGES = ("spatial_merge_size", "merge_size")
+
+
+class Axial(NamedTuple):
+    """Rotary positions of rows and columns.
+
+    `inv_freq`: the angle per row or column of every pair of features. `axis`: 0 for pairs that the
+    row turns, 1 for the column. `merge`: patches come in squares of this side.
+    """
+
+    inv_freq: tuple[float, ...]
+    axis: tuple[int, ...]
+    interleaved: bool = False
+    merge: int = 1
+
+    def __call__(
+        self, x: Float[Array, "*B T N H"], places: Int[Array, "T 2"]
+    ) -> Float[Array, "*B T N H"]:
+        """Rotates projected queries or keys by the row and the column of every token.
+
+        >>> Axial((1.0, 1.0), (0, 1))(np.ones((1, 6, 2, 4), np.float32), grid(2, 3)).shape
+        (1, 6, 2, 4)
+        """
+        angles = jnp.asarray(np.asarray(places)[:, np.asarray(self.axis)] * np.asarray(self.inv_freq))
+        cos, sin = (part(angles)[:, None].astype(x.dtype) for part in (jnp.cos, jnp.sin))
+        pairs = len(self.inv_freq)
+        ends = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (
+            slice(0, pairs), slice(pairs, 2 * pairs)
+        )  # fmt: skip
+        one, other = (jnp.asarray(x)[..., end] for end in ends)
+        turned = [one * cos - other * sin, other * cos + one * sin]
+        if self.interleaved:
+            return jnp.stack(turned, -1).reshape(x.shape)
+        return jnp.concatenate(turned, -1)
+
+    def places(self, height: int, width: int) -> NDArray:
+        """Row and column of the patches of an image, `T 2`, in the order of the tokens."""
+        return grid(height, width, self.merge)
+
+
+def grid(height: int, width: int, merge: int = 1) -> NDArray:
+    """Row and column of every patch, `T 2`, in squares of `merge x merge` patches.
+
+    >>> grid(2, 2).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
+    found = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
+    squares = found.reshape(height // merge, merge, width // merge, merge, 2)
+    return np.asarray(squares.swapaxes(1, 2).reshape(-1, 2))
+
+
+def form_of(model_type: str) -> str:
+    """The form of a model type; "" if it is not known.
+
+    >>> form_of("pixtral")
+    'even and odd'
+    """
+    return next((form for form, types in FORMS.items() if model_type in types.split()), "")
+
+
+def of(model_type: str, own: Mapping[str, Any], width: int, base: float) -> Axial:
+    """The axial positions of heads of this width.
+
+    Raises:
+      ValueError: the width of a head cannot be halved twice; or the model type is not known.
+    """
+    form = form_of(model_type)
+    if not form or width % 4:
+        raise ValueError(f"no axial form of {model_type} with heads of {width} features is known")
+    quarter = width // 4
+    plain = base ** -(np.arange(0, width // 2, 2) / (width // 2))
+    values, axis = np.tile(plain, 2), np.repeat([0, 1], quarter)
+    if form == "even and odd":
+        whole = base ** -(np.arange(0, width, 2) / width)
+        values = np.concatenate([whole[0::2], whole[1::2]])
+    elif form == "pairs of columns, then rows":
+        axis = 1 - axis
+    elif form == "columns and rows in turn":
+        values, axis = np.repeat(plain, 2), np.tile([1, 0], quarter)
+    merge = next((own[key] for key in _MERGES if type(own.get(key)) is int), 1)
+    return Axial(
+        tuple(map(float, values)),
+        tuple(map(int, axis)),
+        form.startswith("pairs"),
+        1 if form == "pairs of rows, then columns" else merge,
+    )
