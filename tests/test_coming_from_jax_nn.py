@@ -88,6 +88,7 @@ def test_arguments_have_the_same_names_and_order() -> None:
     assert list(mine)[: len(positional)] == positional
 
 
+@pytest.mark.slow_variants("*float16", "!bias-bfloat16", "!empty rows-float16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["plain", "bias", "empty rows", "causal", "unbatched", "wide"])
 def test_residual(name: str, dtype: str) -> None:

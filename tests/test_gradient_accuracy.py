@@ -215,6 +215,7 @@ SUMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.everyday(name=["one block, bias", "causal", "window"])
+@pytest.mark.slow_variants("causal-300.0", "one block, bias-1000000000.0", "window-300.0")
 @pytest.mark.parametrize("size", [300.0, 1e9])
 @pytest.mark.parametrize("name", [*SUMS])
 def test_weights_of_the_gradient_sum_to_one(name: str, size: float) -> None:

@@ -68,6 +68,7 @@ def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
 
 
 @built
+@pytest.mark.slow_variants("0")
 @pytest.mark.parametrize("inner", [0, 1])
 def test_nested_vmap_of_unlike_axes_and_of_gradients(inner: int) -> None:
     """Gradients inside and outside of both maps."""

@@ -90,7 +90,7 @@ def many_round_trips(name: str, examples: int) -> None:
 
 @pytest.mark.parametrize("name", APIS)
 def test_export_then_import(name: str) -> None:
-    many_round_trips(name, 60)
+    many_round_trips(name, 20)
 
 
 @pytest.mark.slow

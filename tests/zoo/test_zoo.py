@@ -19,13 +19,13 @@ EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").
 GROUPS = 6
 
 
-def a_tenth() -> list[str]:
-    """A tenth of the types of every family; another tenth in every run."""
+def some() -> list[str]:
+    """One in forty of the types of every family, at least one; others in every run."""
     drawn = random.Random(os.environ.get("JAXMHA_PROPERTY_SEED", "0"))
     built = {t for t, label in EXPECTED.items() if label != "cannot be built"}
     families = [sorted(built & set(types.split())) for types in MODEL_TYPES.values()]
     families.append(sorted(built - {t for family in families for t in family}))
-    return sorted({t for family in families for t in drawn.sample(family, -(-len(family) // 20))})
+    return sorted({t for family in families for t in drawn.sample(family, -(-len(family) // 40))})
 
 
 def judge(model_type: str, label: str) -> None:
@@ -35,8 +35,8 @@ def judge(model_type: str, label: str) -> None:
 
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.filterwarnings("default")
-def test_a_tenth_is_as_the_whole_was(group: int) -> None:
-    for model_type in a_tenth()[group::GROUPS]:
+def test_some_of_every_family_are_as_the_whole_was(group: int) -> None:
+    for model_type in some()[group::GROUPS]:
         judge(model_type, one.check(model_type, whole=False)["class"])
 
 
