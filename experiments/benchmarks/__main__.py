@@ -196,8 +196,7 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(results, indent=1))
     else:
-        end = f"{report.disturbed(results)} disturbed (~)"
-        frame.show("\n\n".join((report.times(results), report.summary(results), end)), width=190)
+        frame.show(report.page(results, f"{chosen.selection}.png"), width=190)
     if chosen.write:
         print(report.write(results), file=sys.stderr)
 

@@ -2,16 +2,16 @@
 makes the pages and the README's part again from the stored JSON."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from experiments.benchmarks import statistics as stats
-from experiments.benchmarks.peers import ON_JAX, OURS, PEERS  # noqa: F401  the page names ON_JAX
+from experiments.benchmarks.peers import ON_JAX, OURS, PEERS  # noqa: F401  pages name them
 from experiments.benchmarks.statistics import Entry
-from experiments.pages import fill, markdown
+from experiments.pages import fill
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
@@ -44,31 +44,20 @@ def measured(results: dict[str, Any]) -> str:
     return f"{count} of {asked} cases so far" if count < asked else f"{count} cases"
 
 
-def summary(results: dict[str, Any]) -> str:
-    """One line per goal: geometric mean and worst case."""
-    entries = {entry["name"]: entry for entry in results["cases"]}
-    rows = []
+def goals(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of every goal that has cases: its ratios, their mean, how many are over, and the worst entry."""
     for goal in stats.GOALS:
-        ratios = {
-            entry["name"]: ratio
-            for entry in entries.values()
-            if goal.of(stats.case_of(entry)) and (ratio := goal.ratio(entry)) is not None
-        }
-        if not ratios:
-            continue
-        worst = max(ratios, key=ratios.__getitem__)
-        mean = geometric_mean(ratios.values())
-        rows.append(
-            [
-                goal.what,
-                str(len(ratios)),
-                "–" if goal.worst is None else str(sum(r > goal.worst for r in ratios.values())),
-                _targeted(mean, goal.mean),
-                _targeted(ratios[worst], goal.worst),
-                named(entries[worst]),
-            ]
-        )
-    return markdown([["jaxmha / what", "cases", "over", "mean", "worst", "worst case"], *rows])
+        entries = [entry for entry in results["cases"] if goal.of(stats.case_of(entry))]
+        found = [(ratio, e) for e in entries if (ratio := goal.ratio(e)) is not None]
+        if found:
+            ratios = [ratio for ratio, _ in found]
+            yield {
+                "goal": goal,
+                "ratios": ratios,
+                "mean": geometric_mean(ratios),
+                "over": sum(ratio > (goal.worst or 0.0) for ratio in ratios),
+                "worst": found[ratios.index(max(ratios))][1],
+            }
 
 
 def named(entry: Entry) -> str:
@@ -82,87 +71,37 @@ def disturbed(results: dict[str, Any]) -> int:
     return sum(map(stats.disturbed, results["cases"]))
 
 
-def times(results: dict[str, Any]) -> str:
-    """One line per case."""
-    peers, peaks = _present(results), results["sgemm"]
-    head = ["case", "ms", "±", "GFLOP/s", "of sgemm", "torch of sgemm", *peers]
-    rows = []
-    for entry in results["cases"]:
-        best = stats.fastest(entry, peers)
-        own, spread = stats.time_of(entry, OURS), stats.spread_of(entry, OURS)
-        rate, torch = stats.speed_of(entry, OURS), stats.speed_of(entry, "torch-sdpa")
-        row = [
-            named(entry),
-            _number(None if own is None else 1e3 * own, ".3g"),
-            _number(spread, ".0%"),
-            _number(rate, ".3g"),
-            _number(_share(rate, peaks.get("xla")), ".0%"),
-            _number(_share(torch, peaks.get("torch")), ".0%"),
-        ]
-        for peer in peers:
-            time, fast = stats.time_of(entry, peer), stats.time_of(entry, best) if best else None
-            cell = _number(_share(time, fast), ".2f")
-            few = time is not None and len(entry["peers"][peer]["seconds"]) < results["rounds"]
-            row.append((f"**{cell}**" if peer == best else cell) + ("*" if few else ""))
-        rows.append(row)
-    return markdown([head, *rows])
-
-
-def gaps(results: dict[str, Any]) -> str:
-    """One line per layer with T < 512."""
-    rows = []
-    for entry in results["cases"]:
-        case, gap = stats.case_of(entry), stats.gap_to_torch(entry)
-        if case.scope == "layer" and case.T < 512 and gap is not None:
-            rows.append([f"`{entry['name']}`", *(f"{part:.2f}" for part in gap)])
-    return markdown([["case", "jaxmha / torch", "= products", "x rest"], *rows])
-
-
-def per_peer(
-    results: dict[str, Any],
-    cell: Callable[[dict[str, Any]], str],
-    chosen: Callable[[Entry], bool] = lambda entry: True,
-) -> str:
-    """One line per case, one column per peer."""
-    peers = _present(results)
-    rows = [
-        [f"`{entry['name']}`", *(cell(entry["peers"].get(peer, {})) for peer in peers)]
+def torch_gaps(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Of every layer with T < 512, by name."""
+    return {
+        entry["name"]: gap
         for entry in results["cases"]
-        if chosen(entry)
-    ]
-    return markdown([["case", *peers], *rows])
+        if stats.case_of(entry).scope == "layer" and stats.case_of(entry).T < 512
+        if (gap := stats.gap_to_torch(entry)) is not None
+    }
 
 
-def failures(results: dict[str, Any]) -> str:
-    """Peer, reason, and the cases that it is given for."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for name, peer in results["peers"].items():
-        if peer["absent"]:
-            reasons[name, peer["absent"]] = ["all"]
+def failures(results: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
+    """The cases that a peer and a reason are given for."""
+    reasons = {
+        (name, peer["absent"]): ["all"] for name, peer in results["peers"].items() if peer["absent"]
+    }
     for entry in results["cases"]:
         for peer, found in entry["peers"].items():
             for key, prefix in (("failed", ""), ("memory_failed", "memory: ")):
                 if key in found:
-                    reason = prefix + found[key]
-                    reasons.setdefault((peer, reason), []).append(f"`{entry['name']}`")
-    rows = [
-        [peer, reason.replace("|", "\\|"), ", ".join(cases)]
-        for (peer, reason), cases in reasons.items()
-    ]
-    return markdown([["peer", "reason", "cases"], *rows])
+                    reasons.setdefault((peer, prefix + found[key]), []).append(f"`{entry['name']}`")
+    return reasons
+
+
+def with_memory(results: dict[str, Any]) -> list[Entry]:
+    """The entries whose memory was measured."""
+    return [e for e in results["cases"] if any("memory" in found for found in e["peers"].values())]
 
 
 def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
     """Summary, versions and figure."""
-    machine, versions = results["machine"], results["versions"]
-    packages = ", ".join(f"{n} {v}" for n, v in versions.items() if n in ("jax", "torch", "flax"))
-    return (
-        f"{summary(results)}\n\n{measured(results)}, medians of {results['rounds']} interleaved rounds, float32, "
-        f"{results['threads']} threads each, on {machine['processor']} ({results['date']}; {packages}). "
-        f"Over: cases beyond the target of the worst; bold: a target that is missed; ~: disturbed, as "
-        f"{disturbed(results)} cases were; ^: measured again later. [Every case]({page}); "
-        f"[how scores are tiled](experiments/tiling/README.md).\n\n![{ALT_SOME}]({figure})"
-    )
+    return fill(globals(), "readme.md", results=results, page=page, figure=figure)
 
 
 def filled(text: str, part: str) -> str:
@@ -208,55 +147,10 @@ def some(results: dict[str, Any]) -> dict[str, Any]:
     return results | {"cases": [e for e in results["cases"] if stats.case_of(e).quick]}
 
 
-def _present(results: dict[str, Any]) -> list[str]:
-    return [
-        peer for peer in PEERS if peer in results["peers"] and not results["peers"][peer]["absent"]
-    ]
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
-
-
-def _number(value: float | None, form: str, *, least: float = 0.0) -> str:
-    return "–" if value is None or value < least else format(value, form)
-
-
-def _targeted(value: float, target: float | None) -> str:
-    """Bold where the target is missed."""
-    if target is None:
-        return f"{value:.2f}"
-    shown = f"{value:.2f}" if value <= target else f"**{value:.2f}**"
-    return f"{shown} (target {target:.2f})"
-
-
-def _has_memory(entry: Entry) -> bool:
-    return any("memory" in found for found in entry["peers"].values())
-
-
-def compilation(results: dict[str, Any]) -> str:
-    """Seconds, by case and peer."""
-    return per_peer(results, lambda found: _number(found.get("compile"), ".2f", least=1e-3))
-
-
-def memory(results: dict[str, Any]) -> str:
-    """MiB, by case and peer."""
-    return per_peer(results, _memory, _has_memory)
-
-
-def errors(results: dict[str, Any]) -> str:
-    """By case and peer."""
-    return per_peer(results, _error)
-
-
-def _memory(found: dict[str, Any]) -> str:
-    grown = found.get("memory")
-    return f"{grown / 2**20:.0f}" if isinstance(grown, int | float) else "–"
-
-
-def _error(found: dict[str, Any]) -> str:
-    errors = [found[key] for key in ("error", "gradient_error") if key in found]
-    return ", ".join(f"{error:.1e}" for error in errors) or "–"
+def present(results: dict[str, Any]) -> list[str]:
+    """The peers that are installed, in the order of all."""
+    found = results["peers"]
+    return [peer for peer in PEERS if peer in found and not found[peer]["absent"]]
 
 
 if __name__ == "__main__":
