@@ -2,8 +2,10 @@
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 # Before any framework is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -15,6 +17,7 @@ os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrang
 
 import jax
 import pytest
+from jax._src import compiler
 from jaxtyping import install_import_hook
 
 from tests import variants
@@ -39,9 +42,23 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: igno
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
 
 
+# XLA's older way to write loops takes half the time to compile, and means the same.
+QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
+
+
+@cache
+def quick_options() -> dict[str, Any]:
+    """Options that compile quickly; none where this XLA has no such way any more."""
+    try:
+        jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=QUICK)
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return QUICK
+
+
 @pytest.fixture(autouse=True, scope="module")
-def optimised(request: pytest.FixtureRequest) -> None:
-    """Compiling is most of the time of a run: in half of it where nothing is optimised.
+def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiling is most of the time of a run: in a fourth of it where nothing is optimised.
 
     Modules that measure rounding set OPTIMISED: they compile as users do. With JAXMHA_OPTIMISED=1
     every module does, as `make test-slow` has it.
@@ -50,6 +67,19 @@ def optimised(request: pytest.FixtureRequest) -> None:
     jax.config.update("jax_disable_most_optimizations", not wanted)  # type: ignore[no-untyped-call]
     if hasattr(request.module, "OPTIMISED"):
         jax.clear_caches()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:
+        if not wanted:
+            made = partial(quickly, compiler.get_compile_options, quick_options())
+            patch.setattr(compiler, "get_compile_options", made)
+        yield
+
+
+def quickly(
+    make: Callable[..., Any], options: dict[str, Any], *arguments: Any, **given: Any
+) -> Any:
+    """The options of a program, with those of all: JAX has no setting for them."""
+    own = given.pop("env_options_overrides", None) or {}
+    return make(*arguments, env_options_overrides=options | own, **given)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
