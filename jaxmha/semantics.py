@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -310,3 +310,11 @@ def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if isinstance(value, jax.Array | np.ndarray) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def with_norms(semantics: Semantics, scales: bool) -> Semantics:
+    """The semantics of a layer with or without `scales` of norms; those not learned need none."""
+    if scales or not semantics.qk_norm_learned:
+        return semantics
+    default = Semantics()
+    return replace(semantics, **{name: getattr(default, name) for name in NORM_FIELDS})

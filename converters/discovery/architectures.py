@@ -181,7 +181,7 @@ PARTS = {
             zaya
         """,
         "query_scale": """
-            inkling2 inkling2_text inkling_mm_model inkling_text llama4 llama4_text ministral3
+            beam inkling2 inkling2_text inkling_mm_model inkling_text llama4 llama4_text ministral3
             mistral4
         """,
         "sinks": """

@@ -27,9 +27,8 @@ _ASK = (
     "import_params(layout='llama'), and compute the rest around dot_product_attention"
 )
 ASKS = {
-    layout: _ASK.format("the gate multiplies" if layout == "llama-gate" else f"{norms} normalise")
+    layout: _ASK.format(f"{meaning.NORM_NAMES.get(layout, 'q_norm and k_norm')} normalise")
     for layout in meaning.ASKING
-    for norms in [meaning.NORM_NAMES.get(layout, "q_norm and k_norm")]
 }
 
 

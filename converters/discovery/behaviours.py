@@ -65,13 +65,9 @@ def _of_layer_norms(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "layer", "qk_norm_epsilon": float(epsilon)}
 
 
-def _chameleon(own: Mapping[str, Any]) -> Values:
+def _of_default_layer_norms(own: Mapping[str, Any]) -> Values:
+    """Layer norms with torch's own epsilon, for which the model types have no setting."""
     return {"qk_norm": "layer", "qk_norm_epsilon": 1e-5}
-
-
-def _known(own: Mapping[str, Any]) -> Values:
-    """The sigmoid gate of a model without norms."""
-    return {"scale": None}
 
 
 def _unscaled(own: Mapping[str, Any]) -> Values:
@@ -86,8 +82,10 @@ def _of_half(own: Mapping[str, Any]) -> Values:
 # zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
     (
-        "granite granitemoe granitemoeshared granite_docling_text hyperclovax granite_swa "
-        "granitemoe_swa granitemoehybrid",
+        (
+            "granite granitemoe granitemoeshared granite_docling_text hyperclovax granite_swa "
+            "granitemoe_swa granitemoehybrid"
+        ),
         _multiplied,
     ),
     ("granite4_vision_text", _multiplied),
@@ -97,21 +95,20 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
-            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam lfm3 olmo2 olmo3 olmoe "
+            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 olmoe "
             "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text"
         ),
         _normalised,
     ),
-    ("lfm2 lfm2_moe", _with_norm_eps),
+    ("lfm2 lfm2_moe lfm3", _with_norm_eps),
     (
         "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text minimax_m3_vl_text",
         _offset,
     ),
-    ("gemma3 gemma3_text t5gemma2_text t5gemma2_decoder step3p7", _offset_and_scaled),
+    ("gemma3 gemma3_text", _offset_and_scaled),
     ("nanochat", _unlearned),
     ("persimmon fuyu", _of_layer_norms),
-    ("chameleon", _chameleon),
-    ("hrm_text", _known),
+    ("chameleon esmc", _of_default_layer_norms),
 )
 
 

@@ -60,6 +60,7 @@ INTERLEAVED = frozenset(
         "llama4_text",
         "moonshine",
         "moonshine_streaming",
+        "openai_privacy_filter",
         "pe_audio_encoder",
         "roformer",
     ]
@@ -82,10 +83,18 @@ PLANES = frozenset(
     ]
 )
 # Model types whose layers of full attention have no rotary positions.
-LOCAL = frozenset(["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "kolibri1"])
+LOCAL = frozenset(
+    ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]
+)
 # Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
 _NOWHERE = ("nemotron_h",)
 _ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
+# Model types that rotate by the negative angles.
+BACKWARD = frozenset(["nanochat"])
+# Model types that have rotary positions only where position_embedding_type is "rope".
+OPTIONAL = frozenset(["granitemoehybrid"])
+# Model types that ignore the key rotary_dim of their configurations.
+_IGNORES_DIMS = ("minimax_m3_vl_text",)
 # Keys of a configuration that hold the number of rotated features, or their share of a head.
 _DIMS = ("rotary_dim",)
 _SHARES = ("partial_rotary_factor", "rotary_pct")
@@ -214,6 +223,8 @@ def _rotary(
     layer = _layer(block.prefix)
     if _without(own, layer, model_type):
         return Positions("none", why=f"layer {layer} has no rotary positions")
+    if model_type in OPTIONAL and own.get("position_embedding_type") != "rope":
+        return Positions("none", why="position_embedding_type is not rope")
     rows = file.info[block.keys[block.layout.entries[0].key]].shape
     width = own.get("head_dim") or (max(rows) // heads if heads else None)
     if own.get("head_dim") is None and heads and isinstance(own.get("hidden_size"), int):
@@ -225,14 +236,15 @@ def _rotary(
     rope_ = _rope(own, layer)
     if form:
         return Positions("axial", axial.of(model_type, own, width, float(rope_["rope_theta"])))
-    dims = next((own[k] for k in _DIMS if isinstance(own.get(k), int)), None)
+    known = () if model_type in _IGNORES_DIMS else _DIMS
+    dims = next((own[k] for k in known if isinstance(own.get(k), int)), None)
     share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
     dims = int(width * share) if dims is None else dims
     found = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
     return Positions(
         "rotary",
         Rotary(
-            found.values,
+            tuple(-x for x in found.values) if model_type in BACKWARD else found.values,
             model_type in INTERLEAVED,
             found.factor,
             str(rope_.get("rope_type", "default")),

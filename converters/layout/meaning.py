@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.huggingface import NEOX
 from jaxmha.converters.layout.linear import LLAMA, LLAMA_ENTRIES
 
 _HOLDS = frozenset({"qk_norm_epsilon"})
@@ -31,31 +32,29 @@ _SINKS = (Entry("sinks", "N", ("sinks",)),)
 _GATE = (Entry("gate_proj.weight", "(N h) Dq", ("gate.kernel",)),)
 _GATE_BIAS = (Entry("gate_bias", "N", ("gate_heads.bias",)),)
 _GATE_OF_HEADS = (Entry("g_proj.weight", "N Dq", ("gate_heads.kernel",)),)
-_GATE_OF_FEATURES = (Entry("g_proj.weight", "(N h) Dq", ("gate.kernel",)),)
+_OFFSETS = (Entry("softmax_offset", "N", ("sinks",)),)
 _RMS = Semantics(qk_norm="rms")
 _LAYER = Semantics(qk_norm="layer", qk_norm_epsilon=1e-5)
 _ALL_HEADS = Semantics(qk_norm="rms", qk_norm_scope="heads")
 _PLAIN = Semantics()
 # Layout -> arrays next to those of Llama, semantics without a configuration, and models.
 _MEANING: dict[str, tuple[tuple[Entry, ...], Semantics, str]] = {
-    "llama-norm-heads": (_OF_ALL, _ALL_HEADS, "OLMo 2 and 3, OLMoE, MiniMax-M2: norms of all heads"),
+    "llama-norm-heads": (
+        _OF_ALL,
+        _ALL_HEADS,
+        "OLMo 2 and 3, OLMoE, MiniMax-M2: norms of all heads",
+    ),
     "llama-norm": (_OF_HEAD, _RMS, "Qwen3, Gemma 3: a norm of each head of queries and keys"),
     "llama-norm-each": (_OF_EACH, _LAYER, "Cohere, Chameleon: norms with a scale for every head"),
     "llama-sinks": (_SINKS, _PLAIN, "gpt-oss: sinks, a logit per head in every softmax"),
-    "llama-norm-sinks": (_OF_HEAD + _SINKS, _RMS, "Flint: norms and sinks"),
-    "llama-gate": (_GATE, _PLAIN, "HRM: a gate for every feature of the heads"),
+    "llama-norm-sinks": (_OF_HEAD + _OFFSETS, _RMS, "Flint: norms, and sinks in softmax_offset"),
     "llama-norm-gate": (_OF_HEAD + _GATE, _RMS, "AFMoE: norms, and a gate for every feature"),
     "llama-norm-gate-bias": (
         _OF_HEAD + _GATE + _GATE_BIAS,
         _RMS,
         "Beam: norms, and a gate for every feature with a bias for every head",
     ),
-    "llama-norm-g": (_OF_HEAD + _GATE_OF_HEADS, _RMS, "LFM3, Step: norms, and a gate per head"),
-    "llama-norm-g-features": (
-        _OF_HEAD + _GATE_OF_FEATURES,
-        _RMS,
-        "Step: norms, and a gate for every feature",
-    ),
+    "llama-norm-g": (_OF_HEAD + _GATE_OF_HEADS, _RMS, "LFM3: norms, and a gate per head"),
 }
 
 
@@ -84,8 +83,7 @@ QWEN3_NEXT = Layout(
     semantics=Semantics(qk_norm="rms", qk_norm_offset=1.0),
     holds=_HOLDS,
     other_keys=LLAMA.other_keys,
-    about="Qwen3-Next, Qwen3.5: norms with an offset of 1, and gates packed with the queries head "
-    "by head (rotary embedding apart)",
+    about="Qwen3-Next and 3.5: norms with an offset of 1, a gate in the rows of every query head",
 )
 _RENAMED = {
     "q_norm": "q_layernorm",
@@ -109,22 +107,16 @@ LFM = _renamed(
     _RENAMED,
     "LFM2: a norm of each head, q_layernorm and k_layernorm (rotary embedding apart)",
 )
-_QKV = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias", "value.bias")
+_PERSIMMON = (
+    *NEOX.entries,
+    *_norms("q_layernorm", "k_layernorm", "H"),
+)
 PERSIMMON = Layout(
     "persimmon",
-    (
-        Entry("query_key_value.weight", "(N qkv H) Dq", _QKV[0]),
-        Entry("query_key_value.bias", "(N qkv H)", _QKV[1], "bias"),
-        Entry("dense.weight", "Do (N h)", ("out.kernel",)),
-        Entry("dense.bias", "Do", ("out.bias",), "bias"),
-        *_norms("q_layernorm", "k_layernorm", "H"),
-    ),
-    ties={
-        **LLAMA.ties,
-        "K": ("N", "query, key and value are packed with one head count"),
-    },
+    _PERSIMMON,
+    ties=NEOX.ties,
     semantics=_LAYER,
-    holds=_HOLDS | {"dropout_rate"},
+    holds=_HOLDS | NEOX.holds,
     other_keys=("rotary_emb.inv_freq",),
     about="Persimmon: packed head by head, with layer norms of each head (rotary embedding apart)",
 )

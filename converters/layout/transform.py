@@ -6,7 +6,6 @@ arrow reversed, so the round trip is exact by construction.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from jaxmha.converters.layout.validation import (
 )
 from jaxmha.dims import bind, parse
 from jaxmha.params import CANONICAL, NORM_SCALES, check, from_leaves, leaves
-from jaxmha.semantics import NORM_FIELDS
+from jaxmha.semantics import with_norms
 
 
 def import_params(
@@ -71,11 +70,7 @@ def import_params(
 
 def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
     """The semantics of a layer of this layout, without norms if it lacks their scales."""
-    given = layout.semantics
-    if given.qk_norm is None or not given.qk_norm_learned or found.keys() & NORM_SCALES:
-        return given
-    none = Semantics()
-    return replace(given, **{name: getattr(none, name) for name in NORM_FIELDS})
+    return with_norms(layout.semantics, bool(NORM_SCALES & found.keys()))
 
 
 def export_params(

@@ -19,7 +19,8 @@ from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import registry, transform, validation
 from jaxmha.converters.layout.base import Layout
 from jaxmha.dims import parse
-from jaxmha.params import CANONICAL, check, from_leaves, leaves
+from jaxmha.params import CANONICAL, NORMS, check, field_of, from_leaves, leaves
+from jaxmha.semantics import NORM_FIELDS
 from tests.converters.test_every_layout import params_of
 
 # Written here and not read from errors.py: how to evaluate, which no layer has to hold.
@@ -32,6 +33,10 @@ OTHER: dict[str, Any] = {
     "add_zero_attn": True,
     "qk_norm": "rms",
     "qk_norm_epsilon": 0.1,
+    "qk_norm_scope": "heads",
+    "qk_norm_offset": 0.5,
+    "qk_norm_learned": False,
+    "clip_qkv": 3.0,
 }
 
 
@@ -105,12 +110,15 @@ def absent(layout: Layout) -> Iterator[tuple[str, Case]]:
     extra = {
         "bias_k": ("bias_k", "bias_v"),
         "query_norm": ("query_norm", "key_norm"),
+        "query_norm_heads": ("query_norm_heads", "key_norm_heads"),
+        "sinks": ("sinks",),
+        "gate.kernel": ("gate.kernel",),
         "out.kernel": ("out.kernel",),
         "query.bias": ("query.bias",),
     }
     sizes = check(params)
     for first, names in extra.items():
-        if first in has:
+        if first in has or field_of(first) in map(field_of, has):
             continue
         more: dict[str, Any] = dict(leaves(params))
         for name in names:
@@ -130,9 +138,11 @@ def lacking(layout: Layout) -> Iterator[tuple[str, Case]]:
         for leaf in members:
             if leaf in ("query.kernel", "key.kernel", "value.kernel"):
                 continue  # without these there are no parameters at all
-            if leaf in ("bias_k", "bias_v", "query_norm", "key_norm"):
+            if leaf in ("bias_k", "bias_v", *NORMS):
                 continue  # refused as parameters, wherever they go
+            of = [other for other in members if other.startswith("gate")]
             dropped = [leaf, "out.bias"] if leaf == "out.kernel" else [leaf]
+            dropped = of if leaf == "gate.kernel" and of else dropped
             dropped = [name for name in dropped if name in held(layout)]
             if group and len(members) == 1:
                 continue  # there or not, as the user likes
@@ -159,13 +169,15 @@ def behaviour(layout: Layout) -> Iterator[tuple[str, Case]]:
         if field.name in EVALUATION | layout.holds:
             continue
         changed: dict[str, Any] = {field.name: OTHER[field.name]}
+        if field.name == "qk_norm_scope" and layout.semantics.qk_norm_scope == "heads":
+            changed["qk_norm_scope"] = "head"
         if changed[field.name] == getattr(layout.semantics, field.name):
             changed["qk_norm"] = "layer"
         if field.name == "dropout_broadcast" and "dropout_rate" in layout.holds:
             changed["dropout_rate"] = 0.1
         if field.name == "dropout_broadcast" and "dropout_rate" not in layout.holds:
             continue  # without dropout nothing is shared
-        if field.name == "qk_norm_epsilon" and params.query_norm is None:
+        if field.name in NORM_FIELDS[1:] and params.query_norm is None:
             continue  # of a norm that is not there
         shown = re.escape(repr(changed[field.name]))
         message = (
@@ -182,9 +194,10 @@ def dtypes(layout: Layout) -> Iterator[tuple[str, Case]]:
             continue
         mixed: dict[str, Any] = dict(leaves(params_of(layout)))
         mixed[entry.leaves[1]] = mixed[entry.leaves[1]].astype(np.float16)
-        a, b, c = entry.leaves
+        a, b, *rest = entry.leaves
+        others = "".join(f", {c} float32" for c in rest)
         message = (
-            rf"^{entry.key} packs arrays of one dtype, got {a} float32, {b} float16, {c} float32: "
+            rf"^{entry.key} packs arrays of one dtype, got {a} float32, {b} float16{others}: "
             "cast them first$"
         )
         yield f"{entry.key} packed", Case(layout, from_leaves(mixed), layout.semantics, message)
@@ -323,7 +336,9 @@ def test_a_scale_of_another_last_bit_is_held(layout: Layout, factor: float) -> N
 def test_what_is_spoiled_above_is_held(layout: Layout) -> None:
     for params in (params_of(layout), sized(layout)):
         state = transform.export_params(layout, params, layout.semantics)
-        assert set(state) == {entry.key for entry in layout.entries}
+        present = leaves(params)
+        assert set(state) == {e.key for e in layout.entries if e.leaves[0] in present}
+        assert {field_of(x) for x in present} == {field_of(x) for x in held(layout)}
     rate = Semantics(**{**vars(layout.semantics), "dropout_rate": 0.1})
     if "dropout_rate" in layout.holds:
         assert transform.export_params(layout, params_of(layout), rate)
